@@ -136,8 +136,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         "--list",
         type=Path,
         metavar="FILE",
-        help=".jsonl, .csv or .parquet with file_name and text, or the .tsv of Conceptual Captions (that of --in: "
-        "metadata.jsonl, .csv or .parquet)",
+        help=".jsonl, .csv or .parquet with file_name and text (that of --in: metadata.jsonl, .csv or .parquet)",
     )
 
 

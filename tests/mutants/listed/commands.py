@@ -36,15 +36,8 @@ MUTANTS = (
     Mutant(
         "Inception of FID: the last block averages",
         "dit/evaluation/inception.py",
-        '_block_e("max" if kind == FID else "average")',
+        '_block_e("max")',
         '_block_e("average")',
-        (INCEPTION,),
-    ),
-    Mutant(
-        "Inception of torchvision: padding does not count",
-        "dit/evaluation/inception.py",
-        "count_padding = kind == TORCHVISION",
-        "count_padding = False",
         (INCEPTION,),
     ),
     Mutant(
