@@ -34,7 +34,7 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.objectives.vq_autoencoding import VQAutoencoding
-from dit.optimizer.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, OneCycle, Schedule, TorchOneCycle
+from dit.optimizer.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule, TorchOneCycle
 from dit.settings import OptimizerConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -441,12 +441,6 @@ def cosine() -> run.Config[Cosine]:
 def linear() -> run.Config[Linear]:
     """Fall as a straight line to 0 at the last step."""
     return run.Config(Linear)
-
-
-@run.cli.factory(target=Schedule)
-def one_cycle() -> run.Config[OneCycle]:
-    """Rise as a cosine from 0 over schedule.warmup_steps (set it), and fall as one to 0 at the last step."""
-    return run.Config(OneCycle)
 
 
 @run.cli.factory(target=Schedule)

@@ -22,7 +22,6 @@ from dit.ranges import (
 )
 
 Decay = Literal["linear", "one_minus_sqrt"]
-Anneal = Literal["cos", "linear"]
 BASE_MOMENTUM, MAX_MOMENTUM = 0.85, 0.95  # defaults of torch's OneCycleLR
 
 
@@ -92,13 +91,9 @@ class WarmUp(Schedule):
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         warmup = min(self.warmup_steps, num_steps)
         if update < warmup:
-            return self.rise(update / warmup, peak)
+            return peak * (update / warmup)
         summit = max(warmup, 1)
         return peak if update <= summit else self.after(update, summit, num_steps, peak)
-
-    def rise(self, part: float, peak: float) -> float:
-        """Return the rate after this part of the warm-up, in (0, 1)."""
-        return peak * part
 
     @abstractmethod
     def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
@@ -157,7 +152,7 @@ class Cosine(Falling):
     """
 
     def fall(self, progress: float, peak: float) -> float:
-        return self.min_lr + (peak - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
+        return _between(peak, self.min_lr, progress)
 
 
 @dataclass(kw_only=True)
@@ -166,25 +161,6 @@ class Linear(Falling):
 
     def fall(self, progress: float, peak: float) -> float:
         return peak + (self.min_lr - peak) * progress
-
-
-@dataclass(kw_only=True)
-class OneCycle(Cosine):
-    """Half a cosine up from 0 over `warmup_steps`, and half a cosine down to `min_lr`.
-
-    Source: Smith and Topin 2017, arXiv:1708.07120, with cosine ramps; see `TorchOneCycle` for torch's variant.
-    """
-
-    def check(self, num_steps: int, peak: float) -> None:
-        super().check(num_steps, peak)
-        if self.warmup_steps == 0:
-            raise ConfigError(
-                "schedule=one_cycle rises over schedule.warmup_steps, which is 0; use about "
-                f"{max(1, num_steps * 3 // 10)} (30 % of the run) or schedule=cosine"
-            )
-
-    def rise(self, part: float, peak: float) -> float:
-        return peak * (1 - math.cos(math.pi * part)) / 2
 
 
 @dataclass(kw_only=True)
@@ -247,7 +223,7 @@ class InverseSqrt(WarmUp):
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         # Warm-up and decay may overlap, so they are multiplied.
         warmup = max(min(self.warmup_steps, num_steps), 1)
-        return self.rise(min(update / warmup, 1.0), self.after(update, warmup, num_steps, peak))
+        return self.after(update, warmup, num_steps, peak) * min(update / warmup, 1.0)
 
     def after(self, update: int, summit: int, num_steps: int, peak: float) -> float:
         return peak / math.sqrt(max(update / self.reference_steps, 1.0))
@@ -257,14 +233,13 @@ class InverseSqrt(WarmUp):
 class TorchOneCycle(Schedule):
     """The one-cycle policy as in `torch.optim.lr_scheduler.OneCycleLR`, over all updates of the run.
 
-    The rate rises from `peak / div_factor` to the peak, which it has at update `pct_start * num_steps`, and falls to
-    `peak / div_factor / final_div_factor`.
+    The rate rises as half a cosine from `peak / div_factor` to the peak, at update `pct_start * num_steps`, and falls as
+    one to `peak / div_factor / final_div_factor`.
 
     Attributes:
         pct_start: fraction of the run before the peak.
         div_factor: ratio of the peak to the first rate.
         final_div_factor: ratio of the first to the last rate.
-        anneal_strategy: shape of both ramps.
         cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back.
 
     Source: torch.optim.lr_scheduler.OneCycleLR; Smith and Topin 2017, arXiv:1708.07120.
@@ -273,13 +248,11 @@ class TorchOneCycle(Schedule):
     pct_start: float = 0.3
     div_factor: float = 25.0
     final_div_factor: float = 1e4
-    anneal_strategy: Anneal = "cos"
     cycle_momentum: bool = False
 
     def validate(self) -> None:
         factors = dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE)
         check_ranges("schedule", self, {"pct_start": SHARE, **factors})
-        check_choice("schedule.anneal_strategy", self.anneal_strategy, Anneal)
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         first = peak / self.div_factor
@@ -293,13 +266,13 @@ class TorchOneCycle(Schedule):
     def _cycle(self, update: int, num_steps: int, start: float, middle: float, end: float) -> float:
         update, summit = min(update, num_steps), self.pct_start * num_steps  # not rounded, as in torch
         if update <= summit:
-            return self._between(start, middle, (update - 1) / (summit - 1) if summit > 1 else 1.0)
-        return self._between(middle, end, (update - summit) / (num_steps - summit))
+            return _between(start, middle, (update - 1) / (summit - 1) if summit > 1 else 1.0)
+        return _between(middle, end, (update - summit) / (num_steps - summit))
 
-    def _between(self, start: float, end: float, part: float) -> float:
-        if self.anneal_strategy == "linear":
-            return start + (end - start) * part
-        return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
+
+def _between(start: float, end: float, part: float) -> float:
+    """Return the value after a part of half a cosine."""
+    return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
 
 
 def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: Schedule) -> float:

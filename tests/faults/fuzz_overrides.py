@@ -60,7 +60,7 @@ CHOICES = {
     "training.kernels": ("auto", "eager", "triton", "compile"),
 }
 PARTS = (
-    *("edm", "ddpm", "ddpm(prediction='v')", "flow_matching", "autoencoding", "cosine", "wsd", "one_cycle", "mock"),
+    *("edm", "ddpm", "ddpm(prediction='v')", "flow_matching", "autoencoding", "cosine", "wsd", "linear", "mock"),
     *("edm(p_mean=0", "edm(p_mean=-1.2, p_std=x)", "edm(edm)", "edm()()", "wsd(decay_steps=500)", "Config", "nothing"),
 )
 SIGNS = ("=", "=", "=", "=", "=", "=", "+=", "-=", "*=", "/=", "|=", "==", ":=", "=+")

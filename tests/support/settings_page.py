@@ -33,7 +33,7 @@ PARTS = {
     "optimizer": ["dit.settings:OptimizerConfig"],
     "schedule": [
         f"dit.optimizer.schedules:{name}"
-        for name in ("Constant", "Cosine", "Linear", "OneCycle", "WSD", "InverseSqrt", "TorchOneCycle")
+        for name in ("Constant", "Cosine", "Linear", "WSD", "InverseSqrt", "TorchOneCycle")
     ],
     "parallel": ["dit.parallel.dims:ParallelConfig"],
     "training": ["dit.settings:TrainingConfig"],

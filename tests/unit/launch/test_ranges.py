@@ -28,9 +28,8 @@ NONSENSE = {int: (-1, 0, 0.5, HUGE), float: (-1.0, 0.0, math.inf, -math.inf, mat
 
 # Every configuration class once: recipe, overrides, and the parts that are tried.
 SETTINGS = ("optimizer", "schedule", "parallel", "training", "checkpoint", "logging", "sampling")
-RISE = ("schedule=one_cycle", "schedule.warmup_steps=5")
 SCHEDULES = (
-    *(("constant",), ("cosine",), ("linear",), ("one_cycle", RISE[1]), ("wsd",), ("inverse_sqrt",)),
+    *(("constant",), ("cosine",), ("linear",), ("wsd",), ("inverse_sqrt",)),
     ("torch_one_cycle",),
 )
 BASES = {
@@ -135,8 +134,6 @@ def cases() -> Iterator[tuple[tuple[str, ...], str, str, Any]]:
 
 
 def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:
-    if (words[-2:], key, value) == (RISE, "schedule.warmup_steps", 0):
-        return False  # of this schedule alone, the rise is needed
     if (words, key) == (("pictogram_vq_autoencoder",), "model.shift_factor"):
         return False
     if words[-1] in ("model=lumina2_2b", "model=z_image_6b") and key == "model.num_single_layers":

@@ -15,7 +15,6 @@ from dit.optimizer.schedules import (
     Cosine,
     InverseSqrt,
     Linear,
-    OneCycle,
     Schedule,
     TorchOneCycle,
     WarmUp,
@@ -27,7 +26,6 @@ PEAK, LOW = 3e-4, 1e-5
 NUM_STEPS, WARMUP, DECAY = 200, 40, 60
 FALLING: dict[str, WarmUp] = {
     "cosine": Cosine(warmup_steps=WARMUP, min_lr=LOW),
-    "one_cycle": OneCycle(warmup_steps=WARMUP, min_lr=LOW),
     "linear": Linear(warmup_steps=WARMUP, min_lr=LOW),
     "wsd": WSD(warmup_steps=WARMUP, min_lr=LOW, decay_steps=DECAY),
     "wsd_root": WSD(warmup_steps=WARMUP, min_lr=LOW, decay_steps=DECAY, decay="one_minus_sqrt"),
@@ -69,7 +67,6 @@ def test_the_last_update_has_the_lowest_rate(schedule):
     ("schedule", "formula"),
     [
         (FALLING["cosine"], lambda n: LOW + (PEAK - LOW) * math.cos(math.pi / 2 * (n - 40) / 160) ** 2),
-        (FALLING["one_cycle"], lambda n: LOW + (PEAK - LOW) * math.cos(math.pi / 2 * (n - 40) / 160) ** 2),
         (FALLING["linear"], lambda n: (PEAK * (200 - n) + LOW * (n - 40)) / 160),
         (FALLING["wsd"], lambda n: PEAK if n <= 140 else (PEAK * (200 - n) + LOW * (n - 140)) / 60),
         (FALLING["wsd_root"], lambda n: PEAK if n <= 140 else PEAK - (PEAK - LOW) * ((n - 140) / 60) ** 0.5),
@@ -86,11 +83,8 @@ def test_falls_follow_their_closed_forms(schedule, formula):
 
 @every_rising
 def test_rises_follow_their_closed_forms(schedule):
-    """Linear for warm-up, half a cosine for one_cycle."""
     for update, lr in enumerate(rates(schedule)[:WARMUP], start=1):
-        part = update / WARMUP
-        shape = math.sin(math.pi * part / 2) ** 2 if isinstance(schedule, OneCycle) else part
-        assert lr == pytest.approx(PEAK * shape, rel=1e-12)
+        assert lr == pytest.approx(PEAK * update / WARMUP, rel=1e-12)
 
 
 @every_rising
@@ -121,11 +115,9 @@ def test_shortest_runs_reach_the_peak(schedule, num_steps, warmup):
 
 @every_rising
 def test_a_run_shorter_than_its_warm_up_rises_all_the_way(schedule):
-    """Update n of N has n / N of the peak (one_cycle: the same part of half a cosine); the last one has the peak."""
+    """Update n of N has n / N of the peak; the last one has the peak."""
     long = replace(schedule, warmup_steps=100)
-    cosine = isinstance(schedule, OneCycle)
-    parts = [(1 - math.cos(math.pi * n / 10)) / 2 if cosine else n / 10 for n in range(1, 10)]
-    assert rates(long, 10) == [*(PEAK * part for part in parts), PEAK]
+    assert rates(long, 10) == [*(PEAK * (n / 10) for n in range(1, 10)), PEAK]
     assert "a warm-up of 10 steps, not schedule.warmup_steps=100" in long.adapted(10)[0]
     assert not schedule.adapted(NUM_STEPS)
 
@@ -150,8 +142,8 @@ def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"anneal_strategy": "linear"}, {"pct_start": 0.1, "div_factor": 10.0, "final_div_factor": 5.0}],
-    ids=["default", "linear", "short rise"],
+    [{}, {"pct_start": 0.1, "div_factor": 10.0, "final_div_factor": 5.0}],
+    ids=["default", "short rise"],
 )
 @pytest.mark.parametrize("num_steps", [7, 20, 1000])
 def test_torch_one_cycle_is_torchs(changes, num_steps):
@@ -182,12 +174,10 @@ def test_beta1_is_the_optimizers_unless_it_follows():
         (10, PEAK, Cosine(min_lr=1.0), ("min_lr=1.0", f"optimizer.lr={PEAK}")),
         (10, PEAK, Linear(min_lr=-1.0), ("schedule.min_lr=-1.0",)),
         (10, math.nan, Constant(), ("optimizer.lr=nan",)),
-        (10, PEAK, OneCycle(), ("warmup_steps", "use about 3")),
         (10, PEAK, WSD(decay_steps=0), ("schedule.decay_steps=0",)),
         (10, PEAK, WSD(decay="root"), ("schedule.decay='root'", "'one_minus_sqrt'")),  # type: ignore[arg-type]
         (10, PEAK, InverseSqrt(reference_steps=0), ("schedule.reference_steps=0",)),
         (10, PEAK, TorchOneCycle(pct_start=1.5), ("schedule.pct_start=1.5",)),
-        (10, PEAK, TorchOneCycle(anneal_strategy="exp"), ("'exp'", "'cos'")),  # type: ignore[arg-type]
     ],
 )
 def test_impossible_schedules_are_refused(num_steps, peak, schedule, names):
