@@ -1,8 +1,7 @@
 """Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Optional, get_type_hints
+from typing import Literal, Optional, get_type_hints
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -94,11 +93,10 @@ class TrainingConfig:
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale: fp16 only: first dynamic factor; an overflow skips the update and halves it.
         loss_scale_window: fp16 only: steps without overflow until the factor doubles.
-        attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
-            (bf16 on CUDA) or scaled-dot-product attention.
+        attention: `auto` selects torch's varlen kernel (bf16 on CUDA) or scaled-dot-product attention.
         linears: parallel linears; `auto` selects Megatron-Core's.
         kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
-            FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
+            FSDP). `auto` selects `eager`.
         cuda_graph: repeat the passes of a step and its update as CUDA graphs; needs batches of one shape, or packs.
         deterministic: use slower kernels with bit-identical results.
         recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
@@ -125,8 +123,6 @@ class TrainingConfig:
         collective_timeout_s: wait in a collective that ends the run; longer than any save, validation or sampling.
         hang_timeout_s: seconds without progress until a rank ends the run and names the cause.
     """
-
-    former_settings: ClassVar[Mapping[str, str]] = {"compile": "kernels=compile"}
 
     run_dir: str = "runs/default"
     num_steps: int = 1000
@@ -163,16 +159,6 @@ class TrainingConfig:
     time_limit: Optional[str] = None
     collective_timeout_s: float = 600.0
     hang_timeout_s: Optional[float] = 1800.0
-
-    removed_settings: ClassVar[Mapping[str, object]] = {
-        "compile": False,
-        "min_loss_scale": 1.0,
-        "ema_interval": 1,
-        "validate_raw_weights": False,
-        "sanity_micro_batches": 0,
-        "spike_window": 128,
-        "bad_steps_within": 100,
-    }
 
     def check_time_out(self) -> None:
         """Check the settings that process groups need, before all others."""
@@ -317,8 +303,6 @@ class CheckpointConfig:
     start_from: Optional[str] = None
     accept_changes: Optional[list[str]] = None
 
-    removed_settings: ClassVar[Mapping[str, object]] = {"keep_best_training": 0, "failed_saves_allowed": 2}
-
     def validate(self) -> None:
         """Check every field by itself."""
         if self.copy_to is not None:
@@ -413,11 +397,6 @@ class SamplingConfig:
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
     seed: int = 7
-
-    former_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("s_churn", "s_tmin", "s_tmax", "s_noise"), "churn=[s_churn,s_tmin,s_tmax,s_noise]"
-    )
-    removed_settings: ClassVar[Mapping[str, object]] = {"s_churn": 0, "s_tmin": 0, "s_tmax": None, "s_noise": 1}
 
     def validate(self) -> None:
         """Check every field by itself."""

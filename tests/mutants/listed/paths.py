@@ -1,7 +1,6 @@
 """The tests that should see mutants, by name."""
 
 BOUND = "tests/unit/objectives/test_variational_bound.py"
-CONTRASTIVE = "tests/unit/objectives/test_contrastive.py"
 OBJECTIVES = "tests/unit/objectives/test_objectives.py"
 NOISE_LEVELS = "tests/unit/objectives/test_noise_levels.py"
 NOISE = "tests/unit/objectives/test_addressed_noise.py"
@@ -60,7 +59,7 @@ LOSS_SCALE, EVALUATION = (f"tests/parallel/test_{name}.py" for name in ("loss_sc
 TILES = "tests/unit/sampling/test_tiles.py"
 OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/step/test_forward_step.py"
 RESUME, FSDP = "tests/integration/test_resume.py", "tests/parallel/test_fsdp.py"
-CORRUPTION, FOLDER = (f"tests/unit/energon_data/test_{name}.py" for name in ("corruption", "prepare_folder"))
+FOLDER = "tests/unit/energon_data/test_prepare_folder.py"
 OWN_DATA = "tests/unit/recipes/test_own_data.py"
 PIPELINES, IMPORT_LORA = "tests/parity/test_pipelines.py", "tests/parity/test_import_lora.py"
 GROWTH = "tests/unit/planner/test_growth.py"

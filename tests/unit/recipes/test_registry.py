@@ -15,6 +15,7 @@ from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
 from tests.parity.costs import num_parameters
+from tests.support import recipes_page
 
 RECIPES = [entry.name for entry in registry.recipes()]
 PROMISED = """
@@ -53,14 +54,14 @@ def test_a_recipe_says_where_it_runs_and_what_to_expect(entry):
 
 
 def test_the_page_is_up_to_date():
-    """Renew it with `python -m recipes.registry --write`."""
-    assert registry.README.read_text(encoding="utf-8") == registry.page()
+    """Renew it with `python -m tests.support.recipes_page --write`."""
+    assert recipes_page.README.read_text(encoding="utf-8") == recipes_page.page()
 
 
 def test_write_renews_the_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(registry, "README", tmp_path / "README.md")
-    assert registry.main([]) == 0
-    assert registry.main(["--write"]) == 0
+    monkeypatch.setattr(recipes_page, "README", tmp_path / "README.md")
+    assert recipes_page.main([]) == 0
+    assert recipes_page.main(["--write"]) == 0
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == capsys.readouterr().out
 
 
