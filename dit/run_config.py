@@ -122,6 +122,14 @@ class RunConfig:
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
         spec = self.model.batch_spec(micro_batch_size=dims.micro_batch_size, multiple_of=dims.token_multiple)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+        is_packed = getattr(self.data, "max_tokens_per_pack", None) is not None
+        if self.objective.compares_pairs and dims.micro_batch_size % 2 and not is_packed:
+            raise ConfigError(
+                f"{type(self.objective).__name__} compares pairs of samples, and a micro-batch has "
+                f"{dims.micro_batch_size}; "
+                "set an even training.micro_batch_size that divides the samples of a replica, or pack samples "
+                "(data.max_tokens_per_pack)"
+            )
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
             self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)

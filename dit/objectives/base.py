@@ -65,12 +65,14 @@ class Objective(ABC):
         loss_kind: pointwise error: squared, absolute, or Huber.
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
+        compares_pairs: whether the loss of a sample depends on another one of its micro-batch.
     """
 
     path: Path
     loss_kind: LossKind = "l2"
     weighting: Optional[UncertaintyWeighting] = None
     takes_levels: ClassVar[bool] = False
+    compares_pairs: ClassVar[bool] = False
 
     @property
     def num_outputs(self) -> int:
@@ -117,6 +119,10 @@ class Objective(ABC):
             draw: draw the level of each sample, as in training; otherwise use the level in the batch.
         """
         return batch if self.augmentation is None else self.augmentation.apply(batch, required, noise, draw=draw)
+
+    def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
+        """Add what a sample needs of the others, to a full pack of training, before its tokens are split over ranks."""
+        return batch
 
     @abstractmethod
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:

@@ -284,7 +284,7 @@ class Run:
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.packs = self._packs(cost)
-        maxima, train = config.fixed_packs(spec), self.shard
+        maxima, train = config.fixed_packs(spec), self.train_shard
         self.batches = DeviceBatches(self.packs, self.device, spec, cost, train, self.encode, self.phase, maxima)
         measured = config.training.log_interval if config.logging.part_norms else 0
         self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
@@ -339,6 +339,10 @@ class Run:
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""
         return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.config.parallel.context_split)
+
+    def train_shard(self, batch: PackedBatch) -> PackedBatch:
+        """Return the local part of a full pack for a training step."""
+        return self.shard(self.config.objective.of_full_pack(batch))
 
     def step(self, loss_sums: torch.Tensor, *, late: bool = False) -> float:
         """Run one optimizer step; a step with bad numbers makes no update on any rank, see `BadSteps`.

@@ -1,6 +1,7 @@
 """The tests that should see mutants, by name."""
 
 BOUND = "tests/unit/objectives/test_variational_bound.py"
+CONTRASTIVE = "tests/unit/objectives/test_contrastive.py"
 OBJECTIVES = "tests/unit/objectives/test_objectives.py"
 NOISE_LEVELS = "tests/unit/objectives/test_noise_levels.py"
 NOISE = "tests/unit/objectives/test_addressed_noise.py"
