@@ -45,6 +45,7 @@ from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
+from dit.parallel import verified_kernels
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.full_network import FullNetwork
 from dit.ranges import check_path
@@ -121,6 +122,7 @@ def pretrain(
                 local_path(checkpoint.start_from)  # a download may take longer than a collective may
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
+            verified_kernels.agree()
             dims, spec = config.check_here()
             for line in config.remarks(dims, spec) if rank == 0 else ():
                 logger.info(line)
