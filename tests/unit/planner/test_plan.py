@@ -115,8 +115,9 @@ def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: py
     assert "data pointer" not in capfd.readouterr().err
 
 
-def test_a_pool_answers_each_request_by_its_traces():
-    """Two processes serve three generators of two calls each."""
+def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_disk(tmp_path, monkeypatch):
+    """Two processes serve three generators of two calls each. A second pool starts no trace; another job does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig()
 
     def job(seed, micro_batches):
@@ -126,14 +127,28 @@ def test_a_pool_answers_each_request_by_its_traces():
         first = yield [job(seed, 1)]
         return first + (yield [job(seed, 2), job(seed, 3)])
 
-    begun = []
-    with TracerPool(2) as tracers:
-        results = tracers.run({seed: request(seed) for seed in (1, 2, 3)}, begun.append)
+    def run(seeds):
+        begun = []
+        with TracerPool(2) as tracers:
+            return tracers.run({seed: request(seed) for seed in seeds}, begun.append), begun
+
+    results, begun = run([1, 2, 3])
     assert begun == sorted(results) == [1, 2, 3]
     expected = trace([job(1, 1)]) + trace([job(1, 2), job(1, 3)])
     for steps in results.values():
         assert [step.flops for step in steps] == [step.flops for step in expected]
         assert [step.calls for step in steps] == [step.calls for step in expected]
+    stored = sorted(tmp_path.rglob("*.json"))
+    assert len(stored) == 6
+    sent = []
+    monkeypatch.setattr(Tracer, "send", lambda self, function, jobs: sent.append(jobs) or 1 / 0)
+    assert run([1, 2, 3])[0] == results
+    with pytest.raises(ZeroDivisionError):
+        run([4])
+    stored[0].write_text("[{}]")
+    with pytest.raises(ZeroDivisionError):
+        run([1, 2, 3])
+    assert len(sent) == 2
 
 
 @pytest.fixture
