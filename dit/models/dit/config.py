@@ -21,6 +21,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
     """
 
+    aligns: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
 
     num_layers: int = 12
