@@ -484,6 +484,13 @@ MUTANTS = (
         (TEACHER,),
     ),
     Mutant(
+        "bottleneck: an activation follows",
+        "dit/models/dit/model.py",
+        "return self.embed(embed_patches(self.bottleneck, inputs_TC, layout))",
+        "return self.embed(nn.functional.silu(embed_patches(self.bottleneck, inputs_TC, layout)))",
+        (DIT,),
+    ),
+    Mutant(
         "routing: all samples keep the tokens of the first",
         "dit/models/token_routing.py",
         "keys_S[pack.segment_ids_T]",
