@@ -24,7 +24,7 @@ Network = Callable[[Tensor, Tensor], Tensor]
 """Maps inputs_TC and time_S to the raw prediction_TC."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A corrupted micro-batch, all float32.
 
@@ -33,12 +33,14 @@ class Prepared:
             for EDM. If samples have several noise levels (`dit.levels`), one value per level.
         target_TC: correct output of the network.
         weight_S: weight of each sample's error, or of the errors at each of its noise levels.
+        alignment_weight_S: the same for `objective.alignment`; None without it.
     """
 
     inputs_TC: Tensor
     time_S: Tensor
     target_TC: Tensor
     weight_S: Tensor
+    alignment_weight_S: Optional[Tensor] = None
 
 
 class Path(ABC):
@@ -93,6 +95,11 @@ class Objective(ABC):
     def auxiliary(self) -> AuxiliaryNetworks:
         """Networks that the objective adds to the model."""
         return AuxiliaryNetworks(uncertainty=self.weighting is not None)
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """Values of a sample that the loss reads in training, in addition to the conditions of the model."""
+        return ()
 
     @property
     def reconstructs(self) -> bool:
