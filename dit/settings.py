@@ -93,10 +93,11 @@ class TrainingConfig:
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale: fp16 only: first dynamic factor; an overflow skips the update and halves it.
         loss_scale_window: fp16 only: steps without overflow until the factor doubles.
-        attention: `auto` selects torch's varlen kernel (bf16 on CUDA) or scaled-dot-product attention.
+        attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
+            (bf16 on CUDA) or scaled-dot-product attention.
         linears: parallel linears; `auto` selects Megatron-Core's.
         kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
-            FSDP). `auto` selects `eager`.
+            FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
         cuda_graph: repeat the passes of a step and its update as CUDA graphs; needs batches of one shape, or packs.
         deterministic: use slower kernels with bit-identical results.
         recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or

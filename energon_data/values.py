@@ -69,7 +69,7 @@ def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
     if not changes_pictures(data):
         return
     # Conditions derived from the picture are derived from the changed picture.
-    others = [c.description for c in spec.conditions if c.axis == "latent" and c.derive is None]
+    others = [c.description for c in spec.conditions if c.is_per_token and c.derive is None]
     if others:
         raise ConfigError(
             f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(others)} that the "

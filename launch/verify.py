@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from dit.backends.sharding import AxisSizes
     from dit.batch import PackedBatch
+    from dit.conditions import Condition
     from dit.data_api import BatchSpec, DataConfig
     from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
@@ -93,6 +94,7 @@ class MockPacks:
 
     model: "ModelConfig"
     text_tokens: int = 5
+    of_loss: "tuple[Condition, ...]" = ()
 
     def sample(self, number: int, spec: "BatchSpec") -> "Clip":
         """Return the sample of a number."""
@@ -108,7 +110,7 @@ class MockPacks:
         """Lay samples side by side, each padded to a multiple, with more padding after the last one."""
         from energon_data.packing import collate, padded_length
 
-        spec = self.model.batch_spec(multiple_of=multiple_of)
+        spec = self.model.batch_spec(multiple_of=multiple_of).with_conditions(self.of_loss)
         clips = [self.sample(number, spec) for number in numbers]
         padded = sum(padded_length(clip.num_tokens, multiple_of) for clip in clips)
         return collate(clips, spec, total_tokens=padded + tail)
@@ -304,7 +306,7 @@ def verify(pairs: Sequence[Pair], folder: Path) -> "list[Verdict]":
 
 def check_case(trial: "Trial") -> dict[str, Any]:
     """Return the case of `run_world` that runs the absolute checks of a model."""
-    packs = MockPacks(trial.model)
+    packs = MockPacks(trial.model, of_loss=trial.objective.conditions)
     return {"task": "dit.verify.laws:run_case", "trial": trial, "packs": packs, "square": packs.square()}
 
 

@@ -29,6 +29,7 @@ from dit.models.z_image.config import ZImageConfig
 from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
+from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
@@ -369,6 +370,12 @@ def flow_matching() -> run.Config[FlowMatching]:
 def flow_matching_logit_normal() -> run.Config[FlowMatching]:
     """Flow matching with logit-normal times, which visit the middle of the path more often (Esser et al. 2024)."""
     return run.Config(FlowMatching, time_distribution="logit_normal")
+
+
+@run.cli.factory(target=Objective)
+def contrastive_flow_matching() -> run.Config[ContrastiveFlowMatching]:
+    """Flow matching that also avoids the velocity of another sample (Stoica et al. 2025)."""
+    return run.Config(ContrastiveFlowMatching)
 
 
 @run.cli.factory(target=Objective)

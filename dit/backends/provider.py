@@ -33,7 +33,7 @@ from dit.backends.sharding import (
     sharding_of,
 )
 from dit.errors import ConfigError
-from dit.kernels.choice import UNMEASURED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
+from dit.kernels.choice import UNTRIED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
 from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 from dit.settings import Fp8
@@ -130,9 +130,7 @@ def _transformer_engine() -> tuple[Any, Any]:
 LINEARS = Op[tuple[Any, Any]](
     "linears",
     (
-        Implementation(
-            "transformer_engine", _transformer_engine, (on_cuda, installed("transformer_engine")), UNMEASURED
-        ),
+        Implementation("transformer_engine", _transformer_engine, (on_cuda, installed("transformer_engine")), UNTRIED),
         Implementation("megatron", lambda: (ColumnLinear, RowLinear)),
     ),
     setting="training.linears",

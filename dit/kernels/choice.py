@@ -19,8 +19,10 @@ import torch
 from dit.errors import ConfigError
 
 AUTO = "auto"
-UNMEASURED = "runs on request only: no GPU result of it is committed"
+UNTRIED = "runs on request only: tests/gpu has no test of it"
 """Reason to exclude an implementation from `auto`."""
+UNVERIFIED = "runs on request only until tests/gpu has passed with it on this machine (megatron-dit kernels --verify)"
+"""Reason to exclude an implementation from `auto`, except on targets where it is verified."""
 SLOW_START = "runs on request only: the first step waits for the compiler"
 """Reason to exclude an implementation from `auto`: it is compiled when it first runs."""
 LAYERS_ONLY = "runs on request only: layers are compiled, and this op is eager"
@@ -35,11 +37,13 @@ class Target:
 
     Attributes:
         head_size: features of an attention head; None if unknown, which satisfies every requirement.
+        verified: implementations that have passed tests/gpu on this machine, such as `layers.triton`.
     """
 
     device: torch.device
     dtype: torch.dtype
     head_size: Optional[int] = None
+    verified: frozenset[str] = frozenset()
 
 
 Requirement = Callable[[Target], Optional[str]]
@@ -134,7 +138,7 @@ class Implementation(Generic[T_co]):
     Attributes:
         load: returns the implementation; imports its dependencies.
         requires: requirements, checked in this order.
-        opt_in_reason: reason to exclude the implementation from `auto`, or None.
+        opt_in_reason: reason to exclude the implementation from `auto`, or None; see `Op.opt_in_reason`.
     """
 
     name: str
@@ -160,11 +164,18 @@ class Op(Generic[T_co]):
     implementations: tuple[Implementation[T_co], ...]
     setting: Optional[str] = None
 
+    def opt_in_reason(self, one: Implementation[object], target: Target) -> Optional[str]:
+        """Return the reason to exclude an implementation from `auto` on a target, or None."""
+        is_verified = one.opt_in_reason == UNVERIFIED and f"{self.name}.{one.name}" in target.verified
+        return None if is_verified else one.opt_in_reason
+
 
 def choose(op: Op[T], target: Target, requested: str = AUTO) -> Implementation[T]:
     """Select the requested implementation of an op; `auto` selects the first one whose requirements are satisfied."""
     if requested == AUTO:
-        return next(one for one in op.implementations if not (one.opt_in_reason or one.unmet_requirement(target)))
+        return next(
+            one for one in op.implementations if not (op.opt_in_reason(one, target) or one.unmet_requirement(target))
+        )
     selected = next((one for one in op.implementations if one.name == requested), None)
     if selected is None:
         names = ", ".join([AUTO, *(one.name for one in op.implementations)])
@@ -199,7 +210,7 @@ def table(ops: Iterable[Op[object]], target: Target, settings: Mapping[str, str]
         selected = choose(op, target, requested)
         default = f"{selected.name} comes first" if requested == AUTO else f"{op.setting}={requested}"
         others = {
-            one.name: one.unmet_requirement(target) or one.opt_in_reason or default
+            one.name: one.unmet_requirement(target) or op.opt_in_reason(one, target) or default
             for one in op.implementations
             if one is not selected
         }

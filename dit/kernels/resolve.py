@@ -1,7 +1,7 @@
 """The ops of this package and their implementations, for selection by `dit.kernels.choice.choose`.
 
 Each op has an eager implementation, the reference on every device, and may have faster ones. `auto` selects kernels of
-torch; other kernels run on request until they have been measured on a GPU.
+torch, and other kernels on machines where `tests/gpu` has passed with them (`dit.parallel.verified_kernels`).
 """
 
 from typing import Optional
@@ -14,7 +14,7 @@ from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlock
 from dit.kernels.choice import (
     LAYERS_ONLY,
     SLOW_START,
-    UNMEASURED,
+    UNVERIFIED,
     Implementation,
     Op,
     Target,
@@ -42,21 +42,21 @@ ATTENTION = Op[Attention](
             "transformer_engine",
             TEAttention,
             (half_on_cuda, installed("transformer_engine"), not_deterministic),
-            UNMEASURED,
+            UNVERIFIED,
         ),
         Implementation(
             "flash_attn_4",
             torch_flash("FA4"),
             (*TORCH_FLASH, installed("flash_attn.cute", FLASH), capability(9, 10)),
-            UNMEASURED,
+            UNVERIFIED,
         ),
         Implementation(
             "flash_attn_3",
             torch_flash("FA3"),
             (*TORCH_FLASH, installed("flash_attn_interface", FLASH), capability(9)),
-            UNMEASURED,
+            UNVERIFIED,
         ),
-        Implementation("flash_attn", lambda: flash_attention, (half_on_cuda, installed("flash_attn")), UNMEASURED),
+        Implementation("flash_attn", lambda: flash_attention, (half_on_cuda, installed("flash_attn")), UNVERIFIED),
         Implementation("varlen", lambda: varlen_attention, TORCH_FLASH),
         Implementation("sdpa", lambda: segment_sdpa),
     ),
@@ -75,7 +75,7 @@ ATTENTION_BLOCKS = Op[BlockAttention](
 LAYERS = Op[LayerKernels](
     "layers",
     (
-        Implementation("triton", fused, (on_cuda_or_interpreted, installed("triton")), UNMEASURED),
+        Implementation("triton", fused, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: EAGER, (code_generator,), SLOW_START),  # see `compiled`
         Implementation("eager", lambda: EAGER),
     ),
@@ -93,7 +93,7 @@ def _fused_mix() -> NoiseMixer:
 NOISE = Op[NoiseMixer](
     "noise",
     (
-        Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNMEASURED),
+        Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: mix_eagerly, (), LAYERS_ONLY),
         Implementation("eager", lambda: mix_eagerly),
     ),
@@ -111,7 +111,7 @@ def _fused_adamw() -> AdamW:
 OPTIMIZER = Op[Optional[AdamW]](
     "optimizer",
     (
-        Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNMEASURED),
+        Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: None, (), LAYERS_ONLY),
         Implementation("eager", lambda: None),
     ),

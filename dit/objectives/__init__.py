@@ -2,6 +2,7 @@
 
 OBJECTIVES = {
     "autoencoding": "dit.objectives.autoencoding:Autoencoding",
+    "contrastive_flow_matching": "dit.objectives.contrastive:ContrastiveFlowMatching",
     "ddpm": "dit.objectives.ddpm:DDPM",
     "edm": "dit.objectives.edm:EDM",
     "flow_matching": "dit.objectives.flow_matching:FlowMatching",

@@ -233,8 +233,8 @@ class InverseSqrt(WarmUp):
 class TorchOneCycle(Schedule):
     """The one-cycle policy as in `torch.optim.lr_scheduler.OneCycleLR`, over all updates of the run.
 
-    The rate rises as half a cosine from `peak / div_factor` to the peak, at update `pct_start * num_steps`, and falls as
-    one to `peak / div_factor / final_div_factor`.
+    The rate rises as half a cosine from `peak / div_factor` to the peak, at update `pct_start * num_steps`, and falls
+    as one to `peak / div_factor / final_div_factor`.
 
     Attributes:
         pct_start: fraction of the run before the peak.

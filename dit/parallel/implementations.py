@@ -12,6 +12,7 @@ from dit.kernels.choice import Selection, Target, table
 from dit.kernels.fp8 import PRODUCTS
 from dit.kernels.resolve import OPS as KERNELS
 from dit.models.base import ModelConfig
+from dit.parallel.verified_kernels import verified_here
 from dit.settings import TrainingConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,7 +24,7 @@ def target_of(model: ModelConfig, precision: str, device: Optional[torch.device]
     """Return the device, dtype and head size of a model's ops."""
     sizes = model.megatron_sizes()
     head_size = sizes.hidden_size // sizes.num_attention_heads
-    return Target(device or local_device(), DTYPES[precision], head_size)
+    return Target(device or local_device(), DTYPES[precision], head_size, verified_here())
 
 
 def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, Selection]:

@@ -26,8 +26,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from queue import SimpleQueue
+from multiprocessing.connection import wait
 from typing import Any, Optional, TypeVar, cast
 
 import torch
@@ -38,6 +37,7 @@ from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
 from dit.patches import patches
 from dit.planner.job import Job
+from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.numbers import numbers_without_values
 from dit.tracing.routing import experts_evenly_full
@@ -81,14 +81,22 @@ class Tracer:
 
     def run(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
         """Return the results of a function of a module for each job, computed in the process."""
+        self.send(function, jobs)
+        return cast("list[Result]", self.receive())
+
+    def send(self, function: Callable[[Job], Any], jobs: Sequence[Job]) -> None:
+        """Start the computation of `run`; once `pipe` is readable, `receive` returns its results."""
         self.pipe.send((function, list(jobs)))
+
+    def receive(self) -> list[Any]:
+        """Wait for the results of jobs."""
         try:
-            results = self.pipe.recv()
+            result = self.pipe.recv()
         except EOFError:
-            results = RuntimeError("the process that traces a step ended early; see its output above")
-        if isinstance(results, Exception):
-            raise results
-        return cast("list[Result]", results)
+            result = RuntimeError("the process that traces a step ended early; see its output above")
+        if isinstance(result, Exception):
+            raise result
+        return cast("list[Any]", result)
 
 
 Requests = Generator[Sequence[Job], list[StepTrace], Result]
@@ -96,7 +104,7 @@ Requests = Generator[Sequence[Job], list[StepTrace], Result]
 
 
 class TracerPool:
-    """Processes that trace steps at the same time."""
+    """Processes that trace steps at the same time; traces are kept on disk, see `dit.planner.trace_cache`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -124,28 +132,40 @@ class TracerPool:
         Args:
             begin: called with the key of a generator before its first job.
         """
-        free: SimpleQueue[Tracer] = SimpleQueue()
-        for tracer in self._tracers:
-            free.put(tracer)
+        results: dict[Key, Result] = {}
+        remaining = iter(requests.items())
+        busy: dict[Any, tuple[Tracer, Key, Requests[Result], Sequence[Job]]] = {}
 
-        def serve(tracer: Tracer, generator: Requests[Result]) -> Result:
-            try:
-                jobs = next(generator)
-                while True:
-                    jobs = generator.send(tracer(jobs))
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-            finally:
-                free.put(tracer)
-
-        results: dict[Key, Future[Result]] = {}
-        with ThreadPoolExecutor(self.size) as threads:
-            for key, generator in requests.items():
-                tracer = free.get()
+        def start(tracer: Tracer) -> None:
+            for key, generator in remaining:
                 begin(key)
-                results[key] = threads.submit(serve, tracer, generator)
-        return {key: result.result() for key, result in results.items()}
+                if not finished(tracer, key, generator, None):
+                    return
+
+        def finished(tracer: Tracer, key: Key, generator: Requests[Result], traces: Any) -> bool:
+            """Send the next jobs of a generator to its process; return whether it has no more jobs."""
+            while True:
+                try:
+                    jobs = generator.send(traces)
+                except StopIteration as end:
+                    results[key] = end.value
+                    return True
+                traces = read_traces(jobs)
+                if traces is None:
+                    tracer.send(trace_here, jobs)
+                    busy[tracer.pipe] = tracer, key, generator, jobs
+                    return False
+
+        for tracer in self._tracers:
+            start(tracer)
+        while busy:
+            for pipe in wait(list(busy)):
+                tracer, key, generator, jobs = busy.pop(pipe)
+                traces = tracer.receive()
+                write_traces(jobs, traces)
+                if finished(tracer, key, generator, traces):
+                    start(tracer)
+        return results
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
@@ -45,6 +46,7 @@ from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
+from dit.parallel import verified_kernels
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.full_network import FullNetwork
 from dit.ranges import check_path
@@ -121,6 +123,7 @@ def pretrain(
                 local_path(checkpoint.start_from)  # a download may take longer than a collective may
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
+            verified_kernels.agree()
             dims, spec = config.check_here()
             for line in config.remarks(dims, spec) if rank == 0 else ():
                 logger.info(line)
@@ -284,7 +287,7 @@ class Run:
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.packs = self._packs(cost)
-        maxima, train = config.fixed_packs(spec), self.shard
+        maxima, train = config.fixed_packs(spec), self.train_shard
         self.batches = DeviceBatches(self.packs, self.device, spec, cost, train, self.encode, self.phase, maxima)
         measured = config.training.log_interval if config.logging.part_norms else 0
         self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
@@ -301,8 +304,9 @@ class Run:
         self.attributions = config.data.attributions()
         model, objective, sampling = config.model, config.objective, config.sampling
         decoder = self.autoencoder if config.training.sample_interval else None
+        sampled = replace(spec, conditions=model.conditions())
         self.pictures = PictureWriter(
-            model, objective, spec, sampling, self.class_names, self.text_encoder, decoder, nulls
+            model, objective, sampled, sampling, self.class_names, self.text_encoder, decoder, nulls
         )
         reports = groups.rank == 0 and not quiet
         if reports and config.training.sample_interval and self.pictures.note:
@@ -339,6 +343,10 @@ class Run:
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""
         return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.config.parallel.context_split)
+
+    def train_shard(self, batch: PackedBatch) -> PackedBatch:
+        """Return the local part of a full pack for a training step."""
+        return self.shard(self.config.objective.of_full_pack(batch))
 
     def step(self, loss_sums: torch.Tensor, *, late: bool = False) -> float:
         """Run one optimizer step; a step with bad numbers makes no update on any rank, see `BadSteps`.

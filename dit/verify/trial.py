@@ -344,7 +344,7 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
     exactness = Exactness(session)
     is_fsdp = trial.parallel.data_parallel == "fsdp"
     for _ in range(trial.steps):
-        step_packs = [next(packs) for _ in range(micro_batches)]
+        step_packs = [trial.objective.of_full_pack(next(packs)) for _ in range(micro_batches)]
         step_batches = [shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in step_packs]
         while train_step(session, iter(step_batches), functions, recorder).action == "overflow":
             session.step -= 1

@@ -46,6 +46,8 @@ def _options(args: argparse.Namespace) -> "Options":
         precision=args.precision,
         device=args.device,
         text_encoder=text_encoder(args),
+        teacher=args.teacher,
+        teacher_patch=args.teacher_patch,
         batch=args.batch,
         wording=Wording(
             default=args.caption,
@@ -187,6 +189,12 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
         "--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)"
     )
     add_text_encoder(parser)
+    parser.add_argument(
+        "--teacher", metavar="NAME", help="store features of this DINOv2 (a folder or hub name) for objective.alignment"
+    )
+    parser.add_argument(
+        "--teacher-patch", type=int, default=16, metavar="N", help="pixels per side of a model's token (%(default)s)"
+    )
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoders (%(default)s)")
     parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")

@@ -95,9 +95,14 @@ def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dt
 @pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize(
     "one",
-    [pytest.param(one, id=one.name) for one in ATTENTION.implementations if one.opt_in_reason],
+    [
+        pytest.param(one, id=one.name, marks=pytest.mark.verifies(f"attention.{one.name}"))
+        for one in ATTENTION.implementations
+        if one.opt_in_reason
+    ],
 )
 def test_an_implementation_on_request_is_the_reference(one: Implementation[Attention], case: AttentionCase):
+    """`auto` may select it after this has passed."""
     reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
     if reason:
         pytest.skip(f"{one.name} {reason}")

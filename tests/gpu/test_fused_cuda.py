@@ -16,6 +16,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.verifies("layers.triton"),
 ]
 CUDA = torch.device("cuda")
 PACK = SequenceLayout.from_lengths([1000, 77, 2048, 300], multiple_of=64, total_tokens=3584, device=CUDA)
@@ -96,6 +97,7 @@ def test_group_norm(channels, side, dtype):
     check(operation, draws(*shapes), dtype)
 
 
+@pytest.mark.verifies("optimizer.triton")
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "not_aligned"])
 def test_adamw(half, shift):
@@ -118,6 +120,7 @@ def test_adamw(half, shift):
         assert torch.equal(ours.model, ours.main.to(half))
 
 
+@pytest.mark.verifies("optimizer.triton")
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "not_aligned"])
 def test_addition_of_gradients(half, shift):
@@ -131,6 +134,7 @@ def test_addition_of_gradients(half, shift):
     assert all(map(torch.equal, mains, want))
 
 
+@pytest.mark.verifies("noise.triton")
 @pytest.mark.parametrize("channels", [10, 16, 64])
 def test_noise(channels):
     """That of the eager form, whose angles are rounded to float32 before the sine."""

@@ -62,6 +62,8 @@ def done(folder: Path) -> dict[str, Any]:
     add("powers", ranks=2, **LOOP, training__ema_sigma_rel=[0.1, 0.2])
     new_length = ["--checkpoint", str(folder / "powers"), "--sigma-rel", "0.15", "--out", str(folder / "new length")]
     jobs["new length"] = Job(actions.average, {"arguments": new_length})
+    pairs = {"training__micro_batch_size": 2, "training__num_steps": 3}
+    add("contrast", objective="contrastive_flow_matching", **pairs)
     add("no average", training__ema_decay=None)
     add("stopped", **LOOP, training__stop_at_step=4)
     add("goes on", at="stopped", **LOOP, training__ema_offload=True)
@@ -117,6 +119,14 @@ def test_averages_of_a_run_make_one_of_another_length(done: dict[str, Any], fold
         expected = sum(share * weights[name] for share, weights in zip(shares, states))
         moved = float((states[-1][name] - states[0][name]).abs().max())
         torch.testing.assert_close(value, expected, rtol=0, atol=0.02 * moved + 1e-7)
+
+
+def test_training_has_negatives_and_the_held_out_loss_has_none(done: dict[str, Any], folder: Path) -> None:
+    assert done["contrast"].code == 0, done["contrast"].err
+    trained = scalars(folder / "contrast", "loss_contrast")
+    assert sorted(trained) == [1, 2, 3]
+    assert max(trained.values()) < -0.01
+    assert scalars(folder / "contrast", "held_out/loss_contrast") == {3: 0.0}
 
 
 def test_a_stopped_run_goes_on_to_the_bit(done: dict[str, Any], folder: Path) -> None:

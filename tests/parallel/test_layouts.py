@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.parallel_world import run_world
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting
 from dit.verify.compare import SUM_RTOL, relative_errors
@@ -32,12 +33,20 @@ TRAFFIC = {
     "pp2_tp2_sp": {"pipeline_model_parallel_size": 2, **TP2SP},
 }
 TOKENS, SAMPLES, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 2, 32, 4, 4, 16, 4
-# The head u(sigma) is on the last stage; each tensor-parallel rank has it and sees all its tokens.
-OBJECTIVES = {"uncertainty": EDM(weighting=UncertaintyWeighting())}
+# The head u(sigma) is on the last stage; each tensor-parallel rank has it and sees all its tokens. The negative of a
+# sample has another size, and its tokens are on another context-parallel rank.
+OBJECTIVES = {
+    "uncertainty": EDM(weighting=UncertaintyWeighting()),
+    "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
+}
 OBJECTIVE_LAYOUTS = {
     "uncertainty": {
         **{"tp2_sp": TP2SP, "pp2": {"pipeline_model_parallel_size": 2}, "cp2": {"context_parallel_size": 2}},
         "fsdp2": {"data_parallel": "fsdp"},
+    },
+    "contrastive": {
+        **{"distributed_optimizer2": {}, "tp2_sp": TP2SP, "cp2": {"context_parallel_size": 2}},
+        "cp2_contiguous": {"context_parallel_size": 2, "context_split": "contiguous"},
     },
 }
 OBJECTIVE_CASES = [(objective, name) for objective, named in OBJECTIVE_LAYOUTS.items() for name in named]
@@ -149,6 +158,9 @@ def test_layout_equals_one_rank(results, world, name, packed):
 @pytest.mark.parametrize(("objective", "name"), OBJECTIVE_CASES)
 def test_objective_equals_one_rank(results, name, objective):
     assert_equal_training(results["one", objective], results[name, objective])
+    if objective == "contrastive":
+        assert results["one", objective]["losses"] != results["one", True]["losses"]
+        return
     assert results["one", "uncertainty"]["gradients"]["uncertainty.weight"].any()
 
 

@@ -27,6 +27,7 @@ PARTS = {
     "model.routing": ["dit.models.routing_config:RoutingConfig"],
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],
     "objective": list(OBJECTIVES.values()),
+    "objective.alignment": ["dit.objectives.alignment:Alignment"],
     "objective.adversarial": ["dit.objectives.adversarial:Adversarial"],
     "objective.variance": ["dit.objectives.ddpm:LearnedVariance"],
     "objective.weighting": ["dit.objectives.losses:UncertaintyWeighting"],

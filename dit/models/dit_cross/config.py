@@ -18,6 +18,7 @@ class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted):
         adaln_lora_rank: rank of the modulations; None for full matrices.
     """
 
+    aligns: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
 
     add_bias: bool = False

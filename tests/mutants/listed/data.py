@@ -64,7 +64,7 @@ MUTANTS = (
     Mutant(
         "conditions: texts are cut with the latents",
         "dit/conditions.py",
-        'values=self.values[indices_T]) if self.axis == "latent" else self',
+        "values=self.values[indices_T]) if self.axis in PER_TOKEN else self",
         'values=self.values[indices_T]) if self.axis != "sample" else self',
         (CONDITIONS,),
     ),

@@ -167,9 +167,9 @@ MUTANTS = (
         (FUSED_KERNELS,),
     ),
     Mutant(
-        "implementations: auto selects a kernel that is not measured",
+        "implementations: auto selects a kernel that is not verified",
         "dit/kernels/choice.py",
-        "if not (one.opt_in_reason or one.unmet_requirement(target))",
+        "if not (op.opt_in_reason(one, target) or one.unmet_requirement(target))",
         "if not one.unmet_requirement(target)",
         (CHOICE,),
     ),

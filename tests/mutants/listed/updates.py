@@ -7,6 +7,7 @@ from tests.mutants.listed.paths import (
     FIXED_PACKS,
     FUSED_KERNELS,
     LATE,
+    LOOP_OPTIONS,
     LOSS_SCALE,
     LOSSES,
     MUON,
@@ -500,5 +501,12 @@ MUTANTS = (
         "in enumerate(ema.powers)}",
         "in enumerate(ema.powers[:1])}",
         (OPTIMIZER,),
+    ),
+    Mutant(
+        "contrast: training has no negatives",
+        "dit/training/pretrain.py",
+        "return self.shard(self.config.objective.of_full_pack(batch))",
+        "return self.shard(batch)",
+        (LOOP_OPTIONS,),
     ),
 )

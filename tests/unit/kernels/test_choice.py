@@ -15,7 +15,8 @@ from dit.errors import ConfigError
 from dit.kernels.attention import varlen_attention
 from dit.kernels.choice import (
     SLOW_START,
-    UNMEASURED,
+    UNTRIED,
+    UNVERIFIED,
     Implementation,
     Op,
     Target,
@@ -35,8 +36,8 @@ from tests.support.repository import REPOSITORY
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF, FULL = torch.bfloat16, torch.float32
 
-# In the order of preference; "new" is not measured, "fast" needs CUDA and small heads.
-NEW = Implementation("new", lambda: "N", (installed("torch"),), UNMEASURED)
+# In the order of preference; "new" is not verified, "fast" needs CUDA and small heads.
+NEW = Implementation("new", lambda: "N", (installed("torch"),), UNVERIFIED)
 FAST = Implementation("fast", lambda: "F", (on_cuda, head_sizes(multiple_of=4, largest=8)))
 ANY = Implementation("any", lambda: "A")
 TOY = Op("toy", (NEW, FAST, ANY), "training.toy")
@@ -74,39 +75,60 @@ def test_one_that_cannot_run_is_refused_with_the_reason(head_size, device, asked
 def test_the_table_says_why_not_the_others():
     by_itself, asked = (table([TOY], Target(GPU, HALF, 12), asked)["toy"] for asked in ({}, {"training.toy": "new"}))
     heads = "needs a head size that is a multiple of 4 up to 8, not 12"
-    assert (by_itself.name, by_itself.others) == ("any", {"new": UNMEASURED, "fast": heads})
+    assert (by_itself.name, by_itself.others) == ("any", {"new": UNVERIFIED, "fast": heads})
     assert (asked.name, asked.others) == ("new", {"fast": heads, "any": "training.toy=new"})
     assert table([TOY], Target(GPU, HALF), {})["toy"].others["any"] == "fast comes first"
 
 
+def test_auto_selects_a_verified_implementation():
+    """Only of the op that was verified, and only where its requirements are satisfied."""
+    target = Target(GPU, HALF, 8, frozenset({"toy.new"}))
+    assert choose(TOY, target).name == "new"
+    assert table([TOY], target, {})["toy"].others == dict.fromkeys(("fast", "any"), "new comes first")
+    assert choose(TOY, replace(target, verified=frozenset({"other.new"}))).name == "fast"
+    assert (
+        choose(replace(TOY, implementations=(replace(NEW, requires=(on_cuda,)), ANY)), replace(target, device=CPU))
+        == ANY
+    )
+
+
 def test_every_op_has_an_implementation_that_runs_everywhere():
-    """Also where every package is installed, `auto` selects no implementation of another package."""
+    """Also where every package is installed, `auto` selects an implementation of another package only if verified."""
     for op in OPS:
         assert op.implementations[-1] == replace(op.implementations[-1], requires=(), opt_in_reason=None), op.name
     opt_in = {
         one.name: one.opt_in_reason for op in (ATTENTION, LAYERS) for one in op.implementations if one.opt_in_reason
     }
     packages = ("transformer_engine", "flash_attn_4", "flash_attn_3", "flash_attn", "triton")
-    assert opt_in == {**dict.fromkeys(packages, UNMEASURED), "compile": SLOW_START}
-    assert [one.opt_in_reason for one in LINEARS.implementations] == [UNMEASURED, None]
+    assert opt_in == {**dict.fromkeys(packages, UNVERIFIED), "compile": SLOW_START}
+    assert [one.opt_in_reason for one in LINEARS.implementations] == [UNTRIED, None]
 
 
 def test_kernels_that_may_not_be_deterministic_are_not_selected_in_deterministic_runs(monkeypatch):
     monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
-    target = Target(GPU, HALF, 64)
-    assert choose(ATTENTION, target, "transformer_engine").name == "transformer_engine"
-    with deterministic(True), pytest.raises(ConfigError, match="=True needs verified ones"):
-        choose(ATTENTION, target, "transformer_engine")
+    target = Target(GPU, HALF, 64, frozenset({"attention.transformer_engine"}))
+    assert choose(ATTENTION, target).name == "transformer_engine"
+    with deterministic(True):
+        assert choose(ATTENTION, target).name == "varlen"
 
 
-@pytest.mark.parametrize(("major", "names"), [(8, {"flash_attn"}), (9, {"flash_attn", "flash_attn_3", "flash_attn_4"})])
-def test_flash_attention_3_and_4_need_newer_devices(monkeypatch, major, names):
-    """FlashAttention 3 runs on Hopper, 4 on Hopper and Blackwell, 2 on all."""
+@pytest.mark.parametrize(
+    ("major", "verified", "expected"),
+    [
+        (10, {"flash_attn_3", "flash_attn_4"}, "flash_attn_4"),
+        (9, {"flash_attn_3"}, "flash_attn_3"),
+        (10, {"flash_attn_3"}, "varlen"),
+        (8, {"flash_attn_3", "flash_attn_4", "flash_attn"}, "flash_attn"),
+        (9, set(), "varlen"),
+    ],
+)
+def test_flash_attention_is_selected_by_the_device(monkeypatch, major, verified, expected):
+    """FlashAttention 3 on Hopper, 4 on Hopper and Blackwell, 2 elsewhere, each where it is verified."""
     monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    able = {one.name for one in ATTENTION.implementations if one.unmet_requirement(Target(GPU, HALF, 128)) is None}
-    assert {name for name in able if name.startswith("flash_attn")} == names
+    target = Target(GPU, HALF, 128, frozenset(f"attention.{name}" for name in verified))
+    assert choose(ATTENTION, target).name == expected
 
 
 @pytest.mark.parametrize(("name", "version"), [("flash_attn_3", "FA3"), ("flash_attn_4", "FA4")])

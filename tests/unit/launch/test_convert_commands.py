@@ -201,7 +201,7 @@ def with_record(path: Path, text: str) -> Path:
         ({"model": {**MODEL, "num_layers": 2}}, "missing: blocks.1"),
         (
             {"objective": {"name": "os.system"}},
-            "'os.system' is unknown; use one of autoencoding, ddpm, edm, flow_matching",
+            "'os.system' is unknown; use one of autoencoding, contrastive_flow_matching, ddpm, edm, flow_matching",
         ),
         ({"objective": "edm"}, "objective 'edm' is unknown"),
         ({"objective": {"name": ["ddpm"]}}, "is unknown"),

@@ -17,6 +17,7 @@ def written(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     lines = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))  # it has no traces yet
         patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
         code = plan.main([*SMALL, "--device", "h200", "--json", str(folder / "a.json")])
     assert code == EXIT_OK

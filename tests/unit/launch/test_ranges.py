@@ -36,6 +36,7 @@ BASES = {
     ("tiny_dit",): ("model", "data", "objective", *SETTINGS),
     ("tiny_dit", "objective=edm"): ("objective",),
     ("tiny_dit", "objective=ddpm"): ("objective",),
+    ("tiny_dit", "objective=contrastive_flow_matching"): ("objective",),
     **{("tiny_dit", f"schedule={name}", *more): ("schedule",) for name, *more in SCHEDULES},
     ("tiny_ecdit",): ("model",),
     ("tiny_dit_cross",): ("model",),
@@ -73,7 +74,7 @@ MAY_BE_ZERO = {
     *("sampling.guidance_scale", "sampling.seed", "sampling.guidance_rescale"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
-    *("data.clean_first_frame", "data.frame_levels", "data.inpaint", "objective.min_time"),
+    *("data.clean_first_frame", "data.frame_levels", "data.inpaint", "objective.min_time", "objective.contrast_weight"),
     *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
     *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
     *(

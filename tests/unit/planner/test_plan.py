@@ -71,12 +71,9 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "ranks"), [("flux_12b", 8), ("stage_30b_8k", 64)])
-def test_the_layers_that_are_traced_fill_the_window_of_fsdp(recipe, ranks):
-    """Weights gathered ahead, gradients that wait: 57 layers of FLUX, of two sizes; 16 of 30B, few of them traced."""
-    config = built(call_recipe(recipe))
-    if recipe == "stage_30b_8k":
-        config = replace(config, model=replace(config.model, num_layers=16))
+def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
+    """Weights gathered ahead, gradients that wait: 57 layers of FLUX, of two sizes."""
+    ranks, config = 8, built(call_recipe("flux_12b"))
     dims, _ = config.check(ranks)
     dims = replace(dims, micro_batches=min(dims.micro_batches, 4))
     parts = (config.model, config.objective, config.optimizer, config.parallel, config.training)
@@ -115,8 +112,9 @@ def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: py
     assert "data pointer" not in capfd.readouterr().err
 
 
-def test_a_pool_answers_each_request_by_its_traces():
-    """Two processes serve three generators of two calls each."""
+def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_disk(tmp_path, monkeypatch):
+    """Two processes serve three generators of two calls each. A second pool starts no trace; another job does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig()
 
     def job(seed, micro_batches):
@@ -126,14 +124,28 @@ def test_a_pool_answers_each_request_by_its_traces():
         first = yield [job(seed, 1)]
         return first + (yield [job(seed, 2), job(seed, 3)])
 
-    begun = []
-    with TracerPool(2) as tracers:
-        results = tracers.run({seed: request(seed) for seed in (1, 2, 3)}, begun.append)
+    def run(seeds):
+        begun = []
+        with TracerPool(2) as tracers:
+            return tracers.run({seed: request(seed) for seed in seeds}, begun.append), begun
+
+    results, begun = run([1, 2, 3])
     assert begun == sorted(results) == [1, 2, 3]
     expected = trace([job(1, 1)]) + trace([job(1, 2), job(1, 3)])
     for steps in results.values():
         assert [step.flops for step in steps] == [step.flops for step in expected]
         assert [step.calls for step in steps] == [step.calls for step in expected]
+    stored = sorted(tmp_path.rglob("*.json"))
+    assert len(stored) == 6
+    sent = []
+    monkeypatch.setattr(Tracer, "send", lambda self, function, jobs: sent.append(jobs) or 1 / 0)
+    assert run([1, 2, 3])[0] == results
+    with pytest.raises(ZeroDivisionError):
+        run([4])
+    stored[0].write_text("[{}]")
+    with pytest.raises(ZeroDivisionError):
+        run([1, 2, 3])
+    assert len(sent) == 2
 
 
 @pytest.fixture

@@ -70,6 +70,13 @@ def small(gpus=8):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_known_traces(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def traced_costs(task, *shapes, found=()):
     with TracerPool(1) as tracers:
         return tracers.run({shape: costs(task, shape, found) for shape in shapes}, lambda _: None)

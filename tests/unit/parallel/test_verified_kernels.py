@@ -1,0 +1,113 @@
+"""The record of kernels that have passed tests/gpu: what it holds, where it applies, and who writes it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dit.parallel import verified_kernels as verified
+from dit.parallel.verified_kernels import record_path, record_results, verified_here
+from launch.kernels import main
+from tests.support.repository import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A machine with a GPU, and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(verified, "use_cuda", lambda: True)
+    monkeypatch.setattr(verified, "_of_all_ranks", None)  # of an earlier run in this process
+    verified._of_this_machine.cache_clear()
+    yield
+    verified._of_this_machine.cache_clear()
+
+
+def test_a_kernel_that_fails_later_is_no_longer_verified():
+    assert verified_here() == frozenset()
+    record_results({"layers.triton": True, "noise.triton": False})
+    assert verified_here() == {"layers.triton"}
+    record_results({"noise.triton": True})
+    assert verified_here() == {"layers.triton", "noise.triton"}
+    record_results({"layers.triton": False})
+    assert verified_here() == {"noise.triton"}
+
+
+@pytest.mark.parametrize("change", ["describe", "accelerator_versions", "version"])
+def test_the_record_holds_for_one_device_driver_and_version(monkeypatch, change):
+    record_results({"layers.triton": True})
+    other = {"driver": "1.2"} if change == "accelerator_versions" else "another"
+    monkeypatch.setattr(verified, change, lambda *_: other)
+    verified._of_this_machine.cache_clear()
+    assert verified_here() == frozenset()
+
+
+def test_ranks_use_kernels_that_have_passed_on_all_their_machines(monkeypatch):
+    def gather(gathered: list, own: frozenset) -> None:
+        gathered[:] = [own, frozenset({"noise.triton", "attention.flash_attn"})]
+
+    record_results({"layers.triton": True, "noise.triton": True})
+    monkeypatch.setattr(verified.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(verified.dist, "all_gather_object", gather)
+    verified.agree()
+    assert verified_here() == {"noise.triton"}
+
+
+def test_on_cpu_no_kernel_is_verified(monkeypatch):
+    record_results({"layers.triton": True})
+    monkeypatch.setattr(verified, "use_cuda", lambda: False)
+    assert verified_here() == frozenset()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"x": 3}'])
+def test_a_damaged_record_verifies_nothing_and_is_replaced(content):
+    record_path().parent.mkdir(parents=True)
+    record_path().write_text(content)
+    assert verified_here() == frozenset()
+    record_results({"layers.triton": True})
+    assert verified_here() == {"layers.triton"}
+
+
+TESTS = """
+import pytest
+@pytest.mark.verifies("a.passes")
+def test_pass(): pass
+@pytest.mark.verifies("a.mixed")
+@pytest.mark.parametrize("wrong", [True, False])
+def test_mixed(wrong): assert not wrong
+@pytest.mark.verifies("a.skipped")
+def test_skip(): pytest.skip("not installed")
+@pytest.mark.verifies("a.setup")
+def test_setup(missing_fixture): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), ["a.passes"]),
+        (("-k", "pass"), None),
+        (("gpu/test_a.py",), None),
+        (("gpu", "-n", "1"), None),
+        (("gpu/test_a.py::test_pass", "gpu/test_b.py"), None),
+    ],
+)
+def test_a_complete_run_of_the_tests_writes_the_record(tmp_path, words, expected):
+    """A kernel passes if at least one test of it runs and none fails."""
+    folder = tmp_path / "gpu"
+    folder.mkdir()
+    shutil.copy(REPOSITORY / "tests" / "gpu" / "conftest.py", folder)
+    (folder / "test_a.py").write_text(TESTS)
+    (folder / "test_b.py").write_text("def test_b(): pass")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(words or ("gpu",))]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True)
+    assert verified._entries().get(verified.machine()) == expected
+
+
+def test_verify_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setenv("DIT_DEVICE", "cpu")
+    assert main(["--verify"]) == 2
+    assert "this process sees none" in capsys.readouterr().err
