@@ -129,7 +129,10 @@ class EnergonData(ReaderSettings, DataConfig):
                 )
             shape = info.description.get("latent_shape")
             if shape and shape[0] != stored_channels:
-                cure = f"model.in_channels is {stored_channels}; set model.in_channels={shape[0]}"
+                cure = (
+                    f"model.in_channels is {stored_channels}; set model.in_channels={shape[0]}, or, to start from "
+                    "weights, prepare the data with their autoencoder (--vae) and name them (checkpoint.start_from)"
+                )
                 if self.online_vae is not None:
                     cure = "data.online_vae encodes pixels, which have 3; set data.online_vae=none"
                 raise ConfigError(f"{info.path} has latents of {shape[0]} channels, {cure}")

@@ -63,7 +63,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             echo(leave.code, file=sys.stderr)
         return exit_code(leave)
     except KeyboardInterrupt as interrupt:
-        echo("interrupted", file=sys.stderr)
+        echo("interrupted; a training continues from its last checkpoint if it is started again", file=sys.stderr)
         return exit_code(interrupt)
     except BaseException as error:  # some libraries derive errors from it; Python itself would exit with 1
         from dit.monitoring.exit_record import is_peer_lost

@@ -117,14 +117,14 @@ def _model(
                 "own_data(backbone='flux') reads a pooled text, too: prepare the data with --text-encoder text=T5 "
                 "--text-encoder pooled=CLIP"
             )
-        sizes = {"num_joint_layers": 2, "num_single_layers": 4, "ffn_hidden_size": 768, "rope_axes": [4, 14, 14]}
+        sizes = {"num_joint_layers": 2, "num_single_layers": 4, "ffn_hidden_size": None, "rope_axes": [4, 14, 14]}
         return run.Config(FluxConfig, **common, **sizes, pooled_size=pooled)
     common["num_layers"] = 6
     if name == "dit":
         return run.Config(DiTCrossConfig, **common, position_embedding=positions, add_bias=True, fps_conditioning=moves)
     common["null_text"] = "learned" if text_encoder is None else "empty"
     if name == "wan":
-        return run.Config(WanConfig, **common, ffn_hidden_size=768)
+        return run.Config(WanConfig, **common, ffn_hidden_size=None)
     side = math.sqrt(max(h * w for _, _, h, w in contents.shapes)) / patch
     return run.Config(
         STDiTConfig,

@@ -125,7 +125,9 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         targets = {"noise": "the noise", "x0": "the clean latent x0", "v": "v = alpha noise - sigma x0"}
         steps = objective.discrete_steps
         time = (
-            "1000 t, t from 0 (data) to 1 (noise)" if steps is None else f"1000 k / {steps} for step k, 0 the cleanest"
+            "1000 t, t from 0 (data) to 1 (noise)"
+            if steps is None
+            else f"{'k' if steps == 1000 else f'1000 k / {steps}'} for step k, 0 the cleanest"
         )
         lines += [
             f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule"

@@ -24,6 +24,7 @@ import functools
 import gc
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
@@ -182,6 +183,7 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
     """
     if inherited is not None:
         inherited.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller reports Ctrl-C and closes the pipe
     os.environ["DIT_DEVICE"] = "cpu"
     torch.set_num_threads(1)
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, which takes two seconds
@@ -197,6 +199,8 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
                 gc.freeze()  # a trace collects garbage, which must not scan modules and cached results
                 results.append(function(job))
             pipe.send(results)
+        except BrokenPipeError:  # the caller has ended
+            return
         except Exception as error:
             try:
                 pipe.send(error)

@@ -14,6 +14,7 @@ from dit.errors import ConfigError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont
 
 BACKGROUND = (24, 24, 27)
 INK = (228, 228, 231)
@@ -80,6 +81,14 @@ def enlargement(height: int, width: int) -> int:
     return max(1, -(-MIN_TILE // min(height, width)))
 
 
+def caption_font(size: int) -> "FreeTypeFont":
+    """Return a font with the letters of European languages; Pillow's own has only those of English."""
+    import matplotlib
+    from PIL import ImageFont
+
+    return ImageFont.truetype(str(Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")), size)
+
+
 def image_grid(
     images: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None, scale: Optional[int] = None
 ) -> "Image":
@@ -89,7 +98,7 @@ def image_grid(
         images: `[N, C, H, W]` in [-1, 1], C = 1 or 3.
         columns: tiles per row; about twice as wide as high if None.
     """
-    from PIL import Image, ImageDraw, ImageFont
+    from PIL import Image, ImageDraw
 
     count, height, width = len(images), *images.shape[-2:]
     if not count:
@@ -99,7 +108,7 @@ def image_grid(
     columns = columns or min(count, math.ceil((2 * count) ** 0.5))
     scale = scale or enlargement(height, width)
     tile_h, tile_w = height * scale, width * scale
-    font = ImageFont.load_default(size=12)
+    font = caption_font(12)
     texts = [
         wrap(caption, tile_w, 2 * tile_h // CAPTION_HEIGHT, font.getlength) for caption in captions or [""] * count
     ]

@@ -364,7 +364,10 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
                 "finish that one, or start from the beginning with --force"
             )
         shutil.rmtree(job.partial)
-    job.data.mkdir(parents=True)
+    try:
+        job.data.mkdir(parents=True)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"{job.partial} cannot be created: {error.strerror}; choose another --out") from error
     try:
         write_atomic(file, json.dumps(plan))
     except OSError:

@@ -106,9 +106,9 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
                 fields = {k: v for k, v in row.items() if k is not None and v not in (None, "")}
                 yield {k: v if k in _TEXTS else _scalar(v) for k, v in fields.items()}
             return
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                yield read_object(line.encode(), path.name)
+                yield read_object(line.encode(), f"line {number}")
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

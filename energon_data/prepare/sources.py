@@ -15,7 +15,7 @@ from dit.safe_files import parse_json, read_bytes
 from energon_data.prepare.walk import FOLLOW
 from energon_data.samples import SampleError
 
-CAPTION_NAMES = ("caption", "text", "prompt")
+CAPTION_NAMES = ("captions", "caption", "text", "prompt")
 MAX_FILE_BYTES = 8 << 30
 _RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 
-from dit.sampling.grid import BACKGROUND, GAP, INK, to_bytes, to_pictures
+from dit.sampling.grid import BACKGROUND, GAP, INK, caption_font, to_bytes, to_pictures
 
 TILE = 160
 LINE = 15
@@ -33,7 +33,7 @@ def contact_sheet(entries: Sequence[tuple[Tensor, str, str]]) -> Image.Image:
     rows = -(-len(entries) // columns)
     height = TILE + 2 * LINE + GAP
     sheet = Image.new("RGB", (GAP + columns * (TILE + GAP), GAP + rows * height), BACKGROUND)
-    font = ImageFont.load_default(size=11)
+    font = caption_font(11)
     for index, (frame, *lines) in enumerate(entries):
         row, column = divmod(index, columns)
         left, top = GAP + column * (TILE + GAP), GAP + row * height

@@ -184,6 +184,8 @@ def test_shuffled_captions_are_stored_with_their_embeddings(tmp_path):
         "text-1.npy": 2,
         "text-2.npy": 2,
     }
+    assert prepare(tmp_path / "out", tmp_path / "again", "--size", "16", command="webdataset") == EXIT_OK
+    assert sorted(captions(tmp_path / "again").values()) == sorted(captions(tmp_path / "out").values())
 
 
 @pytest.mark.parametrize(

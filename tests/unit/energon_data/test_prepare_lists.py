@@ -160,13 +160,27 @@ def test_a_list_may_lie_elsewhere_and_comes_before_that_of_the_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("none.csv", "none.csv does not exist"), ("list.txt", "must end in .jsonl, .csv")],
+    [
+        ("none.csv", "none.csv does not exist"),
+        ("list.txt", "must end in .jsonl, .csv"),
+        ("list.jsonl", "line 2 is not JSON"),
+    ],
 )
 def test_a_list_that_cannot_be_one_is_refused(tmp_path, capsys, name, says):
     source = downloaded(tmp_path, ["a.png"])
     (tmp_path / "list.txt").write_text("a.png")
-    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / name), command="images") == EXIT_CONFIG
+    (tmp_path / "list.jsonl").write_text('{"file_name": "a.png", "text": "red"}\n{"file_name": \n')
+    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / name), command="images") in (
+        EXIT_CONFIG,
+        EXIT_DATA,
+    )
     assert says in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path, capsys):
+    source = downloaded(tmp_path, ["a.png"])
+    assert prepare(source, source / "a.png" / "out", command="images") == EXIT_CONFIG
+    assert "Not a directory; choose another --out" in capsys.readouterr().err
 
 
 def test_parquet_files_are_shown_the_way_to_their_command(tmp_path, capsys):

@@ -27,6 +27,12 @@ def test_every_pixel_of_every_tile_is_at_the_place_of_the_formula(columns, capti
         assert torch.equal(drawn[top : top + 18, left : left + 12], expected[index])
 
 
+def test_captions_have_the_letters_of_european_languages():
+    font = grid.caption_font(12)
+    missing = bytes(font.getmask("\uffff"))
+    assert all(bytes(font.getmask(letter)) != missing for letter in "äöüßéñ—Ωж")
+
+
 def test_captions_leave_every_tile_untouched_and_are_there():
     """The longest caption decides how many lines there are above all tiles."""
     images = torch.full((4, 3, 8, 8), -1.0)
