@@ -52,7 +52,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # Media, installed fonts, and networks of other libraries.
     "PIL.open": ("dit/media.py",),
     "av.open": ("dit/media.py",),
-    "PIL.truetype": ("examples/letters/fonts.py", "examples/pictograms/drawings.py"),
+    "PIL.truetype": ("dit/sampling/grid.py", "examples/letters/fonts.py", "examples/pictograms/drawings.py"),
     "matplotlib.FT2Font": ("examples/letters/fonts.py", "examples/pictograms/drawings.py"),
     "*.from_pretrained": ("dit/encoders/pretrained.py",),
     # Printers.

@@ -23,17 +23,17 @@ def ended(*command: str, **environ: str) -> subprocess.CompletedProcess:
 
 
 def test_a_grid_runs_to_its_end_and_fails_if_one_run_does(tmp_path):
-    """The first run is refused by its ranks, the second still trains; the command fails and names the first."""
+    """The first run is refused by its rank, the second still trains; the command fails and names the first."""
     done = ended(
-        *(sys.executable, "-m", "launch.experiment", "--executor", "torchrun(ranks=2)"),
+        *(sys.executable, "-m", "launch.experiment", "--executor", "torchrun(ranks=1)"),
         *("--folder", str(tmp_path / "nemo_run"), "--runs", str(tmp_path / "runs")),
-        *("--factory", "tiny_dit", "--layouts", "pp4", "tp2", "training.num_steps=3"),
+        *("--factory", "tiny_dit", "--layouts", "pp4", "ddp", "training.num_steps=3"),
     )
     assert done.returncode == EXIT_UNEXPECTED
     assert "1 of 2 runs did not succeed: tiny_dit.pp4" in done.stdout
     assert outcome(tmp_path / "runs" / "tiny_dit.pp4")["code"] == EXIT_CONFIG
-    assert outcome(tmp_path / "runs" / "tiny_dit.tp2")["code"] == EXIT_OK
-    assert len(loss_values(tmp_path / "runs" / "tiny_dit.tp2")) == 3
+    assert outcome(tmp_path / "runs" / "tiny_dit.ddp")["code"] == EXIT_OK
+    assert len(loss_values(tmp_path / "runs" / "tiny_dit.ddp")) == 3
 
 
 @pytest.fixture

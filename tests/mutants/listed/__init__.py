@@ -1,17 +1,22 @@
-"""The mistakes that the suite must see: one changed line each, with the tests that should fail because of it."""
+"""The mistakes that the suite must detect: one changed line each, and the tests that should fail because of it.
 
-from tests.mutants.listed import commands, data, kernels, layers, objectives, parallel, runs, sampling, shipped, updates
+Each table of this folder has the mistakes of one part of the source, a row each. Tabs separate cells, "; " separates
+tests. Mistakes of public projects also have a sentence and the address of the public thread.
+"""
 
-MUTANTS = (
-    *objectives.MUTANTS,
-    *sampling.MUTANTS,
-    *kernels.MUTANTS,
-    *layers.MUTANTS,
-    *parallel.MUTANTS,
-    *updates.MUTANTS,
-    *runs.MUTANTS,
-    *data.MUTANTS,
-    *commands.MUTANTS,
-    *shipped.MUTANTS,
-)
-"""By room of the changed file, a file of this folder for each; mistakes of public projects come last."""
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.mutants.runner import Mutant
+
+TABLES = ("objectives", "sampling", "kernels", "layers", "parallel", "updates", "runs", "data", "commands", "shipped")
+
+
+def rows_of(table: str) -> Iterator[Mutant]:
+    """Yield the mutants of a table."""
+    for line in Path(__file__).with_name(f"{table}.tsv").read_text().splitlines()[1:]:
+        name, file, old, new, tests, *public = line.split("\t")
+        yield Mutant(name, file, old, new, tuple(tests.split("; ")), *public)
+
+
+MUTANTS = tuple(mutant for table in TABLES for mutant in rows_of(table))
