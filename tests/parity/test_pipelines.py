@@ -27,6 +27,7 @@ from diffusers import (
 )
 from torch import Tensor
 
+from dit.batch import pixel_values
 from dit.checkpoint.full_weights import read_full_weights, write_imported
 from dit.checkpoint.reading import candidates, read_settings
 from dit.convert.diffusers_format import TrainedModel
@@ -168,6 +169,16 @@ CASES = {
         guidance=1.0,
         quant=False,
     ),
+    "flux control": Case(
+        "FluxControlPipeline",
+        FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5, control_channels=4),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "text={t5}:max_tokens=9:padded,pooled={clip}",
+        guidance=1.0,
+        shift=0.2,
+        quant=False,
+        size=(8, 12),
+    ),
     "chroma": Case(
         "ChromaPipeline",
         ChromaConfig(**CHROMA, approximator=[16, 24, 2], rope_axes=[2, 4, 6]),
@@ -285,6 +296,9 @@ def save_vae(folder: Path, case: Case) -> Path:
     else:
         convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
         model = AutoencoderKL(**sizes, **kinds, **convolutions, scaling_factor=0.3611, shift_factor=case.shift).eval()
+        if case.pipeline.startswith("Flux"):  # FluxControlPipeline draws latents from the posterior
+            with torch.no_grad():
+                model.encoder.conv_out.weight[4:], model.encoder.conv_out.bias[4:] = 0, -30
     model.save_pretrained(folder)
     return folder
 
@@ -333,12 +347,20 @@ def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Ten
     else:
         encoders = load_text_encoders(generator.text_encoder or "")
         given = as_conditions(encoders.encode(case.prompts), case.model.conditions())
-    latents = generator.generate(conditions=given, **sampling)
     vae = VAE(generator.config.sampling.vae or "")
+    if case.model.condition("control") is not None:
+        given = {**given, "control": list(vae.encode(control_pictures(case)[:, :, None]))}
+    latents = generator.generate(conditions=given, **sampling)
     tokens = prod(case.size) // generator.spec.patch_volume * case.frames
     objective = case.objective.at_size(tokens, case.model.token_channels)
     _, sigma = objective.path.alpha_sigma(objective.sampling_grid(STEPS)[0])
     return float(sigma) * start_noise(generator, given), vae.decode(latents) / 2 + 0.5
+
+
+def control_pictures(case: Case) -> Tensor:
+    """Return a control picture for each prompt, `[2, 3, H, W]` in [-1, 1], with values of 8 bits."""
+    height, width = (2 ** (case.blocks - 1) * side for side in case.size)
+    return pixel_values(torch.randint(256, (2, 3, height, width), generator=torch.Generator().manual_seed(6)))
 
 
 @pytest.fixture(autouse=True)
@@ -349,7 +371,9 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def page_call(code: str) -> dict[str, Any]:
     """Return the arguments by name of the call of the pipeline in the lines of a page."""
     [call] = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
-    return {str(word.arg): eval(ast.unparse(word.value)) for word in call.keywords}
+    return {
+        str(word.arg): eval(ast.unparse(word.value), {"load_image": Path, "range": range}) for word in call.keywords
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -395,12 +419,14 @@ def drawn_by_pipeline(folder: Path, case: Case, noise: Tensor, monkeypatch: pyte
         assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
     else:
         call["latents"] = noise
-        if case.pipeline in ("FluxPipeline", "ChromaPipeline", "QwenImagePipeline"):
+        if case.pipeline in ("FluxPipeline", "FluxControlPipeline", "ChromaPipeline", "QwenImagePipeline"):
             call["latents"] = pipeline._pack_latents(noise, 2, case.model.in_channels, *case.size)
         elif case.pipeline.startswith("Flux2"):
             call["latents"] = pipeline._patchify_latents(noise)
     if "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"]] * 2
+    if "control_image" in call:
+        call["control_image"] = control_pictures(case)
     calls = [call]
     if case.pipeline in ("PRXPipeline", "HunyuanVideo15Pipeline"):  # draws one prompt at a time
         calls = [{**call, "prompt": p, "latents": x[None]} for p, x in zip(call["prompt"], call["latents"])]

@@ -62,6 +62,7 @@ OPTIMIZER, STEP = "tests/parallel/test_optimizer.py", "tests/unit/step/test_forw
 RESUME, FSDP = "tests/integration/test_resume.py", "tests/parallel/test_fsdp.py"
 CORRUPTION, FOLDER = (f"tests/unit/energon_data/test_{name}.py" for name in ("corruption", "prepare_folder"))
 OWN_DATA = "tests/unit/recipes/test_own_data.py"
+DIFFUSERS_FOLDER = "tests/unit/checkpoint/test_diffusers_folder.py"
 PIPELINES, IMPORT_LORA = "tests/parity/test_pipelines.py", "tests/parity/test_import_lora.py"
 GROWTH = "tests/unit/planner/test_growth.py"
 LORA, CONVERT_LORA = "tests/unit/models/test_lora.py", "tests/parity/test_convert_lora.py"
