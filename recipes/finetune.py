@@ -84,7 +84,7 @@ class Published:
         objective: settings of its flow matching, or the objective.
         sampling: settings of its sampling.
         data: settings of the data that it needs.
-        fsdp: on several GPUs always with FSDP, whose memory its activations need.
+        fsdp: on several GPUs, all weights are always trained with FSDP, whose memory the activations need.
     """
 
     folder: str
@@ -244,7 +244,7 @@ def _published(name: str, base: Optional[str], lora: bool, gpus: Optional[int], 
     published = PUBLISHED[name]
     recipe = _on_base(f"finetune_{name}{'_lora' * lora}", base, published)
     recipe = _fit(_with_lora(recipe, rank=16) if lora else recipe, gpus, gpu_memory)
-    if published.fsdp and gpus is not None and gpus > 1:
+    if published.fsdp and not lora and gpus is not None and gpus > 1:
         recipe.parallel.data_parallel = "fsdp"
     return recipe
 
