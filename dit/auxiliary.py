@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Optional
 
-DISCRIMINATOR = "discriminator."
-PREFIXES = ("uncertainty.", DISCRIMINATOR)
+DISCRIMINATOR, ALIGNMENT = "discriminator.", "alignment."
+PREFIXES = ("uncertainty.", DISCRIMINATOR, ALIGNMENT)
 """Name prefixes of the parameters of these networks."""
 MAX_MULTIPLE = 8
 PASSES = 7
@@ -45,24 +45,45 @@ class PatchGAN:
 
 
 @dataclass(frozen=True)
+class Projection:
+    """Sizes of the projection of hidden states to the features of a teacher, see `dit.layers.alignment`.
+
+    Attributes:
+        layer: number of layers before the projection.
+        hidden_size: inner width.
+        features: width of the teacher's features.
+        until_step: completed steps after which the projection has no gradient; None for no end.
+    """
+
+    layer: int
+    hidden_size: int
+    features: int
+    until_step: Optional[int] = None
+
+
+@dataclass(frozen=True)
 class AuxiliaryNetworks:
     """The networks that an objective adds.
 
     Attributes:
         uncertainty: whether there is a head u(sigma), see `dit.layers.uncertainty`.
+        projection: sizes of the projection of hidden states; None without one.
         discriminator: sizes of the discriminator of an autoencoder's reconstructions; None without one.
         start_step: completed steps before the discriminator has a gradient.
         lr_factor: learning rate of the discriminator, relative to that of the model.
     """
 
     uncertainty: bool = False
+    projection: Optional[Projection] = None
     discriminator: Optional[PatchGAN] = None
     start_step: int = 0
     lr_factor: float = 1.0
 
     def idle(self, step: int) -> tuple[str, ...]:
         """Return the name prefixes of the parameters without a gradient after `step` completed steps."""
-        return (DISCRIMINATOR,) if step < self.start_step else ()
+        until = None if self.projection is None else self.projection.until_step
+        ended = until is not None and step >= until
+        return (*([DISCRIMINATOR] if step < self.start_step else []), *([ALIGNMENT] if ended else []))
 
 
 NO_NETWORKS = AuxiliaryNetworks()

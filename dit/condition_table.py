@@ -117,6 +117,15 @@ IMAGE_TOKENS = Condition(
     default=0.0,
     stored_as=("image_tokens",),
 )
+TEACHER = Condition(
+    name="teacher",
+    axis="token",
+    description="feature map of the teacher",
+    shape=None,
+    dtype=None,
+    stored_as=("teacher",),
+    setting="objective.alignment",
+)
 TABLE = (
     LABEL,
     CONTEXT,
@@ -131,6 +140,7 @@ TABLE = (
     CONTROL,
     FIRST_FRAMES,
     IMAGE_TOKENS,
+    TEACHER,
 )
 """The known conditions. A model uses `replace(CONTEXT, shape=(1024,), dropout=0.1)`, or declares its own."""
 

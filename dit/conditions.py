@@ -1,12 +1,13 @@
 """Conditions as data: the inputs of a network other than the noised latents, by name.
 
 A `Condition` is a declaration, a row of `dit.condition_table`; a model lists its conditions (`ModelConfig.conditions`).
-An `Entry` has the values of a condition for the samples of one pack, along one of three axes:
+An `Entry` has the values of a condition for the samples of one pack, along one of four axes:
 
     axis      values      one value per                          examples
     sample    [S, ...]    sample                                 class, pooled text, frame rate, noise level
     text      [K, D]      text token, with the texts' layout     tokens of one text encoder, or of a second one
     latent    [T, C]      latent token                           low-resolution picture, mask, control picture
+    token     [T, D]      latent token, stored per patch         features of a teacher
 
 `Conditions`, the entries of a pack, moves, splits, drops, replaces, joins and checks all entries in the same way. No
 other module depends on which conditions exist.
@@ -27,9 +28,11 @@ from dit.layout import SequenceLayout
 from dit.pack_copy import move
 from dit.patchify import patchify_all
 
-Axis = Literal["sample", "text", "latent"]
+Axis = Literal["sample", "text", "latent", "token"]
+PER_TOKEN = ("latent", "token")
 Value = Tensor | float
-"""A condition of one sample: a number, `[...]` per sample, `[k, D]` per text token, a picture `[C, T, H, W]`."""
+"""A condition of one sample: a number, `[...]` per sample, `[k, D]` per text token, a picture `[C, T, H, W]`, or
+`[D, t, h, w]` with one vector per patch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +44,8 @@ class Condition:
         axis: axis of the values.
         description: noun for messages.
         shape: shape of a sample's value without the token axis: `()` is a number, `(D,)` the width of a vector or of a
-            text token, `(C,)` the channels of a picture of the latent's size, patchified like the latent. None allows
-            every shape.
+            text token or of a patch, `(C,)` the channels of a picture of the latent's size, patchified like the latent.
+            None allows every shape.
         dtype: dtype of the entry; None for that of the stored values.
         num_classes: the values are classes in `[0, num_classes)`; None for real numbers.
         null: replacement of a dropped value: a number, `no class` (the class index `num_classes`), `learned` (a
@@ -82,11 +85,16 @@ class Condition:
     made_with: str = ""
 
     def __post_init__(self) -> None:
-        if self.default is not None and (self.axis == "latent" or (self.axis == "sample" and self.shape is None)):
+        if self.default is not None and (self.is_per_token or (self.axis == "sample" and self.shape is None)):
             raise ConfigError(
                 f"the condition {self.name!r} has default={self.default:g}, axis={self.axis!r} and shape={self.shape}; "
                 "only texts, and values per sample of a known shape, have a default, so use default=None"
             )
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether the values are along the tokens of the latent."""
+        return self.axis in PER_TOKEN
 
     @property
     def is_number(self) -> bool:
@@ -96,7 +104,7 @@ class Condition:
     @property
     def stored_shape(self) -> str:
         """Shape of a sample's value, such as `[K, 1024]` for the tokens of a text."""
-        sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[self.axis]
+        sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]", "token": "[{}, t, h, w]"}[self.axis]
         return sides.format("*" if self.shape is None else self.shape[0])
 
     @property
@@ -134,16 +142,18 @@ class Condition:
         """Return an error for the shape of one sample's value, None if it is valid.
 
         Args:
-            latent_size: (T, H, W) of the sample's latent.
+            latent_size: (T, H, W) of the sample's latent; in patches for the axis `token`.
         """
-        sides = {"sample": ("width",), "text": ("tokens", "width"), "latent": ("C", "T", "H", "W")}[self.axis]
+        picture = ("C", "T", "H", "W")
+        sides = {"sample": ("width",), "text": ("tokens", "width"), "latent": picture, "token": picture}[self.axis]
         shape = list(value.shape)
         if len(shape) != len(sides) or 0 in (shape[1:] if self.may_be_empty else shape):
             return f"the {self.description} has shape {shape}, must be [{', '.join(sides)}]"
-        if self.axis == "latent" and shape[1:] != list(latent_size):
-            size = f"{shape[1:]} (T x H x W), the latent {list(latent_size)}"
-            return f"the {self.description} has the size {size}; store it at the size of the latent"
-        width = shape[0] if self.axis == "latent" else shape[-1]
+        if self.is_per_token and shape[1:] != list(latent_size):
+            noun = "latent" if self.axis == "latent" else "grid of patches"
+            size = f"{shape[1:]} (T x H x W), the {noun} {list(latent_size)}"
+            return f"the {self.description} has the size {size}; store it at the size of the {noun}"
+        width = shape[0] if self.is_per_token else shape[-1]
         if self.shape is not None and (width,) != self.shape:
             return f"the {self.description} has width {width}, the model takes width {self.shape[0]}"
         return None
@@ -177,7 +187,8 @@ class Condition:
         if self.axis == "text":
             texts = SequenceLayout.from_lengths([len(text) for text in tensors], may_be_empty=self.may_be_empty)
             return Entry(self.axis, tensors[0] if len(tensors) == 1 else torch.cat(tensors), texts)
-        return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *patch)))
+        sides = patch if self.axis == "latent" else (1, 1)
+        return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *sides)))
 
     def absent(self, layout: SequenceLayout, patch: tuple[int, int]) -> Optional["Entry"]:
         """Return the entry of samples without the condition: its default or null; None if the null is not a number."""
@@ -214,8 +225,8 @@ class Entry:
     null: Optional[Tensor] = None
 
     def select(self, indices_T: Tensor) -> "Entry":
-        """Select tokens of the latent axis; entries along other axes are returned unchanged."""
-        return replace(self, values=self.values[indices_T]) if self.axis == "latent" else self
+        """Select tokens of the latent; entries along other axes are returned unchanged."""
+        return replace(self, values=self.values[indices_T]) if self.axis in PER_TOKEN else self
 
     def drop(self, condition: Condition, dropped_S: Tensor, layout: SequenceLayout) -> "Entry":
         """Replace the values of some samples by the null; earlier replacements stay.
@@ -382,7 +393,7 @@ class Conditions(Mapping[str, Entry]):
         """
         errors = []
         for name, entry in self.items():
-            need = layout.num_local_tokens if entry.axis == "latent" else layout.num_samples
+            need = layout.num_local_tokens if entry.axis in PER_TOKEN else layout.num_samples
             if entry.axis == "text":
                 texts = entry.layout
                 if texts is None:

@@ -4,7 +4,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NoReturn, Optional, Protocol
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class BatchSpec:
     Attributes:
         patch_temporal, patch_spatial: patch sizes, from the model.
         latent_channels: channels of a latent before patchifying, from the model.
-        conditions: conditions of the model.
+        conditions: conditions of the model, and in training those that the objective reads.
         micro_batch_size: samples per micro-batch without packing.
         multiple_of: every sample is padded to a multiple of this number of tokens (context and sequence parallelism).
         attention_tokens: sample length at which attention costs about as much as the rest of the model.
@@ -37,6 +37,10 @@ class BatchSpec:
     multiple_of: int = 1
     attention_tokens: int = 1
     largest_grid: Optional[tuple[int, int, int]] = None
+
+    def with_conditions(self, others: Sequence[Condition]) -> "BatchSpec":
+        """Return the properties with conditions that the objective reads, in addition to those of the model."""
+        return replace(self, conditions=(*self.conditions, *others))
 
     def check(self, batch: PackedBatch) -> PackedBatch:
         """Return a batch that has the conditions and sizes of the model; others are a `BatchError`."""

@@ -107,6 +107,7 @@ class RunConfig:
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
+        check_alignment(self.objective, self.model)
         self._check_unused()
         if self.model.adapters is not None and self.checkpoint.start_from is None:
             raise ConfigError(
@@ -121,6 +122,7 @@ class RunConfig:
             )
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))
         spec = self.model.batch_spec(micro_batch_size=dims.micro_batch_size, multiple_of=dims.token_multiple)
+        spec = spec.with_conditions(self.objective.conditions)
         self.data.check_settings(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
         is_packed = getattr(self.data, "max_tokens_per_pack", None) is not None
         if self.objective.compares_pairs and dims.micro_batch_size % 2 and not is_packed:
@@ -211,7 +213,8 @@ class RunConfig:
 
     def unused_conditions(self) -> list[str]:
         """Return a line for each condition of the data that the model does not use; reads the first samples."""
-        return match_conditions(self.model.conditions(), self.data.stored_conditions())
+        wanted = (*self.model.conditions(), *self.objective.conditions)
+        return match_conditions(wanted, self.data.stored_conditions())
 
     def remarks(self, dims: ParallelDims, spec: BatchSpec) -> list[str]:
         """Return lines about surprising properties of the run; reads some samples."""
@@ -264,6 +267,28 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"(model.in_channels={model.in_channels}), but the objective trains {expected}; "
             f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with that "
             "number of outputs (objective=ddpm_learned_variance has two, the others have one)"
+        )
+
+
+def check_alignment(objective: Objective, model: ModelConfig) -> None:
+    """Check that the model has the layer whose hidden states the objective aligns, and that it sees all tokens."""
+    projection = objective.auxiliary.projection
+    if projection is None:
+        return
+    setting = f"objective.alignment.layer={projection.layer}"
+    if not model.aligns:
+        raise ConfigError(
+            f"{setting} aligns tokens of a model with one stream, which {type(model).__name__} is not; use "
+            "model=dit_xl or another DiT, or objective.alignment=none"
+        )
+    layers = model.megatron_sizes().num_layers
+    if projection.layer > layers:
+        raise ConfigError(f"{setting} is above model.num_layers={layers}; use the layer after a third of them")
+    middle = model.middle_layers if isinstance(model, TokenRouted) else range(0)
+    if projection.layer - 1 in middle:
+        raise ConfigError(
+            f"{setting} sees only some of the tokens, because model.routing skips layers {middle.start + 1} to "
+            f"{middle.stop}; use a layer up to {middle.start} or above {middle.stop}"
         )
 
 

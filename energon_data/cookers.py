@@ -20,7 +20,6 @@ from dit.conditions import Condition, Value
 from dit.data_api import sample_id
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, page_of
-from dit.resize import LowResolution
 from energon_data.media_files import PICTURES, VIDEOS, read_pixels
 from energon_data.samples import (
     CAPTIONS,
@@ -138,8 +137,6 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
     if value is None and condition.axis == "sample":
         value = _list_of_numbers(clip.metadata, condition.stored_as)
     if value is None and condition.derive is not None:
-        if clip.corrupt is not None and isinstance(condition.derive, LowResolution):
-            return condition.derive(clip.latent, clip.corrupt)
         return condition.derive(clip.latent)
     if value is None and condition.default is not None:
         return None
@@ -149,12 +146,13 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
             f"the model takes a {condition.description} and the sample has no {condition.stored_as[0]}.npy; store its "
             f"{condition.description}, {condition.stored_shape}{condition.or_without or _or_default(condition)}",
         )
-    if condition.axis == "latent":
+    size = clip.grid if condition.axis == "token" else clip.latent.shape[1:]
+    if condition.is_per_token:
         if value.dim() == 3:
             value = value[:, None]
         if value.dim() == 4 and value.shape[1] == 1:
-            value = value.expand(-1, clip.latent.shape[1], -1, -1)  # like the latent of an image, which is repeated
-    if fault := condition.wrong_shape(value, clip.latent.shape[1:]):
+            value = value.expand(-1, size[0], -1, -1)  # like the latent of an image, which is repeated
+    if fault := condition.wrong_shape(value, size):
         raise SampleError("wrong_shape", fault)
     return value if condition.dtype is None else value.to(condition.dtype)
 

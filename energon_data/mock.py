@@ -275,8 +275,9 @@ class MockSource:
             most = self._data.text_tokens
             length = int(torch.randint((most + 1) // 2, most + 1, (), generator=generator))
             return torch.randn(length, *shape, generator=generator)
-        if condition.axis == "latent":
-            return torch.randn(*shape, *size, generator=generator)
+        if condition.is_per_token:
+            sides = size if condition.axis == "latent" else _grid(size, self._spec)
+            return torch.randn(*shape, *sides, generator=generator)
         if condition.is_number:
             low, high = _interval(*condition.limits)
             return low + (high - low) * float(torch.rand((), generator=generator))

@@ -40,7 +40,7 @@ class ReaderSettings(StreamSettings):
 
     def check_references(self, spec: BatchSpec) -> None:
         """Check that references do not meet conditions along the latent, which have the size of the sample."""
-        beside = [condition.name for condition in spec.conditions if condition.axis == "latent"]
+        beside = [condition.name for condition in spec.conditions if condition.is_per_token]
         if self.references and beside:
             raise ConfigError(
                 f"data.references=True adds tokens to a sample, and the model takes {', '.join(beside)} for every "

@@ -3,7 +3,6 @@
 import math
 from typing import Any, Literal
 
-from dit.condition_table import LOW_RESOLUTION
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -67,16 +66,10 @@ def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
     Args:
         multiple: sides of a crop must be multiples of this, in pixels.
     """
-    low = spec.condition(LOW_RESOLUTION.name)
-    if data.corrupt_low_resolution and (low is None or low.derive is None):
-        raise ConfigError(
-            "data.corrupt_low_resolution changes the low-resolution pictures of a super-resolution model, and "
-            "this model takes none; set it to false"
-        )
     if not changes_pictures(data):
         return
     # Conditions derived from the picture are derived from the changed picture.
-    others = [c.description for c in spec.conditions if c.axis == "latent" and c.derive is None]
+    others = [c.description for c in spec.conditions if c.is_per_token and c.derive is None]
     if others:
         raise ConfigError(
             f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(others)} that the "

@@ -16,6 +16,7 @@ ONLY_THESE = {
     "patch_temporal": 1,
     "qk_layernorm": False,
     "add_bias": True,
+    "bottleneck_size": None,
     "layernorm_epsilon": 1e-6,
     "time_scale": 1000.0,
     "position_embedding": "sincos_2d",

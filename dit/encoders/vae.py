@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Literal, Optional, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -327,11 +327,17 @@ def identity_convolution(channels: int) -> nn.Conv2d:
     return convolution
 
 
-def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
-    """Encode clips of any shapes in batches of one shape; return the latent of each clip, float32 on the host."""
+class Encoder(Protocol):
+    """An autoencoder, or a teacher."""
+
+    def encode(self, pixels_BCTHW: Tensor) -> Tensor: ...
+
+
+def encode_together(encoder: Encoder, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
+    """Encode clips of any shapes in batches of one shape; return the result of each clip, float32 on the host."""
     latents: dict[int, Tensor] = {}
     for part in in_batches([clip.shape for clip in clips], lambda _: batch):
-        encoded = vae.encode(torch.stack([clips[i] for i in part])).cpu()
+        encoded = encoder.encode(torch.stack([clips[i] for i in part])).cpu()
         latents |= dict(zip(part, encoded, strict=True))
     return [latents[i] for i in range(len(clips))]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Optional, Self
 import torch
 from torch import Tensor, nn
 
-from dit.auxiliary import AuxiliaryNetworks
+from dit.auxiliary import AuxiliaryNetworks, Projection
 from dit.batch import PackedBatch
 from dit.condition_table import FPS
 from dit.conditions import Condition
@@ -151,6 +151,8 @@ class ModelConfig(ABC):
     """Whether context parallelism splits every stream of tokens of the blocks. False if it replicates a text stream."""
     fixes_packs: ClassVar[bool] = False
     """Whether its passes read no lengths of samples, so that a CUDA graph repeats packs (`dit.fixed_packs`)."""
+    aligns: ClassVar[bool] = False
+    """Whether hidden states can be aligned with features of a teacher (`objective.alignment`)."""
     compiles: ClassVar[bool] = False
     """Whether torch.compile supports its layers (`training.kernels=compile`)."""
 
@@ -326,8 +328,17 @@ class Backbone(nn.Module, ABC):
 
     def add_networks(self, auxiliary: AuxiliaryNetworks, provider: "LayerProvider") -> None:
         """Add the networks of an objective; their outputs become the last columns of the predictions."""
+        if auxiliary.projection is not None:
+            self.align(auxiliary.projection, provider)
         if auxiliary.uncertainty:
             self.learn_uncertainty(provider)
+
+    def align(self, projection: Projection, provider: "LayerProvider") -> None:
+        """Add the projection to the stage that has its layer, if `ModelConfig.aligns`.
+
+        The negative cosine of each token becomes a column after the predictions.
+        """
+        raise NotImplementedError
 
     def learn_uncertainty(self, provider: "LayerProvider") -> None:
         """Add the head u(sigma) to the last stage; u becomes the last column of the predictions.

@@ -4,7 +4,9 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
              (SP)     first stage   |  or received from / sent to other pipeline stages
                                     +-- layer_inputs: conditioning, text, layout, rotation
 
-With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`).
+With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
+`objective.alignment`, one layer's tokens are compared with features of a teacher; the result is one more column of the
+activations that later stages receive, and of the prediction.
 """
 
 from abc import abstractmethod
@@ -13,10 +15,13 @@ from typing import Any, Generic, Optional, TypeVar
 
 from torch import Tensor, nn
 
+from dit.auxiliary import Projection
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.condition_table import TEACHER
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
+from dit.layers.alignment import AlignmentHead, with_columns
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import from_previous_stage, gather_tokens, shard_tokens, to_next_stage, with_control
@@ -54,6 +59,8 @@ class TokenStack(Backbone, Generic[Config]):
     embed: nn.Module
     layers: nn.ModuleDict
     head: nn.Module
+    aligned_layer: Optional[str] = None
+    """Index of the local layer whose tokens are compared with features of a teacher."""
 
     def __init__(
         self, config: Config, provider: LayerProvider, stage: Stage, attention: Optional[Attention] = None
@@ -69,6 +76,11 @@ class TokenStack(Backbone, Generic[Config]):
             self.middle = config.middle_layers
             if any(i in self.middle for i in stage.layers):
                 self.routing = TokenRouting(config, provider, attention)
+
+    def align(self, projection: Projection, provider: LayerProvider) -> None:
+        if projection.layer - 1 in self.stage.layers:
+            sizes = self.model_config.hidden_size, projection.hidden_size, projection.features
+            self.aligned_layer, self.alignment = str(projection.layer - 1), AlignmentHead(*sizes, provider)
 
     @abstractmethod
     def layer_inputs(
@@ -100,26 +112,39 @@ class TokenStack(Backbone, Generic[Config]):
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, batch.positions_T3)
         cond_SD = self.conditioner(time_S, batch)
         inputs = self.layer_inputs(cond_SD, positions_T3, layout, batch)
+        columns_T1, teacher = list[Tensor](), batch.conditions.get(TEACHER.name)
+        aligned = None if teacher is None or self.aligned_layer is None else self.layers[self.aligned_layer]
         if self.pre_process:
             fixed_T3 = self.fixed_positions(positions_T3, layout, batch)
             x_TD = add_sincos(self.embed_tokens(inputs_TC, layout), fixed_T3, self.model_config.position_embedding)
         else:
             x_TD = from_previous_stage(self.input_tensor)
+            if x_TD.shape[1] > (size := self.model_config.hidden_size):
+                x_TD, columns_T1 = x_TD[:, :size].contiguous(), [x_TD[:, size:]]
+
+        def run(layers: Sequence[nn.Module], x_TD: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+            for layer in layers:
+                x_TD = layer(x_TD, *inputs)
+                if layer is aligned and teacher is not None:
+                    _, (features_TF,) = shard_tokens(batch.layout, self.provider, teacher.values)
+                    columns_T1.append(self.alignment(x_TD, features_TF))
+            return x_TD
+
         before, middle, after = self._parts()
-        x_TD = _run(before, x_TD, inputs)
+        x_TD = run(before, x_TD, inputs)
         if self.routing is not None:
 
             def run_middle(x_TD: Tensor, routed: PackedBatch) -> Tensor:
                 if routed is batch:
-                    return _run(middle, x_TD, inputs)
+                    return run(middle, x_TD, inputs)
                 shorter, (positions_T3,) = shard_tokens(routed.layout, self.provider, routed.positions_T3)
-                return _run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed))
+                return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed))
 
             x_TD = self.routing(x_TD, batch, layout, run_middle)
-        x_TD = _run(after, x_TD, inputs)
+        x_TD = run(after, x_TD, inputs)
         if not self.post_process:
-            return to_next_stage(x_TD)
-        return gather_tokens(self.head(x_TD, cond_SD, layout), self.provider)
+            return to_next_stage(with_columns(x_TD, columns_T1))
+        return gather_tokens(with_columns(self.head(x_TD, cond_SD, layout), columns_T1), self.provider)
 
     def _parts(self) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
         """Return the local layers before, in and after the middle; without routing, all are after it."""
@@ -128,9 +153,3 @@ class TokenStack(Backbone, Generic[Config]):
         for i, layer in self.layers.items():
             parts[(int(i) >= start) + (int(i) >= stop)].append(layer)
         return parts
-
-
-def _run(layers: Sequence[nn.Module], x_TD: Tensor, inputs: tuple[Any, ...]) -> Tensor:
-    for layer in layers:
-        x_TD = layer(x_TD, *inputs)
-    return x_TD

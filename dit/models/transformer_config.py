@@ -41,7 +41,9 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size", "adaln_lora_rank"), WIDTH),
-    **dict.fromkeys(("approximator", "time_hidden_size", "learned_padding", "num_cross_attention_heads"), WIDTH),
+    **dict.fromkeys(
+        ("approximator", "bottleneck_size", "time_hidden_size", "learned_padding", "num_cross_attention_heads"), WIDTH
+    ),
     **dict.fromkeys(("glyph_size", "glyph_hidden_size", "image_context_size"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),

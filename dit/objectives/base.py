@@ -4,7 +4,7 @@ Network, loss and solver meet only here: the training step, the backbones and th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
@@ -24,7 +24,7 @@ Network = Callable[[Tensor, Tensor], Tensor]
 """Maps inputs_TC and time_S to the raw prediction_TC."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A corrupted micro-batch, all float32.
 
@@ -33,12 +33,14 @@ class Prepared:
             for EDM. If samples have several noise levels (`dit.levels`), one value per level.
         target_TC: correct output of the network.
         weight_S: weight of each sample's error, or of the errors at each of its noise levels.
+        alignment_weight_S: the same for `objective.alignment`; None without it.
     """
 
     inputs_TC: Tensor
     time_S: Tensor
     target_TC: Tensor
     weight_S: Tensor
+    alignment_weight_S: Optional[Tensor] = None
 
 
 class Path(ABC):
@@ -66,7 +68,6 @@ class Objective(ABC):
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         compares_pairs: whether the loss of a sample depends on another one of its micro-batch.
-        former_settings: settings that moved, and the overrides that replace them, for error messages.
     """
 
     path: Path
@@ -74,7 +75,6 @@ class Objective(ABC):
     weighting: Optional[UncertaintyWeighting] = None
     takes_levels: ClassVar[bool] = False
     compares_pairs: ClassVar[bool] = False
-    former_settings: ClassVar[Mapping[str, str]] = {}
 
     @property
     def num_outputs(self) -> int:
@@ -95,6 +95,11 @@ class Objective(ABC):
     def auxiliary(self) -> AuxiliaryNetworks:
         """Networks that the objective adds to the model."""
         return AuxiliaryNetworks(uncertainty=self.weighting is not None)
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """Values of a sample that the loss reads in training, in addition to the conditions of the model."""
+        return ()
 
     @property
     def reconstructs(self) -> bool:

@@ -80,7 +80,8 @@ class ContrastiveFlowMatching(FlowMatching):
         terms = super().loss_terms(prediction_TC, prepared, layout)
         if prepared.negative_TC is None:
             return {**terms, "contrast": Term(torch.zeros_like(terms["error"].error_T), prepared.weight_S)}
-        error_T = token_error(prediction_TC, prepared.negative_TC, layout, self.loss_kind)
+        output_TC = prediction_TC[:, : prepared.negative_TC.shape[1]]
+        error_T = token_error(output_TC, prepared.negative_TC, layout, self.loss_kind)
         return {**terms, "contrast": Term(error_T, -self.contrast_weight * prepared.weight_S)}
 
 

@@ -7,12 +7,15 @@ from typing import ClassVar, Literal, Optional
 import torch
 from torch import Tensor
 
+from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
+from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.alignment import Alignment
 from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
-from dit.objectives.losses import LossKind, min_snr_weight
+from dit.objectives.losses import LossKind, Term, min_snr_weight
 from dit.objectives.noise_levels import logit_normal, shift_time
 from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
 
@@ -53,6 +56,7 @@ class FlowMatching(Objective):
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
             A14B).
+        alignment: alignment of hidden states with features of a teacher (`repa`).
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by dimension, Zheng et al. 2025, arXiv:2510.11690;
@@ -74,6 +78,7 @@ class FlowMatching(Objective):
     min_snr_gamma: Optional[float] = None
     min_time: float = 0.0
     max_time: float = 1.0
+    alignment: Optional[Alignment] = None
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
@@ -90,6 +95,19 @@ class FlowMatching(Objective):
                 f"objective.min_time={self.min_time} and max_time={self.max_time} must be times between 0 and 1, the "
                 "first below the second; 0 and 1 train on all times"
             )
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return (*super().terms, *([] if self.alignment is None else ["alignment"]))
+
+    @property
+    def auxiliary(self) -> AuxiliaryNetworks:
+        projection = None if self.alignment is None else self.alignment.projection
+        return replace(super().auxiliary, projection=projection)
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        return () if self.alignment is None else (self.alignment.condition,)
 
     def _check_shift(self) -> None:
         points = self.shift_by_tokens
@@ -163,6 +181,7 @@ class FlowMatching(Objective):
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
         t_L, weight_L = self.level(noise.level_L(), self._shifts(batch)), sample_weights(batch)
+        aligned_L = None if self.alignment is None else self.alignment.weight_L(weight_L, noise.step_1)
         if batch.layout.levels is not None:
             t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
@@ -172,7 +191,16 @@ class FlowMatching(Objective):
             weight_L = weight_L * min_snr_weight(1 - t_L, t_L, slope_L, self.min_snr_gamma)
         elif self.prediction == "x0":
             weight_L = weight_L / t_L.clamp(min=MIN_TIME) ** 2
-        return Prepared(inputs_TC=inputs_TC, time_S=t_L, target_TC=target_TC, weight_S=weight_L)
+        return Prepared(
+            inputs_TC=inputs_TC, time_S=t_L, target_TC=target_TC, weight_S=weight_L, alignment_weight_S=aligned_L
+        )
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        channels, weight_L = prepared.target_TC.shape[1], prepared.alignment_weight_S
+        terms = super().loss_terms(prediction_TC[:, :channels], prepared, layout)
+        if self.alignment is not None and weight_L is not None:
+            terms["alignment"] = self.alignment.term(prediction_TC[:, channels:], weight_L, layout)
+        return terms
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the network's x0, or x0 = x - t v of its velocity, with t = `u`."""

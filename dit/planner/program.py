@@ -210,7 +210,7 @@ class Program:
         """Return a micro-batch with this rank's tokens on the device."""
         job, cp, counter = self.job, self.groups.cp, self.counter
         counter.enter("load")
-        pack = job.objective.of_full_pack(batch_of(job.model, next(self._packs)))
+        pack = job.objective.of_full_pack(batch_of(job.model, next(self._packs), job.objective.conditions))
         batch = self._copy(shard(pack, cp.rank(), cp.size(), job.parallel.context_split))
         counter.enter("forward and backward")
         return batch

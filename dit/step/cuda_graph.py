@@ -83,7 +83,8 @@ class GraphedSchedule:
         Raises:
             BatchError: a new combination of shapes would need more than `MOST_GRAPHS` graphs.
         """
-        used = [condition.name for condition in forward_step.model.conditions()]
+        wanted = (*forward_step.model.conditions(), *forward_step.objective.conditions)
+        used = [condition.name for condition in wanted]
         packs = [
             replace(pack, conditions=Conditions({name: pack.conditions.get(name) for name in used}))
             for pack in islice(batches, num_micro_batches)

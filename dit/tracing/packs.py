@@ -36,18 +36,19 @@ class PackShape:
         return SequenceLayout.from_lengths(lengths, multiple_of=self.multiple_of, total_tokens=self.total_tokens)
 
 
-def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
+def batch_of(model: ModelConfig, pack: PackShape, of_loss: tuple[Condition, ...] = ()) -> PackedBatch:
     """Return a micro-batch of a shape, with all conditions of a model.
 
     Args:
         pack: shape of the micro-batch.
+        of_loss: conditions that the objective reads.
     """
     layout = pack.layout()
     samples, rows = layout.num_samples, layout.total_tokens
     positions = torch.zeros(rows, 3, dtype=torch.int64)
     for start, grid in zip(layout.starts, pack.grids):
         positions[start : start + math.prod(grid)] = grid_positions(grid)
-    spec = model.batch_spec()
+    spec = model.batch_spec().with_conditions(of_loss)
     values_by_name = {
         condition.name: values
         for condition in spec.conditions
@@ -73,8 +74,9 @@ def _values(condition: Condition, pack: PackShape, spec: BatchSpec) -> Optional[
         return None
     if condition.axis == "text":
         return [torch.zeros(length, *shape) for length in pack.text_lengths] or None
-    if condition.axis == "latent":
-        sides = (spec.patch_temporal, spec.patch_spatial, spec.patch_spatial)
+    if condition.is_per_token:
+        is_picture = condition.axis == "latent"
+        sides = (spec.patch_temporal, spec.patch_spatial, spec.patch_spatial) if is_picture else (1, 1, 1)
         return [torch.zeros(*shape, *(n * side for n, side in zip(grid, sides))) for grid in pack.grids]
     if condition.is_number:
         return [0 if condition.num_classes is not None else 1.0] * len(pack.grids)

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Optional
 
@@ -303,8 +304,9 @@ class Run:
         self.attributions = config.data.attributions()
         model, objective, sampling = config.model, config.objective, config.sampling
         decoder = self.autoencoder if config.training.sample_interval else None
+        sampled = replace(spec, conditions=model.conditions())
         self.pictures = PictureWriter(
-            model, objective, spec, sampling, self.class_names, self.text_encoder, decoder, nulls
+            model, objective, sampled, sampling, self.class_names, self.text_encoder, decoder, nulls
         )
         reports = groups.rank == 0 and not quiet
         if reports and config.training.sample_interval and self.pictures.note:

@@ -154,6 +154,7 @@ def _loss_terms(
     model: ModelConfig,
     noise: AddressedNoise,
 ) -> dict[str, Term]:
+    batch = replace(batch, conditions=batch.conditions.without(*(c.name for c in objective.conditions)))
     batch = objective.augment(batch, model.conditions(), noise, draw=True)
     prepared = objective.prepare(batch, noise)
     prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)

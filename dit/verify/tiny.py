@@ -7,8 +7,10 @@ from typing import Any, Optional
 
 from dit.kernels.fp8 import BLOCKS
 from dit.models.base import ModelConfig
+from dit.objectives.alignment import Alignment
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
+from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import Grid
@@ -81,6 +83,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         "image_context_size": 6,
         "latent_channels": 4,
         "codebook_size": 16,
+        "bottleneck_size": HEAD_SIZE,
         **{name: [HEAD_SIZE] * len(settings.get(name) or ()) for name in ("block_out_channels", "mid_out_channels")},
         "norm_num_groups": HEAD_SIZE // 2,
         **_levels(),
@@ -113,11 +116,14 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
 
 
 def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
-    """Return the objective for the pictures of `tiny_grids`; every term of its loss starts at step 0.
+    """Return the objective for the pictures of `tiny_grids`; every term of its loss counts from step 0.
 
     A discriminator becomes narrow, because some of many activations would be so close to 0 that rounding changes their
     sign and the slope of the leaky ReLU. It has fewer layers if it needs larger pictures.
     """
+    if isinstance(objective, FlowMatching) and objective.alignment is not None:
+        sizes = Alignment(weight=objective.alignment.weight, layer=1, features=HEAD_SIZE, hidden_size=2 * HEAD_SIZE)
+        return replace(objective, alignment=sizes)
     if not isinstance(objective, Autoencoding | VQAutoencoding) or objective.adversarial is None:
         return objective
     part, side = objective.adversarial, model.patch_spatial * min(min(h, w) for _, h, w in tiny_grids(model))

@@ -8,9 +8,10 @@ import numpy as np
 from PIL import Image
 
 from dit.batch import pixel_values
-from dit.condition_table import SIZE_AND_CROP
+from dit.condition_table import SIZE_AND_CROP, TEACHER
+from dit.encoders.teacher import load_teacher
 from dit.encoders.text import load_text_encoders
-from dit.encoders.vae import Precision, encode_together, load_vae
+from dit.encoders.vae import Encoder, Precision, encode_together, load_vae
 from energon_data.latent_scale import Moments
 from energon_data.media_files import (
     VIDEOS,
@@ -39,6 +40,8 @@ class Options:
     Attributes:
         vae: an autoencoder; samples then have latents instead of pixels.
         text_encoder: encoders as in `dit.encoders.text_config`; samples then need a caption, and have its embeddings.
+        teacher: teacher as in `dit.encoders.teacher`; samples then have its features, for `objective.alignment`.
+        teacher_patch: pixels per side of a token of the model.
     """
 
     fit: Fit = field(default_factory=Fit)
@@ -49,6 +52,8 @@ class Options:
     precision: Precision = "fp32"
     device: str = "cpu"
     text_encoder: Optional[str] = None
+    teacher: Optional[str] = None
+    teacher_patch: int = 16
     batch: int = 8
     wording: Wording = field(default_factory=Wording)
 
@@ -151,14 +156,14 @@ class MakeSamples:
         if not clips:
             return
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
-        texts, references = self._texts(clips), self._references(clips)
-        for clip, (shape, parts, moments), text, reference in zip(clips, media, texts, references, strict=True):
+        others = zip(self._texts(clips), self._references(clips), self._features(clips), strict=True)
+        for clip, (shape, parts, moments), (text, reference, features) in zip(clips, media, others, strict=True):
             source = clip.source
             yield Sample(
                 key=clip.key,
                 origin=source.origin,
                 metadata=_metadata(clip),
-                parts={**parts, **text, **reference},
+                parts={**parts, **text, **reference, **features},
                 shape=shape,
                 changes=clip.changes,
                 latent=moments,
@@ -191,13 +196,24 @@ class MakeSamples:
     def _picture(self, picture: Image.Image) -> bytes:
         return picture_bytes(picture, self.options.image_format, self.options.quality)
 
+    def _features(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
+        """Return the part `teacher` of each sample."""
+        options = self.options
+        if options.teacher is None:
+            return [{} for _ in clips]
+        teacher = load_teacher(options.teacher, options.teacher_patch, options.device, options.precision)
+        arrays = self._arrays(teacher, [clip.frames for clip in clips])
+        return [{f"{TEACHER.stored_as[0]}.npy": npy_bytes(array)} for array in arrays]
+
     def _encoded(self, clips: list[list[Image.Image]]) -> list[np.ndarray]:
         """Return the float16 latent of each clip."""
         options = self.options
         assert options.vae is not None
+        return self._arrays(load_vae(options.vae, options.device, options.precision), clips)
+
+    def _arrays(self, encoder: Encoder, clips: list[list[Image.Image]]) -> list[np.ndarray]:
         pixels = [pixel_values(pixels_of(frames)) for frames in clips]
-        encoded = encode_together(load_vae(options.vae, options.device, options.precision), pixels, options.batch)
-        return [latent.numpy().astype(np.float16) for latent in encoded]
+        return [x.numpy().astype(np.float16) for x in encode_together(encoder, pixels, self.options.batch)]
 
     def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         if self.options.text_encoder is None:

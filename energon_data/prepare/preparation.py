@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from dit.encoders.teacher import config_of as teacher_config
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
@@ -232,6 +233,12 @@ def _check_encoders(options: Options) -> None:
     """Check that the encoders exist and that sizes are multiples of the autoencoder's compression."""
     if options.text_encoder is not None:
         check_text_encoder(options.text_encoder)
+    if options.teacher is not None:
+        teacher_config(options.teacher)
+        if options.teacher_patch < 1 or options.fit.multiple_of % options.teacher_patch:
+            raise ConfigError(
+                f"--multiple-of {options.fit.multiple_of} must be a multiple of --teacher-patch {options.teacher_patch}"
+            )
     if options.vae is None:
         return
     geometry = Geometry.read(options.vae)

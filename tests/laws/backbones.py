@@ -108,6 +108,7 @@ OTHER: dict[str, Any] = {
     "size_conditioning": True,
     "time_scale": 7.0,
     "time_frequency_shift": 1,
+    "bottleneck_size": lambda value: 6 if value is None else None,
     "adaln_lora_rank": 4,
     "guidance": 3.5,
     "block": lambda value: "adaln_zero" if value == "sandwich" else "sandwich",

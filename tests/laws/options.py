@@ -19,10 +19,10 @@ def tread_cross() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def sprint_dit() -> run.Partial:
-    """tiny_dit, in which three quarters of the tokens skip the middle layers, and half of the samples skip it."""
+    """tiny_dit with a bottleneck; three quarters of the tokens skip the middle layers, and half of the samples do."""
     recipe = tiny_dit()
     recipe.model.num_layers, recipe.model.routing = 5, sprint()
-    recipe.model.routing.path_dropout = 0.5
+    recipe.model.routing.path_dropout, recipe.model.bottleneck_size = 0.5, 16
     recipe.data.clean_first_frame = 0.5
     return recipe
 

@@ -101,11 +101,13 @@ class ReferenceDiT(nn.Module):
         time_scale: float = 1000.0,
         positions: str = "sincos_2d",
         rope: Any = None,
+        bottleneck: Optional[int] = None,
     ) -> None:
         super().__init__()
         self.size, self.eps, self.time_scale = size, eps, time_scale
         self.head_size, self.positions, self.rope = size // heads, positions, rope
-        self.patch = nn.Linear(patch_in, size)
+        self.bottleneck = None if bottleneck is None else nn.Linear(patch_in, bottleneck, bias=False)
+        self.patch = nn.Linear(bottleneck or patch_in, size)
         self.time_1, self.time_2 = nn.Linear(256, size), nn.Linear(size, size)
         if classes is not None:
             self.labels, self.null_label = nn.Parameter(torch.zeros(classes, size)), nn.Parameter(torch.zeros(size))
@@ -139,7 +141,7 @@ class ReferenceDiT(nn.Module):
         texts: Optional[list[Optional[Tensor]]] = None,
     ) -> Tensor:
         cond = self.condition(time_B, labels, texts)
-        x, by = self.patch(patches), None
+        x, by = self.patch(patches if self.bottleneck is None else self.bottleneck(patches)), None
         if self.positions == "rope_3d":
             by = turns(patch_indices(grid), self.head_size, self.rope)
         else:

@@ -153,6 +153,7 @@ def test_block_is_the_papers(build_model: BuildModel, qk_layernorm: bool, add_bi
         {},
         {"qk_layernorm": True},
         {"add_bias": False},
+        {"bottleneck_size": 5},
         {"num_classes": None, "ffn_hidden_size": 100, "out_channels": 6},
         {"layernorm_epsilon": 1e-2, "time_scale": 50.0, "patch_spatial": 1, "qk_layernorm": True},
     ],

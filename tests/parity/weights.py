@@ -16,6 +16,7 @@ _DIRECT = {
     "conditioner.text.linear_2": "text_2",
     "conditioner.text.null": "null_text",
     "embed": "patch",
+    "bottleneck": "bottleneck",
     "head.modulation": "final_modulation",
     "head.linear": "final",
     "modulation.linear": "modulation",
@@ -45,6 +46,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         time_scale=config.time_scale,
         positions=config.position_embedding,
         rope=config,
+        bottleneck=config.bottleneck_size,
     )
     if config.num_experts is not None:
         expert_choice = config.moe_router == "expert_choice"

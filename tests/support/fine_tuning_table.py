@@ -12,7 +12,7 @@ from dit.errors import ConfigError
 from launch import dry_run
 from launch.config_file import built
 from recipes import finetune
-from recipes.registry import write_or_print
+from tests.support.generated_page import write_or_print
 from tests.support.repository import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "fine-tuning.md"

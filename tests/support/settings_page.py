@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional, TypeAlias, get_type_hints
 
 from dit.models.registry import BACKBONES
 from dit.objectives import OBJECTIVES
-from recipes.registry import write_or_print
+from tests.support.generated_page import write_or_print
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 PARTS = {
@@ -27,6 +27,7 @@ PARTS = {
     "model.routing": ["dit.models.routing_config:RoutingConfig"],
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],
     "objective": list(OBJECTIVES.values()),
+    "objective.alignment": ["dit.objectives.alignment:Alignment"],
     "objective.adversarial": ["dit.objectives.adversarial:Adversarial"],
     "objective.variance": ["dit.objectives.ddpm:LearnedVariance"],
     "objective.weighting": ["dit.objectives.losses:UncertaintyWeighting"],

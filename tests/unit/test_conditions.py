@@ -25,7 +25,7 @@ from energon_data.packing import collate
 from energon_data.samples import Clip
 from tests.unit.energon_data.small_data import npy, write_dataset
 
-WIDTHS = {"context": 3, "context_2": 5, "pooled": 4, "low_resolution": 2, "control": 3, "first_frames": 2}
+WIDTHS = {"context": 3, "context_2": 5, "pooled": 4, "low_resolution": 2, "control": 3, "first_frames": 2, "teacher": 7}
 WIDTHS |= {"image_tokens": 2}
 
 
@@ -84,6 +84,8 @@ def test_packed_is_alone(condition: Condition) -> None:
             start, length = layout.starts[i], layout.lengths[i]
             assert torch.equal(packed.values[start : start + length], alone)
             assert not packed.values[start + length : start + layout.padded_lengths[i]].any()
+        if condition.axis == "token":
+            assert torch.equal(alone, clip.conditions[condition.name].flatten(1).T)
         if condition.axis == "latent":
             assert torch.equal(alone, patchify(clip.conditions[condition.name], 1, 2)[0])
 
@@ -98,7 +100,7 @@ def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
         part = shard(source, rank, 2, split)
         for condition in WANTED:
             values = part.conditions[condition.name].values
-            if condition.axis == "latent":
+            if condition.is_per_token:
                 assert len(values) == len(part.latents_TC) == len(source.latents_TC) // 2
                 back[condition.name][rows.of_rank(rank)] = values
             else:
@@ -117,7 +119,7 @@ def nulled(condition: Condition, batch: PackedBatch, dropped_S: Tensor) -> tuple
     values, layout = entry.values.clone(), batch.layout
     for i in dropped_S.nonzero().flatten().tolist():
         at = slice(i, i + 1)
-        if condition.axis == "latent":
+        if condition.is_per_token:
             at = slice(layout.starts[i], layout.starts[i] + layout.padded_lengths[i])
         values[at] = 10 if condition.name == "label" else 0.0
     return values, None
@@ -212,7 +214,13 @@ def test_another_axis_is_named_and_a_default_may_be_missing() -> None:
 def test_what_is_given_for_drawing_is_checked_and_the_rest_is_its_null() -> None:
     batch = empty_pack(SPEC, (1, 4, 4), 2, torch.device("cpu"), {"label": [3, 4]})
     batch.validate(without_texts(), patch_volume=SPEC.patch_volume)
-    models_own = {"context", "context_2", "pooled", "size_and_crop"}  # learned nulls, and what it reads off the size
+    models_own = {
+        "context",
+        "context_2",
+        "pooled",
+        "size_and_crop",
+        "teacher",
+    }  # learned nulls, and what it reads off the size
     assert set(NAMES) - set(batch.conditions) == models_own
     assert batch.conditions["fps"].values.tolist() == [30.0, 30.0]
     assert not batch.conditions["control"].values.any()
@@ -267,6 +275,7 @@ def test_shards_give_every_condition_and_what_is_missing_or_unused_is_named(tmp_
         "sample": lambda c: (c.shape or ())[:1],
         "text": lambda c: (4, *c.shape),
         "latent": lambda c: (*c.shape, 4, 4),
+        "token": lambda c: (*c.shape, 2, 2),
     }
     for i in range(6):
         meta, parts = (

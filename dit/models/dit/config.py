@@ -1,7 +1,7 @@
 """Settings of the original DiT."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Optional
 
 from dit.models.base import TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
@@ -18,14 +18,17 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         num_layers: number of blocks.
         qk_layernorm: RMSNorm on queries and keys per head.
         add_bias: use biases in the linear layers of the blocks.
+        bottleneck_size: width of a linear layer between patch and embedding (JiT, arXiv:2511.13720); None for none.
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
     """
 
+    aligns: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
 
     num_layers: int = 12
     qk_layernorm: bool = False
     add_bias: bool = True
+    bottleneck_size: Optional[int] = None
     position_embedding: Positions = "sincos_2d"
     time_frequency_shift: int = 0
 

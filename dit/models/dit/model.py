@@ -1,6 +1,6 @@
 """The original DiT on Megatron-Core linears."""
 
-from typing import Any
+from typing import Any, Optional
 
 from torch import Tensor, nn
 
@@ -25,10 +25,11 @@ class DiT(TokenStack[DiTConfig]):
     paper's code without its frozen table. The label `num_classes` is the unconditional case.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: mean-pooled text in the conditioning vector,
-    QK-layernorm, (t, h, w) positions and rotary positions are options.
+    QK-layernorm, (t, h, w) positions, rotary positions and a bottleneck before the embedding are options.
     """
 
     embed: nn.Linear
+    bottleneck: Optional[nn.Linear]
     fsdp_units = (DiTLayer,)
 
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
@@ -41,9 +42,14 @@ class DiT(TokenStack[DiTConfig]):
             num_classes=config.num_classes,
             context_size=config.context_size,
         )
+        self.bottleneck = None
         if stage.first:
-            init = xavier_uniform(config.token_channels, config.hidden_size)
-            self.embed = provider.replicated_linear(config.token_channels, config.hidden_size, bias=True, init=init)
+            inputs = config.token_channels
+            if config.bottleneck_size is not None:
+                init, inputs = xavier_uniform(inputs, config.bottleneck_size), config.bottleneck_size
+                self.bottleneck = provider.replicated_linear(config.token_channels, inputs, bias=False, init=init)
+            init = xavier_uniform(inputs, config.hidden_size)
+            self.embed = provider.replicated_linear(inputs, config.hidden_size, bias=True, init=init)
         self.layers = nn.ModuleDict({str(i): DiTLayer(config, provider, attention) for i in stage.layers})
         if stage.last:
             self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)
@@ -54,4 +60,6 @@ class DiT(TokenStack[DiTConfig]):
         return cond_SD, layout, self.rotation(batch)
 
     def embed_tokens(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
-        return embed_patches(self.embed, inputs_TC, layout)
+        if self.bottleneck is None:
+            return embed_patches(self.embed, inputs_TC, layout)
+        return self.embed(embed_patches(self.bottleneck, inputs_TC, layout))

@@ -19,6 +19,7 @@ class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted, ControlConditioned)
         adaln_lora_rank: rank of the modulations; None for full matrices.
     """
 
+    aligns: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
 
     add_bias: bool = False

@@ -24,6 +24,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         max_grid: largest numbers of learned positions along t, h and w.
     """
 
+    aligns: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
     fixes_packs: ClassVar[bool] = True
 

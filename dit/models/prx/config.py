@@ -1,7 +1,7 @@
 """Sizes of the PRX backbone."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
@@ -22,6 +22,8 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
         num_layers: number of blocks.
         rope_axes: features of a head that rotate with t, h and w.
     """
+
+    aligns: ClassVar[bool] = True
 
     in_channels: int = 16
     context_size: Optional[int] = 2304

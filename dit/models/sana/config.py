@@ -1,7 +1,7 @@
 """Sizes of the SANA backbone."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
@@ -22,6 +22,8 @@ class SanaConfig(CrossAttentionModelConfig):
         ffn_hidden_size: channels of the feed-forward after its gate.
         qk_layernorm: RMSNorm on queries and keys over the full width (SANA 1.5).
     """
+
+    aligns: ClassVar[bool] = True
 
     in_channels: int = 32
     patch_spatial: int = 1

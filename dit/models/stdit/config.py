@@ -1,7 +1,7 @@
 """Settings of the spatial-temporal DiT."""
 
 from dataclasses import dataclass, field, replace
-from typing import Optional, get_args
+from typing import ClassVar, Optional, get_args
 
 from dit.context_parallel.segments import AttentionKind
 from dit.errors import ConfigError
@@ -21,6 +21,8 @@ class STDiTConfig(CrossAttentionModelConfig):
         position_span: positions per side at any resolution; None for patch indices.
         temporal_rope: rotary positions in temporal attention.
     """
+
+    aligns: ClassVar[bool] = True
 
     in_channels: int = 4
     layer_pattern: list[str] = field(default_factory=lambda: ["spatial", "temporal"])

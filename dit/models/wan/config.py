@@ -18,6 +18,7 @@ class WanConfig(CrossAttentionModelConfig):
 
     """
 
+    aligns: ClassVar[bool] = True
     compiles: ClassVar[bool] = True
     fixes_packs: ClassVar[bool] = True
 

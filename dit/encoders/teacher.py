@@ -1,0 +1,88 @@
+"""Frozen vision transformers of transformers, whose features `objective.alignment` compares with hidden states.
+
+    pixels [3, H, W] in [-1, 1]  -- ImageNet's mean and std, one patch of the teacher per token -->  features [D, h, w]
+
+The features are the normalized output without the class token and registers.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from dit.encoders.pretrained import load_network, load_without_code
+from dit.encoders.vae import DTYPES, Precision
+from dit.errors import ConfigError
+from dit.hub import check_hub
+
+KINDS = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
+"""Classes of transformers by `model_type`."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
+
+
+class Teacher:
+    """A frozen teacher.
+
+    Args:
+        name: a folder in transformers' layout, or a name on the Hugging Face hub.
+        patch: pixels per side of a token of the model: the compression of the autoencoder times `model.patch_spatial`.
+    """
+
+    def __init__(self, name: str, patch: int, *, device: str = "cpu", precision: Precision = "fp32") -> None:
+        self.patch, self.device, self.dtype = patch, device, DTYPES[precision]
+        config, what = config_of(name), f"teacher {name!r}"
+        self._side, self._first = config.patch_size, 1 + getattr(config, "num_register_tokens", 0)
+        import transformers
+
+        kind = getattr(transformers, KINDS[config.model_type])
+        self._model = load_network(kind, what, **_source(name), dtype=self.dtype).to(device)
+
+    @torch.no_grad()
+    def encode(self, pixels_BCTHW: Tensor) -> Tensor:
+        """Return the features of each frame's patches, `[B, D, T, h, w]` float32 on the teacher's device.
+
+        Source: `preprocess_raw_image` of REPA's published code: pictures are resized after the normalization by bicubic
+        interpolation without antialiasing, 256 to 224 pixels a side.
+        """
+        frames, height, width = pixels_BCTHW.shape[2:]
+        h, w = height // self.patch, width // self.patch
+        if (h * self.patch, w * self.patch) != (height, width):
+            raise ConfigError(
+                f"a picture of {width} x {height} cannot be cut into tokens of --teacher-patch {self.patch} pixels; "
+                "set --multiple-of to a multiple of it"
+            )
+        pixels_NCHW = pixels_BCTHW.to(self.device, torch.float32).transpose(1, 2).flatten(0, 1)
+        mean_CHW, std_CHW = (pixels_NCHW.new_tensor(x).view(3, 1, 1) for x in (MEAN, STD))
+        normalized = ((pixels_NCHW + 1) / 2 - mean_CHW) / std_CHW
+        resized = interpolate(normalized, (h * self._side, w * self._side), mode="bicubic")
+        tokens_NLD = self._model(resized.to(self.dtype)).last_hidden_state[:, self._first :].float()
+        return tokens_NLD.unflatten(1, (h, w)).unflatten(0, (-1, frames)).permute(0, 4, 1, 2, 3)
+
+
+def _source(name: str) -> dict[str, Any]:
+    folder = Path(name).expanduser()
+    is_local = folder.is_dir()
+    return {"pretrained_model_name_or_path": str(folder) if is_local else name, "local_files_only": is_local}
+
+
+@lru_cache
+def config_of(name: str) -> Any:
+    """Return the configuration of a teacher of a supported class."""
+    from transformers import AutoConfig
+
+    source = _source(name)
+    if not source["local_files_only"]:
+        check_hub(name)
+    config = load_without_code(AutoConfig, f"the configuration of teacher {name!r}", **source)
+    if config.model_type not in KINDS:
+        raise ConfigError(f"teacher {name!r} is a {config.model_type}; supported kinds are {', '.join(KINDS)}")
+    return config
+
+
+@lru_cache(maxsize=1)
+def load_teacher(name: str, patch: int, device: str, precision: Precision) -> Teacher:
+    """Return a cached teacher."""
+    return Teacher(name, patch, device=device, precision=precision)

@@ -1,0 +1,82 @@
+"""Alignment with a teacher: every layout has the gradients, losses, weights and copies of one rank."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dit.objectives.alignment import Alignment
+from dit.objectives.contrastive import ContrastiveFlowMatching
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.verify.ranks import run_world
+from launch.verify import Pair, check_case, compare, tiny_pair
+from tests.laws.backbones import run_of
+from tests.support.ranks import rows, selected
+
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {"data_parallel": "distributed_optimizer", "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2_sp": (2, TP2SP),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "cp2_contiguous": (2, {"context_parallel_size": 2, "context_split": "contiguous"}),
+    "pp2": (2, PP2),
+    "pp2_vpp2": (2, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
+    "fsdp2": (2, {"data_parallel": "fsdp"}),
+    "pp2_tp2_sp": (4, {**PP2, **TP2SP}),
+    "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
+}
+OBJECTIVES = {
+    "dit": FlowMatching(alignment=Alignment(layer=1), min_snr_gamma=5.0),
+    "tread": ContrastiveFlowMatching(alignment=Alignment(layer=1)),
+    "wan": FlowMatching(prediction="x0", alignment=Alignment(layer=1)),
+}
+"""By backbone; the packs have samples of several sizes, and the middle of `tread` sees some of their tokens."""
+ROW = ("name", "layout")
+CASES = [(name, layout) for name in OBJECTIVES for layout in LAYOUTS]
+QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "cp2", "cp2_contiguous", "fsdp2")}
+QUICK |= {("tread", "pp2_tp2_sp"), ("wan", "pp2_vpp2")}
+
+
+def pair_of(name: str, layout: str) -> Pair:
+    ranks, parallel = LAYOUTS[layout]
+    config = replace(run_of(name), objective=OBJECTIVES[name], parallel=ParallelConfig(**parallel))
+    return tiny_pair(config, ranks)
+
+
+@pytest.fixture(scope="module")
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Any]:
+    """Every selected case's verdict; each world size starts once."""
+    folder = tmp_path_factory.mktemp("alignment")
+    pairs = {row: pair_of(*row) for row in sorted(selected(request, ROW))}
+    ones = {repr(pair.one): pair.one for pair in pairs.values()}
+
+    def trained(ranks: int, trials: Any) -> list[dict[str, Any]]:
+        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
+        return run_world(ranks, cases, folder / str(ranks))
+
+    one = dict(zip(ones, trained(1, ones.values())))
+    results = {}
+    for size in sorted({pair.world_size for pair in pairs.values()}):
+        of_size = {row: pair for row, pair in pairs.items() if pair.world_size == size}
+        results |= dict(zip(of_size, trained(size, [pair.many for pair in of_size.values()])))
+    return {row: compare(pair, one[repr(pair.one)], results[row]) for row, pair in pairs.items()}
+
+
+@pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
+def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
+    """The aligned layer is on the first pipeline stage, the loss on the last one; the projection has a gradient."""
+    verdict = verdicts[name, layout]
+    assert verdict.is_equal, verdict.text()
+    assert not verdict.idle
+
+
+def test_padding_packs_their_order_and_accumulation_change_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Gradients of the sum over micro-batches: each noised token of a step weighs the same in both terms."""
+    trials = [pair_of(name, "tp2").one for name in OBJECTIVES]
+    for checks in run_world(1, [check_case(trial) for trial in trials], tmp_path_factory.mktemp("checks")):
+        for check in ("padding", "packed", "order", "accumulated"):
+            assert checks[check].wrong == [], checks[check].line(check)
+        assert any("alignment" in name for name in checks["packed"].errors)

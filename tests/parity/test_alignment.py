@@ -1,0 +1,155 @@
+"""Alignment computes what the paper of REPA says: a loop over samples without a pack, in float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.condition_table import TEACHER
+from dit.conditions import Conditions, Entry
+from dit.errors import ConfigError
+from dit.models.base import Backbone, ModelConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.flux.config import FluxConfig
+from dit.models.routing_config import RoutingConfig
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.alignment import Alignment
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import check_alignment
+from dit.step.forward_step import training_forward_step
+from dit.training.validate import held_out_loss
+from tests.conftest import BuildModel
+from tests.parity import weights
+from tests.parity.test_dit import Sample, config, pack, relative_error, rows_of
+
+RTOL = 1e-5  # float32 against float64, as for the model without alignment
+SEED, STEP = 3, 11
+SAMPLES = [Sample((1, 3, 4), 2), Sample((2, 2, 3), None), Sample((1, 1, 1), 5), Sample((1, 5, 2), 0)]
+MODEL = config(num_layers=4, class_dropout=0.0)
+PART = Alignment(weight=0.5, layer=2, features=10, hidden_size=20)
+OBJECTIVE = FlowMatching(alignment=PART, prediction="x0", time_distribution="logit_normal")
+
+
+def aligned_pack(model: DiTConfig = MODEL) -> PackedBatch:
+    """Samples of several sizes and weights, with padding, whose features in padding would be seen."""
+    batch, generator = pack(SAMPLES, model, multiple_of=4, tail=3), torch.Generator().manual_seed(1)
+    batch.latents_TC = torch.randn(batch.latents_TC.shape, generator=generator)
+    features_TF = torch.randn(len(batch.latents_TC), PART.features, generator=generator)
+    batch.conditions |= {TEACHER.name: Entry("token", features_TF.half())}
+    return replace(batch, loss_weight_S=torch.tensor([0.5, 1.0, 2.0, 1.0]))
+
+
+def network(build_model: BuildModel, objective: FlowMatching = OBJECTIVE, model: DiTConfig = MODEL) -> Backbone:
+    backbone = build_model(model, perturb=0.1)
+    backbone.add_networks(objective.auxiliary, backbone.provider)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            if name.startswith("alignment."):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return backbone
+
+
+def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, step: int = STEP) -> dict[str, Any]:
+    prediction_TC, loss_of = training_forward_step(objective, MODEL, SEED, step)(iter([batch]), backbone)
+    total, count, logs = loss_of(prediction_TC)
+    backbone.zero_grad(set_to_none=True)
+    total.backward()
+    gradients = {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+    return {"total": total.detach(), "count": count, "sums": logs["sums"], "gradients": gradients}
+
+
+def test_loss_and_gradients_are_those_of_a_loop_over_samples(
+    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """-1/2 cos(y, h(x)) of each token, times the weight of its sample, not times 1 / t^2."""
+    backbone, batch = network(build_model), aligned_pack()
+    ours = step_of(backbone, OBJECTIVE, batch)
+    reference: Any = weights.reference_of(MODEL)
+    for i, inputs, outputs in ((1, 48, 20), (2, 20, 20), (3, 20, 10)):
+        setattr(reference, f"align_{i}", nn.Linear(inputs, outputs).double())
+    ours_to_theirs = {f"alignment.fc{i}": f"align_{i}" for i in (1, 2, 3)}
+    monkeypatch.setattr(weights, "_DIRECT", {**weights._DIRECT, **ours_to_theirs})
+    weights.copy_weights(backbone, reference, MODEL.num_attention_heads)
+    hidden: list[Tensor] = []
+    reference.blocks[1].register_forward_hook(lambda _, args, out: hidden.append(out))  # after the second block
+    prepared = OBJECTIVE.prepare(batch, AddressedNoise(SEED, STEP, batch.sample_ids_S, batch.layout))
+    error, alignment = torch.zeros(2, dtype=torch.float64)
+    for i, (sample, rows) in enumerate(zip(SAMPLES, rows_of(batch.layout))):
+        t, weight = prepared.time_S[i], float(batch.loss_weight_S[i])  # type: ignore[index]
+        x0 = reference(prepared.inputs_TC[None, rows].double(), t[None], sample.grid, [sample.label])[0]
+        residual = (x0 - batch.latents_TC[rows].double()) / max(float(t), 0.05)
+        error = error + weight * residual.square().mean(1).sum()
+        for x, y in zip(hidden[-1][0], batch.conditions["teacher"].values[rows].double()):
+            h = nn.functional.silu(reference.align_1(x))
+            h = reference.align_3(nn.functional.silu(reference.align_2(h)))
+            alignment = alignment - weight * 0.5 * (h @ y) / (h.norm() * y.norm())
+    (error + alignment).backward()
+    assert ours["sums"][:2].tolist() == pytest.approx([error.item(), alignment.item()], rel=RTOL)
+    assert ours["total"].item() == pytest.approx((error + alignment).item(), rel=RTOL)
+    assert int(ours["count"]) == batch.layout.valid_tokens
+    exact = weights.reference_gradients(backbone, reference, MODEL.num_attention_heads)
+    assert set(exact) == set(ours["gradients"])
+    for name, gradient in ours["gradients"].items():
+        assert relative_error(gradient, exact[name]) <= RTOL, name
+
+
+def test_the_term_ends_at_its_step(build_model: BuildModel) -> None:
+    """From then on, loss and gradients are those of flow matching."""
+    ending = replace(OBJECTIVE, alignment=replace(PART, until_step=STEP))
+    backbone, batch = network(build_model), aligned_pack()
+    without = step_of(build_model(MODEL, perturb=0.1), replace(OBJECTIVE, alignment=None), batch)
+    before, after = (step_of(backbone, ending, batch, step) for step in (STEP - 1, STEP))
+    assert torch.equal(after["total"], without["total"])
+    for name, gradient in after["gradients"].items():
+        assert torch.equal(gradient, without["gradients"].get(name, torch.zeros_like(gradient))), name
+    assert before["sums"][1] < 0
+    assert before["gradients"]["alignment.fc1.weight"].any()
+    idle = [ending.auxiliary.idle(step) for step in (STEP - 1, STEP)]
+    assert idle == [(), ("alignment.",)]
+
+
+def test_the_held_out_loss_is_that_without_alignment(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
+    losses = []
+    for objective in (OBJECTIVE, replace(OBJECTIVE, alignment=None)):
+        backbone = network(build_model, objective)
+        found = held_out_loss(backbone, iter([aligned_pack()]), objective, MODEL, torch.device("cpu"), one_rank_world)
+        losses.append({name: loss for name, loss in found.items() if name == "loss" or "level" in name})
+    assert losses[0] == losses[1]
+    assert len(losses[0]) > 1
+
+
+def test_samples_need_no_features(build_model: BuildModel) -> None:
+    batch = replace(aligned_pack(), conditions=Conditions(label=aligned_pack().conditions["label"]))
+    prediction_TC = network(build_model)(batch.latents_TC, torch.rand(len(SAMPLES)), batch)
+    assert prediction_TC.shape == batch.latents_TC.shape
+
+
+TREAD = config(num_layers=6, routing=RoutingConfig(first_layers=2, last_layers=1))
+
+
+@pytest.mark.parametrize(
+    ("model", "layer", "message"),
+    [
+        (MODEL, 5, r"objective\.alignment\.layer=5 is above model\.num_layers=4"),
+        (TREAD, 3, r"layer=3 sees only some .* skips layers 3 to 5; use a layer up to 2 or above 5"),
+        (TREAD, 5, "layer=5 sees only some"),
+        (FluxConfig(), 8, "aligns tokens of a model with one stream, which FluxConfig is not"),
+    ],
+)
+def test_a_layer_without_all_tokens_is_refused(model: ModelConfig, layer: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_alignment(FlowMatching(alignment=Alignment(layer=layer)), model)
+
+
+@pytest.mark.parametrize("layer", [2, 6])
+def test_a_layer_outside_of_the_middle_sees_all_tokens(build_model: BuildModel, layer: int) -> None:
+    objective = FlowMatching(alignment=replace(PART, layer=layer))
+    check_alignment(objective, TREAD)
+    backbone, batch = network(build_model, objective, TREAD), aligned_pack(TREAD)
+    found = step_of(backbone, objective, replace(batch, draw_keys_S=torch.arange(len(SAMPLES))))
+    assert found["gradients"]["alignment.fc3.weight"].any()
