@@ -347,7 +347,7 @@ def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Ten
     else:
         encoders = load_text_encoders(generator.text_encoder or "")
         given = as_conditions(encoders.encode(case.prompts), case.model.conditions())
-    vae = VAE(generator.config.sampling.vae or "")
+    vae = VAE(generator.config.sampling.vae or generator.autoencoder or "")
     if case.model.condition("control") is not None:
         given = {**given, "control": list(vae.encode(control_pictures(case)[:, :, None]))}
     latents = generator.generate(conditions=given, **sampling)
