@@ -66,6 +66,7 @@ def micro_batch(
     for name, width, counts in (("context_2", 10, (index % 3, 2)), ("image_tokens", 6, (3, 4 * (index % 2)))):
         texts = SequenceLayout.from_lengths(counts, may_be_empty=True)
         others[name] = per_text_token(torch.randn(sum(counts), width, generator=generator), texts)
+    control = layout.insert_padding(torch.randn(layout.valid_tokens, 12, generator=generator))
     return PackedBatch(
         latents_TC=latents,
         positions_T3=positions,
@@ -80,6 +81,7 @@ def micro_batch(
             pooled=per_sample(pooled),
             fps=per_sample(torch.tensor([24.0, 8.0 + index])),
             first_frames=per_latent_token(layout.insert_padding(first)),
+            control=per_latent_token(control),
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Pictures that samples start from, are edited from, or keep outside a mask, as latents of the model."""
+"""Pictures that samples start from, are edited from, follow, or keep outside a mask, as latents of the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,25 +15,28 @@ if TYPE_CHECKING:
     from dit.inference.drawing import Request
 
 
-def with_references(
-    requests: Sequence["Request"], paths: Sequence[Path], count: int, read: Callable[[Path], "Tensor"]
+def add_pictures(
+    requests: Sequence["Request"], option: str, paths: Sequence[Path], count: int, read: Callable[[Path], "Tensor"]
 ) -> list["Request"]:
-    """Return the requests with the picture that each is edited from.
+    """Return the requests with the picture that each is edited from (`--reference`), or the control picture of each.
 
     Args:
         paths: one picture for all, or one for each `count` requests.
     """
     samples = len(requests) // count
     if len(paths) not in (1, samples):
-        raise ConfigError(f"--reference has {len(paths)} pictures for {samples} samples; give one, or one for each")
-    latents = [read(path) for path in paths]
+        raise ConfigError(f"{option} has {len(paths)} pictures for {samples} samples; give one, or one for each")
+    latents, name = [read(path) for path in paths], option.removeprefix("--")
+    numbers = [i // count % len(paths) for i in range(len(requests))]
     return [
         replace(
             request,
-            reference=latents[(number := i // count % len(paths))],
-            record=request.record | {"reference": str(paths[number])},
+            record=request.record | {name: str(paths[number])},
+            **{"reference": latents[number]}
+            if name == "reference"
+            else {"conditions": {**request.conditions, name: latents[number]}},
         )
-        for i, request in enumerate(requests)
+        for request, number in zip(requests, numbers)
     ]
 
 

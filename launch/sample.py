@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hin
 
 from torch import Tensor
 
+from dit.condition_table import CONTROL
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
 from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
-from launch.initial_picture import check_strength, read_initial, read_inpainting, with_references
+from launch.initial_picture import add_pictures, check_strength, read_initial, read_inpainting
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -172,6 +173,14 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         metavar="PICTURE",
         help="edit this picture as the prompt says, or one for each prompt (train with data.references)",
+    )
+    parser.add_argument(
+        "--control",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="PICTURE",
+        help="follow this depth, edges or pose, or one for each prompt (train with model.control_channels)",
     )
     parser.add_argument(
         "--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)"
@@ -347,14 +356,20 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         inpainting = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
         settings |= inpainting.settings
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda x: inpainting.kept(decode(x))
-    if args.reference:
-        if getattr(generator.config.data, "references", None) is False:
-            raise ConfigError(
-                f"--checkpoint {args.checkpoint} was trained without references (data.references=False), so it cannot "
-                "edit pictures; train on data of `energon_data.prepare --reference`, or leave --reference out"
-            )
-        read = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--reference")
-        requests = with_references(requests, args.reference, args.count, read)
+    if args.reference and getattr(generator.config.data, "references", None) is False:
+        raise ConfigError(
+            f"--checkpoint {args.checkpoint} was trained without references (data.references=False), so it cannot edit "
+            "pictures; train on data of `energon_data.prepare --reference`, or leave --reference out"
+        )
+    if args.control and generator.spec.condition(CONTROL.name) is None:
+        raise ConfigError(
+            f"--checkpoint {args.checkpoint} takes no control picture; train with model.control_channels={channels}, "
+            "or leave --control out"
+        )
+    for option, paths in (("--reference", args.reference), ("--control", args.control)):
+        if paths:
+            read = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option=option)
+            requests = add_pictures(requests, option, paths, args.count, read)
     gallery = Gallery(
         [request.caption for request in requests],
         [request.record | init for request in requests],

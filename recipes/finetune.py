@@ -3,28 +3,45 @@
 A recipe reads model, objective and sampling defaults from a run folder or a folder of diffusers, and starts from its
 weights. Its argument `base` names the folder (`--factory "finetune(base='runs/pixart')"`), or else
 `checkpoint.start_from`. `gpus` and `gpu_memory` select the first of `WAYS` in which weights, gradients, optimizer and
-average fit. docs/fine-tuning.md has the commands.
+average fit. Recipes of `PUBLISHED` models need no folder for `--dryrun`. docs/fine-tuning.md has the commands, and the
+planned memory and time.
 """
 
 import math
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Optional
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, Optional
 
 import fiddle
 import nemo_run as run
 
 from dit.checkpoint.diffusers_folder import is_network, local_path, read_network
 from dit.checkpoint.reading import candidates, no_checkpoint, read_settings
+from dit.convert.diffusers_pipeline import FLUX2_SHIFT
 from dit.convert.run_record import build
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import dit_cross_s, lumina2_2b, prx_1_2b, z_image_6b
+from recipes.components import (
+    ddpm_latent,
+    dit_cross_s,
+    flux2_klein_4b,
+    flux2_klein_9b,
+    lumina2_2b,
+    prx_1_2b,
+    qwen_image_20b,
+    sana_1_6b,
+    sd3_5_large,
+    sd3_5_medium,
+    sdxl_unet,
+    wan_2_2_ti2v_5b,
+    z_image_6b,
+)
 from recipes.dit import text_conditional
 from recipes.flux import chroma_9b
 from recipes.hunyuan_video import hunyuan_video_8b
@@ -63,18 +80,53 @@ class Published:
 
     Attributes:
         folder: of its diffusers pipeline, if none is given.
-        time_shift: of the training.
+        model: component of its sizes.
+        objective: settings of its flow matching, or the objective.
+        sampling: settings of its sampling.
+        data: settings of the data that it needs.
+        fsdp: on several GPUs, all weights are always trained with FSDP, whose memory the activations need.
     """
 
     folder: str
-    model: run.Config[ModelConfig]
-    time_shift: float
+    model: Callable[[], run.Config[Any]]
+    objective: Mapping[str, Any] | Callable[[], run.Config[Objective]] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+    fsdp: bool = False
+
+    def configured_objective(self) -> run.Config[Objective]:
+        """Return the objective of a training."""
+        if callable(self.objective):
+            return self.objective()
+        return run.Config(FlowMatching, time_distribution="logit_normal", **self.objective)
 
 
-def _z_image() -> Published:
-    return Published("models/z-image", z_image_6b(), time_shift=3.0)
-
-
+_KLEIN: dict[str, Any] = {
+    "objective": {"shift_by_tokens": list(FLUX2_SHIFT)},
+    "sampling": {"guidance_scale": 4.0},
+}
+_SD35: dict[str, Any] = {"objective": {"time_shift": 3.0}, "sampling": {"num_steps": 28, "guidance_scale": 4.5}}
+PUBLISHED = {
+    "chroma": Published("models/chroma", chroma_9b, {"time_shift": 3.0}),
+    "flux2_klein_4b": Published("models/flux2-klein", flux2_klein_4b, **_KLEIN),
+    "flux2_klein_9b": Published("models/flux2-klein-9b", flux2_klein_9b, **_KLEIN),
+    "hunyuan_video": Published("models/hunyuan-video", hunyuan_video_8b, {"time_shift": 5.0}, fsdp=True),
+    "lumina2": Published("models/lumina2", lumina2_2b, {"time_shift": 6.0}),
+    "prx": Published("models/prx", prx_1_2b, {"time_shift": 3.0}),
+    "qwen_image": Published(
+        "models/qwen-image",
+        qwen_image_20b,
+        {"shift_by_tokens": [0.5, 0.9, 256, 8192], "last_time": 0.02},
+        {"guidance_scale": 4.0, "guidance_norm": True},
+    ),
+    "sana": Published("models/sana", sana_1_6b, {"time_shift": 3.0}, {"num_steps": 20, "guidance_scale": 4.5}),
+    "sd35_large": Published("models/sd35", sd3_5_large, **_SD35),
+    "sd35_medium": Published("models/sd35-medium", sd3_5_medium, **_SD35),
+    "sdxl": Published("models/sdxl", sdxl_unet, ddpm_latent, {"solver": "ddim"}, {"bucket_by_shape": True}),
+    "wan22_ti2v": Published("models/wan22-ti2v", wan_2_2_ti2v_5b, {"time_shift": 5.0}, data={"clean_first_frame": 0.5}),
+    "z_image": Published("models/z-image", z_image_6b, {"time_shift": 3.0}),
+}
+"""By name; shift and steps are those of the published schedulers and pipelines."""
 WAYS = (Way(), Way(average=True), Way(fsdp=True), Way(fsdp=True, average=True, moments=True))
 ON_ONE_GPU = (Way(), Way(average=True), Way(average=True, moments=True))
 
@@ -129,17 +181,20 @@ def _settings(base: str) -> dict[str, Any]:
 def _on_base(name: str, base: Optional[str], published: Optional[Published] = None) -> run.Partial:
     """Return a training on `data/mine` from the weights of `base`; of `published` or `pretrain` if none is given."""
     recipe = text_conditional(name, dit_cross_s())
+    recipe.data = run.Config(EnergonData, path="data/mine")
+    if published is not None:
+        recipe.model = published.model()
+        if getattr(recipe.model, "null_text", "learned") == "learned":
+            recipe.model.null_text = "empty"
+        recipe.objective = published.configured_objective()
+        sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 5.0, **published.sampling}
+        recipe.sampling = run.Config(SamplingConfig, **sampling)
+        recipe.data = run.Config(EnergonData, path="data/mine", **published.data)
     if base is not None:
         for part, settings in _settings(base).items():
             setattr(recipe, part, _as_config(settings))
-    elif published is not None:
-        recipe.model = published.model
-        recipe.model.null_text = "empty"
-        recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=published.time_shift)
-        recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=5.0)
     recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)
     recipe.checkpoint.interval = 250
-    recipe.data = run.Config(EnergonData, path="data/mine")
     recipe.optimizer.lr = 1e-5
     recipe.training.num_steps = 2000
     recipe.training.global_batch_size = 4
@@ -184,63 +239,149 @@ def finetune_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_me
     return _fit(_with_lora(_on_base("finetune_lora", base), rank=16), gpus, gpu_memory)
 
 
-@run.cli.factory(target=pretrain)
-def finetune_z_image(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
-    """All weights of Z-Image (6.15 B) in the pipeline `models/z-image` of diffusers, as finetune: 8 x 80 GB.
-
-    Pictures: `python -m energon_data.prepare images --vae models/z-image --text-encoder models/z-image`.
-    """
-    return _fit(_on_base("finetune_z_image", base, _z_image()), gpus, gpu_memory)
-
-
-@run.cli.factory(target=pretrain)
-def finetune_z_image_lora(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 24) -> run.Partial:
-    """LoRA adapters of rank 16 on Z-Image (6.15 B) in the pipeline `models/z-image`: one 24 GB GPU.
-
-    As finetune_lora, with the pictures of finetune_z_image.
-    """
-    return _fit(_with_lora(_on_base("finetune_z_image_lora", base, _z_image()), rank=16), gpus, gpu_memory)
-
-
-@run.cli.factory(target=pretrain)
-def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 80) -> run.Partial:
-    """All weights of Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2` of diffusers: one 80 GB GPU.
-
-    As finetune. Pictures: `python -m energon_data.prepare images --vae models/lumina2 --text-encoder models/lumina2`.
-    """
-    return _fit(_on_base("finetune_lumina2", base, Published("models/lumina2", lumina2_2b(), 6.0)), gpus, gpu_memory)
-
-
-@run.cli.factory(target=pretrain)
-def finetune_prx(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 24) -> run.Partial:
-    """All weights of PRX (1.17 B) in the pipeline `models/prx` of diffusers: one 24 GB GPU.
-
-    As finetune. Pictures: `python -m energon_data.prepare images --vae models/prx --text-encoder models/prx`.
-    """
-    return _fit(_on_base("finetune_prx", base, Published("models/prx", prx_1_2b(), 3.0)), gpus, gpu_memory)
-
-
-@run.cli.factory(target=pretrain)
-def finetune_chroma(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
-    """All weights of Chroma (8.90 B) in the pipeline `models/chroma` of diffusers: 8 x 80 GB.
-
-    As finetune. Pictures: `python -m energon_data.prepare images --vae models/chroma --text-encoder models/chroma`.
-    """
-    return _fit(_on_base("finetune_chroma", base, Published("models/chroma", chroma_9b(), 3.0)), gpus, gpu_memory)
-
-
-@run.cli.factory(target=pretrain)
-def finetune_hunyuan_video(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
-    """All weights of HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`: 8 x 80 GB.
-
-    As finetune; `--dryrun` estimates 65 GiB on each GPU for 121 frames of 1280 x 720. The pipeline is `--vae` and
-    `--text-encoder` of the clips; they may have tokens of SigLIP (`image_tokens`), too.
-    """
-    published = Published("models/hunyuan-video", hunyuan_video_8b(), time_shift=5.0)
-    recipe = _fit(_on_base("finetune_hunyuan_video", base, published), gpus, gpu_memory)
-    if gpus is not None and gpus > 1:
-        recipe.parallel.data_parallel = "fsdp"  # leaves room for the activations of a clip
+def _published(name: str, base: Optional[str], lora: bool, gpus: Optional[int], gpu_memory: int) -> run.Partial:
+    """Return the training of a published model: of all weights, or of adapters of rank 16."""
+    published = PUBLISHED[name]
+    recipe = _on_base(f"finetune_{name}{'_lora' * lora}", base, published)
+    recipe = _fit(_with_lora(recipe, rank=16) if lora else recipe, gpus, gpu_memory)
+    if published.fsdp and not lora and gpus is not None and gpus > 1:
+        recipe.parallel.data_parallel = "fsdp"
     return recipe
+
+
+@run.cli.factory(target=pretrain)
+def finetune_flux2_klein(
+    base: Optional[str] = None,
+    lora: bool = False,
+    gpus: Optional[int] = 1,
+    gpu_memory: int = 80,
+    size: Literal["4b", "9b"] = "4b",
+) -> run.Partial:
+    """FLUX.2 klein (3.88 B) in the pipeline `models/flux2-klein`, all weights: one 80 GB GPU.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU (`gpu_memory=24`), as all recipes of published models.
+    `size="9b"`: the model of 9.08 B in `models/flux2-klein-9b`, of which 8 GPUs train all weights.
+    """
+    return _published(f"flux2_klein_{size}", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_qwen_image(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
+) -> run.Partial:
+    """Qwen-Image (20.4 B) in the pipeline `models/qwen-image`, all weights: 8 x 80 GB.
+
+    `lora=True`: adapters of rank 16, also on one 80 GB GPU. Guided samples keep the norm of the conditional ones.
+    """
+    return _published("qwen_image", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_wan22_ti2v(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
+) -> run.Partial:
+    """Wan 2.2 TI2V 5B (5.00 B) in the pipeline `models/wan22-ti2v`, all weights: 8 x 80 GB.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU. The first frame of half of the clips is clean: one model
+    draws clips from a text, and from a text and a picture.
+    """
+    return _published("wan22_ti2v", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_sdxl(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 80
+) -> run.Partial:
+    """Stable Diffusion XL (2.57 B) in the pipeline `models/sdxl`, all weights: one 80 GB GPU.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU. The network predicts the noise, and reads sizes and crop
+    of every picture. Batches have pictures of one shape.
+    """
+    return _published("sdxl", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_sd35(
+    base: Optional[str] = None,
+    lora: bool = False,
+    gpus: Optional[int] = 8,
+    gpu_memory: int = 80,
+    size: Literal["large", "medium"] = "large",
+) -> run.Partial:
+    """Stable Diffusion 3.5 large (8.06 B) in the pipeline `models/sd35`, all weights: 8 x 80 GB.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU. `size="medium"`: the model of 2.24 B in
+    `models/sd35-medium`.
+    """
+    return _published(f"sd35_{size}", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_z_image(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
+) -> run.Partial:
+    """Z-Image (6.15 B) in the pipeline `models/z-image`, all weights: 8 x 80 GB.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU. Text and image of a sample are extended to multiples of 32
+    tokens inside the network.
+    """
+    return _published("z_image", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_lumina2(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 80
+) -> run.Partial:
+    """Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2`, all weights: one 80 GB GPU.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU.
+    """
+    return _published("lumina2", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_prx(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 24
+) -> run.Partial:
+    """PRX (1.17 B) in the pipeline `models/prx`, all weights: one 24 GB GPU.
+
+    `lora=True`: adapters of rank 16. Average and moments are in host memory.
+    """
+    return _published("prx", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_sana(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 1, gpu_memory: int = 80
+) -> run.Partial:
+    """SANA 1.6B (1.60 B) in the pipeline `models/sana`, all weights: one 80 GB GPU.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU.
+    """
+    return _published("sana", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_chroma(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
+) -> run.Partial:
+    """Chroma (8.90 B) in the pipeline `models/chroma`, all weights: 8 x 80 GB.
+
+    `lora=True`: adapters of rank 16, also on one 24 GB GPU.
+    """
+    return _published("chroma", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_hunyuan_video(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
+) -> run.Partial:
+    """HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`, all weights: 8 x 80 GB.
+
+    `lora=True`: adapters of rank 16, also on one 80 GB GPU. FSDP leaves room for the activations of a clip of 121
+    frames of 1280 x 720. Clips may have tokens of SigLIP (`image_tokens`), too.
+    """
+    return _published("hunyuan_video", base, lora, gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)

@@ -25,6 +25,7 @@ from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
+from dit.checkpoint.without_control import WithoutControl, with_control
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
@@ -87,10 +88,17 @@ class CheckpointStart:
     def weights(
         self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
     ) -> Weights:
-        if fingerprint is not None:
-            check_start(self.folder, fingerprint, adapters=adapters)
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
-        return SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
+        stored = SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
+        weights = stored if adapters else with_control(stored, model)
+        if fingerprint is not None:
+            narrower = {
+                name: stored.shapes[name] for name in stored.shapes if stored.shapes[name] != weights.shapes[name]
+            }
+            if narrower:
+                fingerprint = model_fingerprint(fingerprint["parameters"] | narrower)
+            check_start(self.folder, fingerprint, adapters=adapters)
+        return weights
 
 
 def find_start(path: str) -> Start:
@@ -192,9 +200,10 @@ def start_line(config: RunConfig) -> str:
 
 def log_start(weights: Weights, groups: ProcessGroups) -> None:
     """Log on rank 0 what a run reads from a folder of diffusers."""
-    if groups.rank == 0 and isinstance(weights, FolderWeights):
+    stored = weights.weights if isinstance(weights, WithoutControl) else weights
+    if groups.rank == 0 and (stored is not weights or isinstance(stored, FolderWeights)):
         logger.info("checkpoint.start_from reads %s", weights)
-        for note in weights.notes:
+        for note in getattr(stored, "notes", ()):
             logger.info("%s", note)
 
 

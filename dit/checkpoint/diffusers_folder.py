@@ -10,7 +10,7 @@ Every rank reads the slices of the files that it owns, see `dit.convert.sliced_w
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -20,7 +20,9 @@ from torch import Tensor
 from dit.backends.process_groups import ProcessGroups
 from dit.boxes import Box
 from dit.checkpoint.manifest import hash_file
+from dit.checkpoint.state_files import Weights
 from dit.checkpoint.verify_together import reads_together
+from dit.checkpoint.without_control import with_control
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
 from dit.convert.pipeline_import import PARTS, complete, network_folder
 from dit.convert.rules import RuleBook, some_of
@@ -31,6 +33,7 @@ from dit.convert.stored_tensors import StoredTensors
 from dit.errors import CheckpointError, ConfigError
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
+from dit.models.conditioned import ControlConditioned
 from dit.parallel.build import parameter_shapes
 from dit.pipeline_folder import PIPELINE_INDEX
 from dit.safe_files import parse_json
@@ -79,9 +82,12 @@ class Network:
 
     def weights(
         self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
-    ) -> "FolderWeights":
+    ) -> Weights:
         """Open the weights for a model of the same sizes; see `Start.weights`."""
-        return FolderWeights(self, model)
+        stored = model
+        if isinstance(model, ControlConditioned) and getattr(self.trained.model, "control_channels", None) is None:
+            stored = replace(model, control_channels=None)
+        return with_control(FolderWeights(self, stored), model)
 
     def rules(self, model: ModelConfig) -> RuleBook:
         """Return the rules between the files and a model of the same sizes."""

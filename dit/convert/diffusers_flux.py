@@ -5,7 +5,9 @@ Differences of diffusers' models, besides those in `dit.convert.diffusers_stream
 * in single-stream blocks, the matrix of the MLP is separate, too; their output projection has all inputs of attention
   first, then all of the MLP, while ours are ordered by head;
 * the guidance scale of a distilled network is an argument, and a setting (`guidance`) here. Times and guidance are the
-  same; both code bases multiply by 1000.
+  same; both code bases multiply by 1000;
+* a network with twice as many input as output channels reads a control picture (FLUX.1 Canny and Depth), whose channels
+  follow those of the latent in both code bases.
 
 Source: diffusers 0.38, `models/transformers/transformer_flux.py` and `transformer_chroma.py`, names and settings;
 black-forest-labs/flux.
@@ -19,6 +21,7 @@ from dit.convert.diffusers_streams import (
     COMFYUI_ATTENTION,
     IMAGE,
     PATCH,
+    PATCH_SIZES,
     TEXT,
     DiffusersStreams,
     Model,
@@ -26,7 +29,7 @@ from dit.convert.diffusers_streams import (
     head_norms,
     outer_names,
 )
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Rule, with_bias
+from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Form, Rule, with_bias
 from dit.errors import ConfigError
 from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
@@ -44,6 +47,7 @@ class Flux1Blocks(DiffusersStreams[Model]):
     }
     comfyui = (
         *COMFYUI_ATTENTION,
+        ("x_embedder", "img_in"),
         (r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj", r"double_blocks.\1.img_mlp.0"),
         (r"transformer_blocks\.(\d+)\.ff\.net\.2", r"double_blocks.\1.img_mlp.2"),
         (r"transformer_blocks\.(\d+)\.norm1\.linear", r"double_blocks.\1.img_mod.lin"),
@@ -92,18 +96,34 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
     class_name = "FluxTransformer2DModel"
     config_class = FluxConfig
     names: Mapping[str, str] = outer_names("time_text_embed", time="timestep", pooled="text", guidance="guidance")
-    free = frozenset({"num_single_layers", "pooled_size", "guidance"})
+    free = frozenset({"num_single_layers", "pooled_size", "guidance", "control_channels"})
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         pooled, guidance = published["pooled_projection_dim"], DEV_GUIDANCE if published["guidance_embeds"] else None
-        model = FluxConfig(**self.sizes(published), pooled_size=pooled, guidance=guidance)
+        sizes = self.sizes(published)
+        if sizes["in_channels"] == 2 * (channels := sizes["out_channels"] or 0):
+            sizes |= {"in_channels": channels, "out_channels": None, "control_channels": channels}
+        model = FluxConfig(**sizes, pooled_size=pooled, guidance=guidance)
         return self.trained(model, time_shift=3.0, num_steps=28)
 
     def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         if model.pooled_size is None:
             raise ConfigError(f"model.pooled_size=None, but {self.class_name} needs a pooled text; {TRAIN_THAT_WAY}")
+        settings = self.write_sizes(model) | {"in_channels": model.input_features}
+        if model.control_channels is not None:
+            if (model.control_channels, model.output_features) != (model.in_channels, model.token_channels):
+                raise ConfigError(
+                    f"model.control_channels={model.control_channels} and model.out_channels={model.out_channels}, but "
+                    f"a {self.class_name} with a control picture has model.in_channels={model.in_channels} for both; "
+                    f"{TRAIN_THAT_WAY}"
+                )
+            settings["out_channels"] = model.output_features
         added = {"pooled_projection_dim": model.pooled_size, "guidance_embeds": model.guidance is not None}
-        return self.write_sizes(model) | added, []
+        return settings | added, []
+
+    def forms(self, model: FluxConfig) -> Mapping[str, Form]:
+        parts = PATCH_SIZES | {"parts": 1 if model.control_channels is None else 2}
+        return {**super().forms(model), "embed.linear.weight": Axes("d (parts c ph pw) -> d (parts ph pw c)", parts)}
 
 
 APPROXIMATOR = ("approximator_num_channels", "approximator_hidden_dim", "approximator_layers")

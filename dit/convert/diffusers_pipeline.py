@@ -12,7 +12,7 @@ Source: diffusers 0.38, `pipelines/`: arguments of the constructors, and the ste
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Literal, Optional
 
@@ -71,6 +71,7 @@ class Pipeline:
         shift_by_tokens: of the times in 50 steps, if the call does not read the scheduler's settings; `scheduler` if it
             does; None if it has no such shift.
         reads_sizes: calls the model with the sizes and the crop of the original.
+        reads_control: takes a control picture, and encodes it with the autoencoder.
         reads_adapters: has `load_lora_weights`.
         arguments: further arguments of the call.
         note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).
@@ -91,6 +92,7 @@ class Pipeline:
     shift_by_tokens: Optional[Literal["scheduler"] | tuple[float, float, float, float]] = None
     draws_clips: bool = False
     reads_sizes: bool = False
+    reads_control: bool = False
     reads_adapters: bool = True
     arguments: tuple[str, ...] = ()
     note: Optional[str] = None
@@ -233,6 +235,16 @@ PIPELINES = {
 """By the class of the model."""
 
 VARIANTS = {
+    "FluxTransformer2DModel": (
+        "control_channels",
+        replace(
+            PIPELINES["FluxTransformer2DModel"],
+            class_name="FluxControlPipeline",
+            reads_control=True,
+            note="FluxControlPipeline draws the latent of a control picture from the autoencoder's distribution; our "
+            "data and sampler use its mean",
+        ),
+    ),
     "UNet2DConditionModel": (
         "pooled_size",
         Pipeline(
@@ -301,7 +313,7 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     faults = []
     reads_second = any("text_2" in line for line in TEXT_ENCODERS[pipeline.class_name].values())
     without = {
-        "control",
+        "control" * (not pipeline.reads_control),
         "first_frames",
         "context_2" * (not reads_second),
         "size_and_crop" * (not pipeline.reads_sizes),
@@ -369,13 +381,15 @@ def loading_lines(
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
         call = [f"prompt={prompt}", *call, f"height={height}", f"width={width}", *pipeline.arguments]
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
+        call += ['control_image=load_image("control.png")'] if pipeline.reads_control else []
         call += [f"max_sequence_length={most_tokens[t.folder]}" for t in pipeline.texts if not t.cut]
         if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side
             sides = tuple(map(int, size_and_crop(*trained.latent_size[1:])[4:].tolist()))
             call += [f"original_size={sides}", f"target_size={sides}"]
     else:
         call = ["class_labels=[0]", *call]
-    imports, drawn = [], [f"image = pipeline({', '.join(call)}).images[0]", 'image.save("image.png")']
+    imports = ["from diffusers.utils import load_image"] if pipeline.reads_control else []
+    drawn = [f"image = pipeline({', '.join(call)}).images[0]", 'image.save("image.png")']
     if pipeline.draws_clips:
         imports, fps = ["from diffusers.utils import export_to_video"], round(trained.fps or WAN_FPS)
         drawn = [f"clip = pipeline({', '.join(call)}).frames[0]", f'export_to_video(clip, "clip.mp4", {fps})']

@@ -36,6 +36,7 @@ from dit.models.streams.config import StreamsConfig
 from dit.objectives.flow_matching import FlowMatching
 
 PATCH = 2  # fixed in the pipelines
+PATCH_SIZES = {"ph": PATCH, "pw": PATCH}
 LATENT_SIZE = (1, 128, 128)  # 1024 px; not in the settings
 FREE = {
     *("in_channels", "out_channels", "context_size", "hidden_size", "num_attention_heads", "num_joint_layers"),
@@ -179,10 +180,9 @@ class DiffusersStreams(DiffusersFormat[Model]):
 
     def forms(self, model: Model) -> Mapping[str, Form]:
         """Return the forms of further parameters or layers, by our names."""
-        patch = {"ph": PATCH, "pw": PATCH}
         return {
-            "embed.linear.weight": Axes("d (c ph pw) -> d (ph pw c)", patch),
-            "head.linear": Axes("(c ph pw) ... -> (ph pw c) ...", patch),
+            "embed.linear.weight": Axes("d (c ph pw) -> d (ph pw c)", PATCH_SIZES),
+            "head.linear": Axes("(c ph pw) ... -> (ph pw c) ...", PATCH_SIZES),
         }
 
     def shared(self, model: Model) -> list[Rule]:

@@ -75,6 +75,8 @@ class Axes:
 
     @property
     def axis(self) -> Optional[int]:
+        if self.pattern.startswith("d ("):
+            return 1
         return 0 if self.pattern.endswith("...") else None
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,8 @@ from torch.distributed import ProcessGroup
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.condition_table import CONTROL
 from dit.layout import SequenceLayout
 
 
@@ -83,6 +85,13 @@ def from_previous_stage(received_T1D: Optional[Tensor]) -> Tensor:
     """Return received activations as `[T, D]`, the inverse of `to_next_stage`."""
     assert received_T1D is not None
     return received_T1D.flatten(0, 1)
+
+
+def with_control(inputs_TC: Tensor, batch: PackedBatch, features: int) -> Tensor:
+    """Return the inputs of a network with `features` per token: latents, and the control pictures if it reads them."""
+    if inputs_TC.shape[1] == features:
+        return inputs_TC
+    return torch.cat([inputs_TC, batch.conditions[CONTROL.name].values.to(inputs_TC.dtype)], 1)
 
 
 def embed_patches(linear: nn.Linear, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:

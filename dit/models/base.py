@@ -179,6 +179,11 @@ class ModelConfig(ABC):
         return self.in_channels * self.patch_temporal * self.patch_spatial**2
 
     @property
+    def input_features(self) -> int:
+        """Features that the network reads for each token: the latent, and pictures of its size."""
+        return self.token_channels
+
+    @property
     def draws_in_training(self) -> bool:
         """Whether the network needs the random keys `PackedBatch.draw_keys_S` in training."""
         return False

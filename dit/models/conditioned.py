@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
-from dit.condition_table import CONTEXT, LABEL
+from dit.condition_table import CONTEXT, CONTROL, LABEL
 from dit.conditions import Condition
 from dit.models.base import ModelConfig
 
@@ -71,3 +71,30 @@ class NullTextConditioned(TextConditioned):
     def conditions(self) -> tuple[Condition, ...]:
         null = NULLS[self.null_text]
         return tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())
+
+
+@dataclass(kw_only=True)
+class ControlConditioned(ModelConfig):
+    """A model that may read a control picture of the size of its sample, such as depth, edges or a semantic map.
+
+    Attributes:
+        control_channels: channels of a control picture, which follow those of the noised latent; None for no picture.
+
+    Source: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis).
+    """
+
+    control_channels: Optional[int] = None
+
+    def conditions(self) -> tuple[Condition, ...]:
+        if self.control_channels is None:
+            return super().conditions()
+        stored_as = (*CONTROL.stored_as, "reference")  # the picture of `energon_data.prepare --reference`
+        return (*super().conditions(), replace(CONTROL, shape=(self.control_channels,), stored_as=stored_as))
+
+    @property
+    def input_features(self) -> int:
+        return self.token_channels // self.in_channels * (self.in_channels + (self.control_channels or 0))
+
+    @property
+    def takes_references(self) -> bool:
+        return super().takes_references and self.control_channels is None

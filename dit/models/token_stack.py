@@ -24,7 +24,7 @@ from dit.kernels.rope import Rotation
 from dit.layers.alignment import AlignmentHead, with_columns
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
-from dit.layers.tokens import from_previous_stage, gather_tokens, shard_tokens, to_next_stage
+from dit.layers.tokens import from_previous_stage, gather_tokens, shard_tokens, to_next_stage, with_control
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
@@ -108,6 +108,7 @@ class TokenStack(Backbone, Generic[Config]):
         return None if self.rotary is None else self.rotary(batch.positions_T3)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        inputs_TC = with_control(inputs_TC, batch, self.model_config.input_features)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, batch.positions_T3)
         cond_SD = self.conditioner(time_S, batch)
         inputs = self.layer_inputs(cond_SD, positions_T3, layout, batch)

@@ -212,6 +212,8 @@ def compare_public(network: nn.Module, model: ModelConfig, batch: PackedBatch) -
     if (guidance := getattr(model, "guidance", None)) is not None:
         conditions["guidance"] = torch.tensor([guidance], device=device)
     latents = unpatchify(batch.latents_TC, grid, t, s)[None]
+    if (control_TC := conditions.get("control")) is not None:
+        latents = torch.cat([latents, unpatchify(control_TC, grid, t, s)[None]], 1)
     predictions = CALLS[form.class_name](reference, latents, torch.tensor([STEP], device=device), conditions)
     cut = [patchify(x[0], x.shape[2] // grid[0], x.shape[4] // grid[2])[0] for x in predictions]
     exact_TC = torch.cat(cut, 1)

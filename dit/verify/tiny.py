@@ -73,6 +73,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         "ffn_hidden_size": 4 * HEAD_SIZE * heads if is_fourfold else 12 * heads,
         "moe_ffn_hidden_size": 12 * heads,
         "in_channels": 4,
+        "control_channels": 4,
         "num_classes": 5,
         "context_size": 12,
         "pooled_size": 6,

@@ -27,7 +27,7 @@ MADE = (
     *("lora/pytorch_lora_weights.safetensors", "lora/adapter_config.json", "lora/adapter_model.safetensors"),
     *("lora/README.md", "merged/config.json", "data/subject", "class", "data/class"),
     *("runs/lora", "runs/more", "runs/dreambooth", "dog.png", "data/sdxl", "runs/sdxl_min_snr", "runs/sdxl_v"),
-    *("sdxl_v.png", "runs/control"),
+    *("sdxl_v.png", "runs/control", "control.png"),
 )
 
 
@@ -42,7 +42,7 @@ def models_and_pictures(folder: Path) -> None:
     (folder / "models/pixart/model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
     scheduler = DDIMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
     save_stable_diffusion(folder / "models/sdxl", scheduler, xl=True, force_zeros_for_empty_prompt=True)
-    for name in ("pictures", "subject"):
+    for name in ("pictures", "subject", "depth"):
         (folder / name).mkdir()
         for i in range(5):
             Image.new("RGB", (32, 32), (200, 40 * i, 30)).save(folder / name / f"{i}.png")
@@ -64,5 +64,5 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_of_the_page_works(followed: Path) -> None:
-    assert len(LINES) == 22
+    assert len(LINES) == 24
     assert [name for name in MADE if not (followed / name).exists()] == []

@@ -75,6 +75,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 OTHER: dict[str, Any] = {
     "in_channels": 6,
+    "control_channels": 3,
     "patch_spatial": lambda value: 3 - value,
     "patch_temporal": 2,
     "num_classes": 9,
@@ -186,12 +187,12 @@ BACKBONES = {
     "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
     "tread": Row(
-        recipe="tests.laws.routed.tread_cross",
+        recipe="tests.laws.options.tread_cross",
         quick=("tp2_sp", "cp2", "pp2"),
         other={"position_embedding": "sincos_2d"},
     ),
     "sprint": Row(
-        recipe="tests.laws.routed.sprint_dit",
+        recipe="tests.laws.options.sprint_dit",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
         other={"position_embedding": "sincos_2d"},
     ),
@@ -208,6 +209,13 @@ BACKBONES = {
         recipe="flux_12b",
         quick=("fsdp2_bf16",),
         other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
+        refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding"),
+        **FLUX1,
+    ),
+    "flux of control pictures": Row(
+        recipe="tests.laws.options.flux_control",
+        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
         refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding"),
         **FLUX1,
     ),
@@ -374,7 +382,6 @@ BACKBONES = {
             "transformer_layers": [2, 1],
             "mid_transformer_layers": 0,
             "head_size": 4,
-            "control_channels": 3,
             "norm_num_groups": 2,
             "null_text": "empty",
         },
@@ -388,7 +395,6 @@ BACKBONES = {
             "transformer_layers": [1, 1],
             "mid_transformer_layers": 1,
             "head_size": 4,
-            "control_channels": 3,
             "norm_num_groups": 2,
             "null_text": "learned",
         },

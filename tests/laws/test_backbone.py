@@ -97,6 +97,7 @@ PUBLIC = {
     "dit of classes": "DiTTransformer2DModel",
     "pixart": "PixArtTransformer2DModel",
     "flux": "FluxTransformer2DModel",
+    "flux of control pictures": "FluxTransformer2DModel",
     "chroma": "ChromaTransformer2DModel",
     "flux2": "Flux2Transformer2DModel",
     "lumina2": "Lumina2Transformer2DModel",

@@ -11,7 +11,10 @@ from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
 
 MODELS = {
-    "dit_cross": {"backbone": "dit_cross", "num_query_groups": 2, "size_conditioning": True, "num_classes": 5},
+    "dit_cross": {
+        **{"backbone": "dit_cross", "num_query_groups": 2, "size_conditioning": True, "num_classes": 5},
+        "control_channels": 3,
+    },
     "dit_cross_rope": {
         **{"backbone": "dit_cross", "position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0]},
         **{"adaln_lora_rank": 4, "add_bias": True, "qk_layernorm": False},

@@ -27,6 +27,7 @@ from diffusers import (
 )
 from torch import Tensor
 
+from dit.batch import pixel_values
 from dit.checkpoint.full_weights import read_full_weights, write_imported
 from dit.checkpoint.reading import candidates, read_settings
 from dit.convert.diffusers_format import TrainedModel
@@ -117,6 +118,7 @@ class Case:
         shift: shift_factor of the autoencoder.
         quant: it has convolutions around the latents.
         blocks: of the autoencoder, which halves the sides between them.
+        vae: entry of `VAES`, if not that of the pipeline.
         size, frames: of a latent.
     """
 
@@ -129,6 +131,7 @@ class Case:
     shift: float | None = None
     quant: bool = True
     blocks: int = 3
+    vae: str | None = None
     size: tuple[int, int] = (8, 8)
     frames: int = 1
     prompts: tuple[str, ...] = PROMPTS
@@ -166,6 +169,16 @@ CASES = {
         guidance=1.0,
         quant=False,
     ),
+    "flux control": Case(
+        "FluxControlPipeline",
+        FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5, control_channels=4),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "text={t5}:max_tokens=9:padded,pooled={clip}",
+        guidance=1.0,
+        shift=0.2,
+        quant=False,
+        size=(8, 12),
+    ),
     "chroma": Case(
         "ChromaPipeline",
         ChromaConfig(**CHROMA, approximator=[16, 24, 2], rope_axes=[2, 4, 6]),
@@ -179,6 +192,15 @@ CASES = {
         WanConfig(**WAN, in_channels=16, null_text="empty"),
         FlowMatching(time_shift=3.0, last_time=0.2),
         "{t5}:max_tokens=9:zero_padded",
+        size=(4, 6),
+        frames=2,
+    ),
+    "wan 2.2": Case(
+        "WanPipeline",
+        WanConfig(**WAN, in_channels=6, null_text="empty"),
+        FlowMatching(time_shift=5.0),
+        "{t5}:max_tokens=9:prompt=wan:zero_padded",
+        vae="wan 2.2",
         size=(4, 6),
         frames=2,
     ),
@@ -228,6 +250,14 @@ CASES = {
 }
 VAES = {
     "WanPipeline": (AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1}),
+    "wan 2.2": (
+        AutoencoderKLWan,
+        {
+            **{"base_dim": 8, "decoder_base_dim": 8, "z_dim": 6, "num_res_blocks": 1, "is_residual": True},
+            **{"in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16},
+            **{"latents_mean": [0.1] * 6, "latents_std": [0.8] * 6},
+        },
+    ),
     "QwenImagePipeline": (AutoencoderKLQwenImage, {"base_dim": 8, "num_res_blocks": 1}),
     "HunyuanVideo15Pipeline": (
         AutoencoderKLHunyuanVideo15,
@@ -252,8 +282,8 @@ VAES = {
 def save_vae(folder: Path, case: Case) -> Path:
     """Save an autoencoder: of 4 channels that compresses 4 x 4 pixels, or as the class of the pipeline."""
     torch.manual_seed(3)
-    if case.pipeline in VAES:
-        kind, settings = VAES[case.pipeline]
+    if (name := case.vae or case.pipeline) in VAES:
+        kind, settings = VAES[name]
         kind(**settings).eval().save_pretrained(folder)
         return folder
     down, up = ("DownEncoderBlock2D",) * case.blocks, ("UpDecoderBlock2D",) * case.blocks
@@ -266,6 +296,9 @@ def save_vae(folder: Path, case: Case) -> Path:
     else:
         convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
         model = AutoencoderKL(**sizes, **kinds, **convolutions, scaling_factor=0.3611, shift_factor=case.shift).eval()
+        if case.pipeline.startswith("Flux"):  # FluxControlPipeline draws latents from the posterior
+            with torch.no_grad():
+                model.encoder.conv_out.weight[4:], model.encoder.conv_out.bias[4:] = 0, -30
     model.save_pretrained(folder)
     return folder
 
@@ -314,12 +347,20 @@ def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Ten
     else:
         encoders = load_text_encoders(generator.text_encoder or "")
         given = as_conditions(encoders.encode(case.prompts), case.model.conditions())
+    vae = VAE(generator.config.sampling.vae or generator.autoencoder or "")
+    if case.model.condition("control") is not None:
+        given = {**given, "control": list(vae.encode(control_pictures(case)[:, :, None]))}
     latents = generator.generate(conditions=given, **sampling)
-    vae = VAE(generator.config.sampling.vae or "")
     tokens = prod(case.size) // generator.spec.patch_volume * case.frames
     objective = case.objective.at_size(tokens, case.model.token_channels)
     _, sigma = objective.path.alpha_sigma(objective.sampling_grid(STEPS)[0])
     return float(sigma) * start_noise(generator, given), vae.decode(latents) / 2 + 0.5
+
+
+def control_pictures(case: Case) -> Tensor:
+    """Return a control picture for each prompt, `[2, 3, H, W]` in [-1, 1], with values of 8 bits."""
+    height, width = (2 ** (case.blocks - 1) * side for side in case.size)
+    return pixel_values(torch.randint(256, (2, 3, height, width), generator=torch.Generator().manual_seed(6)))
 
 
 @pytest.fixture(autouse=True)
@@ -330,7 +371,9 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def page_call(code: str) -> dict[str, Any]:
     """Return the arguments by name of the call of the pipeline in the lines of a page."""
     [call] = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
-    return {str(word.arg): eval(ast.unparse(word.value)) for word in call.keywords}
+    return {
+        str(word.arg): eval(ast.unparse(word.value), {"load_image": Path, "range": range}) for word in call.keywords
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -346,7 +389,15 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     if case.guidance != 1:
         _, unguided = ours(generator, case, guidance_scale=1.0)
         assert relative_error(unguided, expected) > 30 * RTOL  # otherwise the comparison would not see guidance
+    drawn = drawn_by_pipeline(folder, case, noise, monkeypatch)
+    assert drawn.shape == expected.shape
+    assert drawn.shape[-2:] == tuple(VAE(str(tmp_path / "vae")).geometry.space * side for side in case.size)
+    assert expected.clamp(0, 1).std() > 0.01
+    assert relative_error(drawn, expected.clamp(0, 1)) <= RTOL
 
+
+def drawn_by_pipeline(folder: Path, case: Case, noise: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Return the pictures of an exported pipeline as its own page draws them, `[N, 3, T, H, W]` in [0, 1]."""
     pipeline = DiffusionPipeline.from_pretrained(folder)
     assert type(pipeline).__name__ == case.pipeline
     if case.pipeline == "PRXPipeline":  # needs ftfy, which changes no prompt here
@@ -362,28 +413,27 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     assert given in call
     call[given] = list(case.prompts) if case.encoders else [2, 0]  # ZImagePipeline writes into the list
     is_clip = case.frames > 1
-    noise, expected = (noise, expected) if is_clip else (noise[:, :, 0], expected[:, :, 0])
+    noise = noise if is_clip else noise[:, :, 0]
     if case.pipeline == "DiTPipeline":
         monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
         assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
     else:
         call["latents"] = noise
-        if case.pipeline in ("FluxPipeline", "ChromaPipeline", "QwenImagePipeline"):
+        if case.pipeline in ("FluxPipeline", "FluxControlPipeline", "ChromaPipeline", "QwenImagePipeline"):
             call["latents"] = pipeline._pack_latents(noise, 2, case.model.in_channels, *case.size)
         elif case.pipeline.startswith("Flux2"):
             call["latents"] = pipeline._patchify_latents(noise)
     if "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"]] * 2
+    if "control_image" in call:
+        call["control_image"] = control_pictures(case)
     calls = [call]
     if case.pipeline in ("PRXPipeline", "HunyuanVideo15Pipeline"):  # draws one prompt at a time
         calls = [{**call, "prompt": p, "latents": x[None]} for p, x in zip(call["prompt"], call["latents"])]
     outputs = [pipeline(**words, output_type="np") for words in calls]
     drawn = [torch.from_numpy(output.frames if is_clip else output.images) for output in outputs]
-    found = torch.cat(drawn).movedim(-1, 1)
-    assert found.shape == expected.shape
-    assert found.shape[-2:] == tuple(VAE(str(tmp_path / "vae")).geometry.space * side for side in case.size)
-    assert expected.clamp(0, 1).std() > 0.01
-    assert relative_error(found, expected.clamp(0, 1)) <= RTOL
+    pictures = torch.cat(drawn).movedim(-1, 1)
+    return pictures if is_clip else pictures[:, :, None]
 
 
 def refused(folder: Path, case: Case, capsys: pytest.CaptureFixture, *words: str) -> str:

@@ -4,13 +4,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Optional
 
 from dit.models.base import TransformerSizes
+from dit.models.conditioned import ControlConditioned
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
 from dit.models.transformer_config import Positions
 
 
 @dataclass(kw_only=True)
-class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted):
+class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted, ControlConditioned):
     """DiT with text cross-attention, conditioned on time, frame rate, size and class by adaLN-Zero.
 
     Attributes:

@@ -35,7 +35,7 @@ class DiTCross(TokenStack[DiTCrossConfig]):
         self.conditioner = cross_conditioner(config, provider)
         self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
         if stage.first:
-            self.embed = PatchEmbedding(config.token_channels, size, provider)
+            self.embed = PatchEmbedding(config.input_features, size, provider)
         self.layers = nn.ModuleDict({str(i): DiTCrossLayer(config, provider, attention) for i in stage.layers})
         if stage.last:
             self.head = FinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Optional, Self
 
-from dit.condition_table import CONTEXT, CONTROL, POOLED, SIZE_AND_CROP
+from dit.condition_table import CONTEXT, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
-from dit.models.conditioned import NULLS, NullTextConditioned
+from dit.models.conditioned import NULLS, ControlConditioned, NullTextConditioned
 from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
 from dit.ranges import check_choice
@@ -21,7 +21,7 @@ TWO_ENCODERS = (
 
 
 @dataclass(kw_only=True)
-class LDMUNetConfig(NullTextConditioned):
+class LDMUNetConfig(NullTextConditioned, ControlConditioned):
     """The UNet of latent diffusion, conditioned on time and text.
 
     The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, plus a learned null token unless
@@ -38,13 +38,11 @@ class LDMUNetConfig(NullTextConditioned):
         head_size: features per attention head; None: `num_attention_heads` counts.
         pooled_size: width of the pooled text embedding, used with sizes and crop position.
         norm_num_groups: groups of the group norms.
-        control_channels: channels of a control picture, such as a semantic map.
         null_text: replacement of a dropped text, also in guidance: a learned token, the empty text's embedding (needs
             `:padded` encoders), or zeros.
         lora: train only adapters of the model in `checkpoint.start_from`.
 
-    Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis); of the
-    pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
+    Source of the pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
     """
 
     supports: ClassVar[Supports] = Supports(
@@ -61,7 +59,6 @@ class LDMUNetConfig(NullTextConditioned):
     head_size: Optional[int] = None
     norm_num_groups: int = 32
     pooled_size: Optional[int] = None
-    control_channels: Optional[int] = None
     null_text: NullText = "learned"  # type: ignore[assignment]
     lora: Optional[LoRAConfig] = None
 
@@ -75,11 +72,6 @@ class LDMUNetConfig(NullTextConditioned):
     def with_adapters(self, lora: LoRAConfig) -> Self:
         return replace(self, lora=lora)
 
-    @property
-    def input_features(self) -> int:
-        """Input channels of the network: latent plus control picture."""
-        return (self.in_channels + (self.control_channels or 0)) * self.patch_temporal * self.patch_spatial**2
-
     def conditions(self) -> tuple[Condition, ...]:
         conditions = super().conditions()
         if self.pooled_size is not None:
@@ -87,8 +79,6 @@ class LDMUNetConfig(NullTextConditioned):
             pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=pooled_null)
             texts = (replace(c, made_with=TWO_ENCODERS) if c.name == CONTEXT.name else c for c in conditions)
             conditions = (*texts, pooled, SIZE_AND_CROP)
-        if self.control_channels is not None:
-            conditions = (*conditions, replace(CONTROL, shape=(self.control_channels,)))
         return conditions
 
     def heads(self, channels: int) -> int:

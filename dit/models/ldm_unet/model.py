@@ -9,12 +9,12 @@ from torch.nn.functional import interpolate
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.condition_table import CONTROL
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm, as_pictures, as_tokens
 from dit.layers.embeddings import TimestepEmbedder
 from dit.layers.picture_blocks import BlockConditions
 from dit.layers.text import TextTokens
+from dit.layers.tokens import with_control
 from dit.models.base import Backbone, Stage
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import NORM_EPSILON, AddedEmbedding, Blocks, ResidualBlock, SpatialTransformer
@@ -104,8 +104,8 @@ class LDMUNet(Backbone):
         self.added: Optional[AddedEmbedding] = None
         if config.pooled_size is not None:
             self.added = AddedEmbedding(config.pooled_size, config.condition_size, provider)
-        self.conv_in = Convolution(config.input_features, first, provider)
-        self.controlled = config.control_channels is not None
+        self.input_features = config.input_features
+        self.conv_in = Convolution(self.input_features, first, provider)
         skips = [first]
         self.down_blocks = nn.ModuleList()
         for level in levels:
@@ -123,8 +123,7 @@ class LDMUNet(Backbone):
         self.conv_out = Convolution(first, config.output_features, provider, init=ZEROS)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        if self.controlled:
-            inputs_TC = torch.cat([inputs_TC, batch.conditions[CONTROL.name].values], 1)
+        inputs_TC = with_control(inputs_TC, batch, self.input_features)
         x_NCHW = as_pictures(inputs_TC.to(self.conv_in.weight.dtype), batch)
         frames = len(x_NCHW) // len(time_S)
         context_KD, texts = self.text(batch)

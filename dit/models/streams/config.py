@@ -131,11 +131,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         return self.learned_padding
 
     @property
-    def input_features(self) -> int:
-        """Input features per token."""
-        return self.token_channels
-
-    @property
     def outer_bias(self) -> bool:
         """Whether linear layers outside attention and MLPs have biases."""
         return self.add_bias or self.block == "sandwich"

@@ -20,6 +20,7 @@ from dit.layers.tokens import (
     shard_tokens,
     to_next_stage,
     unshard_tokens,
+    with_control,
 )
 from dit.layout import SequenceLayout
 from dit.levels import time_of_samples
@@ -185,6 +186,7 @@ class Streams(Backbone):
         self, inputs_TC: Tensor, positions_T3: Tensor, batch: PackedBatch, layouts: StreamLayouts
     ) -> Tensor:
         """Return the local tokens of the image stream."""
+        inputs_TC = with_control(inputs_TC, batch, self.model_config.input_features)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, positions_T3)
         x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
         if self.model_config.learned_padding == 1:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +19,12 @@ from dit.checkpoint.diffusers_folder import FolderWeights, local_path, read_netw
 from dit.checkpoint.full_weights import read_all
 from dit.checkpoint.state_files import read_full
 from dit.convert import sliced_weights
+from dit.convert.diffusers_format import format_of_settings
 from dit.convert.rules import ByHead, Chunks, Pointwise
 from dit.convert.state_files import INDEX, read_diffusers
 from dit.errors import CheckpointError, ConfigError, UserError
+from dit.models.lora_config import LoRAConfig
+from dit.parallel.build import parameter_shapes
 from tests.support.published import NETWORKS, save_network
 
 HEADS = "transformer_blocks.1.attn.to_q.weight"
@@ -62,6 +66,49 @@ def test_every_box_is_that_of_the_full_conversion(
             weights.read(key, expected.shape, [(box, memory[1:-1].view(box.sizes))])
             assert torch.equal(memory[1:-1].view(box.sizes), expected[box.slices_in(Box.of(expected.shape))]), key
             assert memory[0] == memory[-1] == 7
+
+
+@pytest.mark.parametrize(("name", "layer"), [("flux", "embed.linear"), ("unet", "conv_in")])
+def test_the_inputs_of_a_control_picture_start_as_zeros(folders: Path, name: str, layer: str) -> None:
+    """After the inputs of the latent; all other boxes are those of the folder."""
+    network = read_network(folders / name)
+    model = replace(network.trained.model, control_channels=3)
+    stored, weights, generator = network.weights(network.trained.model), network.weights(model), random.Random(0)
+    assert {n: weights.shapes[n] for n in weights.shapes} == parameter_shapes(model)
+    assert [n for n in weights.shapes if weights.shapes[n] != stored.shapes[n]] == [f"{layer}.weight"]
+    for key, expected in read_all(stored).items():
+        shape = weights.shapes[key]
+        if key == f"{layer}.weight":
+            expected = torch.cat(
+                [expected, expected.new_zeros(len(expected), shape[1] - expected.shape[1], *shape[2:])], 1
+            )
+        boxes = [Box.of(shape), random_box(shape, generator), *boxes_of_range(shape, 1, expected.numel() - 2)]
+        for box in boxes:
+            memory = torch.full((box.numel + 2,), 7.0)
+            weights.read(key, shape, [(box, memory[1:-1].view(box.sizes))])
+            assert torch.equal(memory[1:-1].view(box.sizes), expected[box.slices_in(Box.of(shape))]), key
+            assert memory[0] == memory[-1] == 7
+    assert f"zeros for the control picture in {layer}.weight" in str(weights)
+
+
+def test_adapters_without_the_inputs_of_the_control_picture_are_refused(folders: Path) -> None:
+    """They would never read it."""
+    network = read_network(folders / "flux")
+    model = replace(network.trained.model, control_channels=4)
+    cure = r"embed\.linear are zeros, which no adapter changes; add 'embed\.linear' to model\.lora\.targets=\['layers"
+    with pytest.raises(ConfigError, match=cure):
+        network.weights(model.with_adapters(LoRAConfig()))
+    unet = read_network(folders / "unet")
+    with pytest.raises(ConfigError, match="conv_in are zeros, which no adapter changes; train all weights"):
+        unet.weights(replace(unet.trained.model, control_channels=4, lora=LoRAConfig(targets=["*"])))
+    network.weights(model.with_adapters(LoRAConfig(targets=["embed.*"])))
+
+
+def test_a_published_network_of_control_pictures_is_read(folders: Path) -> None:
+    """FLUX.1 Canny and Depth: twice as many input as output channels. Source: their `config.json`."""
+    settings = json.loads((folders / "flux" / "config.json").read_text()) | {"in_channels": 32, "out_channels": 16}
+    model: Any = format_of_settings(settings).read_settings(settings).model
+    assert (model.in_channels, model.control_channels, model.out_channels) == (4, 4, None)
 
 
 def test_a_box_reads_only_its_slices() -> None:

@@ -1,6 +1,7 @@
 """Pairs of pictures before and after an edit: prepared from folders, lists and tables, and read by training."""
 
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dit.batch import pixel_values
 from dit.data_api import BatchSpec
 from dit.encoders.vae import VAE
 from dit.errors import EXIT_CONFIG, EXIT_OK
+from dit.models.flux.config import FluxConfig
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
@@ -95,6 +97,25 @@ def test_pictures_of_the_same_name_are_a_pair(tmp_path: Path, capsys: pytest.Cap
     assert "skipped, bad_image: 1; broken.png: its reference: " in said
     assert f"edited from another picture: {COUNT} samples" in said
     assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
+
+
+def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path: Path) -> None:
+    """As latents of the size of their sample, in its order of tokens."""
+    edited, originals = write_pairs(tmp_path)
+    vae = VAE(str(save_vae(tmp_path / "vae")))
+    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals, "--vae", tmp_path / "vae") == EXIT_OK
+    control = FluxConfig(in_channels=4, control_channels=4).condition("control")
+    spec = replace(SPEC, latent_channels=4, patch_spatial=2, conditions=(control,))
+    data = EnergonData(path=str(tmp_path / "out"), num_streams=1, background=False)
+    data.validate(spec, 1, 1)
+    pairs = []
+    for batch in islice(data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None), 3 * COUNT):
+        rows = slice(batch.layout.lengths[0])
+        pairs.append(
+            [unpatchify(x[rows], batch.grids[0], 1, 2) for x in (batch.latents_TC, batch.conditions["control"].values)]
+        )
+    encoded = [tuple(vae.encode(x[None])[0] for x in pair) for pair in PAIRS]
+    assert numbers(pairs, encoded) == set(range(COUNT))
 
 
 def test_flips_and_crops_are_the_same_for_both_pictures(tmp_path: Path) -> None:

@@ -5,23 +5,13 @@ import re
 import pytest
 
 from dit.errors import ConfigError
+from dit.objectives.ddpm import DDPM
 from dit.parallel.build import count_parameters
 from launch import dry_run
 from launch.config_file import built
 from launch.train import call_recipe
-from recipes.finetune import (
-    ON_ONE_GPU,
-    WAYS,
-    Way,
-    finetune,
-    finetune_chroma,
-    finetune_hunyuan_video,
-    finetune_lora,
-    finetune_lumina2,
-    finetune_prx,
-    finetune_z_image,
-    finetune_z_image_lora,
-)
+from recipes.finetune import ON_ONE_GPU, WAYS, Way, finetune, finetune_lora
+from tests.support.fine_tuning_table import PAGE, ROWS, row, table_of
 
 GIB = 2**30
 
@@ -99,19 +89,55 @@ def test_mlperf_measures_at_its_samples_with_its_optimizer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factory", "folder", "parameters", "rank"),
+    ("factory", "folder", "parameters"),
     [
-        (finetune_z_image, "models/z-image", 6_154_908_736, None),
-        (finetune_z_image_lora, "models/z-image", 6_154_908_736, 16),
-        (finetune_lumina2, "models/lumina2", 2_609_769_152, None),
-        (finetune_prx, "models/prx", 1_170_691_648, None),
-        (finetune_chroma, "models/chroma", 8_899_983_424, None),
-        (finetune_hunyuan_video, "models/hunyuan-video", 8_326_608_160, None),
+        ("finetune_z_image", "models/z-image", 6_154_908_736),
+        ("finetune_lumina2", "models/lumina2", 2_609_769_152),
+        ("finetune_prx", "models/prx", 1_170_691_648),
+        ("finetune_sana", "models/sana", 1_604_462_752),
+        ("finetune_chroma", "models/chroma", 8_899_983_424),
+        ("finetune_hunyuan_video", "models/hunyuan-video", 8_326_608_160),
+        ("finetune_flux2_klein", "models/flux2-klein", 3_875_544_576),
+        ("finetune_flux2_klein(size='9b')", "models/flux2-klein-9b", 9_078_581_248),
+        ("finetune_qwen_image", "models/qwen-image", 20_430_401_088),
+        ("finetune_wan22_ti2v", "models/wan22-ti2v", 4_999_787_712),
+        ("finetune_sdxl", "models/sdxl", 2_567_463_684),
+        ("finetune_sd35", "models/sd35", 8_056_627_520),
+        ("finetune_sd35(size='medium')", "models/sd35-medium", 2_243_171_520),
     ],
 )
-def test_recipes_of_published_models_have_their_sizes(factory, folder, parameters, rank) -> None:
-    config = built(factory(gpus=8))
-    assert config.checkpoint.start_from == folder
-    assert count_parameters(config.model.without_adapters()) == parameters
-    assert (None if config.model.adapters is None else config.model.adapters.rank) == rank
-    assert config.training.recompute == "full"
+def test_recipes_of_published_models_have_their_sizes(factory: str, folder: str, parameters: int) -> None:
+    for lora in (False, True):
+        words = f"lora={lora}, gpus=8, gpu_memory=80"
+        name, _, arguments = factory.partition("(")
+        config = built(call_recipe(f"{name}({words}, {arguments or ')'}"))
+        assert config.checkpoint.start_from == folder
+        assert count_parameters(config.model.without_adapters()) == parameters
+        assert (config.model.adapters is not None) is lora
+        assert config.training.recompute == "full"
+        assert config.training.run_dir.endswith("_lora") is lora
+
+
+def test_recipes_of_published_models_have_their_objectives() -> None:
+    """Source: `scheduler_config.json` of each pipeline, and the arguments of its call."""
+    sdxl = built(call_recipe("finetune_sdxl"))
+    assert sdxl.objective == DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
+    assert (sdxl.data.bucket_by_shape, sdxl.model.null_text, sdxl.sampling.solver) == (True, "zeros", "ddim")
+    assert {"pooled", "size_and_crop"} < {condition.name for condition in sdxl.model.conditions()}
+    wan = built(call_recipe("finetune_wan22_ti2v"))
+    assert (wan.data.clean_first_frame, wan.objective.time_shift, wan.model.null_text) == (0.5, 5.0, "empty")
+    qwen = built(call_recipe("finetune_qwen_image"))
+    assert (qwen.objective.shift_by_tokens, qwen.objective.last_time) == ([0.5, 0.9, 256, 8192], 0.02)
+    assert (qwen.sampling.guidance_scale, qwen.sampling.guidance_norm) == (4.0, True)
+    assert built(call_recipe("finetune_hunyuan_video")).parallel.data_parallel == "fsdp"
+
+
+def test_the_page_has_a_row_for_every_published_model() -> None:
+    assert [line.split(":")[0].removeprefix("| ") for line in table_of(PAGE.read_text(encoding="utf-8"))] == list(ROWS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", ROWS)
+def test_the_planned_rows_of_the_page_are_those_of_the_planner(title: str) -> None:
+    """Write them with `python -m tests.support.fine_tuning_table --write`."""
+    assert row(title) in PAGE.read_text(encoding="utf-8").splitlines()

@@ -1,10 +1,11 @@
-"""Recipes with token routing, for the laws of backbones: TREAD with texts, SPRINT with several noise levels."""
+"""Recipes with options of several backbones, for the laws of backbones: token routing, control pictures."""
 
 import nemo_run as run
 
 from dit.training.pretrain import pretrain
 from recipes.components import sprint, tread
 from recipes.dit import pretrain_7b
+from recipes.flux import flux_12b
 from recipes.tiny import tiny_dit
 
 
@@ -23,4 +24,12 @@ def sprint_dit() -> run.Partial:
     recipe.model.num_layers, recipe.model.routing = 5, sprint()
     recipe.model.routing.path_dropout, recipe.model.bottleneck_size = 0.5, 16
     recipe.data.clean_first_frame = 0.5
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def flux_control() -> run.Partial:
+    """FLUX.1 with a control picture, as FLUX.1 Canny and Depth."""
+    recipe = flux_12b()
+    recipe.model.control_channels = 16
     return recipe
