@@ -21,6 +21,8 @@ DEMO_FLUX2 ?= runs/tiny_flux2
 PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental extended --count 400
 
 export OMP_NUM_THREADS ?= 1
+# Empty: the many processes of the tests share compiled modules.
+export PYTHONDONTWRITEBYTECODE =
 export TQDM_DISABLE ?= 1
 
 .PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars demo-pipeline docs test lint test-parallel test-faults test-slurm benchmark hashes clean help

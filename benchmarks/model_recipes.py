@@ -5,11 +5,119 @@ All feed synthetic data; `benchmarks.recipes` says how to time one.
 
 import nemo_run as run
 
+from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import pretrain
 from recipes import flux, imagen, stdit, wan
-from recipes.components import flux_dev, stdit_3b, wan_14b
-from recipes.dit import as_large_model, as_mock, with_fsdp
+from recipes.components import (
+    flux_dev,
+    stdit_3b,
+    stdit_3b_opensora,
+    stdit_s,
+    stdit_xl,
+    wan_1_3b,
+    wan_2_2_ti2v_5b,
+    wan_14b,
+)
+from recipes.dit import as_large_model, as_mock, on_tensor_parallel, with_fsdp
+
+CLIP_1K = (4, 32, 32)
+"""Latent (frames, height, width) of 1024 tokens: 4 x 16 x 16 patches."""
+CLIP_25K = (24, 64, 64)
+"""Latent of 24,576 tokens: 24 x 32 x 32 patches."""
+CLIP_74K = (32, 96, 96)
+"""Latent of 73,728 tokens: 32 x 48 x 48 patches."""
+CLIP_480P = (24, 104, 60)
+"""Latent (frames, height, width) of 37,440 tokens: about 93 frames of 832 x 480 through an autoencoder of 4 x 8 x 8."""
+CLIP_720P = (31, 44, 80)
+"""Latent (frames, height, width) of 27,280 tokens: 121 frames of 704 x 1280 through an autoencoder of 4 x 16 x 16."""
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit_s() -> run.Partial:
+    """ST-DiT-S (59 M) on synthetic clips of 4 x 16 x 16 patches, 15 steps: one GPU.
+
+    One sample to a micro-batch, 32 per step; --dryrun estimates 1.5 GiB.
+    """
+    return as_mock(stdit.open_sora("mock_stdit_s", stdit_s()), CLIP_1K)
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit_xl() -> run.Partial:
+    """ST-DiT-XL (1.20 B) on synthetic clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more, 68 GiB of it.
+
+    24 of its 56 layers are recomputed; the memory is what --dryrun estimates.
+    """
+    recipe = as_mock(stdit.open_sora("mock_stdit_xl", stdit_xl()), CLIP_25K)
+    recipe.training.recompute, recipe.training.recompute_layers = "full", 24
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit3b() -> run.Partial:
+    """ST-DiT-3B (3.26 B) of the NeMo proposal on synthetic clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
+
+    --dryrun estimates 14 GiB on each. The proposal's recipe of this name builds XL.
+    """
+    return on_tensor_parallel(as_mock(as_large_model(stdit.open_sora("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
+
+
+@run.cli.factory(target=pretrain)
+def mock_stdit3b_opensora() -> run.Partial:
+    """ST-DiT-3B (3.18 B) of Open-Sora on synthetic clips of 73,728 tokens, TP 2 + SP, CP 2, 15 steps: 4 x 80 GB.
+
+    Each GPU has 16 complete frames, so spatial attention sends nothing; temporal attention sends its tokens once and
+    gets them back. Every layer is recomputed; --dryrun estimates 22 GiB on each.
+    """
+    recipe = as_large_model(stdit.open_sora("mock_stdit3b_opensora", stdit_3b_opensora()))
+    recipe = as_mock(recipe, CLIP_74K, text_tokens=300)
+    recipe.parallel.context_parallel_size = 2
+    recipe.training.recompute = "full"
+    return on_tensor_parallel(recipe, 2)
+
+
+def _wan(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partial:
+    """Return 15 steps of synthetic clips under DFM's layout."""
+    recipe = on_tensor_parallel(as_mock(as_large_model(wan.wan(name, model)), CLIP_480P), 2)
+    recipe.parallel.context_parallel_size = 4
+    recipe.training.global_batch_size = samples
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def wan_1_3b_mock() -> run.Partial:
+    """Wan 2.1 1.3B (1.42 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, 15 steps: 8 x 40 GB.
+
+    Every GPU works on 9360 tokens of a clip. Cheap activations are recomputed; `--dryrun` estimates 22 GiB on each, 23
+    without.
+    """
+    recipe = _wan("wan_1_3b_mock", wan_1_3b(), 8)
+    recipe.training.recompute = "selective"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def wan_14b_mock() -> run.Partial:
+    """Wan 2.1 14B (14.3 B) on synthetic clips of 37,440 tokens, TP 2 + SP, CP 4, FSDP: 32 x 141 GB or more.
+
+    15 steps. `--dryrun` estimates 75 GiB on each GPU, 70 with `training.recompute=selective`.
+    DFM publishes 325.8 TFLOP/s for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
+    """
+    return with_fsdp(_wan("wan_14b_mock", wan_14b(), 16))
+
+
+@run.cli.factory(target=pretrain)
+def wan_2_2_ti2v_5b_mock() -> run.Partial:
+    """Wan 2.2 TI2V 5B (5.00 B) on synthetic clips of 27,280 tokens, TP 2 + SP, CP 4, FSDP, 15 steps: 16 x 80 GB.
+
+    The first frame of half of the clips is clean, so that one model draws clips from a text, and from a text and a
+    picture. Clips have the published size: 121 frames of 1280 x 704 through an autoencoder of 4 x 16 x 16.
+    """
+    recipe = with_fsdp(_wan("wan_2_2_ti2v_5b_mock", wan_2_2_ti2v_5b(), 16))
+    recipe.data.frames, recipe.data.height, recipe.data.width = CLIP_720P
+    recipe.data.clean_first_frame = 0.5
+    recipe.objective.time_shift = 5.0
+    return recipe
 
 
 def _stdit(name: str, comm: str, context_size: int) -> run.Partial:
@@ -17,7 +125,7 @@ def _stdit(name: str, comm: str, context_size: int) -> run.Partial:
 
     For 8192 tokens: `data.height=32 data.width=32`.
     """
-    recipe = as_mock(stdit.open_sora(name, stdit_3b()), stdit.CLIP_74K, text_tokens=300)
+    recipe = as_mock(stdit.open_sora(name, stdit_3b()), CLIP_74K, text_tokens=300)
     recipe.model.num_layers = 8
     recipe.training.global_batch_size = 1
     recipe.training.recompute = "selective"
@@ -201,14 +309,14 @@ def bench_wan14b_37k_tp2sp_cp4() -> run.Partial:
     DFM's row: 325.8 TFLOP/s for each of 128 H100, where 8 layers recomputed are enough. Its batch is not published, 64
     clips are assumed. Weights are replicated over data-parallel ranks, the optimizer's states are not.
     """
-    recipe = wan.mock("bench_wan14b_37k_tp2sp_cp4", wan_14b(), 64)
+    recipe = _wan("bench_wan14b_37k_tp2sp_cp4", wan_14b(), 64)
     recipe.training.recompute, recipe.training.recompute_layers = "full", 24
     return recipe
 
 
 def _wan_on_one_gpu(name: str, num_layers: int) -> run.Partial:
     """Return layers of Wan 14B that fit one GPU: two numbers give the time of a layer, and of the ends."""
-    recipe = as_mock(as_large_model(wan.wan(name, wan_14b())), wan.CLIP_480P)
+    recipe = as_mock(as_large_model(wan.wan(name, wan_14b())), CLIP_480P)
     recipe.model.num_layers = num_layers
     recipe.training.global_batch_size = 1
     recipe.training.recompute = "selective"

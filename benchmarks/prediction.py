@@ -52,7 +52,7 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     device = with_fp8(device, config.training.fp8)
     cluster = Cluster(device, ranks, config.parallel)
     return {
-        "planned_ms": 1e3 * planned_step(step_plan, dims, cluster).time.total,
+        "planned_ms": 1e3 * planned_step(step_plan, dims, cluster).total,
         "planned_memory_gib": step_plan.fullest.peak / 2**30,
         "planned_for": device.name,
     }

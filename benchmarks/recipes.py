@@ -14,15 +14,107 @@ from dit.settings import CheckpointConfig, LoggingConfig, SamplingConfig, Traini
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from recipes import moviegen
-from recipes.components import adamw_large, dit_cross_7b, dit_cross_28b, dit_s
+from recipes.components import adamw_large, dit_cross_7b, dit_cross_28b, dit_s, moviegen_5b, moviegen_30b
 from recipes.dit import as_large_model, as_mock, on_tensor_parallel, text_conditional, with_fsdp
 
+IMAGE_256 = (1, 32, 32)
+"""Latent (frames, height, width) of 256 tokens."""
 CLIP_8K = (32, 32, 32)
 """Latent (frames, height, width) of 8192 tokens."""
 CLIP_64K = (16, 128, 128)
 """Latent of 65,536 tokens."""
 CLIP_74K = (32, 96, 96)
 """Latent of 73,728 tokens."""
+
+
+@run.cli.factory(target=pretrain)
+def mock_dit7b_8k() -> run.Partial:
+    """DiT-7B with text (7.19 B) on synthetic clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB or more.
+
+    For measurements; steps 10 and 11 are traced into `profile/`. NeMo publishes 10,052 tokens/s per H100 for this model
+    and length, which its convention calls 519 TFLOPS; the necessary work is 359.
+    """
+    recipe = as_large_model(text_conditional("mock_dit7b_8k", dit_cross_7b()))
+    recipe.logging.profile_steps = [10, 11]
+    return with_fsdp(on_tensor_parallel(as_mock(recipe, CLIP_8K), 2))
+
+
+@run.cli.factory(target=pretrain)
+def train_mock() -> run.Partial:
+    """MovieGen-5B cut to 16 layers (2.88 B) on synthetic clips of 73,728 tokens, TP 4 + SP, CP 2, FSDP: 8 x 80 GB.
+
+    For measurements of long sequences on one node; one sample per step. NeMo's recipe of this name has 73,728
+    tokens and gets one frame; this one really has them.
+    """
+    recipe = as_mock(as_large_model(text_conditional("train_mock", moviegen_5b())), CLIP_74K)
+    recipe.model.num_layers = 16
+    recipe.training.global_batch_size = 1
+    recipe.parallel.context_parallel_size = 2
+    return with_fsdp(on_tensor_parallel(recipe, 4))
+
+
+@run.cli.factory(target=pretrain)
+def mock_ditllama5b_8k() -> run.Partial:
+    """MovieGen-5B (5.74 B) on synthetic clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB.
+
+    For measurements: the counterpart of mock_dit7b_8k, with a trace of steps 10 and 11, too.
+    """
+    recipe = as_mock(as_large_model(text_conditional("mock_ditllama5b_8k", moviegen_5b())), CLIP_8K)
+    recipe.logging.profile_steps = [10, 11]
+    return with_fsdp(on_tensor_parallel(recipe, 2))
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
+    """MovieGen-5B (5.74 B) on synthetic clips of 8192 tokens, TP 2 + SP, PP 2, CP 2: 8 GPUs, a check of the layout.
+
+    One sample per step, so half of each pipeline waits: raise `training.global_batch_size` to measure anything.
+    """
+    recipe = as_large_model(text_conditional("pretrain_ditllama5b_stage3_mock_with_pp", moviegen_5b()))
+    recipe = on_tensor_parallel(as_mock(recipe, CLIP_8K), 2)
+    recipe.training.global_batch_size = 1
+    recipe.parallel.pipeline_model_parallel_size = 2
+    recipe.parallel.context_parallel_size = 2
+    return recipe
+
+
+def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context_size: int) -> run.Partial:
+    recipe = as_mock(as_large_model(text_conditional(name, moviegen_30b())), latent)
+    recipe.training.global_batch_size = 256
+    recipe.parallel.context_parallel_size = context_size
+    return on_tensor_parallel(recipe, tensor_size)
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage2_mock() -> run.Partial:
+    """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 32 GiB each.
+
+    The layout of stage 2, 256 clips per step; every GPU has 2048 tokens of a clip.
+    """
+    return with_fsdp(_mock_30b("pretrain_ditllama30b_stage2_mock", CLIP_8K, 2, 4))
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage3_mock() -> run.Partial:
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 per step: 128 x 80 GB.
+
+    The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe requests them and gets one frame.
+    Cheap activations are recomputed; --dryrun estimates 59 GiB on each of 128 GPUs, 16 with `training.recompute=full`.
+    """
+    recipe = with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_74K, 2, 8))
+    recipe.training.recompute = "selective"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def pretrain_ditllama30b_stage3_mock_with_pp() -> run.Partial:
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 4 + SP, PP 4, CP 8, 256 per step: 128 x 80 GB.
+
+    Each GPU has a quarter of 12 layers and, per micro-batch, an eighth of a clip's tokens.
+    """
+    recipe = _mock_30b("pretrain_ditllama30b_stage3_mock_with_pp", CLIP_74K, 4, 8)
+    recipe.parallel.pipeline_model_parallel_size = 4
+    return recipe
 
 
 def _measured(name: str, model: run.Config, latent: tuple[int, int, int]) -> run.Partial:
@@ -247,7 +339,7 @@ def matrix_cp_tp_sp_fsdp_ep() -> run.Partial:
 def _stage(name: str, recipe: run.Partial) -> run.Partial:
     """Return a stage of Movie Gen's training on synthetic data, to be measured."""
     layout, training = recipe.parallel, recipe.training
-    latent = {"256": moviegen.IMAGE_256, "8k": moviegen.CLIP_256, "74k": moviegen.CLIP_768}[name.rpartition("_")[2]]
+    latent = {"256": IMAGE_256, "8k": CLIP_8K, "74k": CLIP_74K}[name.rpartition("_")[2]]
     measured = as_mock(as_large_model(text_conditional(name, recipe.model)), latent)
     measured.parallel = layout
     measured.training.micro_batch_size = training.micro_batch_size
@@ -299,7 +391,7 @@ def stage_30b_8k() -> run.Partial:
 
     A step is 346 PFLOP of work: 14 s if every GPU reaches 400 TFLOPS.
     """
-    return _stage("stage_30b_8k", moviegen.pretrain_ditllama30b_stage2_mock())
+    return _stage("stage_30b_8k", pretrain_ditllama30b_stage2_mock())
 
 
 @run.cli.factory(target=pretrain)
@@ -309,4 +401,4 @@ def stage_30b_74k() -> run.Partial:
     A step is 7.5 EFLOP of work: 2.4 minutes if every GPU reaches 400 TFLOPS. Cheap
     activations are recomputed; --dryrun estimates 59 GiB on each GPU, 16 with `training.recompute=full`.
     """
-    return _stage("stage_30b_74k", moviegen.pretrain_ditllama30b_stage3_mock())
+    return _stage("stage_30b_74k", pretrain_ditllama30b_stage3_mock())

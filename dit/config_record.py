@@ -7,7 +7,7 @@ and of packages that the user names in `DIT_PACKAGES` are instantiated, so readi
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from dit.errors import CheckpointError
@@ -57,21 +57,6 @@ def to_record(value: object) -> Any:
     return str(value)
 
 
-def removed_settings(settings_class: object) -> dict[str, object]:
-    """Return the settings that earlier versions of a class had, and the value of each that now always holds.
-
-    A class lists its own in `removed_settings`.
-    """
-    tables = [vars(base).get("removed_settings", {}) for base in reversed(getattr(settings_class, "__mro__", ()))]
-    return {name: value for table in tables for name, value in table.items()}
-
-
-def without_removed(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop removed settings in a record whose value is the one that now always holds."""
-    removed = removed_settings(settings_class)
-    return {name: value for name, value in values.items() if name not in removed or value != removed[name]}
-
-
 def from_record(record: object) -> Any:
     """Rebuild the value that `to_record` wrote."""
     if isinstance(record, list):
@@ -96,13 +81,6 @@ def from_record(record: object) -> Any:
     if not (isinstance(settings_class, type) and dataclasses.is_dataclass(settings_class)):
         raise CheckpointError(f"the record names {name!r}, which is not a settings class")
     try:
-        return settings_class(**without_removed(settings_class, values))
+        return settings_class(**values)
     except TypeError as error:
-        cause = "; ".join(moved(settings_class, values)) or error
-        raise CheckpointError(f"the record of {name!r} does not fit this version: {cause}") from error
-
-
-def moved(settings_class: type, values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each setting in a record that has a replacement, see `former_settings` of the class."""
-    former = getattr(settings_class, "former_settings", {})
-    return [f"{name}={values[name]!r} is now {new}" for name, new in former.items() if name in values]
+        raise CheckpointError(f"the record of {name!r} does not fit this version: {error}") from error

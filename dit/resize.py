@@ -1,8 +1,7 @@
 """Resized pictures, the condition of super-resolution models."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 from torch import Tensor
 from torch.nn.functional import interpolate
@@ -47,12 +46,7 @@ class LowResolution:
         """Enlarge small pictures `[..., h, w]` to the size of the latent."""
         return enlarged(small, self.factor, self.kernel)
 
-    def __call__(self, latent: Tensor, change: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
-        """Return the low-resolution picture of a latent `[C, T, H, W]`, same shape, float32.
-
-        Args:
-            change: applied to the small picture `[C, T, h, w]` before it is enlarged.
-        """
+    def __call__(self, latent: Tensor) -> Tensor:
+        """Return the low-resolution picture of a latent `[C, T, H, W]`, same shape, float32."""
         height, width = latent.shape[-2:]
-        small = reduced(latent, self.factor)
-        return self.enlarge(small if change is None else change(small))[..., :height, :width]
+        return self.enlarge(reduced(latent, self.factor))[..., :height, :width]

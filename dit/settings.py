@@ -1,8 +1,7 @@
 """Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Optional, get_type_hints
+from typing import Literal, Optional, get_type_hints
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -126,8 +125,6 @@ class TrainingConfig:
         hang_timeout_s: seconds without progress until a rank ends the run and names the cause.
     """
 
-    former_settings: ClassVar[Mapping[str, str]] = {"compile": "kernels=compile"}
-
     run_dir: str = "runs/default"
     num_steps: int = 1000
     micro_batch_size: int = 1
@@ -163,16 +160,6 @@ class TrainingConfig:
     time_limit: Optional[str] = None
     collective_timeout_s: float = 600.0
     hang_timeout_s: Optional[float] = 1800.0
-
-    removed_settings: ClassVar[Mapping[str, object]] = {
-        "compile": False,
-        "min_loss_scale": 1.0,
-        "ema_interval": 1,
-        "validate_raw_weights": False,
-        "sanity_micro_batches": 0,
-        "spike_window": 128,
-        "bad_steps_within": 100,
-    }
 
     def check_time_out(self) -> None:
         """Check the settings that process groups need, before all others."""
@@ -317,8 +304,6 @@ class CheckpointConfig:
     start_from: Optional[str] = None
     accept_changes: Optional[list[str]] = None
 
-    removed_settings: ClassVar[Mapping[str, object]] = {"keep_best_training": 0, "failed_saves_allowed": 2}
-
     def validate(self) -> None:
         """Check every field by itself."""
         if self.copy_to is not None:
@@ -413,11 +398,6 @@ class SamplingConfig:
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
     seed: int = 7
-
-    former_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("s_churn", "s_tmin", "s_tmax", "s_noise"), "churn=[s_churn,s_tmin,s_tmax,s_noise]"
-    )
-    removed_settings: ClassVar[Mapping[str, object]] = {"s_churn": 0, "s_tmin": 0, "s_tmax": None, "s_noise": 1}
 
     def validate(self) -> None:
         """Check every field by itself."""

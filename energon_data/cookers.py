@@ -20,7 +20,6 @@ from dit.conditions import Condition, Value
 from dit.data_api import sample_id
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, page_of
-from dit.resize import LowResolution
 from energon_data.media_files import PICTURES, VIDEOS, read_pixels
 from energon_data.samples import (
     CAPTIONS,
@@ -138,8 +137,6 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
     if value is None and condition.axis == "sample":
         value = _list_of_numbers(clip.metadata, condition.stored_as)
     if value is None and condition.derive is not None:
-        if clip.corrupt is not None and isinstance(condition.derive, LowResolution):
-            return condition.derive(clip.latent, clip.corrupt)
         return condition.derive(clip.latent)
     if value is None and condition.default is not None:
         return None

@@ -1,10 +1,10 @@
 """Energon data sets as a `DataConfig`, with checks before anything is built."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
@@ -37,7 +37,7 @@ class EnergonData(ReaderSettings, DataConfig):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:
-        path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
+        path: a data set folder with `.nv-meta`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list.
         shuffle_buffer: samples shuffled in memory.
@@ -57,7 +57,6 @@ class EnergonData(ReaderSettings, DataConfig):
         crop_size: crop to this height and width, after resizing.
         random_crop: crop at a random position; held-out data at the centre.
         flip: probability of mirroring; not of held-out data.
-        corrupt_low_resolution: blur, resize and add noise to low-resolution pictures in training.
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
         online_vae: autoencoder that encodes stored pixels in every step.
@@ -91,7 +90,6 @@ class EnergonData(ReaderSettings, DataConfig):
     crop_size: Optional[list[int]] = None
     random_crop: bool = True
     flip: float = 0.0
-    corrupt_low_resolution: bool = False
     vary_captions: bool = True
     require_checksums: bool = True
     online_vae: Optional[str] = None
@@ -99,8 +97,6 @@ class EnergonData(ReaderSettings, DataConfig):
     online_precision: Literal["fp32", "bf16"] = "fp32"
     validation_split: str = "val"
     validation_samples: Optional[int] = 512
-
-    removed_settings: ClassVar[Mapping[str, object]] = {"max_abs_latent": 1e3, "train_split": "train"}
 
     @property
     def longest_text(self) -> Optional[int]:
@@ -191,7 +187,7 @@ class EnergonData(ReaderSettings, DataConfig):
 
     def folders(self, split: str) -> list[SplitInfo]:
         """Check all folders; arguments and errors as in `check_dataset`."""
-        return [info for path in self._paths() for info in check_dataset(path, split)]
+        return [check_dataset(path, split) for path in self._paths()]
 
     def _paths(self) -> list[str]:
         return [self.path] if self.blend is None else [member.path for member in self._members()]
@@ -230,7 +226,6 @@ class EnergonData(ReaderSettings, DataConfig):
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
         from energon_data.augment import Augmentation
-        from energon_data.corruption import Corruption
         from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
@@ -259,7 +254,6 @@ class EnergonData(ReaderSettings, DataConfig):
                 max_tokens=min(lengths) if lengths else None,
             ),
             augmentation=augmentation,
-            corruption=Corruption() if self.corrupt_low_resolution and not held_out else None,
             vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,

@@ -26,7 +26,6 @@ _MOST_SHARDS = 10_000_000
 _DIGEST_BLOCKS, _DIGEST_BLOCK_BYTES, _DIGEST_THREADS = 5, 16 << 10, 16
 """Number and size of the blocks of a shard that identify its content, and number of shards read at a time."""
 _DATASET_KEYS = {"__module__", "__class__", "subflavors"}
-_METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
     "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or write it again (energon_data.prepare)"
 )
@@ -161,46 +160,6 @@ def _nested_targets(value: object) -> list[str]:
     return [t for v in value for t in _nested_targets(v)] if isinstance(value, list) else []
 
 
-def _nested(value: object, key: str) -> list[Any]:
-    """List the values of `key` anywhere in a configuration."""
-    if isinstance(value, dict):
-        return [v for k, v in value.items() if k == key] + [x for v in value.values() for x in _nested(v, key)]
-    return [x for v in value for x in _nested(v, key)] if isinstance(value, list) else []
-
-
-def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> list[Any]:
-    """Check that a metadataset file, and files it refers to, make Energon import only metadatasets."""
-    if file in above:
-        raise DataError(f"the blends {[str(p) for p in (*above, file)]} refer to each other in a cycle")
-    content = _load(file)
-    targets = _nested_targets(content)
-    allowed = {f"megatron.energon.{name}" for name in _METADATASETS}
-    if not targets or set(targets) - allowed:
-        raise DataError(f"{file} names {targets or 'no class'}; a blend may only use {sorted(allowed)}")
-    for key in ("dataset_config", "split_config", "aux", "join"):
-        if _nested(content, key):
-            raise DataError(f"{file} uses {key!r}, which is not supported; blend plain data set folders")
-    contents = [content]
-    for member in _nested(content, "path"):
-        if isinstance(member, str) and member.endswith((".yaml", ".yml")):
-            contents += _check_blend_file(Path(os.path.realpath(file.parent / member)), (*above, file))
-    return contents
-
-
-def _check_blend(file: Path, split: str) -> list[SplitInfo]:
-    """Check a metadataset file and every data set it blends."""
-    _check_blend_file(Path(os.path.realpath(file)))
-    from megatron.energon.metadataset.loader import traverse_metadataset
-
-    try:
-        members = traverse_metadataset(file, split_part=split)
-    except Exception as error:
-        raise DataError(
-            f"cannot read the blend {file}, split {split!r}: {error}; compare it with Energon's docs"
-        ) from error
-    return [check_folder(Path(str(member.path.local_path())), member.split_part) for member in members]
-
-
 def stored_names(infos: Sequence[SplitInfo]) -> Optional[set[str]]:
     """Return the names of array parts and metadata in the first samples, common to all members of a blend.
 
@@ -235,17 +194,15 @@ def _prepare_words(folder: str) -> Optional[str]:
     return None
 
 
-def check_dataset(path: str, split: str) -> list[SplitInfo]:
-    """Check a data set folder, or a metadataset file and all its members."""
+def check_dataset(path: str, split: str) -> SplitInfo:
+    """Check a data set folder."""
     if not path:
-        raise ConfigError("data.path is empty; set it to a data set folder or a metadataset file")
+        raise ConfigError("data.path is empty; set it to a data set folder")
     file = Path(path).absolute()
     if file.is_dir():
-        return [check_folder(file, split)]
-    if file.is_file() and file.suffix in (".yaml", ".yml"):
-        return _check_blend(file, split)
+        return check_folder(file, split)
     if file.exists():
-        raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
+        raise DataError(f"{path} is not a data set folder; data.blend reads several folders")
     words = _prepare_words(file.name)
     command = f"; `python -m energon_data.prepare {words} --out {path}` writes it" if words else ""
     raise DataError(
@@ -255,22 +212,20 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
 
 
 def identity(path: str, split: str) -> str:
-    """Return the number of samples and shards of a data set or metadataset, and a digest.
+    """Return the number of samples and shards of a data set, and a digest.
 
-    The digest covers names and sizes of the shards, a few blocks of each, their SHA-256 in `dataset.json`, and the
-    content of metadataset files. A change outside these blocks that keeps size and `dataset.json` is not noticed.
+    The digest covers names and sizes of the shards, a few blocks of each, and their SHA-256 in `dataset.json`. A change
+    outside these blocks that keeps size and `dataset.json` is not noticed.
     """
-    infos = check_dataset(path, split)
-    contents = [] if Path(path).is_dir() else _check_blend_file(Path(os.path.realpath(path)))
-    for info in infos:
-        recorded = info.description.get("shards", {})
-        with ThreadPoolExecutor(_DIGEST_THREADS) as pool:  # a network file system answers slowly
-            for shard, (size, blocks) in zip(info.shards, pool.map(_size_and_digest_of_blocks, info.shards)):
-                name = shard.relative_to(info.path).as_posix()
-                contents.append([name, size, recorded.get(name, {}).get("sha256"), blocks])
+    info, contents = check_dataset(path, split), []
+    recorded = info.description.get("shards", {})
+    with ThreadPoolExecutor(_DIGEST_THREADS) as pool:  # a network file system answers slowly
+        for shard, (size, blocks) in zip(info.shards, pool.map(_size_and_digest_of_blocks, info.shards)):
+            name = shard.relative_to(info.path).as_posix()
+            contents.append([name, size, recorded.get(name, {}).get("sha256"), blocks])
     digest = hashlib.sha256(json.dumps(contents, default=str).encode()).hexdigest()
-    samples, shards = sum(info.samples for info in infos), sum(len(info.shards) for info in infos)
-    return f"{samples} samples in {shards} shard{'' if shards == 1 else 's'}, digest {digest[:16]}"
+    shards = len(info.shards)
+    return f"{info.samples} samples in {shards} shard{'' if shards == 1 else 's'}, digest {digest[:16]}"
 
 
 def _size_and_digest_of_blocks(file: Path) -> tuple[int, str]:

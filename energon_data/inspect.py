@@ -17,8 +17,7 @@ from torch import Tensor
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
 from energon_data.folder import check_dataset
-from energon_data.report.false_colours import coloured, middle_frame
-from energon_data.report.survey import Survey, expected_packing, survey
+from energon_data.report.survey import Survey, expected_packing, middle_frame, survey
 
 DESCRIBED = ("latent_shape", "context_size", "text_encoder", "vae")
 """Entries of `dataset.json` to print."""
@@ -44,25 +43,23 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", metavar="DIR", help="a data set folder, or the .yaml of a blend (data.path)")
+    parser.add_argument("data", metavar="DIR", help="a data set folder (data.path)")
     parser.add_argument("--split", default="train", help="(%(default)s)")
     parser.add_argument(
         "--samples", type=int, default=1000, metavar="N", help="samples to read per folder; 0 for all (%(default)s)"
     )
     parser.add_argument("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
     parser.add_argument("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
-    parser.add_argument("--buffer", type=int, default=256, metavar="N", help="data.packing_buffer_size (%(default)s)")
     parser.add_argument("--multiple-of", type=int, default=16, metavar="N", help="data.pack_multiple_of (%(default)s)")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
     parser.add_argument(
-        "--tiles", type=int, default=36, metavar="N", help="number of pictures in the sheet or table (%(default)s)"
+        "--tiles", type=int, default=36, metavar="N", help="number of pictures in the sheet (%(default)s)"
     )
     parser.add_argument(
         "--vae",
         metavar="NAME",
-        help="decode the shown latents with this autoencoder instead of drawing false colours",
+        help="decode the latents of the sheet with this autoencoder instead of drawing false colours",
     )
-    parser.add_argument("--wandb", metavar="PROJECT", help="write a table of samples with pictures to this project")
     parser.add_argument(
         "--no-checksums", action="store_true", help="also read samples without checksums (data.require_checksums=False)"
     )
@@ -166,7 +163,7 @@ def content_lines(survey_result: Survey) -> Iterator[str]:
 
 
 def token_lines(
-    survey_result: Survey, patch: tuple[int, int, int], *, pack: Optional[int], buffer: int, multiple_of: int
+    survey_result: Survey, patch: tuple[int, int, int], *, pack: Optional[int], multiple_of: int
 ) -> Iterator[str]:
     """Yield lines on the number of tokens, and on how samples fill packs."""
     lengths = [one.tokens(patch) for one in survey_result.seen]
@@ -182,17 +179,17 @@ def token_lines(
     yield f"tokens      {spread_of(countable)}, with patches of {name}"
     yield from bars(histogram(countable))
     if pack is not None:
-        packing = expected_packing(countable, pack, buffer=buffer, multiple_of=multiple_of)
+        packing = expected_packing(countable, pack, multiple_of=multiple_of)
         longer = f"; {packing.too_long:.1%} of the samples are longer and dropped" if packing.too_long else ""
         yield (
-            f"packs       of {pack:,} tokens: {packing.real:.2%} real, {packing.samples / packing.packs:.1f} samples "
-            f"each, from a buffer of {buffer:,}{longer}"
+            f"packs       of {pack:,} tokens: {packing.real:.2%} real, "
+            f"{packing.samples / packing.packs:.1f} samples each{longer}"
         )
 
 
-def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
+def write_sheet(survey_result: Survey, path: Path, vae: Optional[str]) -> str:
     """Write the contact sheet and return a line about it."""
-    from dit.sampling.grid import save_png
+    from dit.sampling.grid import PIXEL_CHANNELS, save_png
     from energon_data.report.contact_sheet import contact_sheet
 
     tiles = [
@@ -201,7 +198,10 @@ def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
     ]
     save_png(contact_sheet(tiles), path)
     number = "1 sample" if len(tiles) == 1 else f"{len(tiles)} samples"
-    return f"sheet       {path}: {number}{f'; {colours}' if colours else ''}"
+    colours = "" if vae is None else f"; latents decoded by {vae}"
+    if any(len(frame) not in PIXEL_CHANNELS for _, frame in survey_result.shown):
+        colours = "; latents in false colours: --vae decodes them"
+    return f"sheet       {path}: {number}{colours}"
 
 
 def decoder(name: str) -> Callable[[Tensor], Tensor]:
@@ -225,57 +225,30 @@ def decoder(name: str) -> Callable[[Tensor], Tensor]:
     return decoded
 
 
-def colour(survey_result: Survey, vae: Optional[str]) -> str:
-    """Convert the shown latents to pictures; return a note on their colours, empty for pixels."""
-    pictures, colours = coloured([frame for _, frame in survey_result.shown])
-    survey_result.shown = [(one, picture) for (one, _), picture in zip(survey_result.shown, pictures, strict=True)]
-    return colours if vae is None else f"latents decoded by {vae}"
-
-
-def inspected(
-    survey_result: Survey, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path], colours: str
-) -> str:
-    """Return the summary of one folder."""
-    lines = [*shard_lines(survey_result), *content_lines(survey_result)]
-    lines += token_lines(survey_result, patch, pack=args.pack, buffer=args.buffer, multiple_of=args.multiple_of)
-    if sheet is not None:
-        lines.append(write_sheet(survey_result, sheet, colours))
-    return "\n".join(lines)
-
-
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
     patch = patch_of(args.patch)
-    for name, low in (("samples", 0), ("pack", 1), ("buffer", 1), ("multiple_of", 1), ("tiles", 1)):
+    for name, low in (("samples", 0), ("pack", 1), ("multiple_of", 1), ("tiles", 1)):
         value = getattr(args, name)
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
-    if args.vae is not None and args.sheet is None and args.wandb is None:
-        raise ConfigError(f"--vae {args.vae} decodes shown samples; add --sheet FILE.png or --wandb PROJECT")
-    show: Callable[[Tensor], Tensor] = middle_frame
-    if args.vae is not None:
-        show = decoder(args.vae)
-    infos = check_dataset(args.data, args.split)
-    surveys: list[Survey] = []
-    for number, info in enumerate(infos):
-        sheet = args.sheet if args.sheet is None or number == 0 else args.sheet.with_stem(f"{args.sheet.stem}_{number}")
-        if number:
-            echo()
-        survey_result = survey(
-            info,
-            limit=args.samples or None,
-            pictures=args.tiles if sheet is not None or args.wandb else 0,
-            show=show,
-            require_checksums=not args.no_checksums,
-        )
-        surveys.append(survey_result)
-        echo(inspected(survey_result, args, patch, sheet, colour(survey_result, args.vae)), flush=True)
-    if args.wandb:
-        from energon_data.report.wandb_table import log_table
-
-        echo(f"wandb       {log_table(surveys, args.wandb, patch, Path())}")
+    if args.vae is not None and args.sheet is None:
+        raise ConfigError(f"--vae {args.vae} decodes the samples of the sheet; add --sheet FILE.png")
+    show: Callable[[Tensor], Tensor] = middle_frame if args.vae is None else decoder(args.vae)
+    survey_result = survey(
+        check_dataset(args.data, args.split),
+        limit=args.samples or None,
+        pictures=0 if args.sheet is None else args.tiles,
+        show=show,
+        require_checksums=not args.no_checksums,
+    )
+    lines = [*shard_lines(survey_result), *content_lines(survey_result)]
+    lines += token_lines(survey_result, patch, pack=args.pack, multiple_of=args.multiple_of)
+    if args.sheet is not None:
+        lines.append(write_sheet(survey_result, args.sheet, args.vae))
+    echo(*lines, sep="\n", flush=True)
     return EXIT_OK
 
 

@@ -9,7 +9,6 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -43,8 +42,6 @@ class Clip:
         conditions: conditions of the model, by name, without missing optional ones.
         pixels: `[3, T, H, W]` uint8 if the training device encodes them; `latent` is then zeros of the right shape.
         wording: index of the caption, and its embedding, in use.
-        corrupt: corrupts the low-resolution picture of a super-resolution model; None for no corruption, or once
-            encoded.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
         reference: clean latent `[C, T, H, W]` that the sample is edited from; None for none.
@@ -62,7 +59,6 @@ class Clip:
     pixels: Optional[Tensor] = None
     wording: int = 0
     caption: Optional[str] = None
-    corrupt: Optional[Callable[[Tensor], Tensor]] = None
     shard: str = ""
     id: int = 0
     loss_weight: float = 1.0

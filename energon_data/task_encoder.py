@@ -29,7 +29,6 @@ from dit.patches import patches
 from dit.patchify import Grid, frames_to_patch
 from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_caption, read_condition
-from energon_data.corruption import Corruption
 from energon_data.decoder import decode_sample
 from energon_data.filters import Filters
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
@@ -43,7 +42,6 @@ class EncoderOptions:
     """Options of converting samples to micro-batches.
 
     Attributes:
-        corruption: corruption of the low-resolution pictures of a super-resolution model; None for none.
         vary_captions: draw one of a sample's captions instead of using the first.
         require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
         max_text_tokens: longer texts are truncated; None for no limit.
@@ -60,7 +58,6 @@ class EncoderOptions:
 
     filters: Filters = field(default_factory=Filters)
     augmentation: Optional[Augmentation] = None
-    corruption: Optional[Corruption] = None
     vary_captions: bool = False
     require_checksums: bool = True
     max_text_tokens: Optional[int] = None
@@ -202,8 +199,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:
             clip.wording = visit.caption(len(captions))
-        if self.options.corruption is not None:
-            clip.corrupt = partial(self.options.corruption, random=visit.generator("/corruption"))
         return clip
 
     @stateless
@@ -233,7 +228,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
                 clip.conditions[condition.name] = value
         if self.options.embedded:
             clip.caption = read_caption(clip)
-        clip.parts, clip.corrupt = {}, None
+        clip.parts = {}
         return clip
 
     def _fitting(self, latent: Tensor, name: str) -> tuple[Tensor, Grid]:

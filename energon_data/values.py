@@ -3,7 +3,6 @@
 import math
 from typing import Any, Literal
 
-from dit.condition_table import LOW_RESOLUTION
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -67,12 +66,6 @@ def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
     Args:
         multiple: sides of a crop must be multiples of this, in pixels.
     """
-    low = spec.condition(LOW_RESOLUTION.name)
-    if data.corrupt_low_resolution and (low is None or low.derive is None):
-        raise ConfigError(
-            "data.corrupt_low_resolution changes the low-resolution pictures of a super-resolution model, and "
-            "this model takes none; set it to false"
-        )
     if not changes_pictures(data):
         return
     # Conditions derived from the picture are derived from the changed picture.

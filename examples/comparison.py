@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import torch
@@ -36,7 +35,7 @@ def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: C
         return args.data
     data = generator.config.data
     path = getattr(data, "path", "")
-    if getattr(data, "blend", None) is None and Path(path).suffix not in (".yaml", ".yml"):
+    if getattr(data, "blend", None) is None:
         return path
     assert isinstance(data, EnergonData)  # other data are not blended
     members = {str(member.path): member.description.get("name") in names for member in data.folders("train")}

@@ -19,7 +19,7 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
-from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages, without_removed
+from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
@@ -131,7 +131,7 @@ def _read(value: object, annotation: object, key: str, load_component: Callable[
         settings = dict(value)
         kind = _target(settings.pop(CLASS_KEY, None), targets, key)
         config = Config(kind)
-        _fill(config, without_removed(kind, settings), key, load_component)
+        _fill(config, settings, key, load_component)
         return config
     if isinstance(value, list):
         lists = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is list]

@@ -31,7 +31,7 @@ COMMANDS = {
     ),
     "layouts": Command("launch.plan", "search the layout that trains a recipe fastest on some number of GPUs"),
     "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
-    "status": Command("launch.status", "how a run is doing, in a few lines, a picture or a page; several side by side"),
+    "status": Command("launch.status", "how runs are doing, in a few lines each"),
     "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
     "evaluate": Command("launch.evaluate", "measurements of a checkpoint: held-out loss, FID, CLIP score and others"),
     "average": Command("launch.average", "make a weight average of another length from saved ones"),

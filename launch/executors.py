@@ -2,7 +2,7 @@
 
 `launch.experiment --executor "slurm(account='a', job_dir='/shared', nodes=4)" executor.qos=high`. Every field of the
 executor can be set as `executor.FIELD=value`. The package must be installed where a run starts, because no code is
-sent, except by SkyPilot, whose executor always sends a git archive.
+sent.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,9 +12,6 @@ from typing import Optional
 import nemo_run as run
 from nemo_run.config import RUNDIR_NAME
 from nemo_run.core.execution.base import Executor
-from nemo_run.core.execution.docker import DockerExecutor
-from nemo_run.core.execution.kubeflow import KubeflowExecutor
-from nemo_run.core.execution.skypilot import SkypilotExecutor
 
 from dit.errors import ConfigError
 
@@ -35,25 +32,6 @@ def local() -> run.Config[run.LocalExecutor]:
 def torchrun(ranks: int = 8) -> run.Config[run.LocalExecutor]:
     """Several processes on this machine, started by torchrun."""
     return run.Config(run.LocalExecutor, ntasks_per_node=ranks, launcher="torchrun", env_vars=dict(ENVIRONMENT))
-
-
-@run.cli.factory
-def docker(
-    image: str = "megatron-dit", ranks: int = 8, volumes: Optional[list[str]] = None
-) -> run.Config[DockerExecutor]:
-    """A container of this machine, with all its GPUs; `volumes` as FROM:TO."""
-    return run.Config(
-        DockerExecutor,
-        container_image=image,
-        ntasks_per_node=ranks,
-        num_gpus=-1,
-        runtime="nvidia",
-        ipc_mode="host",  # loader workers send tensors through shared memory
-        volumes=volumes or [],
-        launcher="torchrun",
-        packager=run.Config(run.Packager),
-        env_vars=dict(ENVIRONMENT),
-    )
 
 
 @run.cli.factory
@@ -87,42 +65,7 @@ def slurm(
     )
 
 
-@run.cli.factory
-def skypilot(
-    gpus: str = "H100", ranks: int = 8, nodes: int = 1, infra: Optional[str] = None, image: Optional[str] = None
-) -> run.Config[SkypilotExecutor]:
-    """A cloud or Kubernetes cluster with SkyPilot (`infra="k8s/CONTEXT"`); installs the committed tree."""
-    return run.Config(
-        SkypilotExecutor,
-        gpus=gpus,
-        gpus_per_node=ranks,
-        num_nodes=nodes,
-        infra=infra,
-        container_image=image,
-        setup="pip install .",
-        launcher="torchrun",
-        env_vars=dict(ENVIRONMENT),
-    )
-
-
-@run.cli.factory
-def kubeflow(image: str, ranks: int = 8, nodes: int = 1, namespace: str = "default") -> run.Config[KubeflowExecutor]:
-    """A TrainJob of Kubeflow's Training Operator 2 on Kubernetes; launch/kubernetes.yaml needs no operator."""
-    return run.Config(
-        KubeflowExecutor,
-        image=image,
-        gpus_per_node=ranks,
-        num_nodes=nodes,
-        namespace=namespace,
-        launcher="torchrun",
-        packager=run.Config(run.Packager),
-        env_vars=dict(ENVIRONMENT),
-    )
-
-
-EXECUTORS: dict[str, Callable[..., run.Config]] = {
-    factory.__name__: factory for factory in (local, torchrun, docker, slurm, skypilot, kubeflow)
-}
+EXECUTORS: dict[str, Callable[..., run.Config]] = {factory.__name__: factory for factory in (local, torchrun, slurm)}
 
 
 def folder_of(executor: Executor, folder: Optional[Path], words: Iterable[str] = ()) -> Optional[Path]:

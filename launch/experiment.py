@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--executor", default="local", help="a name of launch/executors.py, with its arguments (%(default)s)"
     )
-    parser.add_argument("--detach", action="store_true", help="return once submitted; only Slurm and SkyPilot")
+    parser.add_argument("--detach", action="store_true", help="return once submitted; only Slurm")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the run folders (%(default)s)")
     add_arguments(parser)
     grid.add_arguments(parser)
@@ -75,7 +75,7 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     apply_overrides(config, list(overrides), lambda name: None)
     try:
         executor: Executor = fiddle.build(config)
-    except (AssertionError, ImportError) as error:  # nemo-run raises these if one of its extras is not installed
+    except AssertionError as error:
         raise ConfigError(f"--executor {name}: {str(error).partition(chr(10))[0]}") from error
     return executor
 
@@ -92,7 +92,6 @@ def execute(
 ) -> dict[str, str]:
     """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name."""
     import nemo_run as run
-    from nemo_run.core.execution.docker import DockerExecutor
 
     from launch.executors import folder_of
 
@@ -118,8 +117,7 @@ def execute(
             for job in experiment.jobs:
                 echo(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # no public name in nemo-run
             return {}
-        is_sequential = is_local or isinstance(executor, DockerExecutor)
-        experiment.run(sequential=is_sequential and len(tasks) > 1, detach=detach, tail_logs=not detach)
+        experiment.run(sequential=is_local and len(tasks) > 1, detach=detach, tail_logs=not detach)
     jobs = experiment.status(return_dict=True) or {}
     return {name: str(job["status"]) for name, job in jobs.items()}
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--features",
         metavar="FILE",
-        help="of fid, kid, precision, pictograms: weights of Inception v3 (that of FID, or torchvision's), a "
+        help="of fid, kid, precision, pictograms: weights of FID's Inception v3, a "
         "TorchScript file, a folder with a CLIP model, efficientnet_lite0, or a registered name "
         f"({', '.join(extensions.registered('features')) or 'none'})",
     )
@@ -120,8 +120,7 @@ def _report(
         count = "" if real is None else f", {real:,} pictures"
         compared = f"{drawn:,} generated pictures, compared with {args.reference}{count}"
         record |= {"reference": str(args.reference), "reference_pictures": real}
-    lines = [f"{result} ({compared}, {width} features, {features.network})"]
-    return (lines, record) if features.note is None else ([*lines, features.note], record | {"note": features.note})
+    return [f"{result} ({compared}, {width} features, {features.network})"], record
 
 
 class FeatureRows:

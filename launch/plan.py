@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dit.parallel.dims import ParallelDims
     from dit.planner.layouts import Allowed, Candidate, Problem, Shape
     from dit.planner.search import Priced, Verdict
-    from dit.planner.step import PlannedStep
+    from dit.planner.time import StepTime
     from launch.planned_sample import Sample
 
 GIB = 2**30
@@ -55,7 +55,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-tokens", type=int, metavar="N", help="tokens of its text")
     parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
-    parser.add_argument("--out", type=Path, metavar="FILE.png", help="draw the best step: its pipeline and its parts")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser
 
@@ -95,7 +94,7 @@ class Report:
     allowed: "Allowed"
     verdict: "Verdict"
     seconds: tuple[float, float]
-    step: Optional["PlannedStep"]
+    step: Optional["StepTime"]
     peak: Optional[int]
 
     def lines(self, top: int) -> list[str]:
@@ -128,7 +127,7 @@ class Report:
         priced = self.verdict.fitting[0]
         assert self.step is not None
         assert self.peak is not None
-        time = self.step.time
+        time = self.step
         mfu = ", ".join(f"{name} {share:.1%}" for name, share in self.rates.mfu(priced.candidate, time.total).items())
         return [
             f"the first, traced at its full depth: {time.total * 1e3:,.0f} ms, {self.peak / GIB:.1f} GiB",
@@ -175,7 +174,7 @@ class Report:
             "not_allowed": [{"count": n, "example": text} for n, text in self.allowed.refused.values()],
             "best": None
             if self.step is None
-            else {"step_s": self.step.time.total, "parts_s": self.step.time.parts, "peak_bytes": self.peak},
+            else {"step_s": self.step.total, "parts_s": self.step.parts, "peak_bytes": self.peak},
         }
 
     def _row(self, priced: "Priced") -> dict[str, Any]:
@@ -327,12 +326,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     echo("\n".join(report.lines(args.top)))
     if args.json:
         args.json.write_text(json.dumps(report.record(), indent=1))
-    if args.out and report.step is not None:
-        from launch.step_picture import draw
-
-        best = report.verdict.fitting[0]
-        title = f"{args.factory}, {args.gpus} {problem.device.name}: {layout_name(best.candidate, best.dims)}"
-        draw(report.step, title).save(args.out)
     return EXIT_OK if report.verdict.fitting else EXIT_CONFIG
 
 

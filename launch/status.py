@@ -1,142 +1,319 @@
-"""How a run is doing: `python -m launch.status RUN_DIR [RUN_DIR ...]`, while it runs or afterwards."""
+"""Status of runs from the files in their folders: `python -m launch.status RUN_DIR [RUN_DIR ...]`.
 
-import argparse
-import base64
-import html
-import io
-import math
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Optional
-
-from dit.durable_files import write_atomic
-from dit.errors import EXIT_OK, ConfigError, one_line_errors
-from dit.safe_files import read_bytes
-from dit.terminal import echo
-from launch.run_status import HELD_OUT, RunStatus, describe, lines, read_status
-
-# Title, scalar, logarithmic.
-PANELS = (
-    ("loss", "loss", True),
-    ("held-out loss", HELD_OUT, True),
-    ("gradient norm", "grad_norm", True),
-    ("samples per second", "samples_per_s", False),
-    ("share of the time waiting for data", "data_wait_share", False),
-)
-MAX_GRID_BYTES = 32 << 20
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #1a1a1a; }
-.runs { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 1rem; }
-.run { border: 1px solid #ccc; border-radius: 8px; padding: 1rem; overflow-wrap: anywhere; }
-h2 { font-size: 1rem; margin: 0 0 .6rem; } table { border-collapse: collapse; width: 100%; }
-td, th { padding: .2rem .6rem .2rem 0; text-align: left; vertical-align: top; }
-th { font-weight: 600; white-space: nowrap; color: #555; } img { width: 100%; margin: 1rem 0; }
-figure { margin: 1rem 0 0; } figure img { width: auto; max-width: 100%; margin: .3rem 0; } figcaption { color: #555; }
+It works at any time, also during a run or after a crash.
 """
 
+import argparse
+import fcntl
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Optional
 
-def figure_bytes(runs: Sequence[RunStatus]) -> bytes:
-    """Draw the runs in one picture, PNG; dotted lines are steps of incidents."""
-    from matplotlib.figure import Figure
+from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.monitoring.exit_record import read_outcome
+from dit.monitoring.heartbeat import read_beats
+from dit.monitoring.progress import format_duration
+from dit.monitoring.run_lock import LOCK_FILE
+from dit.monitoring.sinks import METRICS_FILE, as_number, current_records, read_records
+from dit.safe_files import open_regular, parse_json, parse_yaml, read_bytes
+from dit.terminal import echo, printable
 
-    figure = Figure(figsize=(12, 7), layout="constrained")
-    panels = figure.subplots(2, 3).flat
-    for axes, (title, name, logarithmic) in zip(panels, PANELS):
-        for number, run in enumerate(runs):
-            values = run.series.get(name, {})
-            steps = [step for step in sorted(values) if math.isfinite(values[step])]
-            heights = [values[step] for step in steps]
-            axes.plot(steps, heights, marker="." if len(steps) < 40 else "", linewidth=0.9, color=f"C{number}")
-            for incident in run.incidents:
-                if isinstance(incident.get("step"), int):
-                    axes.axvline(incident["step"], color=f"C{number}", linestyle=":", linewidth=0.8)
-            if logarithmic and heights and min(heights) > 0:
-                axes.set_yscale("log")
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-        if not any(run.series.get(name) for run in runs):
-            axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes, color="gray")
-    legend = figure.axes[-1]
-    legend.set_axis_off()
-    for number, run in enumerate(runs):
-        legend.plot([], [], color=f"C{number}", label=str(run.run_dir))
-    legend.plot([], [], color="gray", linestyle=":", label="incident")
-    legend.legend(loc="center", frameon=False)
-    out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=100, metadata={"Software": None})
-    return out.getvalue()
+HELD_OUT = "held_out/loss"
+RECENT = 50  # number of log lines in means and medians of current values
+SLOW = 1.2  # ratio to the median above which the slowest rank is named
+FRESH_S = 60.0  # largest age of the newest heartbeat of a running run, on a disk without locks
 
 
-def page(runs: Sequence[RunStatus]) -> str:
-    """Return one HTML page of the runs that needs no other file and runs no script."""
-    boxes = []
-    for run in runs:
-        head, *rest = lines(run)
-        rows = "".join(
-            f"<tr><th>{html.escape(line[:12].strip())}</th><td>{html.escape(line[12:])}</td></tr>" for line in rest
+@dataclass
+class RunStatus:
+    """Status of a run.
+
+    Attributes:
+        num_steps: planned optimizer steps; None if unknown.
+        series: values by step for each scalar, including values that are not finite, without discarded steps (see
+            `current_records`).
+        times: when each logged step of the newest attempt was reported, seconds since the epoch, by step.
+        running: whether a process has the lock of the folder; None if unknown.
+        beat: time of the newest heartbeat; None if there is none.
+        checkpoints: publication time of each published step.
+    """
+
+    run_dir: Path
+    num_steps: Optional[int] = None
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+    attempt: int = 1
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    running: Optional[bool] = None
+    holder: str = ""
+    beat: Optional[float] = None
+    checkpoints: dict[int, float] = field(default_factory=dict)
+    now: float = field(default_factory=time.time)
+
+    @property
+    def step(self) -> int:
+        """The newest logged or saved step of this attempt; before the first one, that of the newest checkpoint."""
+        began = min(self.times.values(), default=0.0)
+        saved = [step for step, published in self.checkpoints.items() if published >= began]
+        return max([*self.times, *saved], default=0)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run is running, according to its lock, or to its heartbeats on a disk without locks."""
+        if self.running is None:
+            return self.beat is not None and self.now - self.beat <= FRESH_S
+        return self.running
+
+    @property
+    def seconds_per_step(self) -> Optional[float]:
+        """Seconds per step over the newest log lines of this attempt, including the time between steps."""
+        steps = sorted(self.times)[-RECENT:]
+        if len(steps) < 2:
+            return None
+        return (self.times[steps[-1]] - self.times[steps[0]]) / (steps[-1] - steps[0])
+
+    def recent(self, name: str) -> list[float]:
+        """Return the finite values among the newest values of a scalar, oldest first."""
+        values = self.series.get(name, {})
+        return [values[step] for step in sorted(values)[-RECENT:] if math.isfinite(values[step])]
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Read a run folder."""
+    metrics = run_dir / METRICS_FILE
+    if not metrics.is_file() and read_outcome(run_dir) is None:
+        raise ConfigError(
+            f"{run_dir} is not a run folder: it has no {METRICS_FILE} and no exit.json; give training.run_dir"
         )
-        grids = "".join(_figure(run.run_dir, *run.pictures[name]) for name in sorted(run.pictures))
-        boxes.append(f'<section class="run"><h2>{html.escape(head)}</h2><table>{rows}</table>{grids}</section>')
-    picture = base64.b64encode(figure_bytes(runs)).decode()
-    rows_of_incidents = "".join(
-        f"<tr><th>{html.escape(str(run.run_dir))}</th><td>{html.escape(describe(incident))}</td></tr>"
-        for run in runs
-        for incident in run.incidents
-    )
-    incidents = f"<h2>Incidents</h2><table>{rows_of_incidents}</table>" if rows_of_incidents else ""
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Runs</title>'
-        f'<style>{STYLE}</style></head><body><div class="runs">{"".join(boxes)}</div>'
-        f'<img alt="losses, gradient norm and rates by step" src="data:image/png;base64,{picture}">'
-        f"{incidents}</body></html>\n"
-    )
+    status = RunStatus(run_dir)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        num_steps = parse_yaml(read_bytes(run_dir / "config.yaml"))["training"]["num_steps"]
+        status.num_steps = num_steps if isinstance(num_steps, int) else None
+    for record in current_records(read_records(metrics) if metrics.is_file() else ()):
+        _add(status, record)
+    status.running, status.holder = _lock(run_dir)
+    status.beat = max((beat.time for beat in read_beats(run_dir).values() if _is_number(beat.time)), default=None)
+    for folder in (run_dir / "checkpoints").glob("iter_*"):
+        if folder.name[5:].isdigit():
+            with suppress(OSError):
+                status.checkpoints[int(folder.name[5:])] = (folder / "manifest.json").stat().st_mtime
+    return status
 
 
-def _figure(run_dir: Path, step: int, grid: Path) -> str:
-    """Return a grid of samples, embedded; only its name if it cannot be read."""
-    name = html.escape(f"{grid.relative_to(run_dir)}, step {step}")
+def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
+    """Add a record of `read_records`; values of wrong types are ignored."""
+    attempt, step = record["attempt"], record["step"]
+    if attempt > status.attempt:
+        status.attempt = attempt
+        status.times.clear()
+    if record["kind"] == "incident":
+        status.incidents.append(dict(record))
+        if record.get("incident") == "rewind":
+            status.times.clear()
+    elif record["kind"] == "scalars":
+        if "samples_per_s" in record:
+            status.times[step] = record["time"]
+        for name, value in record.items():
+            if name not in ("kind", "step", "time", "attempt", "loss_hex") and (number := as_number(value)) is not None:
+                status.series.setdefault(name, {})[step] = number
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
+    """Return whether a process has the lock of a run folder (None: the disk has no locks), and which."""
     try:
-        data = base64.b64encode(read_bytes(grid, MAX_GRID_BYTES, follow=False)).decode()
-    except (OSError, ConfigError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "a link"
-        return f"<figure><figcaption>{name}: {html.escape(str(reason))}</figcaption></figure>"
-    source = f"data:image/{grid.suffix[1:]};base64,{data}"
-    return (
-        f'<figure><figcaption>{html.escape(name)}</figcaption><img alt="{html.escape(name)}" src="{source}"></figure>'
-    )
+        descriptor = open_regular(run_dir / LOCK_FILE)
+    except FileNotFoundError:
+        return False, ""
+    except OSError:
+        return None, ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False, ""
+    except BlockingIOError:
+        with suppress(OSError, ValueError):
+            who = parse_json(os.pread(descriptor, 4096, 0))
+            return True, f"process {who['pid']} on {who['host']}" + (f", job {who['job']}" if who.get("job") else "")
+        return True, ""
+    except OSError:
+        return None, ""
+    finally:
+        os.close(descriptor)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.status",
-        description="Say in a few lines how a run is doing, from the files in its folder; draw several side by side.",
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="training.run_dir of a run")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw losses, gradient norm, rate and waits for data")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one file with the same and the newest samples")
-    return parser
+def lines(status: RunStatus) -> list[str]:
+    """Describe a run in eleven lines."""
+    text_lines = [
+        f"{status.run_dir}: {_state(status)}",
+        f"step        {_progress(status)}",
+        f"rate        {_rate(status)}",
+        f"memory      {_memory(status)}",
+        f"loss        {_loss(status)}",
+        f"held-out    {_held_out(status)}",
+        f"grad norm   {_grad_norm(status)}",
+        f"data        {_data(status)}",
+        f"ranks       {_ranks(status)}",
+        f"checkpoint  {_checkpoint(status)}",
+        f"incidents   {_incidents(status)}",
+    ]
+    return [printable(line, allowed="") for line in text_lines]
+
+
+def _state(status: RunStatus) -> str:
+    outcome = read_outcome(status.run_dir)
+    if status.running is None and (outcome is None or (status.beat or 0.0) > outcome.time):
+        beats = "no heartbeat" if status.beat is None else f"heartbeat {format_duration(status.now - status.beat)} ago"
+        likely = "it is running" if status.goes_on else "it has ended"
+        return f"unknown, because this disk has no locks; according to its files {likely} ({beats})"
+    if status.running:
+        silent = f", last line {format_duration(status.now - max(status.times.values()))} ago" if status.times else ""
+        return f"running ({status.holder}){silent}"
+    if outcome is not None:
+        ended = f"ended {format_duration(status.now - outcome.time)} ago: {outcome.reason} (code {outcome.code})"
+        return ended + (f": {outcome.error}" if outcome.error else "")
+    return "ended without a record: it was killed, or its machine failed; the same command continues the run"
+
+
+def _progress(status: RunStatus) -> str:
+    total = f" of {status.num_steps} ({status.step / status.num_steps:.0%})" if status.num_steps else ""
+    samples = status.series.get("consumed_samples", {}).get(status.step)
+    return f"{status.step}{total}" + (f", {samples:,.0f} samples" if samples else "") + f", attempt {status.attempt}"
+
+
+def _rate(status: RunStatus) -> str:
+    seconds = status.seconds_per_step
+    rates, mfu = status.recent("samples_per_s"), status.recent("mfu")
+    parts = [] if seconds is None else [f"{seconds:.3g} s per step"]
+    parts += [f"{median(rates):,.1f} samples/s"] if rates else []
+    parts += [f"MFU {median(mfu):.1%}"] if mfu else []
+    if seconds is not None and status.goes_on and status.num_steps and status.step < status.num_steps:
+        parts.append(f"ETA {format_duration(seconds * (status.num_steps - status.step))}")
+    return ", ".join(parts) or "unknown yet"
+
+
+def _memory(status: RunStatus) -> str:
+    peaks = {kind: status.recent(f"peak_memory_{kind}_bytes") for kind in ("allocated", "reserved", "resident")}
+    sizes = [f"{values[-1] / 2**30:.1f} GiB {kind}" for kind, values in peaks.items() if values]
+    return f"peak of the fullest rank: {', '.join(sizes)}" if sizes else "unknown yet"
+
+
+def _loss(status: RunStatus) -> str:
+    values = status.series.get("loss", {})
+    steps = sorted(values)
+    if not steps:
+        return "none yet"
+    finite = [step for step in steps if math.isfinite(values[step])]
+    num_bad = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
+    note = f"; not finite in {num_bad} of the last {len(steps[-RECENT:])} lines" if num_bad else ""
+    text = f"{values[steps[-1]]:.4f}"
+    if not finite:
+        return text + note
+    span = max(1, min(RECENT, len(finite) // 2))
+    now = _mean([values[step] for step in finite[-span:]])
+    text += f", mean of the last {span} {'finite ' if num_bad else ''}lines {now:.4f}"
+    if len(finite) < 2:
+        return text + note
+    before = _mean([values[step] for step in finite[-2 * span : -span]])
+    change = (now - before) / abs(before) if before else 0.0
+    trend = "level" if abs(change) < 0.01 else "falling" if change < 0 else "rising"
+    return f"{text}, before them {before:.4f}: {trend}" + (f" {abs(change):.0%}" if trend != "level" else "") + note
+
+
+def _held_out(status: RunStatus) -> str:
+    values = {step: value for step, value in status.series.get(HELD_OUT, {}).items() if math.isfinite(value)}
+    if not values:
+        return "not measured"
+    newest, best = max(values), min(values, key=lambda step: values[step])
+    return f"{values[newest]:.4f} at step {newest}, best {values[best]:.4f} at step {best}"
+
+
+def _grad_norm(status: RunStatus) -> str:
+    values, finite = status.series.get("grad_norm", {}), status.recent("grad_norm")
+    if not values:
+        return "none yet"
+    newest, count = values[max(values)], min(len(values), RECENT)
+    text = f"the median {median(finite):.3g}, the largest {max(finite):.3g}" if finite else "none is finite"
+    note = f", {count - len(finite)} not finite" if 0 < len(finite) < count else ""
+    return f"{newest:.3g}, of the last {count} lines {text}{note}{_largest_part(status)}"
+
+
+def _largest_part(status: RunStatus) -> str:
+    """Return the part of the model with the largest gradient norm in the newest line that has these norms."""
+    parts = {name[10:]: values for name, values in status.series.items() if name.startswith("grad_norm/")}
+    newest = max((max(values) for values in parts.values()), default=0)
+    norms = {part: values[newest] for part, values in parts.items() if math.isfinite(values.get(newest, math.nan))}
+    if not norms:
+        return ""
+    part = max(norms, key=lambda name: norms[name])
+    return f"; most of it in {part} ({norms[part]:.3g})"
+
+
+def _data(status: RunStatus) -> str:
+    waits = status.recent("data_wait_share")
+    if not waits:
+        return "unknown yet"
+    (dropped,) = status.recent("dropped_samples")[-1:] or [0.0]
+    rates = status.recent("loader_samples_per_s")
+    rate = f"{median(rates):,.0f} samples/s" if rates else "an unknown number"
+    return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {dropped:,.0f} samples dropped"
+
+
+def _ranks(status: RunStatus) -> str:
+    middle, slowest = status.recent("rank_s_median"), status.recent("rank_s_slowest")
+    ranks = Counter(status.recent("slowest_rank")).most_common(1)
+    if not slowest or not ranks or not any(middle):
+        return "unknown yet"
+    ratio, which = _mean(slowest) / _mean(middle), ranks[0][0]
+    rank = f" (most often rank {which:.0f})" if ratio >= SLOW else ""
+    return f"compute {_mean(middle):.3g} s of a step, the slowest {ratio:.2f} times the median{rank}"
+
+
+def _checkpoint(status: RunStatus) -> str:
+    if not status.checkpoints:
+        return "none yet"
+    newest = max(status.checkpoints)
+    age = format_duration(status.now - status.checkpoints[newest])
+    return f"step {newest}, {age} old; {max(0, status.step - newest)} steps since, {len(status.checkpoints)} kept"
+
+
+def _incidents(status: RunStatus) -> str:
+    if not status.incidents:
+        return "none"
+    counts = Counter(str(record.get("incident")) for record in status.incidents)
+    newest = status.incidents[-1]
+    details = newest.get("details")
+    entries = details.items() if isinstance(details, dict) else ()
+    parts = "; ".join(f"{key}: {value}" for key, value in entries if isinstance(value, (str, int, float)))
+    text = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{text}; the newest: step {newest.get('step')} {newest.get('incident')}" + (f" ({parts})" if parts else "")
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
-    args = build_parser().parse_args(argv)
-    runs = [read_status(run_dir) for run_dir in args.runs]
-    echo("\n\n".join("\n".join(lines(run)) for run in runs))
-    if args.png is not None:
-        _write(args.png, lambda: args.png.write_bytes(figure_bytes(runs)))
-    if args.html is not None:
-        _write(args.html, lambda: write_atomic(args.html, page(runs)))
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.status",
+        description="Describe runs from the files in their folders.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="training.run_dir of a run")
+    args = parser.parse_args(argv)
+    echo("\n\n".join("\n".join(lines(read_status(run_dir))) for run_dir in args.runs))
     return EXIT_OK
-
-
-def _write(path: Path, write: Callable[[], object]) -> None:
-    try:
-        write()
-    except OSError as error:  # of a failed write, it does not name the file
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another file") from error
 
 
 if __name__ == "__main__":

@@ -5,17 +5,16 @@ trains in fp32, the layout in fp32 and in the recipe's precision; with `training
 """
 
 import argparse
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, name_root_cause, one_line_errors
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import cli, environment
 from launch.argument_types import command_parser
@@ -44,7 +43,6 @@ examples
   python -m launch.verify --factory pretrain_7b parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=True
   python -m launch.verify --factory tiny_wan parallel.data_parallel=fsdp --world-size 2
   python -m launch.verify --factory "finetune_lora(base='runs/pixart')" parallel.tensor_model_parallel_size=2
-  torchrun --standalone --nproc-per-node 8 -m launch.verify --full --factory dit_xl2_imagenet
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
@@ -53,7 +51,7 @@ samples, their order, accumulation, and the class of diffusers that computes the
 those of the adapters, of the same kinds of layers), the losses, the weights and their average after the steps, and the
 copies of each parameter are compared with the layout's, first in fp32, then in the recipe's precision within wider
 bounds, then with training.fp8 on both sides. The first wrong gradient is named with the declaration of its parameter.
-The exit code is 0 if all are equal and 70 otherwise (1 under torchrun, as for every failure).
+The exit code is 0 if all are equal and 70 otherwise.
 """
 
 
@@ -67,12 +65,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--explain", action="store_true", help="print over what the real model's parameters are split and reduced"
-    )
-    parser.add_argument(
-        "--full", action="store_true", help="under torchrun: the full-size model, on the ranks and GPUs it started"
-    )
-    parser.add_argument(
-        "--scratch", metavar="DIR", help="of --full: where the reference is written, seen by all ranks (default: /tmp)"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key.path=value", help="settings of the run, such as parallel.*"
@@ -168,16 +160,7 @@ def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
 
 
 def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -> Pair:
-    """Return the tiny form of a run under its layout and on one rank."""
-    from dit.verify.tiny import tiny_layout, tiny_model
-
-    parallel = tiny_layout(config.parallel)
-    tiny = replace(config, parallel=parallel, model=tiny_model(config.model, parallel, fp8))
-    return pair_of(tiny, world_size, fp8)
-
-
-def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -> Pair:
-    """Return two steps of a model on synthetic packs of few tokens in fp32, under its layout and on one rank.
+    """Return two steps of the tiny form of a run on synthetic packs in fp32, under its layout and on one rank.
 
     The layout has the offloads of the recipe; one rank keeps everything on its device. With quantised products, both
     pad samples alike, because padding counts in the scales.
@@ -187,11 +170,20 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
     from dit.settings import CheckpointConfig, TrainingConfig
     from dit.verify.compare import BOUNDS, FLOOR, FP8_BOUNDS, HALF_BOUNDS
     from dit.verify.report import axis_sizes
-    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids, tiny_objective, tiny_sides
+    from dit.verify.tiny import (
+        multiple_of,
+        pack_tokens,
+        tiny_grids,
+        tiny_layout,
+        tiny_model,
+        tiny_objective,
+        tiny_sides,
+    )
     from dit.verify.trial import EMA_DECAY, OPTIMIZER, SEED, Trial
     from energon_data.mock import MockData
 
-    parallel, model = config.parallel, config.model
+    parallel = tiny_layout(config.parallel)
+    model = tiny_model(config.model, parallel, fp8)
     objective = tiny_objective(config.objective, model)
     multiple, total = pack_tokens(model, parallel, fp8)
     pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
@@ -271,10 +263,10 @@ def with_half(pair: Pair, recipe: "TrainingConfig") -> list[Pair]:
     return [pair] if recipe.precision == "fp32" else [pair, in_half(pair, recipe)]
 
 
-def with_fp8(build: Callable[..., Pair], config: "RunConfig", world_size: int) -> list[Pair]:
+def with_fp8(config: "RunConfig", world_size: int) -> list[Pair]:
     """Return the pair with quantised products, if the recipe has them."""
     fp8 = config.training.fp8
-    return [] if fp8 is None else [build(config, world_size, fp8)]
+    return [] if fp8 is None else [tiny_pair(config, world_size, fp8)]
 
 
 def changed(config: "DataclassInstance") -> str:
@@ -354,50 +346,6 @@ class Outcome:
         return "\n".join(lines)
 
 
-def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome]:
-    """Compare the full-size model on the ranks that torchrun started; every rank calls this, rank 0 gets the outcome.
-
-    Args:
-        scratch: folder that all ranks share, for the reference; None for the temporary folder of this machine.
-
-    Raises:
-        RuntimeError: a check of one rank or the reference failed to run.
-    """
-    from dit.backends.process_groups import world_size_from_environment
-    from dit.parallel.build import build_on_meta
-    from dit.verify.full import differences, reference_folder, reference_needs, run_on_one_rank
-    from dit.verify.laws import text
-    from dit.verify.report import judge_differences
-
-    world_size = world_size_from_environment()
-    if world_size < 2:
-        raise ConfigError(
-            "--full compares on the ranks that torchrun starts, and there is one; start it as "
-            "torchrun --standalone --nproc-per-node N -m launch.verify --full ..."
-        )
-    pair = pair_of(config, world_size)
-    memory, disk = reference_needs(pair.one)
-    with reference_folder(scratch, disk) as folder:
-        if os.environ["RANK"] == "0":
-            echo(
-                f"{world_size} ranks against one, {changed(config.parallel)}; the one rank trains the full model in "
-                f"fp32 and needs {memory / 2**30:.2f} GiB without activations, and {disk / 2**30:.2f} GiB in {folder}",
-                flush=True,
-            )
-        checks = run_on_one_rank(check_case(pair.one), folder / "checks")
-        if checks is not None:
-            echo(text(checks), flush=True)
-        pairs = with_half(pair, config.training) + with_fp8(pair_of, config, world_size)
-        reports = [differences(each.one, each.many, folder) for each in pairs]
-    model = build_on_meta(pair.many.model, auxiliary=pair.many.objective.auxiliary)
-    verdicts: dict[str, Verdict] = {
-        each.precision: judge_differences(report, model, each.sizes, each.bounds, each.floor)
-        for each, report in zip(pairs, reports)
-        if report is not None
-    }
-    return Outcome(checks, verdicts) if verdicts else None
-
-
 def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
     """Return the table of every parameter of the run's real model under its layout."""
     from dit.backends.sharding import explain
@@ -427,14 +375,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         echo(explain_layout(config, args.world_size))
         return EXIT_OK
     began = time.perf_counter()
-    if args.full:
-        outcome = verify_full(config, args.scratch)
-        if outcome is None:
-            return EXIT_OK
-        echo(outcome.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
-        if not outcome.is_right:
-            name_root_cause("error: the layout differs from one rank, or a check failed; see the output of rank 0")
-        return EXIT_OK if outcome.is_right else EXIT_UNEXPECTED
     world_size = world_size_of(config.parallel, args.world_size)
     try:
         outcome = verify_tiny(config, world_size)
@@ -453,7 +393,7 @@ def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         checks = check_one_rank(pair.one, Path(folder) / "checks")
         echo(text(checks), flush=True)
-        pairs = with_half(pair, config.training) + with_fp8(tiny_pair, config, world_size)
+        pairs = with_half(pair, config.training) + with_fp8(config, world_size)
         verdicts = verify(pairs, Path(folder))
     return Outcome(checks, {each.precision: verdict for each, verdict in zip(pairs, verdicts)})
 

@@ -24,12 +24,12 @@ CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
 def ddpm_cifar10() -> run.Partial:
     """CIFAR-10, class-conditional DDPM UNet (15.66 M), 25 epochs: one GPU.
 
-    The data are made of CIFAR-10's own files by `python -m energon_data.prepare cifar10 --in cifar-10-batches-py --out
-    data/cifar10`. AdamW with one cycle of the learning rate and of beta1, as torch's OneCycleLR; the average starts at
-    step 2000. Held-out loss after every epoch, a row of samples for each class after every tenth, by the average and by
-    the raw weights. Deviations from the published run: bf16 instead of fp16 with loss scaling; the gradient norm is
-    clipped; labels are dropped per sample, not per batch; crops of 32 pixels are cut out of pictures enlarged to 34,
-    where random sizes of 80 to 100 % of the area are cut there.
+    `python -m energon_data.prepare huggingface --in uoft-cs/cifar10 --out data/cifar10` writes the data. AdamW with one
+    cycle of the learning rate and of beta1, as torch's OneCycleLR; the average starts at step 2000. Held-out loss after
+    every epoch, a row of samples for each class after every tenth, by the average and by the raw weights. Deviations
+    from the published run: bf16 instead of fp16 with loss scaling; the gradient norm is clipped; labels are dropped per
+    sample, not per batch; crops of 32 pixels are cut out of pictures enlarged to 34, where random sizes of 80 to 100 %
+    of the area are cut there.
     """
     return run.Partial(
         pretrain,

@@ -336,18 +336,6 @@ def pretrain_7b_256p_joint_pack() -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
-def mock_dit7b_8k() -> run.Partial:
-    """DiT-7B with text (7.19 B) on synthetic clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB or more.
-
-    For measurements; steps 10 and 11 are traced into `profile/`. NeMo publishes 10,052 tokens/s per H100 for this model
-    and length, which its convention calls 519 TFLOPS; the necessary work is 359.
-    """
-    recipe = as_large_model(text_conditional("mock_dit7b_8k", dit_cross_7b()))
-    recipe.logging.profile_steps = [10, 11]
-    return with_fsdp(on_tensor_parallel(as_mock(recipe, (32, 32, 32)), 2))
-
-
-@run.cli.factory(target=pretrain)
 def tiny_dit_cross() -> run.Partial:
     """2-layer DiT with cross-attention, images and clips with texts: any machine.
 

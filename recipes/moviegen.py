@@ -11,14 +11,7 @@ import nemo_run as run
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from recipes.components import moviegen_1b, moviegen_3b, moviegen_5b, moviegen_30b
-from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
-
-IMAGE_256 = (1, 32, 32)
-"""Latent (frames, height, width) of 256 tokens."""
-CLIP_256 = (32, 32, 32)
-"""Latent of 8192 tokens: 256 frames of 256 px through an autoencoder of 8 x 8 x 8."""
-CLIP_768 = (32, 96, 96)
-"""Latent of 73,728 tokens: 256 frames of 768 px."""
+from recipes.dit import as_large_model, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
 
 
 @run.cli.factory(target=pretrain)
@@ -31,31 +24,6 @@ def tiny_moviegen() -> run.Partial:
     recipe.model.num_query_groups, recipe.model.ffn_hidden_size = 2, 128
     recipe.model.max_grid = [4, 6, 6]
     return recipe
-
-
-@run.cli.factory(target=pretrain)
-def train_mock() -> run.Partial:
-    """MovieGen-5B cut to 16 layers (2.88 B) on synthetic clips of 73,728 tokens, TP 4 + SP, CP 2, FSDP: 8 x 80 GB.
-
-    For measurements of long sequences on one node; one sample per step. NeMo's recipe of this name has 73,728
-    tokens and gets one frame; this one really has them.
-    """
-    recipe = as_mock(as_large_model(text_conditional("train_mock", moviegen_5b())), CLIP_768)
-    recipe.model.num_layers = 16
-    recipe.training.global_batch_size = 1
-    recipe.parallel.context_parallel_size = 2
-    return with_fsdp(on_tensor_parallel(recipe, 4))
-
-
-@run.cli.factory(target=pretrain)
-def mock_ditllama5b_8k() -> run.Partial:
-    """MovieGen-5B (5.74 B) on synthetic clips of 8192 tokens, TP 2 + SP and FSDP, 15 steps: 8 x 80 GB.
-
-    For measurements: the counterpart of mock_dit7b_8k, with a trace of steps 10 and 11, too.
-    """
-    recipe = as_mock(as_large_model(text_conditional("mock_ditllama5b_8k", moviegen_5b())), CLIP_256)
-    recipe.logging.profile_steps = [10, 11]
-    return with_fsdp(on_tensor_parallel(recipe, 2))
 
 
 def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_size: int) -> run.Partial:
@@ -148,20 +116,6 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
-def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
-    """MovieGen-5B (5.74 B) on synthetic clips of 8192 tokens, TP 2 + SP, PP 2, CP 2: 8 GPUs, a check of the layout.
-
-    One sample per step, so half of each pipeline waits: raise `training.global_batch_size` to measure anything.
-    """
-    recipe = as_large_model(text_conditional("pretrain_ditllama5b_stage3_mock_with_pp", moviegen_5b()))
-    recipe = on_tensor_parallel(as_mock(recipe, CLIP_256), 2)
-    recipe.training.global_batch_size = 1
-    recipe.parallel.pipeline_model_parallel_size = 2
-    recipe.parallel.context_parallel_size = 2
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
 def pretrain_ditllama30b() -> run.Partial:
     """MovieGen-30B (33.4 B), stage 1: images of 256 px: 128 x 80 GB.
 
@@ -209,43 +163,4 @@ def pretrain_ditllama30b_stage3() -> run.Partial:
     recipe.checkpoint.start_from = "runs/pretrain_ditllama30b_stage2"
     recipe.parallel.context_parallel_size = 8
     recipe.training.recompute = "selective"
-    return recipe
-
-
-def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context_size: int) -> run.Partial:
-    recipe = as_mock(as_large_model(text_conditional(name, moviegen_30b())), latent)
-    recipe.training.global_batch_size = 256
-    recipe.parallel.context_parallel_size = context_size
-    return on_tensor_parallel(recipe, tensor_size)
-
-
-@run.cli.factory(target=pretrain)
-def pretrain_ditllama30b_stage2_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 32 GiB each.
-
-    The layout of stage 2, 256 clips per step; every GPU has 2048 tokens of a clip.
-    """
-    return with_fsdp(_mock_30b("pretrain_ditllama30b_stage2_mock", CLIP_256, 2, 4))
-
-
-@run.cli.factory(target=pretrain)
-def pretrain_ditllama30b_stage3_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 per step: 128 x 80 GB.
-
-    The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe requests them and gets one frame.
-    Cheap activations are recomputed; --dryrun estimates 59 GiB on each of 128 GPUs, 16 with `training.recompute=full`.
-    """
-    recipe = with_fsdp(_mock_30b("pretrain_ditllama30b_stage3_mock", CLIP_768, 2, 8))
-    recipe.training.recompute = "selective"
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def pretrain_ditllama30b_stage3_mock_with_pp() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 4 + SP, PP 4, CP 8, 256 per step: 128 x 80 GB.
-
-    Each GPU has a quarter of 12 layers and, per micro-batch, an eighth of a clip's tokens.
-    """
-    recipe = _mock_30b("pretrain_ditllama30b_stage3_mock_with_pp", CLIP_768, 4, 8)
-    recipe.parallel.pipeline_model_parallel_size = 4
     return recipe

@@ -3,15 +3,11 @@
 `launch.train --list` must answer at once, and importing a recipe takes seconds (torch, Megatron-Core, nemo-run). So the
 names and one-line descriptions are taken from the syntax tree: a module-level function under `@run.cli.factory(...)`.
 The files are those of this package and the modules that are registered as entry points (`dit.extensions`).
-
-`python -m recipes.registry --write` writes `recipes/README.md`; without `--write` it prints the page.
 """
 
-import argparse
 import ast
 import difflib
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,13 +16,10 @@ from itertools import chain
 from pathlib import Path
 
 from dit import extensions
-from dit.config_record import removed_settings
 from dit.errors import ConfigError
-from dit.terminal import echo
 
 PACKAGE = "recipes"
 FOLDER = Path(__file__).parent
-README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
 REGISTERED = "Examples, and recipes of installed packages"
 TINY = "Seconds on synthetic data"
@@ -41,11 +34,6 @@ SECTIONS = {
     MEASURING: _MEASURING,
 }
 """The sections of the page and the list, by patterns of recipe names; the first match counts."""
-SUMMARIES = {
-    TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
-    MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
-}
-"""Sections of the page with a sentence instead of the recipes' descriptions."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -184,11 +172,6 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, names: I
         path: dotted path of the part; empty for the run itself.
     """
     at, names = f"{path}." if path else "", list(names)
-    if replacement := getattr(owner, "former_settings", {}).get(name):
-        return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; use {at}{replacement}"
-    removed = removed_settings(owner)
-    if name in removed:
-        return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; it is always {removed[name]}"
     near = [at + key for key in closest(name, names)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
     return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
@@ -217,67 +200,3 @@ def description(name: str) -> str:
         raise ConfigError(f"--describe {name}: no such recipe or component{did_you_mean(name, by_name)}; see --list")
     entry = by_name[name]
     return f"{entry.name} ({entry.file})\n\n{entry.docstring}"
-
-
-def _link(entry: Entry) -> str:
-    """Return the link from the page to the file of a recipe."""
-    return f"../{entry.file}" if entry.is_registered else Path(entry.file).name
-
-
-def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
-    """Return a line of names for each value of a key, in order of first appearance."""
-    names: dict[str, list[str]] = {}
-    for entry in group:
-        names.setdefault(key(entry), []).append(f"`{entry.name}`")
-    return [f"* {value}: {', '.join(row)}" for value, row in names.items()]
-
-
-def page() -> str:
-    """Return the text of `recipes/README.md`."""
-    lines = [
-        "# Recipes",
-        "",
-        "<!-- Written by `python -m recipes.registry --write`; a test compares it. Edit the docstrings instead. -->",
-        "",
-        "This page lists the recipes that `--factory NAME` starts, and the parts that an override can name.",
-        "",
-        "```",
-        "python -m launch.train --yes --factory NAME key.path=value ...",
-        "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
-        "```",
-        "",
-        "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
-        "and `--dryrun` settings, parameters and memory, without GPU or data.",
-        "The [page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
-    ]
-    in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
-    for title, group in sections(in_repository).items():
-        lines += ["", f"## {title}", ""]
-        if title in SUMMARIES:
-            names = ", ".join(f"`{entry.name}`" for entry in group) + "."
-            lines += [SUMMARIES[title], *([names] if title == TINY else [])]
-        else:
-            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group]
-    lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
-    lines += _names_by(components(), lambda e: e.target)
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def write_or_print(module: str, page: Callable[[], str], file: Path, argv: Sequence[str] | None) -> int:
-    """Run the command of a generated page: print it, or write its file with `--write`."""
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Print the text of {file.name}.")
-    parser.add_argument("--write", action="store_true", help=f"write {file.name} instead of printing it")
-    if parser.parse_args(argv).write:
-        file.write_text(page(), encoding="utf-8")
-    else:
-        echo(page(), end="")
-    return 0
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page, or renew the file."""
-    return write_or_print("recipes.registry", page, README, argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,15 +12,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import stdit_3b, stdit_3b_opensora, stdit_s, stdit_xl, stdit_xl_full
-from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional
-
-CLIP_1K = (4, 32, 32)
-"""Latent (frames, height, width) of 1024 tokens: 4 x 16 x 16 patches."""
-CLIP_25K = (24, 64, 64)
-"""Latent of 24,576 tokens: 24 x 32 x 32 patches."""
-CLIP_74K = (32, 96, 96)
-"""Latent of 73,728 tokens: 32 x 48 x 48 patches."""
+from recipes.components import stdit_s, stdit_xl, stdit_xl_full
+from recipes.dit import as_large_model, as_tiny, text_conditional
 
 
 def open_sora(name: str, model: run.Config) -> run.Partial:
@@ -52,15 +45,6 @@ def tiny_stdit_full() -> run.Partial:
     attention runs on the ring, spatial and temporal attention become local by one all-to-all each way.
     """
     return as_tiny(open_sora("tiny_stdit_full", stdit_xl_full()))
-
-
-@run.cli.factory(target=pretrain)
-def mock_stdit_s() -> run.Partial:
-    """ST-DiT-S (59 M) on synthetic clips of 4 x 16 x 16 patches, 15 steps: one GPU.
-
-    One sample to a micro-batch, 32 per step; --dryrun estimates 1.5 GiB.
-    """
-    return as_mock(open_sora("mock_stdit_s", stdit_s()), CLIP_1K)
 
 
 def _on_packs(name: str, model: run.Config) -> run.Partial:
@@ -96,36 +80,3 @@ def pretrain_stdit_xl_full() -> run.Partial:
     recipe = _on_packs("pretrain_stdit_xl_full", stdit_xl_full())
     recipe.parallel.context_parallel_size = 2
     return recipe
-
-
-@run.cli.factory(target=pretrain)
-def mock_stdit_xl() -> run.Partial:
-    """ST-DiT-XL (1.20 B) on synthetic clips of 24 x 32 x 32 patches, 15 steps: one GPU of 80 GB or more, 68 GiB of it.
-
-    24 of its 56 layers are recomputed; the memory is what --dryrun estimates.
-    """
-    recipe = as_mock(open_sora("mock_stdit_xl", stdit_xl()), CLIP_25K)
-    recipe.training.recompute, recipe.training.recompute_layers = "full", 24
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def mock_stdit3b() -> run.Partial:
-    """ST-DiT-3B (3.26 B) of the NeMo proposal on synthetic clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
-
-    --dryrun estimates 14 GiB on each. The proposal's recipe of this name builds XL.
-    """
-    return on_tensor_parallel(as_mock(as_large_model(open_sora("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
-
-
-@run.cli.factory(target=pretrain)
-def mock_stdit3b_opensora() -> run.Partial:
-    """ST-DiT-3B (3.18 B) of Open-Sora on synthetic clips of 73,728 tokens, TP 2 + SP, CP 2, 15 steps: 4 x 80 GB.
-
-    Each GPU has 16 complete frames, so spatial attention sends nothing; temporal attention sends its tokens once and
-    gets them back. Every layer is recomputed; --dryrun estimates 22 GiB on each.
-    """
-    recipe = as_mock(as_large_model(open_sora("mock_stdit3b_opensora", stdit_3b_opensora())), CLIP_74K, text_tokens=300)
-    recipe.parallel.context_parallel_size = 2
-    recipe.training.recompute = "full"
-    return on_tensor_parallel(recipe, 2)

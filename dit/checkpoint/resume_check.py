@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit.config_record import CLASS_KEY, to_record, without_removed
+from dit.config_record import CLASS_KEY, to_record
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 
@@ -32,7 +32,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "path blend blend_steps shuffle_buffer max_samples_per_sequence max_tokens_per_pack "
         "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample "
         "min_aesthetic_score min_side max_side max_aspect_ratio min_seconds max_seconds min_caption_length "
-        "max_caption_length resize_side crop_size random_crop flip corrupt_low_resolution clean_first_frame "
+        "max_caption_length resize_side crop_size random_crop flip clean_first_frame "
         "frame_levels inpaint references vary_captions online_vae online_text_encoder online_precision frames height "
         "width shapes same_shape text_tokens fps dataset_size",
         # The stream itself refuses a changed number of streams.
@@ -116,7 +116,7 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    saved, new, defaults = without_removed(type(part), saved), to_record(part), to_record(_defaults(part))
+    new, defaults = to_record(part), to_record(_defaults(part))
     for key in dict.fromkeys([*new, *saved]):
         old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
         if key != CLASS_KEY and old != now:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from dit.config_record import moved, without_removed
 from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
@@ -99,9 +98,6 @@ def build(settings_class: type[Settings], values: object, label: str) -> Setting
     if not isinstance(values, Mapping):
         raise ConfigError(f"{label} must be settings by name, got {values!r:.200}")
     assert is_dataclass(settings_class)
-    values = without_removed(settings_class, values)
-    if lines := moved(settings_class, values):
-        raise ConfigError(f"{label} is of an earlier version: {'; '.join(lines)}; export the run again")
     hints = {f.name: get_type_hints(settings_class)[f.name] for f in fields(settings_class) if f.init}
     values = {name: _part(value, hints.get(name), f"{label}'s {name}") for name, value in values.items()}
     unknown = [str(name) for name in values if name not in hints]

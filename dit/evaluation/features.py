@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,10 @@ from torch import Tensor, nn
 from dit.convert.state_files import read_tensors
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
-from dit.evaluation.inception import FID, is_inception, load_inception
+from dit.evaluation.inception import is_inception, load_inception
 
 EFFICIENTNET = "efficientnet_lite0"
 """Name of a network that is installed as a package: EfficientNet-Lite0, trained on ImageNet (Apache-2.0)."""
-TORCHVISION_NOTE = (
-    "torchvision's Inception pools differently from FID's (padding counts as zeros, the last block averages), and was "
-    "trained on 1,000 instead of 1,008 classes: compare these numbers only with each other, not with published ones"
-)
 
 
 @dataclass(frozen=True)
@@ -32,12 +28,10 @@ class Features:
         of: maps pictures `[N, 3, H, W]` in [-1, 1] to features `[N, D]`.
         network: name of the network, for reports and stored statistics: distances of different networks are not
             comparable. It includes a digest of weights that are not published ones, see `named`.
-        note: warning for readers of the distances.
     """
 
     of: Callable[[Tensor], Tensor]
     network: str
-    note: Optional[str] = None
 
     def __call__(self, images: Tensor) -> Tensor:
         return self.of(images)
@@ -48,7 +42,7 @@ def load_features(path: str | Path, device: torch.device) -> Features:
 
     Args:
         path: `efficientnet_lite0`; a folder with a CLIP model of transformers; a state dict of Inception v3
-            (`.safetensors`, `.pt`, `.pth`, `.bin`), that of FID or torchvision's; or a TorchScript file whose module
+            (`.safetensors`, `.pt`, `.pth`, `.bin`), that of FID; or a TorchScript file whose module
             maps uint8 pictures `[N, 3, H, W]` to `[N, D]`, as the Inception of StyleGAN's metrics does; if its
             `forward` has an argument `return_features`, it is set to True.
     """
@@ -71,19 +65,16 @@ def load_features(path: str | Path, device: torch.device) -> Features:
     if not is_inception(tensors):
         raise ConfigError(
             f"--features {path} has tensors such as {next(iter(tensors))}, which are not those of Inception v3; give "
-            "its state dict (pytorch-fid's or torch-fidelity's file, or torchvision's inception_v3), a TorchScript "
+            "its state dict (pytorch-fid's or torch-fidelity's file), a TorchScript "
             "file (torch.jit.save), or a folder with a CLIP model of transformers"
         )
-    network, kind = load_inception(tensors, path)
-    network = network.to(device)
+    network = load_inception(tensors, path).to(device)
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
         return network(_bytes(images, device))
 
-    if kind == FID:
-        return Features(features, "Inception of FID")
-    return Features(features, "Inception of torchvision", TORCHVISION_NOTE)
+    return Features(features, "Inception of FID")
 
 
 def _efficientnet(device: torch.device) -> Features:

@@ -1,14 +1,9 @@
 """Inception v3, the feature network of FID and KID, from a state dict with torchvision's names.
 
-Two published networks share these names, and their features differ by more than the weights:
-
-    fid          of 2015, 1,008 classes, ported from TensorFlow's graph: pytorch-fid, torch-fidelity. Average pools
-                 exclude padding from the mean, and the last block takes the maximum. Papers report FIDs of this one.
-    torchvision  `inception_v3`, 1,000 classes and an auxiliary head: average pools count padding as zeros, and all
-                 blocks average.
-
-The head of a file determines which one it is. Both preprocess images as the graph of 2015 does: bytes, resized to
-299 x 299 by TensorFlow 1's bilinear rule, (x - 128) / 128.
+The network of 2015 with 1,008 classes, ported from TensorFlow's graph (pytorch-fid, torch-fidelity), with which papers
+report FIDs. Average pools exclude padding from the mean, and the last block takes the maximum. torchvision's
+`inception_v3`, of 1,000 classes, pools differently and is not read. Images are preprocessed as in the graph: bytes,
+resized to 299 x 299 by TensorFlow 1's bilinear rule, (x - 128) / 128.
 
 Source: Szegedy et al. 2015, arXiv:1512.00567, Table 1; Heusel et al. 2017, arXiv:1706.08500.
 """
@@ -24,16 +19,13 @@ from torch.nn import functional
 
 from dit.errors import ConfigError
 
-Kind = Literal["fid", "torchvision"]
-FID: Kind = "fid"
-TORCHVISION: Kind = "torchvision"
 FID_CLASSES = 1008
 SIDE = 299
 """Side of training images in pixels."""
 
 PROBE = "Mixed_7c.branch_pool.conv.weight"
 """A tensor that every file of Inception v3 with these names has."""
-HEADS = ("fc.", "AuxLogits.")
+HEAD = "fc."
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ def _stem() -> tuple[Step, ...]:
     )
 
 
-def _blocks(kind: Kind) -> dict[str, Branches]:
+def _blocks() -> dict[str, Branches]:
     return {
         "Mixed_5b": _block_a(32),
         "Mixed_5c": _block_a(64),
@@ -148,7 +140,7 @@ def _blocks(kind: Kind) -> dict[str, Branches]:
         "Mixed_6e": _block_c(192),
         "Mixed_7a": _block_d(),
         "Mixed_7b": _block_e("average"),
-        "Mixed_7c": _block_e("max" if kind == FID else "average"),
+        "Mixed_7c": _block_e("max"),
     }
 
 
@@ -169,9 +161,9 @@ class _Normalised(nn.Module):
 class _Block(nn.Module):
     """Parallel branches, concatenated along channels."""
 
-    def __init__(self, width: int, branches: Branches, *, count_padding: bool) -> None:
+    def __init__(self, width: int, branches: Branches) -> None:
         super().__init__()
-        self.branches, self.count_padding, self.width = branches, count_padding, 0
+        self.branches, self.width = branches, 0
         for steps in branches:
             channels = width
             for step in steps:
@@ -200,18 +192,17 @@ class _Block(nn.Module):
         padding = 1 if step.stride == 1 else 0
         if step.kind == "max":
             return functional.max_pool2d(x, 3, step.stride, padding)
-        return functional.avg_pool2d(x, 3, step.stride, padding, count_include_pad=self.count_padding)
+        return functional.avg_pool2d(x, 3, step.stride, padding, count_include_pad=False)
 
 
 class InceptionV3(_Block):
     """The trunk of Inception v3, frozen: maps uint8 images to the 2,048 channel means of the last block."""
 
-    def __init__(self, kind: Kind) -> None:
-        count_padding = kind == TORCHVISION
-        super().__init__(3, (_stem(),), count_padding=count_padding)
-        self.blocks = tuple(_blocks(kind))
-        for name, branches in _blocks(kind).items():
-            block = _Block(self.width, branches, count_padding=count_padding)
+    def __init__(self) -> None:
+        super().__init__(3, (_stem(),))
+        self.blocks = tuple(_blocks())
+        for name, branches in _blocks().items():
+            block = _Block(self.width, branches)
             self.add_module(name, block)
             self.width = block.width
         self.eval().requires_grad_(False)
@@ -247,16 +238,22 @@ def _weights(size: int, side: int, device: torch.device) -> Tensor:
 
 
 def is_inception(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether tensors have the names of Inception v3, as in torchvision."""
+    """Return whether tensors have the names of Inception v3."""
     return PROBE in tensors
 
 
-def load_inception(tensors: Mapping[str, Tensor], path: Path) -> tuple[InceptionV3, Kind]:
-    """Return the network of a state dict, and its variant."""
-    kind = _kind_of(tensors, path)
-    network = InceptionV3(kind)
+def load_inception(tensors: Mapping[str, Tensor], path: Path) -> InceptionV3:
+    """Return the network of a state dict."""
+    head = tensors.get("fc.weight")
+    if head is None or len(head) != FID_CLASSES:
+        classes = "no head" if head is None else f"a head of {len(head)} classes"
+        raise ConfigError(
+            f"--features {path} is an Inception v3 with {classes}; FID's network has {FID_CLASSES:,} classes: give the "
+            "file of pytorch-fid or torch-fidelity with its head (fc.weight)"
+        )
+    network = InceptionV3()
     expected = network.state_dict()
-    trunk = {name: x for name, x in tensors.items() if not name.startswith(HEADS)}
+    trunk = {name: x for name, x in tensors.items() if not name.startswith(HEAD)}
     counters = {
         name: x for name, x in expected.items() if name.endswith(".num_batches_tracked")
     }  # missing in old files
@@ -270,20 +267,7 @@ def load_inception(tensors: Mapping[str, Tensor], path: Path) -> tuple[Inception
     if errors:
         raise ConfigError(
             f"--features {path} is not an Inception v3: {len(errors)} tensors differ, such as {', '.join(errors[:3])}; "
-            "give the state dict of pytorch-fid's or torch-fidelity's file, or of torchvision's inception_v3"
+            "give the state dict of pytorch-fid's or torch-fidelity's file"
         )
     network.load_state_dict(counters | trunk)
-    return network, kind
-
-
-def _kind_of(tensors: Mapping[str, Tensor], path: Path) -> Kind:
-    head = tensors.get("fc.weight")
-    if head is not None and len(head) == FID_CLASSES:
-        return FID
-    if head is not None and (len(head) == 1000 or any(name.startswith("AuxLogits.") for name in tensors)):
-        return TORCHVISION
-    classes = "no head" if head is None else f"a head of {len(head)} classes"
-    raise ConfigError(
-        f"--features {path} is an Inception v3 with {classes}, so the kind of its pools is unknown: FID's network has "
-        f"{FID_CLASSES:,} classes, torchvision's 1,000; give the file with its head (fc.weight)"
-    )
+    return network

@@ -11,7 +11,6 @@ from dit.condition_table import CONTEXT, LABEL
 from dit.conditions import Condition
 from dit.models.base import ModelConfig
 
-WITHOUT_CLASSES: Mapping[str, object] = {"num_classes": None, "class_dropout": 0.1}
 NullText = Literal["learned", "empty"]
 NULLS: Mapping[str, float | Literal["learned", "empty text"]] = {
     "learned": "learned",
@@ -19,8 +18,6 @@ NULLS: Mapping[str, float | Literal["learned", "empty text"]] = {
     "zeros": 0.0,
 }
 """Null value of the text by `null_text`."""
-WITHOUT_TEXT: Mapping[str, object] = {"context_size": None, "context_dropout": 0.1}
-"""`removed_settings` of models without this condition, whose earlier versions had its settings."""
 
 
 @dataclass(kw_only=True)

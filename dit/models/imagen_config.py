@@ -1,6 +1,5 @@
 """Settings common to Imagen's two UNets."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Optional
 
@@ -71,8 +70,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     low_resolution_factor: Optional[int] = None
     low_resolution_kernel: Kernel = "pil"
     noise_augmentation: bool = False
-
-    removed_settings: ClassVar[Mapping[str, object]] = {"channels_last": True, "padded_text_tokens": None}
 
     @property
     def vector_size(self) -> int:

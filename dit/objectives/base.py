@@ -4,7 +4,7 @@ Network, loss and solver meet only here: the training step, the backbones and th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Optional
 
@@ -68,7 +68,6 @@ class Objective(ABC):
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         compares_pairs: whether the loss of a sample depends on another one of its micro-batch.
-        former_settings: settings that moved, and the overrides that replace them, for error messages.
     """
 
     path: Path
@@ -76,7 +75,6 @@ class Objective(ABC):
     weighting: Optional[UncertaintyWeighting] = None
     takes_levels: ClassVar[bool] = False
     compares_pairs: ClassVar[bool] = False
-    former_settings: ClassVar[Mapping[str, str]] = {}
 
     @property
     def num_outputs(self) -> int:

@@ -1,9 +1,8 @@
 """DDPM: variance-preserving diffusion, in continuous time or on a table of steps."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
@@ -103,19 +102,6 @@ class DDPM(Objective):
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
     variance: Optional[LearnedVariance] = None
-
-    former_settings: ClassVar[Mapping[str, str]] = {
-        "learned_variance": "variance=learned_variance",
-        "vlb_weight": "variance.vlb_weight",
-        "beta_start": "betas=[beta_start,beta_end]",
-        "beta_end": "betas=[beta_start,beta_end]",
-    }
-    removed_settings: ClassVar[Mapping[str, object]] = {
-        "learned_variance": False,
-        "vlb_weight": 1e-3,
-        "beta_start": None,
-        "beta_end": None,
-    }
 
     def __post_init__(self) -> None:
         self.path = AnglePath()

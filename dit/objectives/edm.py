@@ -1,9 +1,8 @@
 """EDM: a preconditioner scales input and target of the network to unit variance."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -57,9 +56,6 @@ class EDM(Objective):
     rho: float = 7.0
     loss_kind: LossKind = "l2"
     weighting: Optional[UncertaintyWeighting] = None
-
-    former_settings: ClassVar[Mapping[str, str]] = {"uncertainty": "weighting=uncertainty"}
-    removed_settings: ClassVar[Mapping[str, object]] = {"uncertainty": False}
 
     def __post_init__(self) -> None:
         self.path = VarianceExplodingPath()

@@ -6,9 +6,8 @@ from 1, so that the learning rate of the first update is not 0.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -276,8 +275,6 @@ class TorchOneCycle(Schedule):
     final_div_factor: float = 1e4
     anneal_strategy: Anneal = "cos"
     cycle_momentum: bool = False
-
-    removed_settings: ClassVar[Mapping[str, object]] = {"base_momentum": 0.85, "max_momentum": 0.95}
 
     def validate(self) -> None:
         factors = dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE)

@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Optional, get_args
+from typing import Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.kernels.fp8 import BLOCKS, check_features
@@ -59,8 +58,6 @@ class ParallelConfig:
     balance_packs: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-
-    removed_settings: ClassVar[Mapping[str, object]] = {"expert_tensor_parallel_size": 1}
 
     def validate(self) -> None:
         """Check the range of every size; `check_parallel` checks the sizes against each other, the model and the job.

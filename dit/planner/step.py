@@ -1,30 +1,16 @@
-"""Time of a planned step, and its pipeline timeline."""
-
-from dataclasses import dataclass
+"""Time of a planned step."""
 
 from dit.parallel.dims import ParallelDims
 from dit.planner.plan import Plan
-from dit.planner.schedule import Pass, replay, waits
+from dit.planner.schedule import replay, waits
 from dit.planner.time import Cluster, StepTime, cost_of, step_time
 
 REPLAYED = 4
 """Limit of simulated micro-batches per pipeline rank; after that, a schedule only repeats itself."""
 
 
-@dataclass(frozen=True)
-class PlannedStep:
-    """A step at full depth.
-
-    Attributes:
-        timeline: passes of each pipeline rank, for at most `REPLAYED` micro-batches per rank.
-    """
-
-    time: StepTime
-    timeline: list[list[Pass]]
-
-
-def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> PlannedStep:
-    """Return the time of a plan's step."""
+def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> StepTime:
+    """Return the time of a plan's step at full depth."""
     size = cluster.parallel.pipeline_model_parallel_size
     chunks = cluster.parallel.virtual_pipeline_model_parallel_size or 1
     costs = {rank: cost_of(trace, dims.micro_batches, cluster) for rank, trace in plan.ranks.items()}
@@ -38,4 +24,4 @@ def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> PlannedSte
     )
     slowest = max(without_waits, key=lambda rank: without_waits[rank].total)
     waited = waits(timeline)[slowest]
-    return PlannedStep(step_time(costs[slowest], dims.micro_batches, cluster, waited), timeline)
+    return step_time(costs[slowest], dims.micro_batches, cluster, waited)

@@ -24,7 +24,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.verify.compare import largest_error, relative_errors, tensor_errors
 from dit.verify.public import compare_public
-from dit.verify.trial import Built, Report, Trial, build_chunks, train
+from dit.verify.trial import Trial, build_chunks, train
 
 SAMPLES = (0, 1, 2, 3)
 HALVES = (0, 1), (2, 3)
@@ -129,21 +129,11 @@ def check_order(network: nn.Module, packs: Packs) -> dict[str, float]:
 def check_accumulated(trial: Trial, packs: Packs) -> dict[str, float]:
     """Compare two micro-batches with one that has all their samples: losses of all steps, gradients of the first."""
     one, two = (
-        train(
-            replace(trial, stream=Groups(packs, g), training=replace(trial.training, global_batch_size=len(g))),
-            report=GradientReport(),
-        )
+        train(replace(trial, stream=Groups(packs, g), training=replace(trial.training, global_batch_size=len(g))))
         for g in ((SAMPLES,), HALVES)
     )
     losses = relative_errors(one["losses"], two["losses"])
     return {f"loss of {step}": e for step, e in losses.items()} | tensor_errors(one["gradients"], two["gradients"])
-
-
-class GradientReport(Report):
-    """Reports the gradients only, to save the memory of the weights."""
-
-    def weights(self, session: Built) -> dict[str, Any]:
-        return {}
 
 
 @dataclass(frozen=True)

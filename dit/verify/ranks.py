@@ -96,7 +96,6 @@ def run_world(
     folder: Path,
     *,
     timeout_s: float = 900.0,
-    device: str = "cpu",
 ) -> list[Any]:
     """Run every case on `world_size` ranks, in one start, and return rank 0's result of each.
 
@@ -110,7 +109,7 @@ def run_world(
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.pkl").write_bytes(pickle.dumps(list(cases)))
-    run_ranks(partial(_rank_of_world, world_size, free_port()), world_size, folder, timeout_s=timeout_s, device=device)
+    run_ranks(partial(_rank_of_world, world_size, free_port()), world_size, folder, timeout_s=timeout_s)
     return torch.load(folder / "results.pt", weights_only=False)
 
 

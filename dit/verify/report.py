@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dit.backends.sharding import HEADS, Axis, AxisSizes, ParameterSharding, Row, describe, in_columns, sharding_of
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.verify.compare import BOUNDS, Comparison, compare_training, floored, relative_errors, with_averages
+from dit.verify.compare import BOUNDS, Comparison, compare_training
 
 MOST_ROWS, MOST_NAMES = 20, 4
 
@@ -185,29 +185,6 @@ def judge(
         for name, error in comparison.wrong("gradients").items()
         if name in expected
     }
-    return _verdict(comparison, wrong, idle, model, sizes)
-
-
-def judge_differences(
-    reported: Mapping[str, Any],
-    model: nn.Module,
-    sizes: AxisSizes,
-    bounds: Mapping[str, float] = BOUNDS,
-    floor: float = 0.0,
-) -> Verdict:
-    """Compare the result of `dit.verify.full.differences`; see `judge`."""
-    gradients: Mapping[str, Difference] = reported["gradients"]
-    idle = [name for name, one in gradients.items() if one.norm == 0 and one.error == 0]
-    errors = {kind: relative_errors(*reported[kind]) for kind in ("losses", "grad_norms")}
-    for kind in ("gradients", "parameters", "averages"):
-        differences: Mapping[str, Difference] = reported.get(kind, {})
-        compared = {n: one for n, one in differences.items() if kind != "gradients" or n not in idle}
-        if compared:
-            norms = {name: one.norm for name, one in compared.items()}
-            errors[kind] = floored({name: one.error for name, one in compared.items()}, norms, floor)
-    bounds = with_averages(bounds, "averages" in reported)
-    comparison = Comparison(errors, tuple(reported["drifted"]), bounds, tuple(reported["inexact"]))
-    wrong = {name: gradients[name] for name in comparison.wrong("gradients")}
     return _verdict(comparison, wrong, idle, model, sizes)
 
 

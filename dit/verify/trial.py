@@ -207,37 +207,29 @@ def build(trial: Trial) -> Built:
     )
 
 
-class Report:
-    """Gathers the unsharded gradients, weights and averages on every rank.
+def gradients_of(session: Built) -> dict[str, Any]:
+    """Return `gradients` of the first step by name, and `by_rank` if the trial requests it."""
+    local = [gathered(s, s.grad) for s in session.shards]
+    named = [(s.name, unshard(grad, s.parameter, session.groups)) for s, grad in zip(session.shards, local)]
+    gradients, _ = of_all_stages(named, session.groups)
+    by_rank = {"by_rank": _of_all_ranks(session.shards, local, session.groups)} if session.trial.by_rank else {}
+    return {"gradients": gradients, **by_rank}
 
-    Attributes:
-        recomputes_averages: whether `Exactness` recomputes the averages.
+
+def weights_of(session: Built) -> dict[str, Any]:
+    """Return `parameters` after the last step, `averages` if there are any, and `drifted`.
+
+    The last one lists the parameters and averages whose copies differ.
     """
-
-    recomputes_averages = True
-
-    def gradients(self, session: Built) -> dict[str, Any]:
-        """Return `gradients` of the first step by name, and `by_rank` if the trial requests it."""
-        local = [gathered(s, s.grad) for s in session.shards]
-        named = [(s.name, unshard(grad, s.parameter, session.groups)) for s, grad in zip(session.shards, local)]
-        gradients, _ = of_all_stages(named, session.groups)
-        by_rank = {"by_rank": _of_all_ranks(session.shards, local, session.groups)} if session.trial.by_rank else {}
-        return {"gradients": gradients, **by_rank}
-
-    def weights(self, session: Built) -> dict[str, Any]:
-        """Return `parameters` after the last step, `averages` if there are any, and `drifted`.
-
-        The last one lists the parameters and averages whose copies differ.
-        """
-        groups = session.groups
-        weights = [(s.name, unshard(s.parameter.data.float(), s.parameter, groups)) for s in session.shards]
-        parameters, drifted = of_all_stages(weights, groups)
-        result: dict[str, Any] = {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
-        if session.ema is not None:
-            averages = [(name, unshard(x, s.parameter, groups)) for name, s, x in averages_of(session)]
-            result["averages"], drifted = of_all_stages(averages, groups)
-            result["drifted"] += [f"{name} (average)" for name in drifted]
-        return result
+    groups = session.groups
+    weights = [(s.name, unshard(s.parameter.data.float(), s.parameter, groups)) for s in session.shards]
+    parameters, drifted = of_all_stages(weights, groups)
+    result: dict[str, Any] = {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
+    if session.ema is not None:
+        averages = [(name, unshard(x, s.parameter, groups)) for name, s, x in averages_of(session)]
+        result["averages"], drifted = of_all_stages(averages, groups)
+        result["drifted"] += [f"{name} (average)" for name in drifted]
+    return result
 
 
 def averages_of(session: Built) -> Iterator[tuple[str, MasterShard, Tensor]]:
@@ -263,16 +255,13 @@ class Exactness:
     The model's weights are the fp32 main weights rounded to its precision, to the bit. The average is in fp32 and
     equals one that is computed here from the main weights, on the host.
 
-    Args:
-        averages: whether to check the averages, which takes 4 bytes of host memory per element.
-
     Attributes:
         faults: a line for each parameter for which a relation does not hold.
     """
 
-    def __init__(self, session: Built, *, averages: bool) -> None:
+    def __init__(self, session: Built) -> None:
         self.session, self.faults = session, dict[str, None]()
-        self._averages = [s.main.detach().cpu().clone() for s in session.shards if averages and session.ema is not None]
+        self._averages = [s.main.detach().cpu().clone() for s in session.shards if session.ema is not None]
 
     def check_weights(self) -> None:
         """Check the weights after an update."""
@@ -299,8 +288,8 @@ class Exactness:
 class Recorder(StepObserver):
     """Records losses and norms of every update, and reports the gradients of the first."""
 
-    def __init__(self, session: Built, report: Report) -> None:
-        self.session, self.report = session, report
+    def __init__(self, session: Built) -> None:
+        self.session = session
         self.result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
         self._loads = [layer.load for chunk in session.chunks for _, layer in expert_layers(chunk)]
 
@@ -325,24 +314,20 @@ class Recorder(StepObserver):
             norms = PartNorms(self.session.optimizer, self.session.shards)
             norms.measure(step.number)
             self.result["part_norms"] = norms.take()
-            self.result |= self.report.gradients(self.session)
+            self.result |= gradients_of(self.session)
         return "update"
 
 
-def train(
-    trial: Trial, then: Optional[Callable[[Built], None]] = None, report: Optional[Report] = None
-) -> dict[str, Any]:
+def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[str, Any]:
     """Train a trial's steps; a step whose fp16 gradients overflow is repeated with a lower loss scale.
 
     Args:
         then: called with the trained model before its process groups are destroyed.
-        report: reports gradients and weights; `Report` if None.
 
     Returns:
         `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, `inexact`, the faults of all
-        ranks found by `Exactness`, and the results of `report`.
+        ranks found by `Exactness`, and the results of `gradients_of` and `weights_of`.
     """
-    report = report or Report()
     session = build(trial)
     groups, micro_batches = session.groups, session.dims.micro_batches
     packs: Packs = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple)
@@ -355,8 +340,8 @@ def train(
 
     rates = trial.optimizer.lr, trial.optimizer.beta1
     functions = StepFunctions(trial.objective, forward_step, lambda _: rates, micro_batches)
-    recorder = Recorder(session, report)
-    exactness = Exactness(session, averages=report.recomputes_averages)
+    recorder = Recorder(session)
+    exactness = Exactness(session)
     is_fsdp = trial.parallel.data_parallel == "fsdp"
     for _ in range(trial.steps):
         step_packs = [trial.objective.of_full_pack(next(packs)) for _ in range(micro_batches)]
@@ -375,7 +360,7 @@ def train(
     inexact: list[Any] = [None] * groups.world_size
     dist.all_gather_object(inexact, list(exactness.faults))
     result["inexact"] = list(dict.fromkeys(itertools.chain(*inexact)))
-    result |= report.weights(session)
+    result |= weights_of(session)
     if then is not None:
         then(session)
     result["expert_load"] = expert_load(session.chunks, local_device())

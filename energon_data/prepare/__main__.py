@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Optional
 
 from dit import extensions
 from dit.errors import one_line_errors
-from dit.terminal import announce, counted, echo
+from dit.terminal import announce
 from energon_data.prepare.command import Command, add_text_encoder, add_work, text_encoder
 
 if TYPE_CHECKING:
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
 OF_FOLDERS = ("images", "videos", "folder")
 WITH_VIDEOS = ("videos", "folder", "webdataset")
-
-
-def _cifar10(args: argparse.Namespace) -> None:
-    from energon_data.prepare.cifar10 import prepare_cifar10
-
-    names = ("samples_per_shard", "force", "follow_links")
-    counts = prepare_cifar10(args.source, args.out, **{name: getattr(args, name) for name in names})
-    splits = ", ".join(f"{split}: {counted(count, 'picture')}" for split, count in counts.items())
-    echo(f"{args.out}: {splits}")
 
 
 def _options(args: argparse.Namespace) -> "Options":
@@ -69,7 +60,7 @@ def _options(args: argparse.Namespace) -> "Options":
 
 
 def _media(args: argparse.Namespace) -> None:
-    from energon_data.prepare.console import make_captioned
+    from energon_data.prepare.console import make
     from energon_data.prepare.preparation import Preparation
 
     preparation = Preparation.of(
@@ -85,25 +76,17 @@ def _media(args: argparse.Namespace) -> None:
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
-    make_captioned(preparation, args)
+    make(preparation, args)
 
 
 def _huggingface(args: argparse.Namespace) -> None:
-    from energon_data.prepare.console import make_captioned
+    from energon_data.prepare.console import make
     from energon_data.prepare.huggingface import Table, prepare_huggingface
 
     names = ("split", "config", "image_column", "caption_column", "label_column", "reference_column")
     common = {name: getattr(args, name) for name in ("follow_links", "samples_per_shard", "validation")}
     table = Table(**{name: getattr(args, name) for name in names})
-    make_captioned(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
-
-
-def _tensors(args: argparse.Namespace) -> None:
-    from energon_data.prepare.console import make
-    from energon_data.prepare.tensors import prepare_tensors
-
-    names = ("text_key", "text_encoder", "vae", "follow_links", "validation")
-    make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
+    make(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
 
 
 def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
@@ -155,8 +138,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
         "--list",
         type=Path,
         metavar="FILE",
-        help=".jsonl, .csv or .parquet with file_name and text, or the .tsv of Conceptual Captions (that of --in: "
-        "metadata.jsonl, .csv or .parquet)",
+        help=".jsonl, .csv or .parquet with file_name and text (that of --in: metadata.jsonl, .csv or .parquet)",
     )
 
 
@@ -219,28 +201,6 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     add_work(parser, validation=0.02)
 
 
-def _add_tensors(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--in", dest="source", type=Path, required=True, metavar="PATH", help="folder of tars, a tar, or a wdinfo file"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to create")
-    parser.add_argument("--text-key", metavar="NAME", help="name of the encoder in a pickle (embeddings_t5_xxl)")
-    parser.add_argument("--text-encoder", metavar="NAME", help="encoder of the texts, recorded for prompts")
-    parser.add_argument("--vae", metavar="NAME", help="autoencoder of the latents, recorded for decoding")
-    parser.add_argument("--follow-links", action="store_true", help="also read archives outside of --in")
-    add_work(parser, validation=0.02)
-
-
-def _add_cifar10(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--in", dest="source", type=Path, required=True, metavar="DIR", help="cifar-10-batches-py or -bin, unpacked"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder to create")
-    parser.add_argument("--follow-links", action="store_true", help="also read files outside of --in")
-    parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
-    parser.add_argument("--force", action="store_true", help="replace an older data set")
-
-
 COMMANDS = {
     "images": Command("a folder of pictures with captions or classes", partial(_add_media, "images"), _media),
     "videos": Command("a folder of videos with captions or classes", partial(_add_media, "videos"), _media),
@@ -249,8 +209,6 @@ COMMANDS = {
     "huggingface": Command(
         "a data set of the Hugging Face hub, or parquet files with pictures", _add_huggingface, _huggingface
     ),
-    "tensors": Command("tar files of older systems: .pth latents, .pickle texts", _add_tensors, _tensors),
-    "cifar10": Command("CIFAR-10 from its own files, for Python or binary", _add_cifar10, _cifar10),
 }
 
 

@@ -5,9 +5,9 @@ The name of a sample consists of the archive's path within the folder and the na
 
 import os
 import tarfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional, Protocol, TypeVar
+from typing import Any, Optional
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary
@@ -59,28 +59,6 @@ def name_within(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
 
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
-
-
-AnyNamed = TypeVar("AnyNamed", bound=_Named)
-
-
-def first_of_each_name(
-    sources: Iterable[AnyNamed | tuple[str, SampleError]],
-) -> Iterator[AnyNamed | tuple[str, SampleError]]:
-    """Yield the samples of an archive; replace a sample with a repeated name by the name and the reason `duplicate`."""
-    names: set[str] = set()
-    for source in sources:
-        if not isinstance(source, tuple):
-            if source.name in names:
-                yield source.name, SampleError("duplicate", "the archive has this name twice; the first sample is used")
-                continue
-            names.add(source.name)
-        yield source
-
-
 def read_tar(
     path: Path, extensions: frozenset[str], root: Optional[Path] = None
 ) -> Iterator[Source | tuple[str, SampleError]]:
@@ -96,16 +74,22 @@ def read_tar(
         A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair.
     """
     where = path.name if root is None else name_within(path, root)
-    kinds = extensions | {"txt", "json", "cls"}
-    members = members_by_sample(path, where, lambda part: part.rpartition(".")[2] in kinds)
-    return first_of_each_name(
-        (name, content) if isinstance(content, SampleError) else _from_parts(name, content, extensions)
-        for name, content in members
-    )
+    names: set[str] = set()
+    for name, content in _members_by_sample(path, where, extensions | {"txt", "json", "cls"}):
+        if isinstance(content, SampleError):
+            yield name, content
+            continue
+        source = _from_parts(name, content, extensions)
+        if isinstance(source, Source):
+            if source.name in names:
+                yield source.name, SampleError("duplicate", "the archive has this name twice; the first sample is used")
+                continue
+            names.add(source.name)
+        yield source
 
 
-def members_by_sample(
-    path: Path, where: str, is_part: Callable[[str], bool]
+def _members_by_sample(
+    path: Path, where: str, extensions: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, bytes] | SampleError]]:
     """Yield the name of each sample of a tar file after `where/`, and its parts or why it cannot be used."""
     name, parts = where, dict[str, bytes]()
@@ -115,7 +99,7 @@ def members_by_sample(
                 place = PurePosixPath(member.name)
                 stem, _, part = place.name.partition(".")
                 sample, part = f"{where}/{place.with_name(stem)}" if stem else "", part.lower()
-                if not stem or not is_part(part):
+                if not stem or part.rpartition(".")[2] not in extensions:
                     continue
                 if parts and (sample != name or part in parts):
                     yield name, parts

@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Optional
 
 from tqdm import tqdm
 
@@ -22,30 +21,18 @@ COLOURS = {
 """Lines of the summary by `Colours`."""
 
 
-def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRecord]:
-    """Make a data set, or describe it with `--dry-run`; rank 0 prints. Return the counts; None for a dry run."""
+def make(preparation: Preparation, args: argparse.Namespace) -> None:
+    """Make a data set, or describe it with `--dry-run`; rank 0 prints."""
     first = Ranks().is_first
     if args.dry_run:
         if first:
             echo(_forecast(preparation))
-        return None
+        return
     began = time.monotonic()
     total = _run_with_progress(preparation, args, visible=first)
     if first:
         noun = "row" if _entry(preparation) == "row" else "file"
         echo(_summary(args.out, total, time.monotonic() - began, noun))
-    return total
-
-
-def make_captioned(preparation: Preparation, args: argparse.Namespace) -> None:
-    """Call `make`, and print the number of samples without a caption or class."""
-    total = make(preparation, args)
-    if total is not None and Ranks().is_first:
-        count = total.shapes.total()
-        if total.without_caption:
-            echo(f"  without a caption: {total.without_caption:,} of {count:,}")
-        if 0 < total.labelled < count:
-            echo(f"  without a class: {count - total.labelled:,} of {count:,}")
 
 
 def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, visible: bool) -> UnitRecord:
@@ -82,21 +69,21 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, vi
 def _entry(preparation: Preparation) -> str:
     """Return the noun for a part of the input; generated data sets have samples."""
     command = preparation.plan["command"]
-    nouns = {"webdataset": "archive", "tensors": "archive", "huggingface": "row"}
+    nouns = {"webdataset": "archive", "huggingface": "row"}
     return nouns.get(command, "file" if command in EXTENSIONS else "sample")
 
 
 def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     """Describe a finished data set in a few lines."""
-    size = sum(facts["bytes"] for facts in total.shards.values())
-    samples, shards = counted(total.shapes.total(), "sample"), counted(len(total.shards), "shard")
+    size, num_samples = sum(facts["bytes"] for facts in total.shards.values()), total.shapes.total()
+    samples, shards = counted(num_samples, "sample"), counted(len(total.shards), "shard")
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
     for split in ("train", "val"):
-        count = sum(facts["samples"] for facts in total.of(split).values())
-        hint = "" if count else " (own_data and finetune need none; other recipes: training.validation_interval=0)"
+        of_split = sum(facts["samples"] for facts in total.of(split).values())
+        hint = "" if of_split else " (own_data and finetune need none; other recipes: training.validation_interval=0)"
         reads = sum(facts["samples"] * facts.get("repeats", 1) for facts in total.of(split).values())
-        repeats = f", read {reads:,} times in one pass (repeats)" if reads > count else ""
-        lines.append(f"  {split}: {counted(count, 'sample')}{repeats}{hint}")
+        repeats = f", read {reads:,} times in one pass (repeats)" if reads > of_split else ""
+        lines.append(f"  {split}: {counted(of_split, 'sample')}{repeats}{hint}")
     shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
     if total.latents.number:
@@ -115,6 +102,10 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:
         lines.append(f"  every skipped {noun} and its reason: {out / SKIPPED}")
+    if total.without_caption:
+        lines.append(f"  without a caption: {total.without_caption:,} of {num_samples:,}")
+    if 0 < total.labelled < num_samples:
+        lines.append(f"  without a class: {num_samples - total.labelled:,} of {num_samples:,}")
     return "\n".join(lines)
 
 

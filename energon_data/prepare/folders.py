@@ -142,9 +142,8 @@ def list_folder(
     list_file = find_list(folder, list_file, follow_links=follow_links)
     entries, skipped = _walk(folder, extensions, follow_links)
     if list_file is not None:
-        rows, without_file = read_list(list_file, [entry.name for entry in entries])
+        rows = read_list(list_file, [entry.name for entry in entries])
         entries, skipped = _listed(entries, skipped, rows, list_file)
-        skipped += without_file
     skipped.sort()
     if not entries:
         why = f"; {walk.reasons(skipped)}" if skipped else ""

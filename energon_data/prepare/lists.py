@@ -2,8 +2,6 @@
 
     metadata.jsonl  .csv  .parquet    `file_name`, `caption` (or `text`, `prompt`), `label`, and others; `start` and
                                       `end` in seconds define a clip of a video, which may have several such rows
-    Train_GCC-training.tsv            Conceptual Captions: caption TAB URL, without a header; row 0 belongs to 0.jpg,
-                                      000000000.jpg or 0_name.jpg
 
 Files that are not in the list are skipped.
 """
@@ -11,7 +9,6 @@ Files that are not in the list are skipped.
 import csv
 import hashlib
 import io
-import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -20,15 +17,14 @@ from typing import Any, Optional
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary
 from energon_data.prepare.sources import CAPTION_NAMES, leaves, read_object
-from energon_data.prepare.walk import FOLLOW, Skipped, composed
+from energon_data.prepare.walk import FOLLOW, composed
 from energon_data.samples import SampleError
 
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-KINDS = (".jsonl", ".csv", ".parquet", ".tsv")
+KINDS = (".jsonl", ".csv", ".parquet")
 Rows = dict[str, list[dict[str, Any]]]
 """Rows by file name; only a video may have several, with different starts or ends."""
 _TEXTS = frozenset({"file_name", "file", *CAPTION_NAMES})  # text even if they look like a number
-_ROW_NUMBER = re.compile(r"(\d+)(\D.*)?")
 
 
 def find_list(folder: Path, list_file: Optional[Path] = None, *, follow_links: bool = False) -> Optional[Path]:
@@ -53,14 +49,12 @@ def list_stamp(path: Optional[Path]) -> Optional[list[str]]:
         return [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
-def read_list(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
-    """Return the rows of a list by file name, and a record of rows without a file.
+def read_list(path: Path, names: Collection[str]) -> Rows:
+    """Return the rows of a list by file name.
 
     Args:
-        names: files of the folder. Rows of a `.tsv` are matched by number; other lists name their files.
+        names: files of the folder.
     """
-    if path.suffix == ".tsv":
-        return _numbered_rows(path, names)
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     spellings = {composed(name): name for name in names} | {name: name for name in names}
     for number, row in enumerate(_parsed(path), 1):
@@ -86,41 +80,7 @@ def read_list(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
                 "different starts or ends"
             )
         by_span[span] = row
-    return {name: list(of_file.values()) for name, of_file in rows.items()}, []
-
-
-def _numbered_rows(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
-    """Return the rows of Conceptual Captions, matched by the numbers at the start of file names."""
-    by_number: dict[int, str] = {}
-    for name in sorted(names):
-        match = _ROW_NUMBER.fullmatch(PurePosixPath(name).stem)
-        if match is None:
-            continue
-        number = int(match[1])
-        if number in by_number:
-            raise DataError(f"{by_number[number]} and {name} both have the number {number} of a row of {path}")
-        by_number[number] = name
-    rows: Rows = {}
-    count = 0
-    with _opened(path) as lines:
-        for number, fields in enumerate(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)):
-            count = number + 1
-            is_url = [field.startswith(("http://", "https://")) for field in fields[:2]]
-            if sum(is_url) != 1:
-                raise DataError(
-                    f"{path}, row {number}: {fields[:2]!r:.120} is not a caption and a URL separated by a tab; other "
-                    "lists are .csv or .jsonl with file_name and text"
-                )
-            if number in by_number:
-                rows[by_number[number]] = [{"caption": fields[is_url.index(False)], "url": fields[is_url.index(True)]}]
-    beyond = [name for number, name in by_number.items() if number >= count]
-    if beyond:
-        raise DataError(
-            f"{beyond[0]} has no row in {path}, whose rows have the numbers 0 to {count - 1}; if the files are counted "
-            "from 1, rename them, because each would get the caption of another"
-        )
-    error = SampleError("not_a_file", f"{count - len(rows):,} of {count:,} rows have no picture in the folder")
-    return rows, [Skipped.of(path.name, error)] if len(rows) < count else []
+    return {name: list(of_file.values()) for name, of_file in rows.items()}
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from energon_data.filters import TOO_LONG
 from energon_data.folder import SplitInfo, stored_names
 from energon_data.latent_scale import Moments
 from energon_data.packing import greedy_knapsack, padded_length
-from energon_data.report.false_colours import middle_frame
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter
@@ -92,6 +91,11 @@ class Survey:
     def num_read(self) -> int:
         """Number of samples read."""
         return len(self.seen) + self.lost.total()
+
+
+def middle_frame(clip: Tensor) -> Tensor:
+    """Return the middle frame `[C, H, W]` of a clip `[C, T, H, W]`, as a copy."""
+    return clip[:, clip.shape[1] // 2].clone()
 
 
 def survey(
@@ -270,7 +274,7 @@ class Packing:
     too_long: float
 
 
-def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int, multiple_of: int = 1) -> Packing:
+def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int = 256, multiple_of: int = 1) -> Packing:
     """Pack samples as the loader does, buffer by buffer; samples are repeated if they do not fill a buffer."""
     fitting = [n for n in lengths if padded_length(n, multiple_of) <= capacity]
     if not fitting:

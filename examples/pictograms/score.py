@@ -174,7 +174,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from energon_data.folder import check_dataset
 
     folder = folder_to_compare(args, generator, (NAME,), "pictograms")
-    (description, *_) = (member.description for member in check_dataset(folder, "train"))
+    description = check_dataset(folder, "train").description
     if description.get("name") != NAME:
         raise ConfigError(f"{folder} holds no pictograms; give those that the model was trained on with --data")
     if not description.get("text_encoder"):

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import tarfile
@@ -264,7 +265,10 @@ def test_waiting_for_data_takes_at_most_the_time_of_the_steps(ended: dict[str, A
 
 @pytest.mark.slow
 def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged: tuple[Path, str, str]) -> None:
-    """One rank reads the damaged shard; the other one only loses its peer."""
+    """One rank reads the damaged shard; the other one only loses its peer.
+
+    torchrun turns the rank's code 3 into 1; nemo-run's own main would make it 0, a success.
+    """
     data, shard, key = damaged
     run_dir, log = folder / "torchrun", folder / "torchrun.log"
     with started(letters(data, run_dir, training__num_steps=6), log, ranks=2) as process:
@@ -275,6 +279,9 @@ def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged
     assert shard in record["error"]
     assert f"rank {record['rank']}: error: dropped damaged sample '{key}'" in log.read_text()
     assert f"rank {1 - record['rank']}: unexpected error" not in log.read_text()
+    root_cause = log.read_text().partition("Root Cause")[2]  # the last lines of torchrun
+    assert re.search(r"exitcode +: 3 ", root_cause)
+    assert f"traceback : error: dropped damaged sample '{key}'" in root_cause
 
 
 def accusation(message: str) -> tuple[str, list[str]]:

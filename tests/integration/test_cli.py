@@ -1,37 +1,10 @@
-"""The launcher under torchrun: what the seed command promises, and that a failing run is not a success."""
+"""A tiny recipe trains, resumes from its own record and draws."""
 
 import json
-import re
-import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from tests.integration import actions
 from tests.support.ranks import Job, run_jobs
-
-OWN = "tests.unit.launch.recipes_for_tests.ending"
-
-
-def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "launch.train", "--yes", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("run_dir", "succeeds"), [("fine", True), ("RANK1:data", False)])
-def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
-    """torchrun turns the rank's code 3 into 1; nemo-run's own main would make it 0, a success."""
-    done = torchrun("--factory", OWN, f"training.run_dir={run_dir}")
-    assert done.returncode == (0 if succeeds else 1)
-    assert ("rank 1: error: shard 7 is gone" in done.stderr) == (not succeeds)
-    assert ("Root Cause" in done.stderr) == (not succeeds)
-    if not succeeds:  # the last lines of torchrun: the code that the process ended with, and its error
-        root_cause = done.stderr.partition("Root Cause")[2]
-        assert re.search(r"exitcode +: 3 ", root_cause)
-        assert "traceback : error: shard 7 is gone" in root_cause
 
 
 def test_a_recipe_trains_resumes_and_draws(tmp_path):

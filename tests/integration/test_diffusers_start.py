@@ -47,8 +47,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "flux_distributed_optimizer2": ("flux", 2, {"parallel__data_parallel": "distributed_optimizer"}),
 }
 """Network, ranks and settings of the layouts."""
-STEPPED = [layout for layout in LAYOUTS if layout.startswith("flux")]
-"""Layouts on which two steps are compared, too."""
+STEPPED = ("flux_fsdp2", "flux_tp2_cp2")
+"""Layouts on which two steps are compared, too; equal states give equal steps on the others."""
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,7 @@ def test_other_sizes_end_with_one_line(ended: dict[str, Any], name: str, words: 
 
 
 def test_diffusers_loads_an_exported_run_in_shards(ended: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    run = folder / "run_flux_tp2_flux"
+    run = folder / "run_flux_tp2_cp2_flux"
     words = [
         "--checkpoint",
         str(run),

@@ -11,9 +11,9 @@ from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.monitoring.flops import PackFlops
 from dit.monitoring.sinks import read_records, scalars_by_step
+from dit.parallel.build import count_parameters
 from tests.integration import actions
 from tests.integration.runs import letters, loss_values
-from tests.parity.costs import num_parameters
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
@@ -121,7 +121,7 @@ def test_a_benchmark_adds_up(
     micro_batch = SequenceLayout.from_lengths([tokens] * 4)
     seconds = record["step_ms_p50"] / 1e3
     assert record["status"] == "ok"
-    assert record["parameters"] == num_parameters(model)
+    assert record["parameters"] == count_parameters(model)
     assert (record["steps"], record["global_batch_size"], record["tokens_per_step"]) == (4, samples, samples * tokens)
     assert record["valid_tokens_per_s_per_rank"] * seconds * ranks == pytest.approx(samples * tokens)
     assert record["padded_tokens_per_s_per_rank"] * seconds * ranks == pytest.approx(samples * tokens)

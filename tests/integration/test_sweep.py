@@ -1,4 +1,4 @@
-"""`benchmarks.sweep` on two gloo ranks, over three layouts and a refused one; the same as a nemo-run experiment."""
+"""`benchmarks.sweep` on two gloo ranks, of a layout and a refused one; the same as a nemo-run experiment."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from benchmarks.sweep import PLOT, ROWS
 from tests.integration.runs import environment
 
 pytestmark = pytest.mark.slow
-LAYOUTS = ("fsdp", "tp2sp", "cp2", "pp4")
+LAYOUTS = ("cp2", "pp4")
 
 
 def sweep(out: Path, layouts: tuple[str, ...], *words: str) -> list[dict]:
@@ -28,12 +28,11 @@ def test_a_sweep_here_is_the_sweep_as_an_experiment(tmp_path):
     """Same cells and layouts, same tokens, same loss to the bit; only times differ. The refused layout is a row."""
     here = sweep(tmp_path / "here", LAYOUTS, "--ranks", "2")
     again = ("--executor", "torchrun(ranks=2)", "--folder", str(tmp_path / "nemo_run"))
-    there = sweep(tmp_path / "there", LAYOUTS[-2:], *again)
+    there = sweep(tmp_path / "there", LAYOUTS, *again)
     assert [row["layout"] for row in here] == list(LAYOUTS)
-    assert [row["status"] for row in here] == ["ok"] * 3 + ["refused"]
-    for own, other in zip(here[-2:], there, strict=True):
+    assert [row["status"] for row in here] == ["ok", "refused"]
+    for own, other in zip(here, there, strict=True):
         same = ("recipe", "layout", "overrides", "ranks", "status", "tokens_per_step", "loss", "parameters", "tp", "pp")
         assert {key: own.get(key) for key in same} == {key: other.get(key) for key in same}
-    measured = [row for row in here if row["status"] == "ok"]
-    assert {row["parameters"] for row in measured} == {measured[0]["parameters"]}
-    assert {row["world_size"] for row in measured} == {2}
+    assert here[0]["world_size"] == 2
+    assert here[0]["parameters"] > 0

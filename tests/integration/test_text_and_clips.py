@@ -140,8 +140,6 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
         small: dict[str, Any] = {"fonts": [font], "size": 8, "variations": 1}
         prepare_moving_letters(folder / "moving", frames=4, stills=2, **small)
         prepare_letters(folder / "letters", **small)
-    blend = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-    (folder / "blend.yaml").write_text(blend + "".join(f"    - {{path: {n}}}\n" for n in ("letters", "moving")))
     own = {
         "training__micro_batch_size": 1,
         "training__global_batch_size": 2,
@@ -156,8 +154,10 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
         f"{data}_{ranks}": replace(
             train("moving_letters_mixed", folder / data, folder / f"{data}_{ranks}", **own), ranks=ranks
         )
-        for data, ranks in (("moving", 1), ("moving", 2), ("blend.yaml", 2))
+        for data, ranks in (("moving", 1), ("moving", 2))
     }
+    own["data__blend"] = f"[{{path: {folder / 'letters'}}}, {{path: {folder / 'moving'}}}]"
+    jobs["blend_2"] = replace(train("moving_letters_mixed", folder / "moving", folder / "blend_2", **own), ranks=2)
     embedding = folder / "q.npy"
     np.save(embedding, np.ones((3, 384), np.float32))
     for frames, name in ((1, "still"), (None, "clip"), (3, "odd")):
@@ -174,8 +174,8 @@ def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tup
     one, two = (loss_values(folder / f"moving_{ranks}") for ranks in (1, 2))
     assert len(one) == STEPS
     assert two == pytest.approx(one, rel=ROUNDING)
-    assert len(loss_values(folder / "blend.yaml_2")) == STEPS
-    for name in ("moving_1", "blend.yaml_2"):
+    assert len(loss_values(folder / "blend_2")) == STEPS
+    for name in ("moving_1", "blend_2"):
         metadata = json.loads(next((folder / name).rglob("metadata.json")).read_text())
         assert metadata["class_names"] is None
         assert metadata["latent_size"] == [4, 8, 8]

@@ -26,7 +26,6 @@ LDM = LDMUNetConfig(
 )
 CASES = {
     "imagen": UNetConfig(**SMALL),
-    "imagen_added": UNetConfig(**SMALL, scale_shift_norm=False),
     "efficient": EfficientUNetConfig(**SMALL),
     "latent": LDM,
 }

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig
 from dit.models.stdit.config import STDiTConfig
+from dit.monitoring.flops import PackFlops
 from dit.objectives.base import Objective
 from dit.parallel.build import build_model as build_on_one_rank
 from dit.parallel.build import count_parameters
@@ -165,12 +168,23 @@ def observed(config: ModelConfig, model: Backbone, objective: Objective) -> Iter
             yield parameter.grad
 
 
+CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
+OTHER_TOKENS = ("tread", "sprint", "hunyuan_video")
+"""Backbones that drop tokens in training or have tokens of further conditions; counts cover grids and texts."""
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_counted_parameters_are_those_of_the_model(build: Any, name: str) -> None:
-    """The count needs no memory; every one of them has a gradient."""
+def test_counted_parameters_and_operations_are_those_of_the_model(build: Any, name: str) -> None:
+    """The counts need no memory; every parameter has a gradient."""
     config = config_of(name)
-    model = build(config)
+    model, batch = build(config), pack(config, SAMPLES)
     assert count_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(batch.latents_TC, times(batch), batch)
+    shape = batch.layout, batch.grids, batch.conditions.layout("context")
+    counted = PackFlops(config).forward(*shape, convention="hardware")
+    if name not in OTHER_TOKENS:
+        assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3 if name in CONVOLUTIONAL else 1e-12)
     assert all(found.isfinite().all() for found in observed(config, model, BACKBONES[name].objective))
 
 
@@ -218,8 +232,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 LAYOUT_ROW = ("name", "layout")
 
 
-CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
-ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS]
+ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS if layout != "dp2" or layout in BACKBONES[name].quick]
+"""`distributed2` has the replicas of `dp2`, whose sums of gradients do not depend on the model."""
 
 
 def norms_in_fp32(chunks: list[Backbone]) -> None:

@@ -76,10 +76,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
 }
 ROW = ("name", "layout")
-# Experts need sequence parallelism.
-CASES = [(name, layout) for name in [*LEVELED, *EDITED] for layout in LAYOUTS if (name, layout) != ("experts", "tp2")]
+# Wan on every layout; of the others, layouts that split tokens, heads and layers. `test_backbone.py` has the rest.
 QUICK = {("wan", layout) for layout in LAYOUTS if layout not in ("tp2", "cp2")}
 QUICK |= {("dit", "cp2"), ("flux2", "tp2_sp_cp2")}
+CASES = [
+    (name, layout)
+    for name in [*LEVELED, *EDITED]
+    for layout in LAYOUTS
+    if name == "wan" or layout in ("tp2_sp_cp2", "pp2") or (name, layout) in QUICK
+]
 
 
 def pair_of(name: str, layout: str) -> Pair:

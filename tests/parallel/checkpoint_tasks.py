@@ -9,9 +9,9 @@ from benchmarks.parallel_checkpoints import load, save
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.checkpoint.verify_together import on_first_rank
+from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.verify.trial import named_parameters
-from tests.parity.costs import num_parameters
 from tests.support.reference import LiveBytes
 
 
@@ -42,7 +42,7 @@ def cost(case: dict) -> dict:
     found: list = [None] * it.groups.world_size
     dist.all_gather_object(found, mine)
     process_groups.release()
-    return {"parameters": num_parameters(it.model), **{name: [rank[name] for rank in found] for name in mine}}
+    return {"parameters": count_parameters(it.model), **{name: [rank[name] for rank in found] for name in mine}}
 
 
 def fail_on_the_first_rank(case: dict) -> dict:

@@ -11,7 +11,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.verify.compare import FLOOR, FP8_BOUNDS, HALF_BOUNDS, compare_training, relative_errors
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Pair, compare, tiny_pair, with_fp8
+from launch.verify import Pair, compare, with_fp8
 from tests.parallel.fp8_worker import forget_other_ranks
 from tests.support.ranks import rows, selected
 
@@ -69,7 +69,7 @@ def verified(recipe: str, parallel: dict) -> Pair:
     """The pair that `launch.verify` compares for a recipe with quantised products."""
     config = built(call_recipe(recipe))
     config = replace(config, parallel=ParallelConfig(**parallel), training=replace(config.training, fp8="tensorwise"))
-    (pair,) = with_fp8(tiny_pair, config, 2)
+    (pair,) = with_fp8(config, 2)
     return pair
 
 
@@ -188,7 +188,7 @@ def test_the_command_verifies_quantised_products(verifications, case):
     assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
     assert compare(pair, one, many).is_equal
     assert not compare(pair, one, broken).is_equal
-    assert with_fp8(tiny_pair, built(call_recipe("tiny_dit_cross")), 2) == []
+    assert with_fp8(built(call_recipe("tiny_dit_cross")), 2) == []
 
 
 @pytest.mark.parametrize(

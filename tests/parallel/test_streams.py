@@ -70,7 +70,6 @@ BOTH, PACKED, DENSE = (True, False), (True,), (False,)
 LAYOUTS = {
     2: {
         "tp2": (TP, PACKED),
-        "pp2": ({"pipeline_model_parallel_size": 2}, DENSE),
         "cp2_ring": (cp(2, "p2p", "load_balanced"), DENSE),
         "cp2_all_gather": (cp(2, "all_gather"), PACKED),
         "cp2_a2a": (cp(2, "a2a", "load_balanced"), PACKED),
@@ -84,17 +83,14 @@ LAYOUTS = {
 FLUX_AND_PRX = {
     "cp4_two_level": (cp(4, "a2a+p2p", context_a2a_size=2), PACKED),
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
-    "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
+    "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True, **SP}, PACKED),
 }
 # FLUX's relatives: shared or approximated modulations on every stage, refiners, other positions on every rank.
 RELATIVES = {
-    2: {
-        "tp2": (TP, PACKED),
-        "pp2_overlap": ({"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, PACKED),
-    },
+    2: {"tp2": (TP, PACKED)},
     4: {
         "cp2_tp2_sp": (cp(2, "p2p", "load_balanced", **SP), PACKED),
-        "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
+        "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True, **SP}, PACKED),
     },
 }
 

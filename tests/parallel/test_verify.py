@@ -1,36 +1,31 @@
 """`launch.verify` names the parameter in which a fault shows; `tests/laws` has what it finds equal."""
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, Optional
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import dit.verify.trial
-from dit.batch import PackedBatch
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from dit.layout import SequenceLayout
-from dit.models.dit.config import DiTConfig
-from dit.models.dit.model import DiT
 from dit.models.lora_config import LoRAConfig
 from dit.optimizer.ema import EMA
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
 from dit.step.forward_step import training_forward_step
-from dit.verify.full import differences, reference_bytes, reference_folder
 from dit.verify.laws import Check
 from dit.verify.ranks import run_world
-from dit.verify.report import Verdict, judge_differences
+from dit.verify.report import Verdict
 from dit.verify.trial import EMA_DECAY, train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Outcome, Pair, check_case, compare, main, tiny_pair, verify_full
+from launch.verify import Outcome, Pair, check_case, compare, main, tiny_pair
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -97,22 +92,11 @@ def doubled_loss(case: dict) -> dict:
         return train(case["trial"])
 
 
-def full_size(case: dict) -> Optional[Outcome]:
-    """Compare a run at its full size on the ranks of this world; its reference is a separate process."""
-    return verify_full(case["config"], None)
-
-
 def skewed_average(case: dict) -> dict:
     """Train, with another decay of the average on rank 1."""
     decay = 0.5 if dist.get_rank() else EMA_DECAY
     with mock.patch.object(EMA, "weight", return_value=1 - decay):
         return train(case["trial"])
-
-
-def full_differences(case: dict) -> Optional[dict[str, Any]]:
-    """Compare a pair without gathering."""
-    with reference_folder(None, 0) as folder:
-        return differences(case["one"], case["many"], folder)
 
 
 def forget_the_parts_of_adapters(chunks: list) -> None:
@@ -121,20 +105,6 @@ def forget_the_parts_of_adapters(chunks: list) -> None:
         for name, parameter in chunk.named_parameters():
             if "lora_" in name:
                 parameter.sequence_parallel = False
-
-
-@dataclass(kw_only=True)
-class LeakyConfig(DiTConfig):
-    """A DiT with a mistake that every layout has."""
-
-    model_path: ClassVar[Optional[str]] = f"{__name__}:Leaky"
-
-
-class Leaky(DiT):
-    """Adds the mean over all samples of the pack to the output."""
-
-    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        return super().forward(inputs_TC, time_S, batch) + inputs_TC[batch.layout.valid_T].mean(0)
 
 
 def without_mask(chunks: list) -> None:
@@ -258,7 +228,7 @@ RUN = "dit.verify.trial:run_case"
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
-    """The verdict of each fault, and those at full size; each world size starts once.
+    """The verdict of each fault; each world size starts once.
 
     `tests/laws` has those of sound backbones in their tiny form.
     """
@@ -273,46 +243,15 @@ def verdicts(tmp_path_factory):
         for fault in FAULTS.values()
     ]
     cases += [
-        {
-            "task": "tests.parallel.test_verify:full_differences",
-            "one": pair.one,
-            "many": replace(pair.many, alter=sum_no_sequence_shards),
-        },
-    ]
-    cases += [
         {"task": RUN, "trial": trial}
         for trial in (adapted.many, replace(adapted.many, alter=forget_the_parts_of_adapters), padded.many)
     ]
-    *many, ungathered, sound, broken, many_padded = run_world(2, cases, folder / "2")
-    parts = judge_differences(ungathered, build_on_meta(pair.many.model), pair.sizes)
+    *many, sound, broken, many_padded = run_world(2, cases, folder / "2")
     return {name: compare(pair, one, found) for name, found in zip(FAULTS, many, strict=True)} | {
-        "not gathered": parts,
         "adapters": compare(adapted, one_adapted, sound),
         "adapters, no sum": compare(adapted, one_adapted, broken),
         "padding": compare(padded, one_padded, many_padded),
     }
-
-
-@pytest.fixture(scope="module")
-def full_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """The outcomes of runs at full size."""
-    config = config_of("tiny_dit_pack")
-    configs = {
-        "sound": replace(
-            config,
-            parallel=ParallelConfig(**TP2SP),
-            training=replace(config.training, precision="bf16", ema_offload=True),
-            optimizer=replace(config.optimizer, offload=True),
-        ),
-        "leaky": replace(
-            config,
-            parallel=ParallelConfig(data_parallel="ddp"),
-            model=LeakyConfig(**{field.name: getattr(config.model, field.name) for field in fields(config.model)}),
-        ),
-        "adapters": with_adapters("tiny_dit_pack", ["*"]),
-    }
-    cases = [{"task": "tests.parallel.test_verify:full_size", "config": config} for config in configs.values()]
-    return dict(zip(configs, run_world(2, cases, tmp_path_factory.mktemp("full")), strict=True))
 
 
 def test_an_average_of_one_rank_that_differs_is_found(verdicts: dict[str, Verdict]) -> None:
@@ -329,17 +268,6 @@ def test_a_model_that_reads_padding_differs_from_one_rank(verdicts: dict[str, Ve
     assert "layers.1.attention.linear_qkv.weight" in {wrong.row.name for wrong in verdict.wrong}
 
 
-def test_the_full_size_is_checked_on_one_rank_too(full_outcomes: dict[str, Outcome]) -> None:
-    """All checks of the tiny form; a fault of every layout is found by them only."""
-    sound, broken = full_outcomes["sound"], full_outcomes["leaky"]
-    assert sound.is_right
-    assert list(sound.checks) == ["padding", "packed", "order", "accumulated", "diffusers"]
-    assert all(check.errors for name, check in sound.checks.items() if name != "diffusers")
-    assert {name for name, check in broken.checks.items() if check.wrong} == {"packed", "accumulated"}
-    assert all(verdict.is_equal for verdict in broken.verdicts.values())
-    assert not broken.is_right
-
-
 def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts):
     """The head's bias: each rank counts the tokens of its shard, so that both have a part, and their copies drift."""
     verdict = verdicts["no sum"]
@@ -354,17 +282,6 @@ def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts)
     assert "head.linear.bias" in verdict.comparison.drifted
     assert "copies that differ between ranks: " in text
     assert not any("linear_qkv" in wrong.row.name for wrong in verdict.wrong)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_full_size_equals_one_rank(full_outcomes, precision):
-    """At the recipe's sizes, with offload; as many gradients as the model has parameters."""
-    verdict = full_outcomes["sound"].verdicts[precision]
-    assert verdict.comparison.differences == ()
-    assert "averages" in verdict.comparison.errors
-    names = [name for name, _ in build_on_meta(config_of("tiny_dit_pack").model).named_parameters()]
-    assert verdict.compared + len(verdict.idle) == len(names)
-    assert "equal: " in verdict.text()
 
 
 def test_a_fine_tuning_of_adapters_equals_one_rank(verdicts):
@@ -391,37 +308,6 @@ def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
     assert "a part is missing" in verdict.reading()
     assert all("lora_" in wrong.row.name for wrong in verdict.wrong)
     assert not any(part in wrong.row.name for wrong in verdict.wrong for part in split)
-
-
-def test_adapters_at_full_size_equal_one_rank(full_outcomes):
-    verdict = full_outcomes["adapters"].verdicts["fp32"]
-    assert verdict.comparison.differences == ()
-    assert verdict.compared + len(verdict.idle) == len(
-        [
-            name
-            for name, _ in build_on_meta(with_adapters("tiny_dit_pack", ["*"]).model).named_parameters()
-            if "lora_" in name
-        ]
-    )
-
-
-def test_the_reference_of_adapters_needs_little():
-    """Of frozen weights, the weights: no gradient, no averages, no file."""
-    assert reference_bytes(100) == (2400, 800)
-    assert reference_bytes(10, 90) == (600, 80)
-    assert reference_bytes(100, averages=True) == (3200, 1200)
-
-
-def test_without_gathering_the_same_gradients_are_found_wrong(verdicts):
-    """Squared errors of the parts, added up over the ranks, against the tensors that every rank gathers."""
-    parts, gathered = verdicts["not gathered"], verdicts["no sum"]
-    assert [wrong.row for wrong in parts.wrong] == [wrong.row for wrong in gathered.wrong]
-    assert set(parts.comparison.drifted) == set(gathered.comparison.drifted)
-    assert [wrong.norm for wrong in parts.wrong if wrong.row.split != "-"] == pytest.approx(
-        [wrong.norm for wrong in gathered.wrong if wrong.row.split != "-"], rel=1e-5
-    )
-    for one, other in zip(parts.wrong, gathered.wrong):
-        assert dict(one.by_rank) == pytest.approx(dict(other.by_rank), rel=1e-5)
 
 
 def test_a_needless_sum_is_counted(verdicts):
@@ -495,7 +381,6 @@ def test_frozen_parameters_are_reduced_over_nothing(capsys):
     ("words", "says"),
     [
         ([], "give --factory RECIPE"),
-        (["--full", "--factory", "tiny_dit"], "torchrun --standalone --nproc-per-node N -m launch.verify --full"),
         (["--factory", "tiny_dti"], "did you mean tiny_dit"),
         (["--factory", "tiny_dit", "--world-size", "1"], "--world-size 1 leaves nothing to compare"),
         (["--factory", "tiny_dit_tp2sp", "--world-size", "3"], "world size 3 is not a multiple"),
@@ -506,3 +391,9 @@ def test_frozen_parameters_are_reduced_over_nothing(capsys):
 def test_what_cannot_be_compared_is_refused_in_a_line(capsys, words, says):
     assert main(words) == EXIT_CONFIG
     assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_failed_check_of_one_rank_is_a_failure() -> None:
+    failed = Check({"head.linear.bias": 1.0})
+    assert Outcome({"order": Check({"head.linear.bias": 0.0})}, {}).is_right
+    assert not Outcome({"order": failed}, {}).is_right

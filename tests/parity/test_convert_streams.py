@@ -33,17 +33,16 @@ from dit.convert.diffusers_sampling import how_to_sample
 from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.convert.diffusers_z_image import DiffusersZImage
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
 from dit.models.prx.config import PRXConfig
-from dit.monitoring.flops import PackFlops
 from dit.objectives.base import shared_time
 from dit.parallel.build import count_parameters, parameter_shapes
 from dit.patchify import grid_positions, unpatchify
 from dit.sampling.references import add_references
+from dit.tracing.forward import ForwardCost
+from dit.tracing.packs import PackShape
 from dit.verify.public import CALLS, call_flux, compare_public
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, packed, random_weights, relative_error
-from tests.parity.costs import forward_flops, num_parameters
 
 RTOL, GRADIENT_RTOL = 1e-5, 1e-4
 SIDES, TEXTS = ((10, 6), (6, 14)), (5, 3)
@@ -256,21 +255,11 @@ def test_the_config_survives_a_round_trip(family: Family) -> None:
     assert family.form.read_settings(settings) == imported
 
 
-def test_flops_and_parameters_are_those_of_the_formulas(family: Family) -> None:
-    model = family.form.read_settings(family.settings).model
-    batch = pack_of(model)
-    shape = (batch.layout, batch.grids, batch.conditions["context"].layout)
-    assert PackFlops(model).forward(*shape, convention="hardware") == forward_flops(model, *shape, padding=True)
-    assert count_parameters(model) == num_parameters(model)
-
-
 def test_flops_of_extended_samples_do_not_follow_from_shorter_ones() -> None:
     """Texts of 33 to 40 tokens cost the same; one of 65 tokens costs more."""
-    model = DiffusersZImage().read_settings(Z_IMAGE).model
-    counted = PackFlops(model)
+    cost = ForwardCost(DiffusersZImage().read_settings(Z_IMAGE).model)
     for grid, text in [((1, 8, 8), n) for n in range(33, 41)] + [((1, 8, 8), 65), ((1, 5, 7), 70)]:
-        shape = SequenceLayout.from_lengths([grid[1] * grid[2]]), [grid], SequenceLayout.from_lengths([text])
-        assert counted.forward(*shape) == forward_flops(model, *shape), (grid, text)
+        assert cost.of_sample(grid, text).total == cost.traced(PackShape((grid,), (text,))).total, (grid, text)
 
 
 SD3_LARGE: dict[str, Any] = {

@@ -200,5 +200,5 @@ HEAVY_HOMES = {
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/", "examples/", "benchmarks/recipes.py", "benchmarks/model_recipes.py"),
-    "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/report/wandb_table.py"),
+    "wandb": ("dit/monitoring/wandb_sink.py",),
 }

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from recipes.registry import write_or_print
+from tests.support.generated_page import write_or_print
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "patches.md"

@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional, TypeAlias, get_type_hints
 
 from dit.models.registry import BACKBONES
 from dit.objectives import OBJECTIVES
-from recipes.registry import write_or_print
+from tests.support.generated_page import write_or_print
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 PARTS = {

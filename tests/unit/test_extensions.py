@@ -14,6 +14,7 @@ from energon_data.prepare.__main__ import main as prepare
 from launch import cli, evaluate
 from launch.train import call_recipe
 from recipes import registry
+from tests.support import recipes_page
 
 MODULE = '''
 import nemo_run as run
@@ -101,7 +102,7 @@ def test_names_of_a_package_are_those_of_the_commands(skies: None, capsys: pytes
     assert call_recipe("mine").training.num_steps == 3
     with pytest.raises(ConfigError, match="did you mean mine"):
         cli.check_factory("mined")
-    assert "mine" not in registry.page()
+    assert "mine" not in recipes_page.page()
 
 
 def test_what_cannot_be_imported_is_left_out_with_a_warning(

@@ -3,21 +3,17 @@
 import dataclasses
 import re
 import typing
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 
 import pytest
 import yaml
 
-from dit.checkpoint.resume_check import changes
 from dit.config_record import CLASS_KEY, to_record
-from dit.convert import run_record
 from dit.data_api import NoData
 from dit.errors import CheckpointError, ConfigError
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
-from dit.models.flux.config import FluxConfig
 from dit.objectives.ddpm import DDPM
-from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
 from dit.parallel.dims import ParallelConfig
@@ -25,8 +21,6 @@ from dit.run_config import TRAINING_FUNCTION, RunConfig
 from dit.settings import OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
-from launch import config_file
-from launch.train import load_component
 
 RUN = RunConfig(
     model=DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=2, num_classes=3),
@@ -73,55 +67,6 @@ def test_records_of_other_versions_and_of_imported_weights_are_read():
     assert found.data == NoData()
     with pytest.raises(ConfigError, match="have no data"):
         found.check()
-
-
-FORMER = {
-    "training": {"compile": False},
-    "model": {"num_classes": None, "class_dropout": 0.1},
-    "objective": {"learned_variance": False, "vlb_weight": 1e-3},
-}
-"""Settings that earlier versions wrote, with values that mean off."""
-
-
-def former_run(**changes):
-    """Return the record of a run that an earlier version wrote, and the run."""
-    run = replace(RUN, model=FluxConfig(), objective=DDPM())
-    record = run.to_record()
-    for part, settings in (FORMER | changes).items():
-        record[part] |= settings
-    return record, run
-
-
-def test_removed_settings_that_were_off_are_dropped(tmp_path):
-    """When a record is rebuilt, compared, started again with `--yaml`, and read from exported weights."""
-    record, run = former_run()
-    assert RunConfig.from_record(record) == run
-    assert changes(record, run) == []
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
-    assert config_file.built(config_file.load(tmp_path, pretrain, load_component)).to_record() == run.to_record()
-    parts = [(run.model, FORMER["model"]), (run.objective, FORMER["objective"]), (EDM(), {"uncertainty": False})]
-    for part, off in parts:
-        assert run_record.build(type(part), asdict(part) | off, "the record") == part
-
-
-@pytest.mark.parametrize(
-    ("part", "settings", "message"),
-    [
-        ("training", {"compile": True}, "compile=True is now kernels=compile"),
-        ("objective", {"learned_variance": True}, "learned_variance=True is now variance=learned_variance"),
-        ("model", {"num_classes": 3}, "num_classes"),
-        ("model", {"other": None}, "other"),
-    ],
-)
-def test_a_removed_setting_that_was_on_is_refused(part, settings, message):
-    """The error names its replacement, if there is one."""
-    record, run = former_run(**{part: settings})
-    with pytest.raises(CheckpointError, match=message):
-        RunConfig.from_record(record)
-    assert {change.is_refused for change in changes(record, run)} == {True}
-    own = getattr(run, part)
-    with pytest.raises(ConfigError, match=message):
-        run_record.build(type(own), asdict(own) | settings, "the record")
 
 
 @pytest.mark.parametrize("part", [0, [], "edm", {"lr": 1}, {CLASS_KEY: "dit.settings.OptimizerConfig"}])

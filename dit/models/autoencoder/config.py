@@ -1,12 +1,10 @@
 """Settings of the KL and VQ autoencoders."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
-from dit.models.conditioned import WITHOUT_CLASSES, WITHOUT_TEXT
 from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges
 
 
@@ -28,7 +26,6 @@ class AutoencoderConfig(ModelConfig):
         shift_factor: see `scaling_factor`.
     """
 
-    removed_settings: ClassVar[Mapping[str, object]] = {**WITHOUT_CLASSES, **WITHOUT_TEXT}
     supports: ClassVar[Supports] = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )

@@ -1,12 +1,11 @@
 """Settings of the conditional DDPM UNet."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
-from dit.models.conditioned import WITHOUT_TEXT, ClassConditioned
+from dit.models.conditioned import ClassConditioned
 from dit.models.transformer_config import check_numbers
 
 
@@ -21,7 +20,6 @@ class DDPMUNetConfig(ClassConditioned):
         num_attention_heads: heads of every attention.
     """
 
-    removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_TEXT
     supports: ClassVar[Supports] = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )

@@ -1,10 +1,8 @@
 """Sizes of FLUX.1."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Optional
+from typing import Optional
 
-from dit.models.conditioned import WITHOUT_CLASSES
 from dit.models.streams.config import StreamsConfig
 
 
@@ -16,8 +14,6 @@ class FluxConfig(StreamsConfig):
 
     Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev.
     """
-
-    removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_CLASSES
 
     in_channels: int = 16
     context_size: Optional[int] = 4096

@@ -1,6 +1,5 @@
 """Sizes of the latent-diffusion UNet."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Optional, Self
 
@@ -8,7 +7,7 @@ from dit.condition_table import CONTEXT, CONTROL, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
-from dit.models.conditioned import NULLS, WITHOUT_CLASSES, NullTextConditioned
+from dit.models.conditioned import NULLS, NullTextConditioned
 from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
 from dit.ranges import check_choice
@@ -48,7 +47,6 @@ class LDMUNetConfig(NullTextConditioned):
     pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
     """
 
-    removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_CLASSES
     supports: ClassVar[Supports] = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )

@@ -1,8 +1,7 @@
 """Settings of Imagen's regular UNet."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
 from dit.models.imagen_config import ImagenConfig
 from dit.ranges import SHARE_BELOW_1, WIDTH, check_choice, check_ranges
@@ -23,14 +22,6 @@ class UNetConfig(ImagenConfig):
     condition_size: int = 512
     dropout: float = 0.0
     resampling: Resampling = "conv"
-
-    former_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("resample_with_conv", "resample_blocks"), "resampling=conv, pool or block"
-    )
-    removed_settings: ClassVar[Mapping[str, object]] = {
-        **ImagenConfig.removed_settings,
-        **{"resample_with_conv": True, "resample_blocks": False},
-    }
 
     @property
     def text_width(self) -> Optional[int]:

@@ -3,7 +3,6 @@
 from tests.mutants.listed.paths import (
     BATCH,
     CONDITIONS,
-    CORRUPTION,
     DAMAGE,
     DATA_API,
     FOLDER,
@@ -280,39 +279,11 @@ MUTANTS = (
         (PICTOGRAMS,),
     ),
     Mutant(
-        "small pictures are corrupted by the numbers of the crops",
-        "energon_data/task_encoder.py",
-        'random=visit.generator("/corruption")',
-        "random=visit.generator()",
-        (CORRUPTION,),
-    ),
-    Mutant(
-        "corruption: a blur after the noise takes the first blur's radius",
-        "energon_data/corruption.py",
-        "x = blurred(x, int(radii[1]))",
-        "x = blurred(x, int(radii[0]))",
-        (CORRUPTION,),
-    ),
-    Mutant(
-        "corruption: Poisson noise of half its strength",
-        "energon_data/corruption.py",
-        "return x + 2 * strength / GREYS * (drawn - grey)",
-        "return x + strength / GREYS * (drawn - grey)",
-        (CORRUPTION,),
-    ),
-    Mutant(
         "prepare: captions of one part of the data as examples",
         "energon_data/prepare/build.py",
         "different = {*self.captions, *captions}",
         "different = {*captions}",
         (FOLDER,),
-    ),
-    Mutant(
-        "false colours: the weakest components",
-        "energon_data/report/false_colours.py",
-        "variances.flip(0).clamp(min=0), vectors.flip(1)",
-        "variances.clamp(min=0), vectors",
-        (INSPECT,),
     ),
     Mutant(
         "prepare: archives of one name in two folders are one",

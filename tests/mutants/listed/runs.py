@@ -285,11 +285,4 @@ MUTANTS = (
         "os.getppid()",
         (HEARTBEAT,),
     ),
-    Mutant(
-        "records: a removed setting that was off is refused",
-        "dit/config_record.py",
-        "if name not in removed or value != removed[name]",
-        "if True",
-        ("tests/unit/test_run_config.py",),
-    ),
 )

@@ -118,7 +118,7 @@ MUTANTS = (
         (VERIFY,),
     ),
     Mutant(
-        "verify: the full size is not checked on one rank",
+        "verify: a failed check of one rank is right",
         "launch/verify.py",
         "right and not any(check.wrong for check in self.checks.values())",
         "right",

@@ -12,7 +12,7 @@ from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, us
 from dit.config_record import from_record
 from dit.errors import CheckpointError, ConfigError
 from dit.monitoring.exit_record import read_outcome
-from launch.run_status import read_status
+from launch.status import read_status
 
 SOUND = {"class_names": ["a"], "latent_size": [1, 8, 8], "fps": 24.0, "text_encoder": None, "attributions": []}
 

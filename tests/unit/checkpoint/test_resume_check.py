@@ -20,8 +20,8 @@ from dit.checkpoint.resume_check import (
     check_same_experiment,
     replaced_data,
 )
-from dit.config_record import CLASS_KEY, removed_settings
-from dit.errors import CheckpointError, ConfigError
+from dit.config_record import CLASS_KEY
+from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
@@ -31,7 +31,6 @@ from dit.settings import OptimizerConfig, TrainingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.registry import no_such_setting
 
 FOLDER = Path("runs/x/checkpoints/iter_0000006")
 
@@ -189,25 +188,3 @@ def test_replaced_samples_of_a_source_without_a_path_are_a_change_of_the_data():
     with pytest.raises(ConfigError, match=r"accept_changes=\[\"data\"\]"):
         check_same_experiment(FOLDER, config_of().to_record(), config_of(), [], [change])
     assert check_same_experiment(FOLDER, config_of().to_record(), config_of(), ["data"], [change]) == [change]
-
-
-def test_a_removed_setting_is_dropped_from_records_only_if_its_value_is_the_fixed_one():
-    """Reading, resuming and `--yaml` agree; the command line names the fixed value."""
-    config = config_of()
-    saved = config.to_record()
-    saved["training"]["spike_window"] = 128
-    assert RunConfig.from_record(saved) == config
-    assert changes(saved, config) == []
-    saved["training"]["spike_window"] = 64
-    with pytest.raises(CheckpointError, match="spike_window"):
-        RunConfig.from_record(saved)
-    assert [change.path for change in changes(saved, config)] == ["training.spike_window"]
-    message = no_such_setting(TrainingConfig, "training", "spike_window", [])
-    assert message.endswith("has no setting 'spike_window' any more; it is always 128")
-
-
-def test_no_removed_setting_is_a_setting():
-    for base in (type(part) for part in config_of().parts().values()):
-        for cls in classes_of(base):
-            names = {field.name for field in dataclasses.fields(cls)}
-            assert names.isdisjoint(removed_settings(cls))

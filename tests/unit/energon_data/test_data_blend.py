@@ -103,15 +103,6 @@ def test_a_curriculum_does_not_depend_on_the_ranks(members: dict[str, Path]) -> 
     same(take(alone, 30), [next(ranks[j % 2]) for j in range(30)])
 
 
-def test_one_stage_is_the_metadataset_that_energon_reads(members: dict[str, Path], tmp_path: Path) -> None:
-    file = tmp_path / "blend.yaml"
-    rows = "\n".join(f"      - {{weight: {w}, path: {members[n]}}}" for n, w in {"a": 1, "b": 3}.items())
-    file.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{rows}\n")
-    read = EnergonData(path=str(file), num_streams=2, shuffle_buffer=8)
-    _, stream = build(members, {"a": 1, "b": 3})
-    same(take(stream, 12), take(read.build_train(spec(), dp_rank=0, dp_size=1, seed=5, log_dir=None), 12))
-
-
 def test_held_out_data_are_those_of_every_member_once(members: dict[str, Path]) -> None:
     data, _ = build(members, STAGES, blend_steps=[3, 5])
     keys = [key for batch in data.build_validation(spec(), dp_rank=0, dp_size=1) for key in batch.keys]
@@ -169,17 +160,14 @@ def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
     """Of one data set of letters among others; where there is none, the members are named, and the flag."""
 
     def found(*members: Path, data: str | None = None) -> str:
-        listed = "".join(f"      - {{path: {member}}}\n" for member in members)
-        blend = tmp_path / "blend.yaml"
-        text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n" + listed
-        blend.write_text(text)
-        generator: Any = SimpleNamespace(config=SimpleNamespace(data=EnergonData(path=str(blend))))
+        blend = [{"path": str(member)} for member in members]
+        generator: Any = SimpleNamespace(config=SimpleNamespace(data=EnergonData(blend=blend)))
         return data_folder(Namespace(data=data), generator)
 
     assert found(mixed_folder, letters.folder) == str(letters.folder)
     assert found(mixed_folder, data="elsewhere") == "elsewhere"
     with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
-        found(mixed_folder, mixed_folder)
+        found(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))
 
 
 def test_a_blend_need_agree_only_on_what_the_model_takes(
@@ -197,12 +185,9 @@ def test_a_blend_need_agree_only_on_what_the_model_takes(
     for folder, encoder in ((still, "one"), (moving, "another")):
         about = json.loads((folder / "dataset.json").read_text())
         (folder / "dataset.json").write_text(json.dumps({**about, "text_encoder": encoder, "vae": encoder}))
-    blend = tmp_path / "blend.yaml"
-    members = "".join(f"      - {{weight: 1, path: {folder}}}\n" for folder in (still, moving))
-    blend.write_text(
-        f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{members}"
+    data = EnergonData(
+        blend=[{"path": str(folder)} for folder in (still, moving)], shuffle_buffer=0, max_tokens_per_pack=64
     )
-    data = EnergonData(path=str(blend), shuffle_buffer=0, max_tokens_per_pack=64)
     sizes = {"micro_batch_size": 1, "latent_channels": 1, "patch_temporal": 2, "patch_spatial": 8}
     neither = spec(num_classes=None, context_size=None, **sizes)
     data.validate(neither, 1, 1)

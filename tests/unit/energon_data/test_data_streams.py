@@ -18,7 +18,6 @@ from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
-from examples.letters.stills import LettersReport
 
 AUGMENTED: dict[str, Any] = {"resize_side": 10, "crop_size": [8, 6], "flip": 0.5, "shuffle_buffer": 10}
 
@@ -381,24 +380,6 @@ def test_validation_between_training_steps_changes_nothing(mixed_folder: Path) -
     mixed += take(stream, 3)
     assert len(list(validation)) == 2
     same(quiet, mixed + take(stream, 3))
-
-
-def test_blend_of_two_folders(mixed_folder: Path, letters: LettersReport, tmp_path: Path) -> None:
-    blend = tmp_path / "blend.yaml"
-    blend.write_text(
-        "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
-        f"      - {{weight: 3, path: {mixed_folder}, subflavors: {{media: video}}}}\n"
-        f"      - {{weight: 1, path: {mixed_folder}, subflavors: {{media: image}}}}\n"
-        f"  val: {{path: {mixed_folder}}}\n"
-    )
-    data = EnergonData(path=str(blend), num_streams=2, shuffle_buffer=10)
-    data.validate(spec(), 1, 2)
-    stream = build(data)
-    take(stream, 5)
-    resumed = build(data)
-    resumed.load_state_dict(through_disk(stream.state_dict()))
-    same(take(stream, 8), take(resumed, 8))
-    assert list(data.build_validation(spec(), dp_rank=0, dp_size=1))
 
 
 def test_steps_take_equally_many_micro_batches_from_each_stream() -> None:

@@ -172,33 +172,3 @@ def test_a_damaged_folder_is_refused_before_reading(
         with pytest.raises(DataError, match=words):
             check(EnergonData(path=str(folder)))
     assert "executed" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("__module__: os\n__class__: system\nsplits: {}\n", "names"),
-        (_SAFE, "names"),
-        ("{}", "names no class"),
-        (
-            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: DATA\n"
-            "    dataset_config: evil.yaml\n",
-            "dataset_config",
-        ),
-        (
-            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: nested.yaml}\n",
-            "os.system",
-        ),
-        (
-            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: gone}\n",
-            "cannot be read|no .nv",
-        ),
-    ],
-)
-def test_blends_that_import_or_lead_nowhere_are_refused(
-    mixed_folder: Path, tmp_path: Path, text: str, words: str
-) -> None:
-    (tmp_path / "nested.yaml").write_text("__module__: os\n__class__: system\n")
-    (tmp_path / "blend.yaml").write_text(text.replace("DATA", str(mixed_folder)))
-    with pytest.raises(DataError, match=words):
-        EnergonData(path=str(tmp_path / "blend.yaml")).validate(spec(), 1, 1)

@@ -1,4 +1,4 @@
-"""Lists of files: several clips of a video by their times, Conceptual Captions, lists elsewhere."""
+"""Lists of files: several clips of a video by their times, lists elsewhere."""
 
 import io
 import json
@@ -139,56 +139,12 @@ def test_the_same_clip_twice_is_refused_with_its_row(tmp_path, capsys, again):
     assert "is listed twice; leave one row, or give the clips of a video different starts or ends" in said
 
 
-# Conceptual Captions.
-
-
-def downloaded(root: Path, names: list[str], rows: int = 4) -> Path:
-    """Make a folder of pictures named by row number, and the list that they were downloaded by."""
+def downloaded(root: Path, names: list[str]) -> Path:
+    """Make a folder of pictures."""
     for i, name in enumerate(names):
         (root / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (root / "in" / name).write_bytes(png(i))
-    lines = [f'caption {i}, with "quotes\thttps://example.org/{i}.jpg?x=1' for i in range(rows)]
-    (root / "cc3m.tsv").write_text("\n".join(lines) + "\n")
     return root / "in"
-
-
-def test_captions_are_found_by_the_numbers_of_rows(tmp_path, capsys):
-    source = downloaded(tmp_path, ["0.png", "sub/000000002.png", "3_1234.png", "cover.png"])
-    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "cc3m.tsv"), command="images") == EXIT_OK
-    found = {name: (about["caption"], about["url"]) for name, about in metadata_of(tmp_path / "out").items()}
-    assert found == {
-        name: (f'caption {row}, with "quotes', f"https://example.org/{row}.jpg?x=1")
-        for name, row in (("0.png", 0), ("sub/000000002.png", 2), ("3_1234.png", 3))
-    }
-    said = capsys.readouterr().out
-    assert "skipped, not_a_file: 1; cc3m.tsv: 1 of 4 rows have no picture in the folder" in said
-    assert "skipped, not_listed: 1; cover.png: not in cc3m.tsv" in said
-
-
-def test_the_address_may_come_first(tmp_path):
-    """As in the list of CC12M."""
-    source = downloaded(tmp_path, ["1.png"])
-    (tmp_path / "cc12m.tsv").write_text("https://example.org/0.jpg\tzero\nhttps://example.org/1.jpg\tone\n")
-    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "cc12m.tsv"), command="images") == EXIT_OK
-    assert metadata_of(tmp_path / "out")["1.png"]["caption"] == "one"
-
-
-@pytest.mark.parametrize(
-    ("names", "line", "says"),
-    [
-        (["1.png", "4.png"], "", "4.png has no row in"),
-        (["1.png", "sub/001.png"], "", "1.png and sub/001.png both have the number 1"),
-        (["1.png"], "no address\n", "row 4: ['no address'] is not a caption and a URL separated by a tab"),
-    ],
-)
-def test_numbers_that_cannot_be_those_of_the_rows_are_refused(tmp_path, capsys, names, line, says):
-    """Files that are counted from 1 would all have the captions of others."""
-    source = downloaded(tmp_path, names)
-    with (tmp_path / "cc3m.tsv").open("a") as file:
-        file.write(line)
-    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "cc3m.tsv"), command="images") == EXIT_DATA
-    assert says in (said := capsys.readouterr().err)
-    assert said.count("\n") == 2  # with "preparing ..."
 
 
 # Lists of other names, and hints to other commands.

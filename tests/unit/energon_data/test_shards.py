@@ -6,14 +6,12 @@ import multiprocessing
 import os
 import shutil
 import sqlite3
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from small_data import clips, spec, write_dataset
 
 from dit import safe_files
@@ -173,19 +171,3 @@ def test_the_identity_of_a_blend_names_each_folder_and_held_out_split(tmp_path: 
     }
     assert [*found["validation_split"]] == [f"{a} (val)"]
     assert data.epoch_samples() is None
-
-
-def test_the_identity_of_a_metadataset_changes_with_its_weights(tmp_path: Path) -> None:
-    """Also with those in a file that it refers to."""
-    for name in ("a", "b"):
-        write_dataset(tmp_path / name, {"train": noise(8, 0)})
-
-    def identity_of(weight: int) -> Mapping[str, str]:
-        head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
-        members = [{"path": "a", "weight": 1}, {"path": "b", "weight": weight}]
-        for name, content in (("inner", {"blend": members}), ("outer", {"path": "inner.yaml"})):
-            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**head, "splits": {"train": content}}))
-        return EnergonData(path=str(tmp_path / "outer.yaml")).identity()["path"]
-
-    assert identity_of(1) == identity_of(1) != identity_of(2)
-    assert next(iter(identity_of(1).values())).startswith("16 samples in 2 shards, ")

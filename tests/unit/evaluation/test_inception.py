@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dit.errors import ConfigError
-from dit.evaluation.features import TORCHVISION_NOTE, load_features
+from dit.evaluation.features import load_features
 from dit.evaluation.inception import InceptionV3, resize
 
 CPU = torch.device("cpu")
@@ -19,11 +19,11 @@ TRUNK = 27_161_264 - (2_048 * 1_000 + 1_000) - (768 * 128 + 256 + 128 * 768 * 25
 RTOL = 1e-4  # fp32, another order of additions over 94 convolutions
 
 
-def state(kind: str) -> dict[str, Tensor]:
+def state() -> dict[str, Tensor]:
     """Random weights that keep the size of activations, in the published names."""
     torch.manual_seed(0)
     found = {}
-    for name, x in InceptionV3(kind).state_dict().items():
+    for name, x in InceptionV3().state_dict().items():
         if name.endswith("conv.weight"):
             found[name] = torch.randn(x.shape) * math.sqrt(2 / x[0].numel())
         elif name.endswith("num_batches_tracked"):
@@ -32,18 +32,14 @@ def state(kind: str) -> dict[str, Tensor]:
             found[name] = torch.rand(x.shape) + 0.5
         else:
             found[name] = torch.randn(x.shape) * 0.2
-    classes = 1008 if kind == "fid" else 1000
-    found |= {"fc.weight": torch.randn(classes, 2048), "fc.bias": torch.randn(classes)}
-    if kind == "torchvision":
-        found["AuxLogits.fc.weight"] = torch.randn(1000, 768)
-    return found
+    return found | {"fc.weight": torch.randn(1008, 2048), "fc.bias": torch.randn(1008)}
 
 
 class Plain:
     """The network as it is published, step by step."""
 
-    def __init__(self, weights: dict[str, Tensor], kind: str) -> None:
-        self.weights, self.kind = weights, kind
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        self.weights = weights
 
     def conv(self, x: Tensor, name: str, stride: int = 1, padding: int | tuple[int, int] = 0) -> Tensor:
         w = {part: self.weights[f"{name}.{part}"] for part in ("conv.weight", "bn.weight", "bn.bias")}
@@ -58,10 +54,10 @@ class Plain:
         return x
 
     def average(self, x: Tensor) -> Tensor:
-        """Mean of the 3 x 3 neighbours: of those inside the picture for FID, with zeros around it for torchvision."""
+        """Mean of the 3 x 3 neighbours inside the picture."""
         padded = F.pad(x, (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1).sum((-1, -2))
         ones = F.pad(torch.ones_like(x[:1, :1]), (1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1).sum((-1, -2))
-        return padded / (ones if self.kind == "fid" else 9)
+        return padded / ones
 
     def a(self, x: Tensor, b: str) -> Tensor:
         return torch.cat(
@@ -106,7 +102,7 @@ class Plain:
     def e(self, x: Tensor, b: str, *, last: bool) -> Tensor:
         one = self.chain(x, b, ("branch3x3_1",))
         two = self.chain(x, b, ("branch3x3dbl_1",), ("branch3x3dbl_2", 1, 1))
-        pooled = F.max_pool2d(x, 3, 1, 1) if last and self.kind == "fid" else self.average(x)
+        pooled = F.max_pool2d(x, 3, 1, 1) if last else self.average(x)
         return torch.cat(
             [
                 self.chain(x, b, ("branch1x1",)),
@@ -141,29 +137,26 @@ def pictures() -> Tensor:
     return torch.randint(0, 256, (2, 3, 299, 299), generator=generator, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("kind", ["fid", "torchvision"])
-def test_features_are_those_of_the_published_network(kind: str, tmp_path: Path, pictures: Tensor) -> None:
-    """Detected by the file's head; its counters of batches, which old files lack, do not matter."""
-    weights = state(kind)
-    kept = {name: x for name, x in weights.items() if kind == "fid" or not name.endswith("num_batches_tracked")}
+@pytest.mark.parametrize("has_counters", [True, False])
+def test_features_are_those_of_the_published_network(has_counters: bool, tmp_path: Path, pictures: Tensor) -> None:
+    """The counters of batches, which old files lack, do not matter."""
+    weights = state()
+    kept = {name: x for name, x in weights.items() if has_counters or not name.endswith("num_batches_tracked")}
     torch.save(kept, tmp_path / "weights.pth")
     save_file(kept, tmp_path / "weights.safetensors")
-    expected = Plain(weights, kind).features(pictures)
-    other = Plain(weights, "fid" if kind == "torchvision" else "torchvision").features(pictures)
+    expected = Plain(weights).features(pictures)
     scale = float(expected.abs().max())
-    assert float((expected - other).abs().max()) > 0.05 * scale, "the pools make a difference that the test can see"
     for file in ("weights.pth", "weights.safetensors"):
         network = load_features(tmp_path / file, CPU)
         found = network(pictures.float() / 127.5 - 1)
         assert found.shape == (2, 2048)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found, expected, rtol=RTOL, atol=RTOL * scale)
-        assert network.network == f"Inception of {'FID' if kind == 'fid' else 'torchvision'}"
-        assert network.note == (TORCHVISION_NOTE if kind == "torchvision" else None)
+        assert network.network == "Inception of FID"
 
 
 def test_the_trunk_has_as_many_parameters_as_published() -> None:
-    assert sum(x.numel() for x in InceptionV3("torchvision").parameters()) == TRUNK
+    assert sum(x.numel() for x in InceptionV3().parameters()) == TRUNK
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 64), (299, 299), (512, 400)])
@@ -182,7 +175,7 @@ def test_pictures_are_resized_by_the_rule_of_tensorflow_1(height: int, width: in
 
 
 def test_other_tensors_are_named(tmp_path: Path) -> None:
-    path, weights = tmp_path / "x.pth", state("fid")
+    path, weights = tmp_path / "x.pth", state()
 
     def refusal(changed: dict[str, Tensor]) -> str:
         torch.save(changed, path)
@@ -191,7 +184,7 @@ def test_other_tensors_are_named(tmp_path: Path) -> None:
         return str(caught.value)
 
     trunk = {name: x for name, x in weights.items() if not name.startswith("fc.")}
-    assert "with no head, so the kind of its pools is unknown" in refusal(trunk)
+    assert "with no head; FID's network has 1,008 classes" in refusal(trunk)
     assert "a head of 10 classes" in refusal(trunk | {"fc.weight": torch.zeros(10, 2048)})
     name = "Mixed_6b.branch7x7_2.conv.weight"
     assert f"1 tensors differ, such as {name} is missing" in refusal({k: x for k, x in weights.items() if k != name})

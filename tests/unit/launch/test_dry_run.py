@@ -7,14 +7,15 @@ import pytest
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
+from dit.monitoring.flops import PackFlops
 from dit.objectives.ddpm import DDPM
+from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelDims
 from launch import dry_run
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.planned_sample import Sample, planned_sample
 from launch.train import call_recipe, load_component
-from tests.parity.costs import forward_flops, num_parameters
 
 
 def laid_out(task, world_size=None):
@@ -33,8 +34,8 @@ def test_the_report_says_what_was_asked_for(capsys):
     assert "32 in a sample of 4x4x2 patches, 3 of text)" in text
     count = int(re.search(r"parameters +([\d,]+)", text)[1].replace(",", ""))
     model = fiddle.build(task.model)
-    assert count == num_parameters(model)
-    flops = 3 * forward_flops(model, SequenceLayout.from_lengths([32]))
+    assert count == count_parameters(model)
+    flops = PackFlops(model).training(SequenceLayout.from_lengths([32]), [(4, 4, 2)])
     assert f"{flops / 32 / 1e9:,.4g} GFLOP per token" in text
     assert f"{8 * flops / 1e12:,.4g} TFLOP per step" in text
     rows = {name: float(size) for name, size in re.findall(r"^  (\w.*?) +([\d.]+) GiB$", text, re.MULTILINE)}
@@ -74,7 +75,7 @@ def test_networks_of_the_objective_are_counted():
     text = dry_run.report(task, world_size=1, tokens=(1, 4, 4))
     line = r"parameters +([\d,]+), and ([\d,]+) of networks that the objective adds\n"
     count, added = (int(number.replace(",", "")) for number in re.search(line, text).groups())
-    assert count == num_parameters(fiddle.build(task.model))
+    assert count == count_parameters(fiddle.build(task.model))
     assert added == 16 * (3 * 64 + 64 * 128 + 128 * 256 + 256 * 512 + 512) + 64 + 2 * (128 + 256 + 512)
     assert f"checkpoint  {16 * (count + added) / dry_run.GIB:,.3f} GiB" in text
 

@@ -1,24 +1,18 @@
 """What `launch.status` says of a run folder, from records written by hand."""
 
-import base64
 import errno
-import io
 import json
 import os
-import re
 import time
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.run_lock import RunLock
 from dit.monitoring.summary import how_it_went
-from launch.run_status import lines, read_status
-from launch.status import main
+from launch.status import lines, main, read_status
 
 NOW = 1_800_000_000.0
 
@@ -206,7 +200,7 @@ def test_where_a_disk_has_no_locks_the_heartbeats_tell(half_done: Path, monkeypa
         raise OSError(errno.ENOLCK, "No locks available")
 
     (half_done / RunLock(half_done).path.name).write_text("{}")
-    monkeypatch.setattr("launch.run_status.fcntl.flock", refuse)
+    monkeypatch.setattr("launch.status.fcntl.flock", refuse)
     no_locks = "unknown, because this disk has no locks; according to its files it "
     assert f"{no_locks}has ended (no heartbeat)" in told(half_done)["run"]
     beat(half_done, 4)
@@ -237,13 +231,12 @@ DAMAGED = (
 
 
 def test_records_with_values_of_other_kinds_end_nothing(tmp_path: Path) -> None:
-    """Neither the status of a run nor a page of all of them."""
     folders = [run_folder(tmp_path / f"run{number}", scalars(1), scalars(2)) for number in range(len(DAMAGED))]
     for folder, damaged in zip(folders, DAMAGED):
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(damaged + "\n" + json.dumps(scalars(4)) + "\n")
         assert told(folder)["step"].startswith("4 of 40"), damaged
-    assert main([*map(str, folders), "--html", str(tmp_path / "page.html")]) == 0
+    assert main([*map(str, folders)]) == 0
 
 
 def test_numbers_that_are_not_finite_are_said_and_make_no_trend(tmp_path: Path) -> None:
@@ -257,7 +250,6 @@ def test_numbers_that_are_not_finite_are_said_and_make_no_trend(tmp_path: Path) 
     assert said["grad"].startswith("inf, of the last 12 lines the median 0.55, the largest 1, 2 not finite;")
     nothing = told(run_folder(tmp_path / "nothing", scalars(1, loss="NaN", grad_norm="NaN")))
     assert nothing["loss"] == "nan; not finite in 1 of the last 1 lines"
-    assert main([str(tmp_path / "run"), str(tmp_path / "nothing"), "--png", str(tmp_path / "plot.png")]) == 0
 
 
 def test_texts_of_records_break_no_line(tmp_path: Path) -> None:
@@ -280,70 +272,6 @@ def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(
     assert status.attempt == 2
     assert status.series["loss"] == {1: 1.0, 2: 3.0}
     assert list(status.times) == [2]
-
-
-class Sources(HTMLParser):
-    """Collects what a page refers to, and its scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, Any]]) -> None:
-        self.tags.add(tag)
-        self.found += [value for name, value in attrs if name in ("src", "href")]
-
-
-def test_the_page_is_one_file_and_escapes_what_records_say(
-    half_done: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two runs side by side; a message of a run is text, never markup."""
-    evil = record("incident", 3, incident="<script>alert(1)</script>", details={"text": "<img src=x>"})
-    other = run_folder(tmp_path / "other", scalars(1), scalars(2), evil)
-    page, png = tmp_path / "page.html", tmp_path / "plot.png"
-    assert main([str(half_done), str(other), "--png", str(png), "--html", str(page)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 23
-    text = page.read_text()
-    parsed = Sources()
-    parsed.feed(text)
-    (source,) = parsed.found
-    assert "script" not in parsed.tags
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
-    inline = base64.b64decode(re.fullmatch(r"data:image/png;base64,(.*)", source)[1])
-    with Image.open(io.BytesIO(inline)) as first, Image.open(png) as second:
-        assert first.size == second.size == (1200, 700)
-
-
-def drawn(folder: Path, step: int, name: str, path: str) -> dict[str, Any]:
-    """Write a grid into a run folder, and return its record with the path that the run had when it was written."""
-    grid = folder / "samples" / f"step_{step:07d}" / path
-    grid.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("RGB", (step, 8)).save(grid)
-    return record("image", step, image=name, path=f"/elsewhere/runs/x/{grid.relative_to(folder)}", caption="")
-
-
-def test_the_page_shows_the_newest_samples_of_both_weights(tmp_path: Path) -> None:
-    """Pictures and films, found in a folder that was moved; a link and a path out of the folder are not followed."""
-    grids = [(2, "samples", "ema.png"), (2, "samples_raw", "raw.png"), (5, "samples", "ema.gif")]
-    run = run_folder(tmp_path / "run", scalars(5))
-    other = run_folder(tmp_path / "other", scalars(5))
-    for folder in (run, other):
-        records = [drawn(folder, *words) for words in grids]
-        outside = record("image", 6, image="samples", path=str(tmp_path / "secret.png"), caption="")
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.writelines(json.dumps(found) + "\n" for found in (*records, outside))
-    grid = other / "samples/step_0000005/ema.gif"
-    grid.rename(tmp_path / "secret.gif")
-    grid.symlink_to(tmp_path / "secret.gif")
-    assert main([str(run), str(other), "--html", str(tmp_path / "page.html")]) == 0
-    text = (tmp_path / "page.html").read_text()
-    parsed = Sources()
-    parsed.feed(text)
-    inline = [re.fullmatch(r"data:image/(\w+);base64,(.*)", source).groups() for source in parsed.found]
-    sizes = [(kind, Image.open(io.BytesIO(base64.b64decode(data))).size) for kind, data in inline[:-1]]
-    assert sizes == [("gif", (5, 8)), ("png", (2, 8)), ("png", (2, 8))]
-    assert "samples/step_0000005/ema.gif, step 5: a link" in text
 
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,17 +28,16 @@ from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.optimizer.master_weights import set_rates
 from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.update import EagerUpdate
-from dit.parallel.build import build_model, build_optimizer, count_parameters, wrap
+from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step_checks.bad_steps import BadSteps
 from dit.training.validate import held_out_loss
-from dit.verify.full import reference_needs
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
-from launch.verify import MockPacks, pair_of, tiny_pair
+from launch.verify import MockPacks, tiny_pair
 
 SIZES: dict[str, Any] = {
     **{"patch_spatial": 4, "latent_channels": 4, "block_out_channels": [8, 8, 16], "layers_per_block": 1},
@@ -344,19 +343,6 @@ def test_the_discriminators_operations_are_those_of_torch(
         PackFlops(CASES["kl"][0], auxiliary).training(layout, grids) for auxiliary in (objective.auxiliary, NO_NETWORKS)
     ]
     assert counter.get_total_flops() == counted[0] - counted[1] - 2 * frames * first
-
-
-def test_the_reference_of_verify_needs_memory_for_the_discriminator() -> None:
-    config = built(call_recipe("pictogram_autoencoder"))
-    plain, trial = (
-        pair_of(replace(config, objective=replace(config.objective, adversarial=adversarial)), 2).one
-        for adversarial in (None, PART)
-    )
-    added = count_parameters(trial.model, auxiliary=trial.objective.auxiliary) - count_parameters(trial.model)
-    assert added > 500
-    averages = 1 if trial.training.ema_decay is not None else 0
-    (memory, disk), (plain_memory, plain_disk) = reference_needs(trial), reference_needs(plain)
-    assert (memory - plain_memory, disk - plain_disk) == ((24 + 8 * averages) * added, (8 + 4 * averages) * added)
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "distributed_optimizer"])

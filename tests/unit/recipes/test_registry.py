@@ -10,11 +10,12 @@ import pytest
 from nemo_run.config import get_type_namespace
 
 from dit.models.base import ModelConfig
+from dit.parallel.build import count_parameters
 from launch import dry_run, train
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
-from tests.parity.costs import num_parameters
+from tests.support import recipes_page
 
 RECIPES = [entry.name for entry in registry.recipes()]
 PROMISED = """
@@ -53,14 +54,14 @@ def test_a_recipe_says_where_it_runs_and_what_to_expect(entry):
 
 
 def test_the_page_is_up_to_date():
-    """Renew it with `python -m recipes.registry --write`."""
-    assert registry.README.read_text(encoding="utf-8") == registry.page()
+    """Renew it with `python -m tests.support.recipes_page --write`."""
+    assert recipes_page.README.read_text(encoding="utf-8") == recipes_page.page()
 
 
 def test_write_renews_the_page(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(registry, "README", tmp_path / "README.md")
-    assert registry.main([]) == 0
-    assert registry.main(["--write"]) == 0
+    monkeypatch.setattr(recipes_page, "README", tmp_path / "README.md")
+    assert recipes_page.main([]) == 0
+    assert recipes_page.main(["--write"]) == 0
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == capsys.readouterr().out
 
 
@@ -105,6 +106,7 @@ RANKS = re.compile(
     r"(?P<more> or more)?(?:, (?P<need>\d+) GiB)?"
 )
 SIZES = ("each", "one", "of")
+AXES = ("tensor_model", "pipeline_model", "context", "expert_model")
 NEARLY_FULL = 0.9
 """Share of a GPU's memory, in units of 1e9 bytes, above which a recipe's line says how much it needs."""
 
@@ -129,16 +131,22 @@ ON_GPUS = [entry for entry in registry.recipes() if (match := RANKS.search(entry
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", ON_GPUS, ids=lambda entry: entry.name)
-def test_a_recipe_fits_the_gpus_that_its_line_names(entry):
-    """The planned step fits, or the line says how much it needs."""
-    match = RANKS.search(entry.line)
-    report = dry_run.report(call_recipe(entry.name), stated_ranks(entry.line))
-    (memory,) = (group for group in match.group(*SIZES) if group)
-    need, room = float(re.search(r"total +([\d.]+) GiB", report)[1]), int(memory) * 1e9 / dry_run.GIB
-    assert need < room
-    assert match["need"] or need < NEARLY_FULL * room
-    assert int(match["need"] or round(need)) == round(need)
+def test_recipes_fit_the_gpus_that_their_lines_name():
+    """One recipe of each class of model and layout: the planned step fits, or the line says how much it needs."""
+    kinds = {}
+    for entry in ON_GPUS:
+        config = built(call_recipe(entry.name))
+        layout = config.parallel.data_parallel, *(getattr(config.parallel, f"{axis}_parallel_size") for axis in AXES)
+        kinds.setdefault((type(config.model), config.model.adapters is None, layout, config.training.recompute), entry)
+    wrong = {}
+    for entry in kinds.values():
+        match = RANKS.search(entry.line)
+        report = dry_run.report(call_recipe(entry.name), stated_ranks(entry.line))
+        (memory,) = (group for group in match.group(*SIZES) if group)
+        need, room = float(re.search(r"total +([\d.]+) GiB", report)[1]), int(memory) * 1e9 / dry_run.GIB
+        if need > (room if match["need"] else NEARLY_FULL * room) or int(match["need"] or round(need)) != round(need):
+            wrong[entry.name] = f"needs {need:.1f} of {room:.1f} GiB: {entry.line}"
+    assert wrong == {}
 
 
 @pytest.mark.parametrize("entry", [e for e in registry.recipes() if " or more" in e.line], ids=lambda entry: entry.name)
@@ -163,7 +171,7 @@ def test_the_parameter_count_in_a_line_is_right(line):
     assert isinstance(model, ModelConfig)
     stated = COUNT.search(line.line)
     millions = float(stated["number"]) * {"M": 1, "B": 1000}[stated["unit"]]
-    assert num_parameters(model) / 1e6 == pytest.approx(millions, rel=0.03 if stated["unit"] == "M" else 0.005)
+    assert count_parameters(model) / 1e6 == pytest.approx(millions, rel=0.03 if stated["unit"] == "M" else 0.005)
 
 
 def test_names_are_read_from_decorators(tmp_path):

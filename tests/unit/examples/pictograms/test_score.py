@@ -75,8 +75,8 @@ def test_lines_have_the_samples_the_features_the_ceiling_and_the_authors():
 
 def test_only_pictograms_are_judged_as_such(monkeypatch):
     """Other data are refused by name, before anything is loaded."""
-    members = [SimpleNamespace(description={"name": "letters", "vae": "v", "text_encoder": "t"})]
-    monkeypatch.setattr("energon_data.folder.check_dataset", lambda path, split: members)
+    info = SimpleNamespace(description={"name": "letters", "vae": "v", "text_encoder": "t"})
+    monkeypatch.setattr("energon_data.folder.check_dataset", lambda path, split: info)
     generator = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(path="data/letters")))
     with pytest.raises(ConfigError, match="data/letters holds no pictograms"):
         measure(Namespace(data=None, minimum=None, out=None), generator)

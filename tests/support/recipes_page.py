@@ -1,0 +1,72 @@
+"""recipes/README.md: every recipe and component, generated from their docstrings.
+
+`python -m tests.support.recipes_page --write` writes the page; without `--write` it is printed.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from recipes import registry
+from recipes.registry import Entry
+from tests.support.generated_page import write_or_print
+
+README = registry.FOLDER / "README.md"
+SUMMARIES = {
+    registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
+    registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
+}
+"""Sections of the page with a sentence instead of the recipes' descriptions."""
+
+
+def _link(entry: Entry) -> str:
+    """Return the link from the page to the file of a recipe."""
+    return f"../{entry.file}" if entry.is_registered else Path(entry.file).name
+
+
+def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
+    """Return a line of names for each value of a key, in order of first appearance."""
+    names: dict[str, list[str]] = {}
+    for entry in group:
+        names.setdefault(key(entry), []).append(f"`{entry.name}`")
+    return [f"* {value}: {', '.join(row)}" for value, row in names.items()]
+
+
+def page() -> str:
+    """Return the text of `recipes/README.md`."""
+    lines = [
+        "# Recipes",
+        "",
+        "<!-- Written by `python -m tests.support.recipes_page --write`. Edit the docstrings instead. -->",
+        "",
+        "This page lists the recipes that `--factory NAME` starts, and the parts that an override can name.",
+        "",
+        "```",
+        "python -m launch.train --yes --factory NAME key.path=value ...",
+        "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
+        "```",
+        "",
+        "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
+        "and `--dryrun` settings, parameters and memory, without GPU or data.",
+        "The [page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
+    ]
+    in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
+    for title, group in registry.sections(in_repository).items():
+        lines += ["", f"## {title}", ""]
+        if title in SUMMARIES:
+            names = ", ".join(f"`{entry.name}`" for entry in group) + "."
+            lines += [SUMMARIES[title], *([names] if title == registry.TINY else [])]
+        else:
+            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group]
+    lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
+    lines += _names_by(registry.components(), lambda e: e.target)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the page, or renew the file."""
+    return write_or_print("tests.support.recipes_page", page, README, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
