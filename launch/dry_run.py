@@ -19,6 +19,7 @@ from launch.planned_sample import Sample, named_device, planned_sample
 if TYPE_CHECKING:
     import nemo_run as run
 
+    from dit.conditions import Condition
     from dit.models.base import ModelConfig
     from dit.planner.devices import Device
     from dit.planner.plan import Plan
@@ -128,10 +129,10 @@ def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device:
     )
 
 
-def sample_line(model: "ModelConfig") -> str:
-    """Describe the values that a model reads from a sample."""
+def sample_line(model: "ModelConfig", of_loss: Sequence["Condition"] = ()) -> str:
+    """Describe the values that a model and a loss read from a sample."""
     parts = [f"latent [{model.in_channels}, T, H, W]"]
-    for condition in model.conditions():
+    for condition in (*model.conditions(), *of_loss):
         name = condition.stored_as[0]
         if condition.num_classes is not None:
             value = f"{name} 0 to {condition.num_classes - 1}"
@@ -164,7 +165,7 @@ def report(
     dims, _ = config.check(world_size)
     sample = planned_sample(config.data, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)
-    layout.append(sample_line(config.model))
+    layout.append(sample_line(config.model, config.objective.conditions))
     if config.checkpoint.start_from is not None:
         layout.append(f"start       {start_line(config)}")
     layout.append(f"export      {export_line(config.model)[1]}")

@@ -59,10 +59,12 @@ def test_the_report_says_what_was_asked_for(capsys):
                 "fps (optional)",
             },
         ),
+        ("sit_xl2_repa", {"latent [4, T, H, W]", "label 0 to 999", "teacher [768, t, h, w]", "fps (optional)"}),
     ],
 )
 def test_the_report_lists_the_values_of_a_sample(recipe, values):
-    line = dry_run.sample_line(fiddle.build(call_recipe(recipe).model))
+    task = call_recipe(recipe)
+    line = dry_run.sample_line(fiddle.build(task.model), fiddle.build(task.objective).conditions)
     assert set(re.split(r", (?=[a-z])", line.removeprefix("sample").strip())) == values
 
 
