@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import shlex
-import shutil
 import tarfile
 from itertools import islice
 from pathlib import Path
@@ -185,18 +184,6 @@ def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_
         read(spec(context_size=None, num_classes=10), require_checksums=False)
     pack = read(spec(context_size=None, micro_batch_size=3), require_checksums=False)
     assert pack.layout.lengths == (16, 16, 16)
-
-
-def test_the_blend_is_read(written, tmp_path):
-    """Both of its members exist, and each split has what the file says."""
-    (blend,) = re.findall(r"^```yaml\n(.*?)^```", LOADER_PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (tmp_path / "blend.yaml").write_text(blend)
-    for member in re.findall(r"path: (\w+)", blend)[:2]:
-        shutil.copytree(written, tmp_path / member)
-    data = EnergonData(path=str(tmp_path / "blend.yaml"), max_tokens_per_pack=128)
-    data.validate(spec(), 1, 4)
-    found = [pack.layout.num_samples for pack in data.build_validation(spec(), dp_rank=0, dp_size=1)]
-    assert sum(found) == 12, "one member is held out"
 
 
 def test_the_limits_are_those_of_the_loader():
