@@ -52,8 +52,7 @@ def test_every_setting_reaches_the_scale(one_rank_world):
 
 def test_a_trial_blames_the_scale_only_for_the_overflow_of_a_finite_loss(one_rank_world):
     session: Any = SimpleNamespace(chunks=[], loss_scale=loss_scale_of(optimizer_of(one_rank_world, precision="fp16")))
-    report: Any = None
-    recorder = Recorder(session, report)
+    recorder = Recorder(session)
     step: Any = SimpleNamespace(number=2, overflowed=True, loss=float("nan"), grad_norm=float("inf"))
     assert recorder.judge(step) == "update"
     step.loss = 1.0
