@@ -196,9 +196,11 @@ class FlowMatching(Objective):
         )
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        if self.alignment is None:
+            return super().loss_terms(prediction_TC, prepared, layout)
         channels, weight_L = prepared.target_TC.shape[1], prepared.alignment_weight_S
         terms = super().loss_terms(prediction_TC[:, :channels], prepared, layout)
-        if self.alignment is not None and weight_L is not None:
+        if weight_L is not None:
             terms["alignment"] = self.alignment.term(prediction_TC[:, channels:], weight_L, layout)
         return terms
 

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from dit.config_record import from_record, to_record
-from dit.errors import ConfigError
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
@@ -39,17 +38,3 @@ def test_parts_are_set_on_the_command_line_and_rebuilt_from_records(settings, ob
     built_objective = objective_from(*settings)
     assert built_objective == objective
     assert from_record(json.loads(json.dumps(to_record(objective)))) == objective
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["objective=edm", "objective.uncertainty=True"], "use objective.weighting=uncertainty"),
-        (["objective=ddpm", "objective.learned_variance=True"], "use objective.variance=learned_variance"),
-        (["objective=ddpm", "objective.vlb_weight=1"], "use objective.variance.vlb_weight"),
-        (["objective=ddpm(learned_variance=True)"], "use variance=learned_variance"),
-    ],
-)
-def test_a_former_setting_is_refused_with_the_new_one(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        objective_from(*settings)
