@@ -92,7 +92,7 @@ def test_sum_per_sample_is_the_adjoint_of_per_token_on_real_tokens(layout):
 @given(layouts, st.sampled_from([1, 3, 128]), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_the_gradient_of_per_token_is_that_of_indexing(layout, longer, selected, random):
-    """Of short samples and of long ones, of all tokens and of some of them in any order, padding included."""
+    """For short and long samples; for all tokens, and for some of them in any order, padding included."""
     lengths, padded = ([longer * n for n in sizes] for sizes in (layout.lengths, layout.padded_lengths))
     layout = SequenceLayout(tuple(lengths), tuple(padded), longer * layout.total_tokens)
     if selected:
@@ -171,7 +171,7 @@ def test_grid_undoes_patchify_for_every_sample():
 
 
 def test_dense_is_a_view_of_equal_samples():
-    """Tokens `[S, t, h, w, C]` share the pack's memory and go back to it."""
+    """Tokens `[S, t, h, w, C]` share the pack's memory and convert back to it."""
     batch = make_batch([(2, 2, 3), (2, 2, 3)])
     pictures = batch.dense(batch.latents_TC)
     assert pictures.shape == (2, 2, 2, 3, 8)
@@ -240,7 +240,7 @@ def test_validate_names_the_part_that_is_wrong(change, message):
 
 
 def test_validate_names_a_sample_that_exceeds_the_learned_positions():
-    """On one axis is enough."""
+    """One axis on which a sample is too large is enough."""
     batch = make_batch([(1, 2, 2), (1, 2, 3)])
     assert batch.validate(largest_grid=(1, 2, 3)) is batch
     message = r"'sample1' has \(1, 2, 3\) patches .*end at \(4, 4, 2\); raise model.max_grid or drop such samples"
@@ -256,7 +256,7 @@ def test_validate_reports_everything_that_is_wrong_at_once():
 
 
 class Recorded:
-    """Stands for a tensor in ordinary memory of the host, and records its copies."""
+    """Stand-in for a tensor in ordinary host memory; records its copies."""
 
     device = torch.device("cpu")
 
@@ -283,7 +283,7 @@ def test_a_copy_to_a_gpu_comes_from_pinned_memory_and_does_not_wait(device: str,
 
 
 def test_moving_a_batch_moves_every_tensor_and_both_layouts():
-    """The meta device shows what was moved; numbers on the host stay."""
+    """The device of each tensor shows that it was moved; plain numbers stay on the host."""
     batch = make_batch(
         [(1, 1, 2)],
         conditions=Conditions(

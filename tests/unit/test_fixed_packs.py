@@ -1,4 +1,4 @@
-"""Packs of fixed size have the numbers of the packs that they are made from, also without lengths."""
+"""Packs of fixed size give the same numbers as the packs that they are made from, also without lengths."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def numbers_of(model: Backbone, config: ModelConfig, batch: PackedBatch) -> dict
 
 
 def disturbed(build_model: BuildModel, groups: ProcessGroups, name: str) -> tuple[Backbone, ModelConfig]:
-    """Return a model in which nothing is zero."""
+    """Return a model in which no parameter is zero."""
     config = FIXING.get(name) or config_of(name)
     model = build_model(config)
     disturb_constants([model], groups)
@@ -77,7 +77,7 @@ def test_a_padded_pack_has_the_numbers_of_the_pack(
 def test_passes_without_lengths_have_the_numbers_of_the_pack_whose_tables_they_read(
     build_model: BuildModel, one_rank_world: ProcessGroups, name: str
 ) -> None:
-    """The tensors of a first pack are overwritten by those of packs with other samples."""
+    """Copy packs with other samples into the tensors of the first pack."""
     model, config = disturbed(build_model, one_rank_world, name)
     first, *others = (MAXIMA.pad(pack(config, numbers, multiple_of=4)) for numbers in ([0, 1, 2, 3], [3, 1], [2]))
     numbers_of(model, config, first)  # computes the tables

@@ -1,4 +1,4 @@
-"""One buffer per pack: the same tensors and tables as one copy each, and no table is missing in the second pack."""
+"""Copying a pack through one buffer gives the same tensors and tables as separate copies, for every later pack, too."""
 
 import gc
 import weakref
@@ -85,7 +85,7 @@ def test_tensors_of_a_buffer_are_separate():
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_second_pack_has_all_tables_on_the_device(cp: int, monkeypatch: pytest.MonkeyPatch):
-    """Tables of other lengths than before, with equal values, and no copy when layers read them."""
+    """Its lengths differ from those of the first pack; the tables have equal values, and layers copy none."""
     packs = [
         pack([(1, 4, 4), (2, 3, 2), (1, 2, 2)], [3, 1, 2]),
         pack([(1, 2, 4), (3, 4, 2), (1, 1, 1), (1, 2, 2)], [2, 2, 5, 1]),
@@ -116,7 +116,7 @@ def _fresh(batch: PackedBatch):
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_pack_is_freed_with_its_last_reference(joint: bool):
-    """Without garbage collection: no table refers to the layout that has it, so the buffer is freed at once."""
+    """Without garbage collection: no table refers back to its layout, so the buffer is freed at once."""
     gc.disable()
     try:
         batch = pack([(1, 4, 4), (1, 2, 3)], [3, 5]).to(CPU)

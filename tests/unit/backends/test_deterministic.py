@@ -1,4 +1,4 @@
-"""The deterministic mode is set inside and gone after; what contradicts it is refused."""
+"""The deterministic mode is only set inside the context; settings that contradict it are refused."""
 
 import os
 

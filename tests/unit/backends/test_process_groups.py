@@ -1,4 +1,4 @@
-"""The number of ranks from the launcher, and without one."""
+"""The number of ranks with and without a launcher."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_the_world_is_what_the_launcher_says(environ, world_size, monkeypatch):
 
 
 def test_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
-    """Each would train alone as rank 0 of one, and all would write the same run folder."""
+    """Each would train as rank 0 of a world of one, and all would write the same run folder."""
     set_environment({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}, monkeypatch)
     with pytest.raises(ConfigError, match=r"2 tasks.*--ntasks-per-node=1 torchrun.*launch/README\.md"):
         world_size_from_environment()
