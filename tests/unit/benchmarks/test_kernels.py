@@ -1,4 +1,4 @@
-"""The modelled bandwidth of kernels: by hand from registers, shared memory and bytes, and of all fused operations."""
+"""The modelled bandwidth of kernels, by hand from registers, shared memory and bytes, and for all fused operations."""
 
 import json
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""The stability study: its detector on known curves; tests/integration/test_loop_options.py runs all of it."""
+"""The detector of the stability study on known curves; tests/integration/test_loop_options.py runs the study."""
 
 import pytest
 
