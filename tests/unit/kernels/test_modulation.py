@@ -1,4 +1,4 @@
-"""Per-sample conditioning of packed rows: the dense view and the ragged gather are one function."""
+"""Per-sample conditioning of packed rows: the dense view and the ragged gather give the same results."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ def test_dense_view_equals_ragged_gather(name: str):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("layout", [DENSE, RAGGED], ids=["dense", "ragged"])
 def test_each_row_takes_its_own_samples_conditioning(name: str, layout: SequenceLayout):
-    """Every sample of the pack equals a pack of that sample alone."""
+    """Every sample of the pack equals a pack of only that sample."""
     x, a, b = draws(layout.total_tokens)
     out = OPS[name](x, a, b, layout)
     for i, (start, length) in enumerate(zip(layout.starts, layout.lengths)):
@@ -84,7 +84,7 @@ def test_dense_batch_copies_no_conditioning():
 
 @pytest.mark.parametrize("name", OPS)
 def test_ragged_packs_of_any_lengths_share_a_compiled_graph(name: str) -> None:
-    """After two packs, whose numbers of samples and tokens differ, sizes are dynamic."""
+    """After two packs with different numbers of samples and tokens, sizes are dynamic."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled: Op = torch.compile(OPS[name], backend=counter)

@@ -1,4 +1,4 @@
-"""Attention with a backward pass for half precision: equal to the plain one, and in range where that is not."""
+"""Attention whose backward pass is stable in half precision: equal to plain attention, and without its underflow."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ def gradients(attention: Attention, scale: float, dtype: torch.dtype = torch.flo
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
 def test_it_is_attention(scale: float) -> None:
-    """Output and gradients, in float32, whatever the size of the gradient."""
+    """Output and gradients in float32, for gradients of any size."""
     for found, exact in zip(gradients(stable_attention, scale), gradients(reference_attention, scale), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_small_gradients_do_not_vanish_in_half_precision() -> None:
-    """Under a cotangent of 1e-6 products of two weights and it are below float16's smallest number, 6e-8."""
+    """The product of an output gradient of 1e-6 and two attention weights is below float16's smallest number, 6e-8."""
     scale, exact = 1e-6, gradients(segment_sdpa, 1.0)[1]
     stable = gradients(stable_attention, scale, torch.float16)[1]
     assert (stable.float() - exact).norm() < 0.2 * exact.norm()
