@@ -269,7 +269,7 @@ def test_negatives_replace_the_null() -> None:
 
 
 def test_shards_give_every_condition_and_what_is_missing_or_unused_is_named(tmp_path: Path) -> None:
-    """Arrays are read from parts, numbers from metadata keys; arrays without a time axis are one frame, as latents are."""
+    """Arrays are read from parts, numbers from metadata keys; arrays without a time axis are one frame."""
     rng, samples = np.random.default_rng(0), []
     shapes = {
         "sample": lambda c: (c.shape or ())[:1],

@@ -149,7 +149,7 @@ def error_of_save(store, step):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_failing_disk_is_reported_and_harms_nothing(two_checkpoints, tmp_path, monkeypatch, code):
-    """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure, and an intact old checkpoint."""
+    """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure; the old checkpoint is valid."""
 
     def fail():
         raise OSError(code, os.strerror(code))
