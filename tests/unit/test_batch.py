@@ -26,7 +26,7 @@ layouts = st.builds(
 
 
 def make_batch(grids: list[tuple[int, int, int]], **options) -> PackedBatch:
-    """Pack latents whose every number is different, patch size 1 x 2 x 2, two channels."""
+    """Pack latents of distinct numbers, with patch size 1 x 2 x 2 and two channels."""
     tokens = []
     for i, (t, h, w) in enumerate(grids):
         latent = torch.arange(2 * t * h * w * 4, dtype=torch.float32).view(2, t, 2 * h, 2 * w) + 1000 * i
@@ -45,7 +45,7 @@ def make_batch(grids: list[tuple[int, int, int]], **options) -> PackedBatch:
 @given(layouts)
 @settings(max_examples=60, deadline=None)
 def test_layout_counts_every_row_once(layout):
-    """Each sample owns `length` real rows in order, at its start; padding is the rest."""
+    """Each sample has `length` real rows in order from its start; all other rows are padding."""
     real = [(s, i) for s, n in enumerate(layout.lengths) for i in range(n)]
     valid = layout.valid_T
     pairs = torch.stack([layout.segment_ids_T, layout.token_index_T], 1)[valid]
@@ -141,7 +141,7 @@ def test_uniform_length_means_a_dense_pack_without_padding():
     assert SequenceLayout.from_lengths([4, 3]).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], multiple_of=8).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], total_tokens=9).uniform_length is None
-    assert dense.select(torch.arange(4)).uniform_length == 4  # of the global pack
+    assert dense.select(torch.arange(4)).uniform_length == 4  # the layout of the global pack is uniform
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_impossible_layouts_are_refused_with_a_cure(options, message):
 
 
 def test_grid_undoes_patchify_for_every_sample():
-    """A dense pack becomes one [S, C, t, h, w] tensor with each sample's own numbers."""
+    """A dense pack becomes one [S, C, t, h, w] tensor with the numbers of each sample."""
     batch = make_batch([(2, 2, 3), (2, 2, 3)]).validate()
     dense = batch.grid(1, 2)
     assert dense.shape == (2, 2, 2, 4, 6)

@@ -1,4 +1,4 @@
-"""Boxes are the range that they are cut from: every element once, in order, and few of them."""
+"""Boxes cover a range: every element once, in order, with few boxes."""
 
 import math
 
@@ -20,7 +20,7 @@ def ranges(draw):
 
 
 def elements(box, shape):
-    """The flat indices of a box."""
+    """Return the flat indices of a box."""
     flat = torch.arange(math.prod(shape)).view(shape)
     return flat[box.slices_in(Box.of(shape))].flatten().tolist()
 

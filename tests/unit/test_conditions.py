@@ -30,7 +30,7 @@ WIDTHS |= {"image_tokens": 2}
 
 
 def sized(condition: Condition) -> Condition:
-    """Add the settings that a model makes: width, number of classes, dropout; control has a separate draw."""
+    """Add the settings of a model: width, number of classes, dropout; control has a separate draw."""
     changes: dict = {"dropout": None if condition in (FPS, IMAGE_TOKENS) else 0.4}
     if condition.name in WIDTHS:
         changes["shape"] = (WIDTHS[condition.name],)
@@ -112,7 +112,7 @@ def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
 
 
 def nulled(condition: Condition, batch: PackedBatch, dropped_S: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return values and flags written out sample by sample."""
+    """Return values and flags, computed sample by sample."""
     entry = batch.conditions[condition.name]
     if condition.null == "learned":
         return entry.values, dropped_S

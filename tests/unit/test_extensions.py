@@ -1,4 +1,4 @@
-"""Names that packages add to the commands: found without installation in a clone, else by installed entry points."""
+"""Names that packages add to the commands: read from a clone without installation, else from entry points."""
 
 import logging
 import sys

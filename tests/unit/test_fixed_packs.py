@@ -114,7 +114,7 @@ def test_larger_packs_are_an_error() -> None:
 
 
 def tables_of(batch: PackedBatch) -> list[Tensor]:
-    """Return the tables that kernels on a GPU read."""
+    """Return the tables that GPU kernels read."""
     layout, texts = batch.layout, batch.conditions.layout("context")
     assert texts is not None
     segments = [_segments_with_padding(layout, keys)[i] for keys in (layout, texts) for i in (0, 1)]
@@ -148,7 +148,7 @@ def test_the_maxima_of_data_bound_every_pack(multiple_of: int) -> None:
 
 
 def test_tables_of_packs_of_one_size_have_one_size() -> None:
-    """Blocks of rows, and segments, of packs with short and with long samples."""
+    """For the tables of row blocks and of segments, with short and with long samples."""
     config = built(call_recipe("tiny_dit")).model
     layouts = [MAXIMA.pad(pack(config, numbers)).layout for numbers in ([0], [1, 2, 3, 0], [3] * 7)]
     blocks = [blocks_of(layout, 8) for layout in layouts]

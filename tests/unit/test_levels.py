@@ -1,4 +1,4 @@
-"""Noise levels inside samples: the layout, the noise and the loss of each segment, against formulas per token."""
+"""Several noise levels in a sample: layout, noise and loss of each segment against formulas per token."""
 
 from dataclasses import replace
 

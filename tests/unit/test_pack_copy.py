@@ -34,7 +34,7 @@ def _as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pack(grids: list[tuple[int, int, int]], text_lengths: list[int]) -> PackedBatch:
-    """Return a pack with padding after each sample, after the last one, and texts."""
+    """Return a pack with texts, and with padding after each sample and at the end."""
     layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids], multiple_of=4, total_tokens=64)
     positions_T3 = torch.zeros(64, 3, dtype=torch.int64)
     for start, length, grid in zip(layout.starts, layout.lengths, grids):
@@ -78,7 +78,7 @@ def test_tensors_of_a_buffer_are_separate():
     assert {x.storage_offset() * x.itemsize % ALIGNMENT for x in copied} == {0}
     weight = torch.ones(33, requires_grad=True)
     product = weight * others[-1]
-    first.add_(1)  # no change of what autograd has saved of the others
+    first.add_(1)  # must not count as a change of the tensors that autograd saved
     product.sum().backward()
     assert torch.equal(weight.grad, others[-1].float())
 
@@ -108,7 +108,7 @@ def test_the_second_pack_has_all_tables_on_the_device(cp: int, monkeypatch: pyte
 
 
 def _fresh(batch: PackedBatch):
-    """Return the text with a layout without tables."""
+    """Return the text with a new layout, which has no tables."""
     entry = batch.conditions["context"]
     assert entry.layout is not None
     return replace(entry, layout=replace(entry.layout))

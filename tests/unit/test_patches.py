@@ -56,7 +56,7 @@ def test_patches_support_exactly_the_versions_that_can_be_installed():
 
 
 def replaced(tree: ast.Module) -> list[tuple[int, str]]:
-    """List (line, name) where an attribute of a library is set outside of a function that declares a patch."""
+    """List (line, name) of library attributes that are set outside of functions that declare a patch."""
     names = patches_page.bindings(tree)
     found: list[tuple[int, str]] = []
 

@@ -73,7 +73,7 @@ def test_sides_that_do_not_divide_are_refused_with_a_cure(shape, sizes):
 
 
 def test_outputs_of_a_patch_are_sorted():
-    """Patches of (mean, variance) images become the patches of the mean image, then those of the variance."""
+    """Patches of (mean, variance) images become patches of the mean image, then patches of the variance image."""
     both = torch.randn(6, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     prediction_TC, _ = patchify(both, 1, 2)
     mean_TC, variance_TC = (patchify(half, 1, 2)[0] for half in both.chunk(2))

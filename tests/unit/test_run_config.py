@@ -34,7 +34,7 @@ RUN = RunConfig(
 
 
 def changed(run: RunConfig, settings: dict[str, typing.Any]) -> RunConfig:
-    """Return the run with other settings, by their names in overrides."""
+    """Return the run with changed settings, named as in overrides."""
     for name, value in settings.items():
         part, field = name.split(".")
         run = replace(run, **{part: replace(getattr(run, part), **{field: value})})

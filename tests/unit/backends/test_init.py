@@ -55,7 +55,7 @@ def test_normal_has_the_moments_of_a_normal():
 
 
 def test_neighbours_are_independent():
-    """Rows, columns and the four lanes of one counter do not correlate."""
+    """Rows, columns and the four lanes of a counter are uncorrelated."""
     x = full(normal(1.0), rows=1000, columns=400)
     bound = 5 / math.sqrt(x.numel())
     for shift in (1, 2, 3, 4):

@@ -211,7 +211,7 @@ def test_megatrons_tracker_forks_the_cpu_generator():
 
 
 def collectives(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[bool], object], torch.Tensor]]:
-    """Return each redirected collective with the tensor that must be [1, 2] after it ran among one rank."""
+    """Return each redirected collective with the tensor that must be [1, 2] after it ran on one rank."""
     x = torch.tensor([1.0, 2.0])
     out = {name: torch.zeros(2) for name in megatron_cpu._COLLECTIVES}
     out["all_reduce"], out["broadcast"] = x.clone(), x.clone()

@@ -17,7 +17,7 @@ SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_P
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 1),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"}, 1),  # a shell of salloc
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, 1),  # the script of sbatch
-        # salloc's shell where the cluster runs it on the first node: a step of one task, in a larger allocation
+        # salloc's shell on clusters that start it on the first node: a step of one task in a larger allocation
         ({**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1),
     ],
 )

@@ -16,7 +16,7 @@ def test_the_list_is_the_published_one():
     assert all(w % 64 == h % 64 == 0 for w, h in SDXL)
     assert all(abs(w * h / 1024**2 - 1) < 0.1 for w, h in SDXL)
     assert {min(w / h for w, h in SDXL), max(w / h for w, h in SDXL)} == {0.25, 4.0}
-    assert [(h, w) for w, h in SDXL if (h, w) not in SDXL] == [(1344, 704)]  # the one without its mirror image
+    assert [(h, w) for w, h in SDXL if (h, w) not in SDXL] == [(1344, 704)]  # the only one without its transpose
 
 
 def test_a_picture_covers_the_nearest_bucket():

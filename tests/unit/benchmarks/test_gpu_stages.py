@@ -38,7 +38,7 @@ def test_a_command_line_is_valid(stage: str, command: Command, tmp_path: Path, c
 
 
 def rows_of(main: Any, tmp_path: Path) -> list[dict[str, Any]]:
-    """Run a command dry; numbers that it did not measure become 1."""
+    """Dry-run a command; replace numbers that it did not measure by 1."""
     assert main(["--dry", "--out", str(tmp_path / "rows")]) == EXIT_OK
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     return [{name: 1.0 if value is None else value for name, value in row.items()} for row in rows]

@@ -13,7 +13,7 @@ BF16, FP32 = 2, 4
 
 @pytest.fixture(scope="module")
 def steps():
-    """The traces of all jobs, from one process."""
+    """Trace all jobs in one process."""
     jobs, stages = traffic.segment_jobs(), traffic.stage_jobs()
     found = trace([*jobs.values(), *stages])
     return dict(zip(jobs, found)), found[len(jobs) :]

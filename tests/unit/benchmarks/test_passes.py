@@ -62,7 +62,7 @@ def test_the_fused_update_reads_and_writes_everything_once(found):
     assert fused["passes"] == pytest.approx(1 + 4 * 2 + 0.5, rel=1e-3)
     assert eager["passes"] == pytest.approx(7 + 1 + 1.5 + 3, rel=1e-2)
     assert [name for name, passes in fused["largest"] if passes > 1e-6] == ["adamw"]
-    assert fused["kernels"] <= 2 + 9  # 9 of numbers: the factor, the guard, Adam's count
+    assert fused["kernels"] <= 2 + 9  # 9 on scalars: the factor, the guard, Adam's count
 
 
 def test_a_step_outside_the_layers_is_little_more_than_plain_pytorch(found):
@@ -78,7 +78,7 @@ def test_a_step_outside_the_layers_is_little_more_than_plain_pytorch(found):
 def test_the_plain_block_is_counted_as_by_hand(found):
     """Forward: two norms 2 + 2, scale 2 x 2 (1 + scale is per sample), shift 2 x 2, gates 2 x 2, sums 2 x 3, GELU 8.
 
-    Saved: x, its norm and modulated norm, q, k, v, the attention's output, and so on: 20 of a hidden size each.
+    Saved: x, its norm and modulated norm, q, k, v, the attention's output, and so on: 20 tensors of the hidden size.
     """
     row = found["plain PyTorch DiT block"]
     assert passes(row, "forward") == pytest.approx(2 * 2 + 2 * 2 + 2 * 2 + 2 * 2 + 2 * 3 + 8, abs=0.1)

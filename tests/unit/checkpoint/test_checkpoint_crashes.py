@@ -84,7 +84,7 @@ def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, t
         assert manifest.step in (20, step), f"crash at call {n}"
         assert verify_folder(path) == manifest
         for folder in store.root.glob("iter_" + "[0-9]" * 7):
-            verify_folder(folder)  # nothing half-written or half-deleted carries a checkpoint's name
+            verify_folder(folder)  # no half-written or half-deleted folder has a checkpoint's name
         store.begin(40)
         assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
         assert newest_step(store) == manifest.step

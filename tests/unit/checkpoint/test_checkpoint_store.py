@@ -305,7 +305,7 @@ def test_empty_save_is_not_a_checkpoint(tmp_path):
 
 
 def test_manifest_text_is_strict_json(tmp_path):
-    """A held-out loss that is not finite is still JSON for every reader, and reads back."""
+    """A non-finite held-out loss is still strict JSON, and is read back."""
     store = make_store(tmp_path)
     save(store, 1, held_out_loss=math.inf)
 

@@ -15,7 +15,7 @@ from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, conten
 
 
 def test_a_copy_whose_manifest_was_deleted_is_made_again(bucket, tmp_path):
-    """Someone began to delete it by hand. The index still lists it; until it is replaced, an older copy is complete."""
+    """Its deletion by hand had begun. The index still lists it, and older copies are retained until it is replaced."""
     store = make_store(tmp_path / "a", keep_last=2)
     for step in (1, 2):
         save(store, step)

@@ -60,7 +60,7 @@ def test_every_box_is_that_of_the_full_conversion(
     for key, expected in full.items():
         stop = generator.randint(1, expected.numel())
         boxes = [Box.of(expected.shape), random_box(tuple(expected.shape), generator)]
-        boxes += boxes_of_range(expected.shape, generator.randrange(stop), stop)  # as a distributed optimizer
+        boxes += boxes_of_range(expected.shape, generator.randrange(stop), stop)  # as with a distributed optimizer
         for box in boxes:
             memory = torch.full((box.numel + 2,), 7.0)
             weights.read(key, expected.shape, [(box, memory[1:-1].view(box.sizes))])

@@ -62,7 +62,7 @@ def seal(folder: Path) -> None:
 @pytest.fixture
 def run_dir(tmp_path, one_rank_world, monkeypatch) -> Path:
     """Return a run folder with one small checkpoint, whose manifest was written by `seal`."""
-    monkeypatch.setattr(process_groups, "initialize", lambda parallel: one_rank_world)  # one world serves all tests
+    monkeypatch.setattr(process_groups, "initialize", lambda parallel: one_rank_world)  # all tests use one world
     from dit.parallel.build import parameter_shapes
 
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(DiTConfig(**MODEL)).items()}
@@ -83,7 +83,7 @@ def use(run_dir: Path) -> None:
         lambda: read_loader_state(folder),
         lambda: StateReader(folder),
     ):
-        with suppress(UserError):  # one line, with a code
+        with suppress(UserError):  # a one-line error with an exit code
             read()
 
 

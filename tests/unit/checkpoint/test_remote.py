@@ -138,7 +138,7 @@ MANY = 16
 
 @pytest.fixture
 def many(bucket, tmp_path):
-    """Return a bucket with copies of steps 1 to MANY, as an earlier version made them, and a store with a newer one."""
+    """Return a bucket with copies of steps 1 to MANY by an earlier version, and a store with a newer checkpoint."""
     record = FileRecord(1, "00")
     for step in range(1, MANY + 1):
         manifest = Manifest(step, {"x": record}, {"held_out_loss": 0.0 if step == 7 else 1.0})
@@ -404,7 +404,7 @@ def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, mo
     reply = copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)
     assert reply["step"] == 4
     assert "FileNotFoundError" in reply["error"]
-    assert waits == []  # not an error of the store
+    assert waits == []  # the error is not from the store, so there is no retry
 
     def refuse(store, there):
         raise CheckpointError("no")

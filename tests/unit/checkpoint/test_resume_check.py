@@ -84,7 +84,7 @@ def test_each_changed_setting_is_found_alone(data):
         for field in dataclasses.fields(value):
             new = changed_value(getattr(value, field.name))
             other = dataclasses.replace(config, **{part: copy.copy(value)})
-            setattr(getattr(other, part), field.name, new)  # past the checks of a constructor
+            setattr(getattr(other, part), field.name, new)  # bypasses the checks of a constructor
             (change,) = changes(config.to_record(), other)
             assert (change.path, change.old, change.new) == (f"{part}.{field.name}", getattr(value, field.name), new)
             refused = SETTINGS[part][0].split()

@@ -32,7 +32,7 @@ def values_of(name):
 
 
 def write(folder, ranks, seed=0):
-    """Write every tensor, cut at random places over `ranks` files."""
+    """Write every tensor, split at random places into `ranks` files."""
     rng, parts, tensors = random.Random(seed), [], []
     for _ in range(ranks):
         parts.append({name: [] for name in SHAPES})

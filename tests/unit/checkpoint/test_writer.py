@@ -51,7 +51,7 @@ def expected(step, ranks=RANKS):
 
 
 class World:
-    """A writer for each of a few ranks, as their training processes use them."""
+    """Writers of a few ranks, used as by their training processes."""
 
     def __init__(self, root, ranks=RANKS, **config):
         self.root, self.count, self.come = root, itertools.count(1), {}

@@ -41,7 +41,7 @@ def test_a_written_schedule_is_read_back_unchanged(objective):
     found = read_schedule(scheduler_config(objective), "here")
     theirs = DDIMScheduler.from_config(scheduler_config(objective)).alphas_cumprod.sqrt()
     ours = found.noise_schedule.angles(torch.device("cpu")).cos().float()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # their float32
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # theirs are float32
     if objective.betas is None:
         assert found == objective
 

@@ -65,7 +65,7 @@ def test_a_turned_head_goes_from_neighbours_to_halves():
 
 
 def test_turned_pairs_keep_every_score():
-    """Rotating neighbouring features, or halves by the same angles, gives the same products of queries and keys."""
+    """Rotating neighbouring features, or halves, by equal angles gives the same products of queries and keys."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
     angle = torch.rand(3, generator=generator, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_numbers_that_cannot_be_trusted_are_refused(x: torch.Tensor, message: st
 
 
 def test_exported_tensors_share_no_storage():
-    """Files of tensors refuse two names for one storage."""
+    """Safetensors files cannot have two names for one storage."""
     shared = RuleBook({"a": (2,)}, [Rule("a", ("x", "y"), Copies(2))]).to_external({"a": torch.ones(2)})
     assert shared["x"].data_ptr() != shared["y"].data_ptr()
 

@@ -44,7 +44,7 @@ class AttentionCase:
         return replace(layout, lengths=lengths, padded_lengths=padded, is_fixed=True)
 
     def qkv(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-        """Draw q, k, v, the same on every device."""
+        """Draw q, k, v; they are equal on every device."""
         layout_q, layout_k = self.layouts()
         generator = torch.Generator().manual_seed(11)
         shapes = [(layout_q.total_tokens, self.heads), *[(layout_k.total_tokens, self.kv_heads)] * 2]
@@ -82,7 +82,7 @@ GQA_CASES = [
 
 @dataclass(frozen=True)
 class Result:
-    """Output and gradients of one run, float32 on the host."""
+    """Output and gradients of a run, in float32 on the host."""
 
     out: Tensor
     grad_q: Tensor

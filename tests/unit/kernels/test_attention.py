@@ -174,7 +174,7 @@ def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
     """Attend segment by segment, like a packed kernel of flash-attn; a segment without keys gives zeros."""
     assert len(cu_q) == len(cu_k)
     longest = int(cu_q.diff().max()), int(cu_k.diff().max())
-    assert (max_q, max_k) in (longest, (len(q), len(k)))  # or the bound of a pack of fixed size
+    assert (max_q, max_k) in (longest, (len(q), len(k)))  # or the limit of a pack of fixed size
     assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
     parts = []
     for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):

@@ -193,7 +193,7 @@ def test_every_function_that_layers_call_is_an_op():
         line for text in sources for line in re.findall(r"from dit\.kernels\.(?:modulation|rope) import (.*)", text)
     ]
     assert not {name for line in lines for name in line.split(", ") if name.islower()}
-    for one in LAYERS.implementations:  # the fused kernels are loaded without a GPU: they are compiled when they run
+    for one in LAYERS.implementations:  # fused kernels load without a GPU, because they are compiled when they run
         kernels = one.load()
         given = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
         functions = {name: value for name, value in given.items() if not isinstance(value, bool)}

@@ -147,7 +147,7 @@ class Saved:
     def __call__(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._parameters | {x.untyped_storage().data_ptr() for x in self._tensors}:
-            self._tensors.append(tensor)  # so that no other storage gets its address
+            self._tensors.append(tensor)  # keeps its address from being reused
             self.nbytes += storage.nbytes()
         return tensor
 
@@ -156,7 +156,7 @@ def saved_by_a_layer(model: ModelConfig, batch: PackedBatch, groups: ProcessGrou
     """Return the numbers that a compiled layer saves, in tokens x hidden size."""
     nbytes = []
     for layers in (1, 2):
-        torch._dynamo.reset()  # the choice of saved tensors is made for all layers of the process
+        torch._dynamo.reset()  # saved tensors are chosen for all layers of the process
         network = network_of(replace(model, num_layers=layers), groups, kernels="compile", recompute=recompute)
         saved = Saved(network)
         with saved_tensors_hooks(saved, lambda tensor: tensor):

@@ -178,12 +178,12 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
     made = compiled(getattr(module, name), types, flags, num_warps=warps, maxnreg=limit, capability=capability)
     assert made.spills <= SPILLS.get(case, 0)
     assert -(-made.registers // 8) * 8 * 32 * warps * programs <= REGISTERS, f"{made.registers} registers"
-    # Scalars of rows are 32 bits, and so are sums at the end of a program; 64 bits would be tokens in halves.
+    # Scalars per row and final sums of a program use 32 bits; 64 bits would mean tokens read in halves.
     assert set(made.accesses) <= {16, 32, 64, 128}
     if not flags.get("REST"):
         assert made.accesses.get(64, 0) == WIDTHS_64.get(case, 0)
     assert made.accesses[128] >= (2 if kernel == "group_norm.group_sums_kernel" else 3)
-    if flags.get("STAGES", 1) > 1:  # two rows before the loop and one inside of it, of both gradients, x and y
+    if flags.get("STAGES", 1) > 1:  # two rows before the loop and one inside it, for both gradients, x and y
         copies = 3 * (2 * flags["NORM"] + flags["PASSED"] + flags["GATE"])
         assert made.copies[128] == copies * flags["WIDTH"] // (8 * 32 * warps)
         if flags["REST"]:

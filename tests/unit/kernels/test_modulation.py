@@ -93,7 +93,7 @@ def test_ragged_packs_of_any_lengths_share_a_compiled_graph(name: str) -> None:
     for lengths in ([3, 2, 4], [6, 1], [3, 1, 2, 5, 5], [2, 7, 3, 3]):
         layout = SequenceLayout.from_lengths(lengths, multiple_of=3)
         assert layout.kind == "ragged"
-        _ = layout.segment_ids_T, layout.tokens_by_sample  # as compiled layers do before a graph
+        _ = layout.segment_ids_T, layout.tokens_by_sample  # compiled layers compute these before a graph
         rows = (layout.total_tokens, len(lengths), len(lengths))
         leaves = [torch.randn(n, 10, generator=generator).requires_grad_() for n in rows]
         torch.testing.assert_close(run(compiled, leaves, layout), run(OPS[name], leaves, layout))

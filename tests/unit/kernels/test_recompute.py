@@ -55,7 +55,7 @@ def a_pack(config):
 
 
 def forward_and_backward(build_model, config, choice, layers=None):
-    """Return loss, gradients, and the bytes alive between the passes."""
+    """Return loss, gradients, and the bytes allocated between the passes."""
     model = build_model(config, perturb=0.1)
     for layer in list(model.units())[:layers]:
         recompute_activations(layer, choice)
@@ -76,7 +76,7 @@ def test_no_number_changes_and_less_is_saved(build_model, config, choice):
     assert again == loss
     for name, expected in gradients.items():
         assert expected.norm() > 0, f"{name} has no gradient, so the comparison shows nothing"
-        # A sum of three gradients may be taken in another order.
+        # Three gradients may be summed in another order.
         assert (others[name] - expected).norm() <= 1e-6 * expected.norm(), name
     assert less < saved
 

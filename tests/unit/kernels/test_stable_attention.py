@@ -13,7 +13,7 @@ KEYS = SequenceLayout.from_lengths([2, 7, 2], multiple_of=3)
 
 
 def gradients(attention: Attention, scale: float, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Return output and gradients of q, k and v under a cotangent of this scale."""
+    """Return the output and the gradients of q, k and v for an output gradient of this scale."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(layout.total_tokens, 2, 8) for layout in (QUERIES, KEYS, KEYS)]
     given = [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]

@@ -1,4 +1,4 @@
-"""Embedders of time, class and text, against written-out formulas."""
+"""Embedders of time, class and text against formulas."""
 
 import math
 
@@ -13,7 +13,7 @@ from dit.patchify import grid_positions
 
 
 def test_time_features_are_cosines_then_sines():
-    """Frequencies fall from 1 to almost 1 / 10000; the angles are exact where float32 would lose five digits."""
+    """Frequencies fall from 1 to almost 1 / 10000; angles are exact even if float32 would lose five digits."""
     times = [0.0, 0.5, 1.0, 999.75]
     features = timestep_features(torch.tensor(times), 6)
     for row, t in zip(features.tolist(), times):

@@ -1,4 +1,4 @@
-"""Laws of the rotary positions."""
+"""Laws of rotary positions."""
 
 from dataclasses import replace
 

@@ -69,7 +69,7 @@ def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, l
     """The forward count is exact; the training count omits gradients of the inputs, which are not needed."""
     model = build_model(config, perturb=0.1)
     batch = batch_of(layout, config)
-    # The maths backend is made of matrix products that the counter sees; CPU flash attention is not.
+    # The counter sees the matrix products of the math backend, but not CPU flash attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(batch.latents_TC, torch.rand(layout.num_samples), batch)
         forward = counter.get_total_flops()

@@ -92,7 +92,7 @@ def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
 
 
 def test_a_process_of_another_container_of_this_host_is_not_looked_up():
-    """Containers may share a host name and host names of an image; the same process id is then another process."""
+    """Containers may have equal host names; the same process id may then belong to another process."""
     found = beats((7, "updates"), (7, "updates"))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -206,7 +206,7 @@ def test_a_rank_with_a_dead_launcher_gets_a_stop_request(tmp_path, launched):
             launcher.kill()
             launcher.wait()
             if launched:
-                assert launcher.stdout.read() == "SIGTERM\n"  # ends with the process, after its last beat
+                assert launcher.stdout.read() == "SIGTERM\n"  # complete when the process has ended, after its last beat
             else:
                 time.sleep(1.0)
                 os.kill(rank, 0)

@@ -28,7 +28,7 @@ def take(run_dir):
     """Take the lock as rank 0 of a world of one; return it."""
     lock = RunLock(run_dir)
     lock.__enter__()
-    own_world = not dist.is_initialized()  # other tests of this process may have started one
+    own_world = not dist.is_initialized()  # another test in this process may have started one
     if own_world:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -335,7 +335,7 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     run_id = (run_dir / "wandb_id").read_text().strip()
-    parts = list((run_dir / "wandb").glob(f"offline-run-*-{run_id}*"))  # of one second: the second one ends in -1
+    parts = list((run_dir / "wandb").glob(f"offline-run-*-{run_id}*"))  # a second part in one second ends in -1
     assert len(parts) == 2
     named = re.findall(r"upload with: wandb sync (.+)", done.stderr)
     assert sorted(map(Path, named)) == sorted(parts)

@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_the_paper(prediction):
         v_negative = other.normal_TC("eps", 4)[rows] - resized(latent(batch, negative), batch.grids[i])
         near = near + (v - (eps - x0)).square().mean(1).sum()
         far = far + (v - v_negative).square().mean(1).sum()
-    assert prepared.time_S.min() > 0.05  # the limit of the weight of x0
+    assert prepared.time_S.min() > 0.05  # below it, the weight of x0 is limited
     torch.testing.assert_close(loss, near - WEIGHT * far, rtol=1e-5, atol=0)
     torch.testing.assert_close(terms["error"], near, rtol=1e-5, atol=0)
     assert count == 20

@@ -31,7 +31,7 @@ def test_log_normal_has_its_analytic_moments():
 
 
 def test_logit_normal_has_its_quantiles_and_moments():
-    """The logit is normal; mean 0 is symmetric about one half."""
+    """The logit is normal; with mean 0, times are symmetric about one half."""
     t = logit_normal(QUANTILES, 0.3, 0.8)
     assert t.logit().mean().item() == pytest.approx(0.3, abs=1e-6)
     assert t.logit().std().item() == pytest.approx(0.8, rel=1e-3)

@@ -270,11 +270,11 @@ def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.T
     """Return the terms whose squares the paper sums: the error times the root of its weight, in float64.
 
     * EDM: D(x) - x0 with D = c_skip x + c_out F, weighed by (sigma**2 + sigma_data**2) / (sigma sigma_data)**2.
-    * Flow matching: the velocity's, v - (eps - x0); of a network that predicts x0, v = (x_t - x0) / t with t not below
-      `MIN_TIME` in the quotient of the errors.
-    * DDPM: that of the noise, of x0, or of v = alpha eps - sigma x0, unweighted.
-    * min-SNR-gamma, with SNR = (alpha / sigma)**2: that of x0 times min(SNR, gamma); a prediction of the noise has
-      min(SNR, gamma) / SNR, and of v min(SNR, gamma) / (SNR + 1). Hang et al. 2023, section 3.4.
+    * Flow matching: the error of the velocity, v - (eps - x0); for x0 predictions, v = (x_t - x0) / t with t at least
+      `MIN_TIME` in the division of the errors.
+    * DDPM: the error of the noise, of x0, or of v = alpha eps - sigma x0, unweighted.
+    * min-SNR-gamma, SNR = (alpha / sigma)**2: the error of x0 times min(SNR, gamma); noise predictions have weight
+      min(SNR, gamma) / SNR, and v predictions min(SNR, gamma) / (SNR + 1). Hang et al. 2023, section 3.4.
     """
     noise = noise_for(batch)
     u_T1 = batch.layout.per_token(objective.level(noise.level_S())).double()

@@ -1,4 +1,4 @@
-"""EDM2's learned weighting of noise levels: loss = lambda(sigma) / e**u |D - x0|**2 + u, in float64 by hand."""
+"""EDM2's learned weighting of noise levels: loss = lambda(sigma) / e**u |D - x0|**2 + u, computed in float64."""
 
 import math
 

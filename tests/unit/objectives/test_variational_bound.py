@@ -25,7 +25,7 @@ def bound(steps_T: Tensor, x0_TC: Tensor, eps_TC: Tensor, x0_hat_TC: Tensor, v_T
     """Return L_vlb of each token at its step, in bits per dimension and float64.
 
     L_t = KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)) with the posterior of Eq. 10 and 11, the variance of Eq. 15, and
-    L_0 the discretised decoder of Ho et al. 2020, Eq. 13; a draw of one step stands for the sum of all of them.
+    L_0 the discretised decoder of Ho et al. 2020, Eq. 13; one drawn step estimates the sum over all steps.
     """
     betas = cosine_betas()
     bar = (1 - betas).cumprod(0)
@@ -45,7 +45,7 @@ def bound(steps_T: Tensor, x0_TC: Tensor, eps_TC: Tensor, x0_hat_TC: Tensor, v_T
     above = torch.where(x0_TC > 0.999, 1.0, p.cdf(x0_TC + 1 / 255))
     below = torch.where(x0_TC < -0.999, 0.0, p.cdf(x0_TC - 1 / 255))
     is_first_T1 = steps_T[:, None] == 0
-    bin_TC = torch.where(is_first_T1, above - below, 1.0)  # elsewhere it may be 0, whose logarithm has no gradient
+    bin_TC = torch.where(is_first_T1, above - below, 1.0)  # in other steps it may be 0, whose logarithm has no gradient
     nats = torch.where(is_first_T1, -bin_TC.log(), divergence)
     return NUM_STEPS * nats.mean(-1) / math.log(2)
 

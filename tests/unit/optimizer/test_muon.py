@@ -110,7 +110,7 @@ def test_owners_are_balanced_and_have_a_part():
 
 @pytest.fixture(scope="module")
 def trace():
-    """One process traces all jobs of this module."""
+    """Trace all jobs of this module in one process."""
     with Tracer() as tracer:
         yield tracer
 

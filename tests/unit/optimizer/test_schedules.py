@@ -48,7 +48,7 @@ def test_peak_is_at_the_end_of_the_rise_and_only_there(schedule):
     lr = rates(schedule)
     assert lr[WARMUP - 1] == PEAK
     assert all(a < b for a, b in pairwise(lr[:WARMUP]))
-    assert lr[0] > 0  # the first update is not wasted
+    assert lr[0] > 0  # the first update has an effect
     stable = NUM_STEPS - DECAY if isinstance(schedule, WSD) else WARMUP
     if isinstance(schedule, Constant):
         stable = NUM_STEPS
@@ -96,7 +96,7 @@ def test_rise_and_fall_meet_without_a_jump(schedule):
         lr = rates(replace(schedule, **lengths), NUM_STEPS * scale)
         return max(abs(a - b) for a, b in pairwise(lr))
 
-    # The root is infinitely steep where the fall begins.
+    # The root is infinitely steep at the start of the fall.
     finer = 10 if isinstance(schedule, WSD) and schedule.decay == "one_minus_sqrt" else 100
     assert largest_jump(100) == pytest.approx(largest_jump(1) / finer, rel=0.02)
 
@@ -147,7 +147,7 @@ def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
 )
 @pytest.mark.parametrize("num_steps", [7, 20, 1000])
 def test_torch_one_cycle_is_torchs(changes, num_steps):
-    """Rate and beta1 of every update are those of OneCycleLR over an AdamW, to 1e-12."""
+    """Rate and beta1 of every update equal those of OneCycleLR with AdamW, to 1e-12."""
     schedule = TorchOneCycle(cycle_momentum=True, **changes)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0, betas=(0.9, 0.999))
     theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=num_steps, **changes)

@@ -62,7 +62,7 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
         assert planned.sent_bytes[kind] == pytest.approx(sent, rel=OF_PEAK)
     for kind, amount in full.work.items():
         assert planned.work[kind] == pytest.approx(amount, rel=OF_PEAK)
-    if "micro-batch" in planned.parts:  # all products and attention, a third in forward passes
+    if "micro-batch" in planned.parts:  # products and attention are complete, a third of them in forward passes
         micro_batch, forward = planned.parts["micro-batch"], planned.parts["forward"]
         assert micro_batches * micro_batch.flops == full.flops
         assert 0.3 < forward.flops / micro_batch.flops < 0.35
@@ -179,7 +179,7 @@ def traced_layers(monkeypatch):
     [
         # Three ranks trace 2 and 3 layers in 5, 4 and 3 micro-batches, and before them 1 layer in one micro-batch more.
         ("pretrain_ditllama30b_stage3_mock_with_pp", 128, (2 + 3) * (5 + 4 + 3) + 6 + 5 + 4),
-        # Layers of 0.18 B parameters over 2 ranks: 16 are unsharded at a time, and tracing 18 and 19 costs more than 32.
+        # Layers of 0.18 B parameters over 2 ranks: 16 are unsharded at a time, so tracing 18 and 19 costs more than 32.
         ("mock_ditllama5b_8k", 8, 32 * (3 + 1)),
         # 64 experts; a single rank shards nothing, and its micro-batches are alike.
         ("pretrain_ecditllama1b", 1, ((2 + 3) * 2 + 3) * (1 + 64 // EXPERTS)),

@@ -110,7 +110,7 @@ def test_seconds_are_counts_over_rates():
     ("product", "waves", "k"),
     [
         (LARGE, 10, 4096),
-        (Product(1, 256 * 132, 128 * 10 + 1, 4096, 1), 11, 4096),  # one more column is one more wave
+        (Product(1, 256 * 132, 128 * 10 + 1, 4096, 1), 11, 4096),  # an additional column needs an additional wave
         (Product(1, 256 * 66, 128, 65_536, 1), 1, 32_768),  # half of the multiprocessors are idle, or k is split
         (Product(3, 256 * 44, 128, 4096, 1), 1, 4096),
     ],

@@ -127,7 +127,7 @@ def test_a_layout_followed_by_itself_repeats_samples_and_padding(rows):
 
 
 def test_dynamic_threshold_scales_each_sample_by_its_quantile():
-    """A sample within [-1, 1] is unchanged; a larger one is clipped at its quantile and divided by it."""
+    """Samples within [-1, 1] are unchanged; larger ones are clipped at their quantile and divided by it."""
     layout = SequenceLayout.from_lengths([100, 50], multiple_of=64)
     x = torch.zeros(layout.total_tokens, 2)
     x[:100] = torch.linspace(-4, 4, 200).view(100, 2)

@@ -180,7 +180,7 @@ def test_ancestral_is_the_reverse_chain_of_the_table(variance: str) -> None:
     """x_{k-1} = (x_k - (1 - a) / sqrt(1 - abar) eps) / sqrt(a) + sqrt(variance) z.
 
     The variance is (1 - abar') / (1 - abar) beta, beta, or exp(w log of the second + (1 - w) log of the first). On a
-    part of the table beta = 1 - abar / abar' of the steps that are left.
+    subset of the table, beta = 1 - abar / abar' of the remaining steps.
     """
     ddpm = DDPM(discrete_steps=1000, variance=LearnedVariance())
     layout = SequenceLayout.from_lengths([3])

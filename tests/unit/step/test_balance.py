@@ -47,7 +47,7 @@ def test_ranks_compute_packs_of_similar_work_at_the_same_time() -> None:
 
 
 def heavy_tail(rng: np.random.Generator, count: int) -> list[int]:
-    """Return tokens of images (70 %), clips (25 %) and long clips (5 %)."""
+    """Return token counts of images (70 %), clips (25 %) and long clips (5 %)."""
     kinds = rng.choice(3, count, p=[0.7, 0.25, 0.05])
     low, high = np.array([256, 4096, 32_000])[kinds], np.array([4096, 32_000, 74_000])[kinds]
     return [int(n) for n in np.exp(rng.uniform(np.log(low), np.log(high)))]

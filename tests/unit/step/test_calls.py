@@ -101,7 +101,7 @@ def test_a_step_does_not_wait(
 ):
     """A step between two log lines: no row is selected by a mask, and no gradient is scattered row by row."""
     monkeypatch.setattr(philox, "ten_rounds", philox._rounds)  # as on a machine with a GPU
-    read = torch.Tensor.tolist  # the counted method replaces it
+    read = torch.Tensor.tolist  # the counting method replaces it
     monkeypatch.setattr(device, "begin_copy_to_host", lambda values: partial(read, values))  # asynchronous on a GPU
     for layers in (2, 5):
         data = MockData(dataset_size=16, **PACKS[pack])

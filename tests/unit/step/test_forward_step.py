@@ -167,7 +167,7 @@ def test_copies_of_a_picture_in_one_step_have_noise_of_their_own() -> None:
         assert len(samples) == GLOBAL_BATCH
         assert len({time for _, time, _, _ in samples}) == GLOBAL_BATCH
         eps = torch.tensor([eps for _, _, eps, _ in samples])
-        assert (torch.corrcoef(eps) - torch.eye(GLOBAL_BATCH)).abs().max() < 0.7  # of 64 numbers each
+        assert (torch.corrcoef(eps) - torch.eye(GLOBAL_BATCH)).abs().max() < 0.7  # from 64 numbers each
         assert len({key for key, _, _, _ in samples}) == PICTURES
         assert len({(key, label) for key, _, _, label in samples}) > PICTURES
 

@@ -1,4 +1,4 @@
-"""FLOP formulas of packed attention, and a cache of sorted tables."""
+"""FLOP formulas of packed attention, and the cache of sorted tables."""
 
 import pytest
 import torch

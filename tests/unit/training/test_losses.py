@@ -174,7 +174,7 @@ def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: Pro
 
 @pytest.mark.parametrize("prediction", ["velocity", "x0"])
 def test_the_loss_at_fixed_times_does_not_depend_on_the_times_of_training(prediction: Any) -> None:
-    """The mean over eight times of the mean squared error of the velocity, each sample at the time of its id.
+    """The mean squared error of the velocity, averaged over eight times; the id of a sample selects its time.
 
     Source: mlcommons/training, text_to_image/torchtitan/README.md, section 5.
     """
