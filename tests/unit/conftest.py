@@ -29,7 +29,7 @@ def letters(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> "L
 
 @pytest.fixture
 def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
-    """Copy a data set, to damage it."""
+    """Copy a data set so that a test may damage it."""
 
     def copy(folder: Path) -> Path:
         return Path(shutil.copytree(folder, tmp_path / "copy"))

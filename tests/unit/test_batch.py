@@ -26,7 +26,7 @@ layouts = st.builds(
 
 
 def make_batch(grids: list[tuple[int, int, int]], **options) -> PackedBatch:
-    """Pack latents whose every number is different, patch size 1 x 2 x 2, two channels."""
+    """Pack latents of distinct numbers, with patch size 1 x 2 x 2 and two channels."""
     tokens = []
     for i, (t, h, w) in enumerate(grids):
         latent = torch.arange(2 * t * h * w * 4, dtype=torch.float32).view(2, t, 2 * h, 2 * w) + 1000 * i
@@ -45,7 +45,7 @@ def make_batch(grids: list[tuple[int, int, int]], **options) -> PackedBatch:
 @given(layouts)
 @settings(max_examples=60, deadline=None)
 def test_layout_counts_every_row_once(layout):
-    """Each sample owns `length` real rows in order, at its start; padding is the rest."""
+    """Each sample has `length` real rows in order from its start; all other rows are padding."""
     real = [(s, i) for s, n in enumerate(layout.lengths) for i in range(n)]
     valid = layout.valid_T
     pairs = torch.stack([layout.segment_ids_T, layout.token_index_T], 1)[valid]
@@ -92,7 +92,7 @@ def test_sum_per_sample_is_the_adjoint_of_per_token_on_real_tokens(layout):
 @given(layouts, st.sampled_from([1, 3, 128]), st.booleans(), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_the_gradient_of_per_token_is_that_of_indexing(layout, longer, selected, random):
-    """Of short samples and of long ones, of all tokens and of some of them in any order, padding included."""
+    """For short and long samples; for all tokens, and for some of them in any order, padding included."""
     lengths, padded = ([longer * n for n in sizes] for sizes in (layout.lengths, layout.padded_lengths))
     layout = SequenceLayout(tuple(lengths), tuple(padded), longer * layout.total_tokens)
     if selected:
@@ -141,7 +141,7 @@ def test_uniform_length_means_a_dense_pack_without_padding():
     assert SequenceLayout.from_lengths([4, 3]).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], multiple_of=8).uniform_length is None
     assert SequenceLayout.from_lengths([4, 4], total_tokens=9).uniform_length is None
-    assert dense.select(torch.arange(4)).uniform_length == 4  # of the global pack
+    assert dense.select(torch.arange(4)).uniform_length == 4  # the layout of the global pack is uniform
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_impossible_layouts_are_refused_with_a_cure(options, message):
 
 
 def test_grid_undoes_patchify_for_every_sample():
-    """A dense pack becomes one [S, C, t, h, w] tensor with each sample's own numbers."""
+    """A dense pack becomes one [S, C, t, h, w] tensor with the numbers of each sample."""
     batch = make_batch([(2, 2, 3), (2, 2, 3)]).validate()
     dense = batch.grid(1, 2)
     assert dense.shape == (2, 2, 2, 4, 6)
@@ -171,7 +171,7 @@ def test_grid_undoes_patchify_for_every_sample():
 
 
 def test_dense_is_a_view_of_equal_samples():
-    """Tokens `[S, t, h, w, C]` share the pack's memory and go back to it."""
+    """Tokens `[S, t, h, w, C]` share the pack's memory and convert back to it."""
     batch = make_batch([(2, 2, 3), (2, 2, 3)])
     pictures = batch.dense(batch.latents_TC)
     assert pictures.shape == (2, 2, 2, 3, 8)
@@ -240,7 +240,7 @@ def test_validate_names_the_part_that_is_wrong(change, message):
 
 
 def test_validate_names_a_sample_that_exceeds_the_learned_positions():
-    """On one axis is enough."""
+    """One axis on which a sample is too large is enough."""
     batch = make_batch([(1, 2, 2), (1, 2, 3)])
     assert batch.validate(largest_grid=(1, 2, 3)) is batch
     message = r"'sample1' has \(1, 2, 3\) patches .*end at \(4, 4, 2\); raise model.max_grid or drop such samples"
@@ -256,7 +256,7 @@ def test_validate_reports_everything_that_is_wrong_at_once():
 
 
 class Recorded:
-    """Stands for a tensor in ordinary memory of the host, and records its copies."""
+    """Stand-in for a tensor in ordinary host memory; records its copies."""
 
     device = torch.device("cpu")
 
@@ -283,7 +283,7 @@ def test_a_copy_to_a_gpu_comes_from_pinned_memory_and_does_not_wait(device: str,
 
 
 def test_moving_a_batch_moves_every_tensor_and_both_layouts():
-    """The meta device shows what was moved; numbers on the host stay."""
+    """The device of each tensor shows that it was moved; plain numbers stay on the host."""
     batch = make_batch(
         [(1, 1, 2)],
         conditions=Conditions(

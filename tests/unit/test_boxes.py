@@ -1,4 +1,4 @@
-"""Boxes are the range that they are cut from: every element once, in order, and few of them."""
+"""Boxes cover a range: every element once, in order, with few boxes."""
 
 import math
 
@@ -20,7 +20,7 @@ def ranges(draw):
 
 
 def elements(box, shape):
-    """The flat indices of a box."""
+    """Return the flat indices of a box."""
     flat = torch.arange(math.prod(shape)).view(shape)
     return flat[box.slices_in(Box.of(shape))].flatten().tolist()
 
@@ -66,7 +66,7 @@ def test_shares_of_copies_are_equal_and_make_up_the_range(count):
 
 
 def test_views_lie_where_the_part_lies_and_share_its_memory():
-    """A tensor split in two along its second dimension; this rank has the right half, and of it elements 3 to 9."""
+    """A tensor is split in two along its second dimension; this rank has elements 3 to 9 of the right half."""
     full = torch.arange(24.0).view(4, 6)
     local = full[:, 3:].contiguous()
     owned = local.flatten()[3:10].clone()

@@ -30,7 +30,7 @@ WIDTHS |= {"image_tokens": 2}
 
 
 def sized(condition: Condition) -> Condition:
-    """Give a known condition what a model says of it: a width, classes, a share dropped; control has a draw alone."""
+    """Add the settings of a model: width, number of classes, dropout; control has a separate draw."""
     changes: dict = {"dropout": None if condition in (FPS, IMAGE_TOKENS) else 0.4}
     if condition.name in WIDTHS:
         changes["shape"] = (WIDTHS[condition.name],)
@@ -72,7 +72,7 @@ def assert_same(some: Conditions, others: Conditions) -> None:
 
 @pytest.mark.parametrize("condition", WANTED, ids=NAMES)
 def test_packed_is_alone(condition: Condition) -> None:
-    """The values of a sample in a pack are those of a pack of that sample alone."""
+    """A sample has the same values in a pack as in a pack of one sample."""
     together, parts = made(), clips()
     packed = together.conditions[condition.name]
     for i, clip in enumerate(parts):
@@ -92,7 +92,7 @@ def test_packed_is_alone(condition: Condition) -> None:
 
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
 def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
-    """Per latent token each row is on one rank, beside its latent; all else is on both."""
+    """Values per token are split over the ranks like the latents; all other values are on both ranks."""
     source = made()
     rows = context_partition(source.layout, 2, split)
     back = {name: torch.full_like(source.conditions[name].values, 1e9) for name in NAMES}
@@ -112,7 +112,7 @@ def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
 
 
 def nulled(condition: Condition, batch: PackedBatch, dropped_S: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return values and flags written out sample by sample."""
+    """Return values and flags, computed sample by sample."""
     entry = batch.conditions[condition.name]
     if condition.null == "learned":
         return entry.values, dropped_S
@@ -220,7 +220,7 @@ def test_what_is_given_for_drawing_is_checked_and_the_rest_is_its_null() -> None
         "pooled",
         "size_and_crop",
         "teacher",
-    }  # learned nulls, and what it reads off the size
+    }  # learned nulls, and a condition computed from the size
     assert set(NAMES) - set(batch.conditions) == models_own
     assert batch.conditions["fps"].values.tolist() == [30.0, 30.0]
     assert not batch.conditions["control"].values.any()
@@ -269,7 +269,7 @@ def test_negatives_replace_the_null() -> None:
 
 
 def test_shards_give_every_condition_and_what_is_missing_or_unused_is_named(tmp_path: Path) -> None:
-    """Arrays by part, numbers by key of the metadata; a picture of one frame stands for all, as the latent does."""
+    """Arrays are read from parts, numbers from metadata keys; arrays without a time axis are one frame."""
     rng, samples = np.random.default_rng(0), []
     shapes = {
         "sample": lambda c: (c.shape or ())[:1],
@@ -315,7 +315,7 @@ def test_shards_give_every_condition_and_what_is_missing_or_unused_is_named(tmp_
 
 
 def test_texts_of_two_encoders_lie_side_by_side() -> None:
-    """Each has its own lengths and layout, and they are dropped together."""
+    """Each text has its own lengths and layout, and both are dropped together."""
     first, second = (made().conditions[name] for name in ("context", "context_2"))
     assert first.layout.lengths != second.layout.lengths
     half = torch.tensor([0.1, 0.9] * 3)
@@ -327,7 +327,7 @@ def test_texts_of_two_encoders_lie_side_by_side() -> None:
 
 @pytest.mark.parametrize(("tokens", "lengths"), [(1, [2, 5, 1]), (2, [2, 4, 5]), (4, [4, 4, 4])])
 def test_a_dropped_text_becomes_the_embedding_of_the_empty_text(tokens: int, lengths: list[int]) -> None:
-    """Token by token, over and over."""
+    """The tokens of the empty text are repeated to the length of the text."""
     wanted = replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5)
     texts, empty = [torch.randn(length, 3) for length in lengths], torch.randn(tokens, 3)
     texts_layout = SequenceLayout.from_lengths(lengths)
@@ -365,7 +365,7 @@ OPTIONAL = replace(CONTEXT_2, shape=(5,), default=0.0, dropout=0.0)
 
 
 def test_an_optional_text_has_no_token_where_a_sample_stores_none() -> None:
-    """Training keeps its tokens, so that their number does not depend on a draw; guidance removes them."""
+    """Training does not drop its tokens, so that their number does not depend on a draw; guidance removes them."""
     spec = replace(SPEC, conditions=(OPTIONAL,))
     data = MockData(shapes=["1x4x4"], text_tokens=5)
     source = MockSource(data, spec, seed=3, split="train", stream=0, num_streams=1)

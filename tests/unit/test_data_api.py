@@ -1,4 +1,4 @@
-"""States of a data source: of global streams for any number of replicas, of replicas for the same number."""
+"""States of a data source: global streams resume on any number of replicas, other states on the same number."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def test_a_state_without_streams_stays_with_its_replica(empty: dict, positions: 
 
 @pytest.mark.parametrize(("saved", "dp_size"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_a_state_without_streams_is_refused_on_another_number_of_replicas(saved: int, dp_size: int) -> None:
-    """Also if the states of all replicas are equal, as those of a source that counts its own samples."""
+    """It is refused even if all replicas have equal states, as with a source that counts its own samples."""
     message = (
         rf"without `streams` on {saved} data-parallel replica.* this run has {dp_size}, .*; resume on {saved} again"
     )

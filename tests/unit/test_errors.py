@@ -1,4 +1,4 @@
-"""How commands end: with one line on a screen, or silently if the reader of their output has ended."""
+"""Commands end with a one-line error, or silently if the reader of their output has ended."""
 
 import errno
 import json
@@ -137,7 +137,7 @@ def test_a_full_disk_of_the_written_configuration_is_one_line(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_reader_that_ends_early_ends_the_command_silently(command: tuple[str, ...]):
-    """As `| head` does; outputs smaller than a buffer are written when the command ends."""
+    """As with `| head`. Outputs smaller than a buffer are only written when the command ends."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as output:

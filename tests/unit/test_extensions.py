@@ -1,4 +1,4 @@
-"""Names that packages add to the commands: found without installation in a clone, else by installed entry points."""
+"""Names that packages add to the commands: read from a clone without installation, else from entry points."""
 
 import logging
 import sys
@@ -42,7 +42,7 @@ SKIES = Command(
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Forget what was read before and in a test."""
+    """Clear the cache of names before and after a test."""
     caches = (extensions.registered, extensions._of_clone, registry.entries)
     for cached in caches:
         cached.cache_clear()
@@ -77,7 +77,7 @@ def skies(install: Callable[..., None], tmp_path: Path) -> Iterator[None]:
 
 
 def test_a_clone_is_read_and_not_its_installed_copy(install: Callable[..., None]):
-    """The copy may be of an older revision."""
+    """The installed copy may be an older revision."""
     install("megatron-dit", metrics="old = dit.errors:ConfigError")
     assert {"letters", "letter_edits", "pictograms", "avatars"} == extensions.registered("metrics").keys()
     assert "letters" in extensions.load("preparations", {})
@@ -135,7 +135,7 @@ def test_a_package_that_raises_any_error_is_left_out_of_the_recipes(
 def test_a_pyproject_of_another_project_is_not_read(
     install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ):
-    """Some distributions install theirs into site-packages, next to ours."""
+    """Some distributions install their pyproject.toml into site-packages, next to ours."""
     (tmp_path / "pyproject.toml").write_text(text)
     monkeypatch.setattr(extensions, "PROJECT", tmp_path / "pyproject.toml")
     install("megatron-dit", metrics="mark = dit.errors:ConfigError")

@@ -1,4 +1,4 @@
-"""Packs of fixed size have the numbers of the packs that they are made from, also without lengths."""
+"""Packs of fixed size give the same numbers as the packs that they are made from, also without lengths."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def numbers_of(model: Backbone, config: ModelConfig, batch: PackedBatch) -> dict
 
 
 def disturbed(build_model: BuildModel, groups: ProcessGroups, name: str) -> tuple[Backbone, ModelConfig]:
-    """Return a model in which nothing is zero."""
+    """Return a model in which no parameter is zero."""
     config = FIXING.get(name) or config_of(name)
     model = build_model(config)
     disturb_constants([model], groups)
@@ -77,7 +77,7 @@ def test_a_padded_pack_has_the_numbers_of_the_pack(
 def test_passes_without_lengths_have_the_numbers_of_the_pack_whose_tables_they_read(
     build_model: BuildModel, one_rank_world: ProcessGroups, name: str
 ) -> None:
-    """The tensors of a first pack are overwritten by those of packs with other samples."""
+    """Copy packs with other samples into the tensors of the first pack."""
     model, config = disturbed(build_model, one_rank_world, name)
     first, *others = (MAXIMA.pad(pack(config, numbers, multiple_of=4)) for numbers in ([0, 1, 2, 3], [3, 1], [2]))
     numbers_of(model, config, first)  # computes the tables
@@ -114,7 +114,7 @@ def test_larger_packs_are_an_error() -> None:
 
 
 def tables_of(batch: PackedBatch) -> list[Tensor]:
-    """Return the tables that kernels on a GPU read."""
+    """Return the tables that GPU kernels read."""
     layout, texts = batch.layout, batch.conditions.layout("context")
     assert texts is not None
     segments = [_segments_with_padding(layout, keys)[i] for keys in (layout, texts) for i in (0, 1)]
@@ -148,7 +148,7 @@ def test_the_maxima_of_data_bound_every_pack(multiple_of: int) -> None:
 
 
 def test_tables_of_packs_of_one_size_have_one_size() -> None:
-    """Blocks of rows, and segments, of packs with short and with long samples."""
+    """For the tables of row blocks and of segments, with short and with long samples."""
     config = built(call_recipe("tiny_dit")).model
     layouts = [MAXIMA.pad(pack(config, numbers)).layout for numbers in ([0], [1, 2, 3, 0], [3] * 7)]
     blocks = [blocks_of(layout, 8) for layout in layouts]

@@ -1,4 +1,4 @@
-"""Tests that are left out are counted aloud."""
+"""The test run prints how many tests were deselected."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ def test_quick():
 
 
 def test_the_number_is_said_also_where_workers_collect(tmp_path):
-    """xdist's own summary says nothing of them."""
+    """The summary of xdist does not include them."""
     (tmp_path / "test_four.py").write_text(FOUR)
     options = ["-p", "xdist", "-p", "tests.left_out", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]
     done = subprocess.run(

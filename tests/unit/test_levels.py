@@ -1,4 +1,4 @@
-"""Noise levels inside samples: the layout, the noise and the loss of each segment, against formulas per token."""
+"""Several noise levels in a sample: layout, noise and loss of each segment against formulas per token."""
 
 from dataclasses import replace
 
@@ -47,7 +47,7 @@ def noise_of(batch: PackedBatch) -> AddressedNoise:
 
 
 def time_of_tokens(objective: FlowMatching, batch: PackedBatch) -> Tensor:
-    """Return t of every token by its level, one token at a time."""
+    """Return t of every token from its level, one token at a time."""
     noise, times = noise_of(batch), []
     for sample, number in zip(SAMPLE_OF_TOKEN, LEVEL_OF_TOKEN):
         if number == CLEAN:
@@ -90,7 +90,7 @@ def test_segments_that_do_not_fit_are_refused(segments: list) -> None:
 
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
 def test_ranks_have_the_segments_of_their_tokens(split: str) -> None:
-    """The layout of a rank's segments has the runs that its token numbers have."""
+    """The runs of segments in a rank's layout match the segment ids of its tokens."""
     lengths = [9, 8, 13]
     layout = SequenceLayout.from_lengths(lengths, multiple_of=4, total_tokens=40)
     layout = with_levels(layout, [[(5, CLEAN), (4, 0)], [], [(1, 0), (7, CLEAN), (5, 1)]])
@@ -120,7 +120,7 @@ def test_two_packs_are_joined_with_their_segments() -> None:
 @pytest.mark.parametrize("prediction", ["velocity", "x0"])
 @pytest.mark.parametrize("gamma", [None, 5.0])
 def test_flow_matching_of_every_token(prediction: str, gamma: float | None) -> None:
-    """Input, target and loss by the formulas of a token; clean tokens count nowhere."""
+    """Input, target and loss follow the formulas for a single token; clean tokens do not count."""
     batch = a_pack(a_layout())
     objective = FlowMatching(prediction=prediction, time_distribution="logit_normal", min_snr_gamma=gamma)  # type: ignore[arg-type]
     prepared = objective.prepare(batch, noise_of(batch))

@@ -1,4 +1,4 @@
-"""The list of mutants fits the source, and a mutant is seen, survives and leaves no trace as it should."""
+"""Every mutant fits the source; running one reports whether tests detect it, and restores the source."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def statement_at(line: int, module: ast.Module) -> ast.stmt:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_one_line_of_the_source(mutant):
-    """Its line is there exactly once, the changed file is Python, and it is another program."""
+    """The changed file parses as Python, and the changed statement differs from the original."""
     assert "\n" not in mutant.old + mutant.new
     text = (ROOT / mutant.file).read_text()
     line = text[: text.find(mutant.old)].count("\n") + 1
@@ -81,7 +81,7 @@ def test_the_page_of_shipped_mistakes_counts_those_that_are_seen_in_time():
 
 
 def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path, monkeypatch):
-    """Also when both sources have one size and one second: nothing runs on stale bytecode."""
+    """Also if both sources have the same size and time stamp: stale bytecode must not run."""
     monkeypatch.setattr(runner, "TEST_TIMEOUT_S", 2.0)
     source = tmp_path / "double.py"
     source.write_text("def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n")

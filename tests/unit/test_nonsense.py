@@ -1,4 +1,4 @@
-"""Nonsense in files of strangers ends in one line, within seconds and a GiB."""
+"""Invalid content in files from strangers ends in a one-line error, within seconds and a GiB of memory."""
 
 import io
 import json
@@ -46,11 +46,11 @@ def written(path: Path, content: str | bytes) -> Path:
 
 
 def nothing(component: str) -> None:
-    """Load no component."""
+    """Stand-in that loads no component."""
 
 
 def function(model: int) -> None:
-    """Stand in for the training function."""
+    """Stand-in for the training function."""
 
 
 JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -101,7 +101,7 @@ def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str)
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 100])
 def test_metadata_of_weights_is_read_from_sound_files_only(tmp_path: Path, content: Optional[bytes]) -> None:
-    """Not from a pipe, an empty file or a damaged one."""
+    """A pipe, an empty file and a damaged file have none."""
     path = tmp_path / "adapters.safetensors"
     os.mkfifo(path) if content is None else path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"adapters\.safetensors cannot be read: .*give a complete file of tensors"):
@@ -122,7 +122,7 @@ def test_the_metadata_of_a_sample_may_be_nonsense() -> None:
 
 
 def test_a_status_needs_no_sound_file(tmp_path: Path) -> None:
-    """A pipe as the lock, and a number of steps that is infinite."""
+    """The lock is a pipe, and the number of steps is infinite."""
     written(tmp_path / "metrics.jsonl", '{"kind": "scalars", "step": 3, "time": 1, "attempt": 1, "samples_per_s": 1}\n')
     os.mkfifo(tmp_path / "run.lock")
     for steps in (".inf", "1" + "0" * 400, DEEP, "[1]"):
@@ -205,7 +205,7 @@ def test_a_manifest_of_too_many_names_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_compressed_loader_position_is_refused(tmp_path: Path) -> None:
-    """Half a megabyte that becomes half a gigabyte."""
+    """A file of half a megabyte would expand to half a gigabyte."""
     path = tmp_path / "loader" / "dp_00000.pt"
     path.parent.mkdir()
     torch.save({"next": torch.zeros(4)}, path)
@@ -223,7 +223,7 @@ def test_a_compressed_loader_position_is_refused(tmp_path: Path) -> None:
 
 
 def archive_of(path: Path, member: tarfile.TarInfo, length: int) -> Path:
-    """Write a sound picture's name, then a header without its content, in a file that is `length` bytes long."""
+    """Write the name of a valid picture, then a header without content, in a file that is `length` bytes long."""
     with tarfile.open(path, "w") as archive:
         archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
     with path.open("r+b") as file:
@@ -266,7 +266,7 @@ def test_an_array_is_as_long_as_its_header_says(tmp_path: Path) -> None:
 
 
 def test_copies_that_are_no_checkpoints_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """At the address: a file longer than its record, a manifest nested too deeply, a pipe."""
+    """The copies have a file longer than its record, a manifest nested too deeply, and a pipe."""
     store = make_store(tmp_path / "a" / "checkpoints", keep_last=9)
     for step in (1, 2, 3, 4):
         save(store, step)

@@ -1,4 +1,4 @@
-"""One buffer per pack: the same tensors and tables as one copy each, and no table is missing in the second pack."""
+"""Copying a pack through one buffer gives the same tensors and tables as separate copies, for every later pack, too."""
 
 import gc
 import weakref
@@ -34,7 +34,7 @@ def _as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pack(grids: list[tuple[int, int, int]], text_lengths: list[int]) -> PackedBatch:
-    """Return a pack with padding after each sample, after the last one, and texts."""
+    """Return a pack with texts, and with padding after each sample and at the end."""
     layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids], multiple_of=4, total_tokens=64)
     positions_T3 = torch.zeros(64, 3, dtype=torch.int64)
     for start, length, grid in zip(layout.starts, layout.lengths, grids):
@@ -78,14 +78,14 @@ def test_tensors_of_a_buffer_are_separate():
     assert {x.storage_offset() * x.itemsize % ALIGNMENT for x in copied} == {0}
     weight = torch.ones(33, requires_grad=True)
     product = weight * others[-1]
-    first.add_(1)  # no change of what autograd has saved of the others
+    first.add_(1)  # must not count as a change of the tensors that autograd saved
     product.sum().backward()
     assert torch.equal(weight.grad, others[-1].float())
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_the_second_pack_has_all_tables_on_the_device(cp: int, monkeypatch: pytest.MonkeyPatch):
-    """Tables of other lengths than before, with equal values, and no copy when layers read them."""
+    """Its lengths differ from those of the first pack; the tables have equal values, and layers copy none."""
     packs = [
         pack([(1, 4, 4), (2, 3, 2), (1, 2, 2)], [3, 1, 2]),
         pack([(1, 2, 4), (3, 4, 2), (1, 1, 1), (1, 2, 2)], [2, 2, 5, 1]),
@@ -108,7 +108,7 @@ def test_the_second_pack_has_all_tables_on_the_device(cp: int, monkeypatch: pyte
 
 
 def _fresh(batch: PackedBatch):
-    """Return the text with a layout without tables."""
+    """Return the text with a new layout, which has no tables."""
     entry = batch.conditions["context"]
     assert entry.layout is not None
     return replace(entry, layout=replace(entry.layout))
@@ -116,7 +116,7 @@ def _fresh(batch: PackedBatch):
 
 @pytest.mark.parametrize("joint", [False, True])
 def test_a_pack_is_freed_with_its_last_reference(joint: bool):
-    """Without garbage collection: no table refers to the layout that has it, so the buffer is freed at once."""
+    """Without garbage collection: no table refers back to its layout, so the buffer is freed at once."""
     gc.disable()
     try:
         batch = pack([(1, 4, 4), (1, 2, 3)], [3, 5]).to(CPU)

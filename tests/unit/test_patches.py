@@ -18,7 +18,7 @@ DECLARED = [patch for file, tree in TREES.items() for patch in patches_page.patc
     ("installed", "accepted"), [("0.15.3", False), ("0.16.0rc1", True), ("0.17.9+local", True), ("0.18.0", False)]
 )
 def test_a_patch_refuses_versions_that_it_was_not_written_for(monkeypatch, installed, accepted):
-    """At the call, not at import; the message has both versions and the command that installs a supported one."""
+    """The call raises an error, not the import; it has both versions and the command that installs a supported one."""
     monkeypatch.setattr(patches, "version", lambda package: {"megatron-core": installed}[package])
     monkeypatch.setattr(patches, "check_version", patches.check_version.__wrapped__)
 
@@ -41,7 +41,7 @@ def test_a_missing_library_is_refused(monkeypatch):
 
 
 def test_patches_support_exactly_the_versions_that_can_be_installed():
-    """Whoever widens a bound of pyproject.toml gets the list of patches to review."""
+    """If a bound in pyproject.toml is widened, the message lists the patches to review."""
     project = tomllib.loads((patches_page.ROOT / "pyproject.toml").read_text())["project"]
     allowed = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
     wrong = []
@@ -56,7 +56,7 @@ def test_patches_support_exactly_the_versions_that_can_be_installed():
 
 
 def replaced(tree: ast.Module) -> list[tuple[int, str]]:
-    """List (line, name) where an attribute of a library is set outside of a function that declares a patch."""
+    """List (line, name) of library attributes that are set outside of functions that declare a patch."""
     names = patches_page.bindings(tree)
     found: list[tuple[int, str]] = []
 

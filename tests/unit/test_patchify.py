@@ -16,7 +16,7 @@ small = st.integers(1, 3)
 @given(small, small, small, small, small, small)
 @settings(max_examples=80, deadline=None)
 def test_unpatchify_is_the_exact_inverse(channels, t, h, w, patch_temporal, patch_spatial):
-    """Both ways round, for every grid and patch size; nothing is lost or repeated."""
+    """For every grid and patch size, each is the inverse of the other; nothing is lost or repeated."""
     shape = (channels, t * patch_temporal, h * patch_spatial, w * patch_spatial)
     latent = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     tokens, grid = patchify(latent, patch_temporal, patch_spatial)
@@ -31,7 +31,7 @@ def test_unpatchify_is_the_exact_inverse(channels, t, h, w, patch_temporal, patc
 @given(st.lists(st.tuples(small, small, small), min_size=1, max_size=9), small)
 @settings(max_examples=60, deadline=None)
 def test_latents_of_many_sizes_have_their_tokens_one_after_another(grids, patch_spatial):
-    """In the order of the latents, also where equal sizes are not neighbours."""
+    """Tokens follow the order of the latents, also where equal sizes are not neighbours."""
     latents = [torch.randn(2, t, h * patch_spatial, w * patch_spatial) for t, h, w in grids]
     expected = torch.cat([patchify(latent, 1, patch_spatial)[0] for latent in latents])
     assert torch.equal(patchify_all(latents, 1, patch_spatial), expected)
@@ -73,7 +73,7 @@ def test_sides_that_do_not_divide_are_refused_with_a_cure(shape, sizes):
 
 
 def test_outputs_of_a_patch_are_sorted():
-    """Patches of (mean, variance) images become the patches of the mean image, then those of the variance."""
+    """Patches of (mean, variance) images become patches of the mean image, then patches of the variance image."""
     both = torch.randn(6, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     prediction_TC, _ = patchify(both, 1, 2)
     mean_TC, variance_TC = (patchify(half, 1, 2)[0] for half in both.chunk(2))
@@ -81,6 +81,6 @@ def test_outputs_of_a_patch_are_sorted():
 
 
 def test_a_single_output_is_not_sorted_however_wide_its_other_columns_are():
-    """A codebook of wide entries adds more columns than a token has."""
+    """A codebook with wide entries adds more columns than a token has."""
     prediction_TC = torch.randn(5, 36)
     assert split_outputs(prediction_TC, 12, 3, 1) is prediction_TC

@@ -1,4 +1,4 @@
-"""A complete pipeline of diffusers, named where one of its networks is needed."""
+"""Naming a complete diffusers pipeline where one of its networks is needed."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""One run, typed: the parts are `pretrain`'s arguments, and a record is read back as the run that wrote it."""
+"""The typed run: its parts are the arguments of `pretrain`, and its record is read back unchanged."""
 
 import dataclasses
 import re
@@ -34,7 +34,7 @@ RUN = RunConfig(
 
 
 def changed(run: RunConfig, settings: dict[str, typing.Any]) -> RunConfig:
-    """Return the run with other settings, by their names in overrides."""
+    """Return the run with changed settings, named as in overrides."""
     for name, value in settings.items():
         part, field = name.split(".")
         run = replace(run, **{part: replace(getattr(run, part), **{field: value})})
@@ -50,7 +50,7 @@ def test_the_parts_are_the_arguments_of_pretrain_with_their_types():
 
 
 def test_a_record_is_read_back_as_the_run_that_wrote_it():
-    """Through YAML, as on disk; every part is the record of its own, under the name of its class."""
+    """Also through YAML, as on disk; each part is stored as its own record, under the name of its class."""
     record = RUN.to_record()
     assert RunConfig.from_record(yaml.safe_load(yaml.safe_dump(record, sort_keys=False))) == RUN
     assert list(record) == [CLASS_KEY, *(part.name for part in fields(RUN))]
@@ -59,7 +59,7 @@ def test_a_record_is_read_back_as_the_run_that_wrote_it():
 
 
 def test_records_of_other_versions_and_of_imported_weights_are_read():
-    """A part that is missing has its defaults, what is no part is passed by, and imported weights have no data."""
+    """A missing part gets its defaults, an unknown part is ignored, and imported weights have no data."""
     record = {**RUN.to_record(), "class_names": ["a"], "latent_size": [1, 8, 8], "data": None}
     del record["logging"]
     found = RunConfig.from_record(record)
@@ -99,7 +99,7 @@ def test_a_record_of_foreign_classes_is_refused():
     ],
 )
 def test_every_part_is_checked_by_itself_or_against_the_others(part, changes, says):
-    """The sampling steps are those of the objective's table."""
+    """Sampling steps, for example, must be steps of the objective's table."""
     RUN.check()
     with pytest.raises(ConfigError, match=says):
         replace(RUN, **{part: replace(getattr(RUN, part), **changes)}).check()
@@ -136,7 +136,7 @@ AVERAGED_GRIDS = {"training.ema_decay": 0.9, "training.sample_interval": 100}
     ids=lambda settings: ",".join(f"{name.partition('.')[2]}={value}" for name, value in settings.items()),
 )
 def test_a_setting_without_effect_is_refused(unused, needs):
-    """By name and value, with the cure; what gives it an effect is accepted, and so is the default."""
+    """The error has its name, its value and the cure. With a setting that gives it an effect, it is accepted."""
     with pytest.raises(ConfigError) as refusal:
         changed(RUN, unused).check()
     *_, (name, value) = [item for item in unused.items() if item[0] not in needs]
@@ -164,7 +164,7 @@ def test_a_stop_after_the_last_step_is_refused():
     ],
 )
 def test_a_shortened_run_says_what_it_does_not_reach(settings, line):
-    """A line and no refusal, because a recipe's intervals are those of its full length."""
+    """This is a line and not an error, because a recipe's intervals are chosen for its full length."""
     dims, _ = changed(RUN, settings).check()
     (found,) = changed(RUN, settings).adaptations(dims)
     assert re.fullmatch(line, found)
@@ -172,7 +172,7 @@ def test_a_shortened_run_says_what_it_does_not_reach(settings, line):
 
 
 def test_an_autoencoder_that_is_no_folder_is_refused(tmp_path):
-    """A name on a hub is not looked up, and a relative path may be made later."""
+    """A hub name is not looked up, and a relative path may be created later."""
     for missing in (tmp_path / "vae", "~/no such folder"):
         with pytest.raises(ConfigError, match=r"sampling\.vae='.*' is not a folder"):
             changed(RUN, {"sampling.vae": str(missing)}).check()

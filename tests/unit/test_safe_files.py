@@ -1,4 +1,4 @@
-"""Files that a stranger may have written, and files written atomically: no link is followed, no pipe waited for."""
+"""Reading and writing files that a stranger may have prepared: follow no link, wait for no pipe."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
 
 
 def test_a_link_is_followed_only_on_request(tmp_path: Path) -> None:
-    """Also one that leads nowhere: opening it would create a file outside of the folder."""
+    """Also a link without a target: opening it would create a file outside of the folder."""
     (tmp_path / "target").write_text("content")
     for name in ("target", "missing"):
         (tmp_path / f"to_{name}").symlink_to(tmp_path / name)
@@ -48,7 +48,7 @@ def test_folders_that_are_links_are_refused(tmp_path: Path) -> None:
 
 
 def test_writing_atomically_follows_no_link(tmp_path: Path) -> None:
-    """Neither at the file nor at the temporary one, which a killed process may have left, too."""
+    """The file and the temporary file may both be links; a killed process may have left the latter."""
     (tmp_path / "victim").write_text("unchanged")
     for name in ("record", "part"):
         (tmp_path / name).symlink_to(tmp_path / "victim")

@@ -1,4 +1,4 @@
-"""Text of strangers is printed without what a terminal executes: file names, class names, settings, errors, the log."""
+"""File names, class names, settings, errors and log messages from strangers are printed without control sequences."""
 
 import json
 import logging
@@ -43,7 +43,7 @@ def test_an_error_is_printed_without_orders_to_the_terminal(capsys: pytest.Captu
 
 
 def test_the_log_is_printed_without_orders_to_the_terminal() -> None:
-    """In a process of its own: pytest has the log of this one."""
+    """In a separate process, because pytest captures the log of this one."""
     program = (
         "import logging; from dit.terminal import log_to_stderr; log_to_stderr()\n"
         "logging.getLogger('any').warning('a %s', '\\x1b[2J')\n"

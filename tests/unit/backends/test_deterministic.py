@@ -1,4 +1,4 @@
-"""The deterministic mode is set inside and gone after; what contradicts it is refused."""
+"""The deterministic mode is only set inside the context; settings that contradict it are refused."""
 
 import os
 
@@ -20,7 +20,7 @@ def present() -> tuple[object, ...]:
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (WORKSPACE, TRANSFORMER_ENGINE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # which is switched off and on again
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # must be switched off and on again
 
 
 def test_it_is_set_inside_and_gone_after() -> None:

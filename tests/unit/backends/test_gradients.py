@@ -1,4 +1,4 @@
-"""Gradients reach the main ones in batches: each once, and the optimizer reads the sums."""
+"""Gradients are added to the main gradients in batches, each once; the optimizer reads the sums."""
 
 import math
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def loss_of(network: nn.Module, seed: int) -> torch.Tensor:
 def test_main_gradients_are_sums_over_micro_batches(
     data_parallel: str, pending_bytes: int, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ):
-    """Those of torch.autograd, whether they are added at the end, several times, or one by one."""
+    """They equal those of torch.autograd, whether they are added at the end, several times, or one by one."""
     monkeypatch.setattr(gradients, "PENDING_BYTES", pending_bytes)
     chunk, wrapped, _ = built(one_rank_world, data_parallel)
     expected = [torch.zeros_like(p) for p in chunk.parameters()]
@@ -72,7 +72,7 @@ def test_main_gradients_are_sums_over_micro_batches(
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer"])
 def test_nothing_of_a_step_is_left_in_the_next_one(data_parallel: str, one_rank_world: ProcessGroups):
-    """Not where no gradient comes, either, and a step of one micro-batch neither erases nor adds."""
+    """Also without any gradient. A step of one micro-batch zeroes no buffer and adds nothing."""
     chunk, wrapped, _ = built(one_rank_world, data_parallel)
     parameters = list(chunk.parameters())
     wrapped.zero_grad_buffer()
@@ -97,7 +97,7 @@ def test_nothing_of_a_step_is_left_in_the_next_one(data_parallel: str, one_rank_
 
 
 class _Undefined(torch.autograd.Function):
-    """Uses a parameter, and gives it a gradient or none."""
+    """Uses a parameter and returns a gradient for it, or None."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parameter: torch.Tensor, gives: bool) -> torch.Tensor:
@@ -113,7 +113,7 @@ class _Undefined(torch.autograd.Function):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_parameter_in_use_without_a_gradient_has_that_of_no_step_before(overlap: bool, one_rank_world: ProcessGroups):
-    """It may be the last of a bucket whose reduction starts at once."""
+    """The parameter may be the last of a bucket, whose reduction then starts at once."""
     chunk, wrapped, _ = built(one_rank_world, "distributed_optimizer", overlap_grad_reduce=overlap)
     parameter = chunk.embed.weight
     reduced: list[float] = []
@@ -136,7 +136,7 @@ def test_a_parameter_in_use_without_a_gradient_has_that_of_no_step_before(overla
 
 
 def test_two_gradients_of_one_backward_pass_are_added(one_rank_world: ProcessGroups):
-    """As of a weight that a reentrant checkpoint uses twice."""
+    """As with a weight that a reentrant checkpoint uses twice."""
     chunk, wrapped, _ = built(one_rank_world, "ddp")
     parameter = chunk.embed.weight
     wrapped.zero_grad_buffer()
@@ -148,7 +148,7 @@ def test_two_gradients_of_one_backward_pass_are_added(one_rank_world: ProcessGro
 
 
 def test_a_failed_pass_leaves_nothing(one_rank_world: ProcessGroups):
-    """What waited when a backward pass failed is forgotten with the gradients."""
+    """Gradients that were pending when a backward pass failed are dropped."""
     chunk, wrapped, _ = built(one_rank_world, "ddp")
     wrapped.zero_grad_buffer()
 
@@ -171,7 +171,7 @@ def test_a_failed_pass_leaves_nothing(one_rank_world: ProcessGroups):
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer"])
 def test_the_optimizer_reads_the_main_gradients_themselves(data_parallel: str, one_rank_world: ProcessGroups):
-    """In every step, and from the second on without a call for each parameter."""
+    """In every step; from the second step on, this needs no torch call."""
     chunk, wrapped, parallel = built(one_rank_world, data_parallel)
     optimizer = build_optimizer(
         [wrapped], OptimizerConfig(), parallel, TrainingConfig(precision="fp32"), one_rank_world
@@ -195,7 +195,7 @@ def test_the_optimizer_reads_the_main_gradients_themselves(data_parallel: str, o
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer"])
 @pytest.mark.parametrize("clip", [0.0, 0.05, 1e9])
 def test_the_update_divides_by_the_tokens_and_clips(data_parallel: str, clip: float, one_rank_world: ProcessGroups):
-    """Steps of other numbers of tokens are those of torch's AdamW on divided and clipped gradients."""
+    """Over steps with different numbers of tokens: equal to torch's AdamW on divided and clipped gradients."""
     chunk, wrapped, parallel = built(one_rank_world, data_parallel)
     settings = OptimizerConfig(lr=1e-2, eps=1e-2, weight_decay=0.0, clip_grad=clip)  # eps: AdamW sees the scale
     optimizer = build_optimizer([wrapped], settings, parallel, TrainingConfig(precision="fp32"), one_rank_world)

@@ -21,7 +21,7 @@ def full(init: Init, *, seed: int = 1, name: str = "layers.0.weight", rows: int 
 
 @pytest.mark.parametrize("init", INITS.values(), ids=INITS)
 def test_any_block_is_a_part_of_the_full_matrix(init: Init):
-    """A rank that draws only its slice gets the slice's values, also where it starts inside a block of four."""
+    """A rank that draws only its slice gets the same values, also where the slice starts inside a block of four."""
     matrix = full(init)
     for rows, columns in [
         ((0, 50), (0, 37)),
@@ -55,7 +55,7 @@ def test_normal_has_the_moments_of_a_normal():
 
 
 def test_neighbours_are_independent():
-    """Rows, columns and the four lanes of one counter do not correlate."""
+    """Rows, columns and the four lanes of a counter are uncorrelated."""
     x = full(normal(1.0), rows=1000, columns=400)
     bound = 5 / math.sqrt(x.numel())
     for shift in (1, 2, 3, 4):
@@ -107,7 +107,7 @@ def test_ranks_join_to_the_model_of_one_rank(tp_size: int):
 
 
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
-    """Large tensors are drawn in chunks of rows to bound memory; the values are those of one draw."""
+    """Large tensors are drawn in chunks of rows to limit memory; the values equal those of one draw."""
     one, many = Shard(1), Shard(1)
     initialize_weights(one, 5, tp_rank=0, tp_size=1)
     monkeypatch.setattr(addressed_init, "_CHUNK_ROWS_ELEMENTS", 23)
@@ -116,7 +116,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_lower_precision_is_the_rounded_start():
-    """A bf16 model starts from the float32 start, rounded."""
+    """A bf16 model starts from the rounded float32 weights."""
     full, half = Shard(1), Shard(1).bfloat16()
     initialize_weights(full, 5, tp_rank=0, tp_size=1)
     initialize_weights(half, 5, tp_rank=0, tp_size=1)

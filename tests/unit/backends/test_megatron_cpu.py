@@ -1,4 +1,4 @@
-"""One test per kind of call that is redirected so that Megatron-Core runs on CPU."""
+"""The redirections that let Megatron-Core run on CPU, one test for each kind of call."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def test_importing_redirects_nothing():
 
 
 def test_the_expert_dispatch_gets_its_split_sizes_as_numbers():
-    """Megatron-Core leaves tensors that are on the host already as they are, and gloo wants numbers."""
+    """Megatron-Core does not convert tensors that are already on the host, but gloo requires numbers."""
     from megatron.core.transformer.moe import token_dispatcher
 
     sizes = torch.tensor([3, 0, 2])
@@ -49,7 +49,7 @@ def test_the_expert_dispatch_gets_its_split_sizes_as_numbers():
 
 
 def test_groups_of_the_same_ranks_are_one(one_rank_world: ProcessGroups):
-    """Each gloo group has threads and connections: for one rank there is one group besides the world."""
+    """Each gloo group costs threads and connections, so a job of one rank has one group in addition to the world."""
     from torch.distributed.distributed_c10d import _world
 
     assert one_rank_world.tp is one_rank_world.cp is one_rank_world.dp
@@ -100,7 +100,7 @@ def test_factories_leave_other_devices_alone():
 
 @pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
 def test_tensors_move_to_cuda_by_staying(device: object):
-    """`to` gives the CPU tensor, and still changes the dtype when asked; gradients flow through."""
+    """`to` returns the CPU tensor, still changes the dtype if requested, and passes gradients."""
     x = torch.ones(2, requires_grad=True)
     assert x.to(device).device.type == "cpu"
     assert x.to(device=device).device.type == "cpu"
@@ -137,7 +137,7 @@ def test_parameters_tell_their_type_as_on_cuda(dtype: torch.dtype, name: str):
 
 
 def test_current_device_is_the_cpu():
-    """What Megatron-Core passes on as a device makes CPU tensors."""
+    """Tensors on the device that Megatron-Core passes are created on CPU."""
     torch.cuda.set_device(3)
     assert torch.empty(1, device=torch.cuda.current_device()).device.type == "cpu"
     assert torch.empty(1, device=torch.device(f"cuda:{torch.cuda.current_device()}")).device.type == "cpu"
@@ -171,7 +171,7 @@ def test_device_memory_is_zero(name: str):
 
 
 def test_streams_and_events_order_nothing():
-    """Work runs in program order, so streams and events are always finished; both remain classes of their own."""
+    """Work runs in program order, so streams and events are always finished; both are still separate classes."""
     stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(stream), stream:
         event.record(stream)
@@ -193,7 +193,7 @@ def test_rng_state_is_that_of_the_cpu():
 
 
 def test_megatrons_tracker_forks_the_cpu_generator():
-    """A fork draws from its own stream, goes on where it stopped, and leaves the outer stream as it was."""
+    """A fork draws from its own stream, continues where that stopped, and does not change the outer stream."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -211,7 +211,7 @@ def test_megatrons_tracker_forks_the_cpu_generator():
 
 
 def collectives(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[bool], object], torch.Tensor]]:
-    """Return each redirected collective with the tensor that must be [1, 2] after it ran among one rank."""
+    """Return each redirected collective with the tensor that must be [1, 2] after it ran on one rank."""
     x = torch.tensor([1.0, 2.0])
     out = {name: torch.zeros(2) for name in megatron_cpu._COLLECTIVES}
     out["all_reduce"], out["broadcast"] = x.clone(), x.clone()
@@ -232,7 +232,7 @@ def collectives(group: dist.ProcessGroup) -> dict[str, tuple[Callable[[bool], ob
 
 @pytest.mark.parametrize("name", megatron_cpu._COLLECTIVES)
 def test_asynchronous_collectives_return_finished(one_rank_world: ProcessGroups, name: str):
-    """The result is there before anybody waits, and the handle says so."""
+    """The result is complete before `wait`, and the handle reports it."""
     call, out = collectives(one_rank_world.tp)[name]
     handle = call(True)
     assert torch.equal(out, torch.tensor([1.0, 2.0]))
@@ -249,7 +249,7 @@ def test_synchronous_collectives_return_no_handle(one_rank_world: ProcessGroups,
 
 @pytest.mark.parametrize("name", megatron_cpu._IDENTITY_ON_ONE_RANK)
 def test_on_one_rank_a_collective_in_place_moves_nothing(one_rank_world: ProcessGroups, name: str):
-    """Gloo would copy the buffer three times; autograd's version counter counts what writes to it."""
+    """Gloo would copy the buffer three times; autograd's version counter counts writes to it."""
     x = torch.tensor([1.0, 2.0])
     arguments = {"broadcast": (x, 0)}.get(name, (x, x) if name.endswith("_tensor") else (x,))
     before = x._version
@@ -259,7 +259,7 @@ def test_on_one_rank_a_collective_in_place_moves_nothing(one_rank_world: Process
 
 
 def test_names_bound_at_import_are_redirected_too():
-    """Modules that took a collective by name before `install` use the one that waits."""
+    """Modules that imported a collective by name before `install` also use the blocking version."""
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import layers, mappings
 
@@ -287,7 +287,7 @@ def test_coalesced_collectives_run_at_once(one_rank_world: ProcessGroups):
 
 
 def test_meshes_of_megatron_fsdp_lie_on_the_cpu(one_rank_world: ProcessGroups):
-    """It asks for a mesh of CUDA devices and gets one of CPUs, whose DTensors work; torch's own class is untouched."""
+    """It requests a mesh of CUDA devices and gets one on CPU, whose DTensors work; torch's own class is unchanged."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from torch.distributed import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
@@ -305,7 +305,7 @@ def test_meshes_of_megatron_fsdp_lie_on_the_cpu(one_rank_world: ProcessGroups):
 
 
 def test_megatrons_linears_train_on_cpu(one_rank_world: ProcessGroups):
-    """What all of the above is for: a column and a row linear, forward and backward, equal to plain matrix products."""
+    """With all redirections, column and row linears equal plain matrix products, forward and backward."""
     from megatron.core.transformer import TransformerConfig
 
     from dit.backends.init import normal

@@ -1,4 +1,4 @@
-"""The number of ranks from the launcher, and without one."""
+"""The number of ranks with and without a launcher."""
 
 import pytest
 
@@ -17,7 +17,7 @@ SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_P
         ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, 1),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16"}, 1),  # a shell of salloc
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, 1),  # the script of sbatch
-        # salloc's shell where the cluster runs it on the first node: a step of one task, in a larger allocation
+        # salloc's shell on clusters that start it on the first node: a step of one task in a larger allocation
         ({**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1),
     ],
 )
@@ -27,7 +27,7 @@ def test_the_world_is_what_the_launcher_says(environ, world_size, monkeypatch):
 
 
 def test_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
-    """Each would train alone as rank 0 of one, and all would write the same run folder."""
+    """Each would train as rank 0 of a world of one, and all would write the same run folder."""
     set_environment({**SRUN, "SLURM_STEP_NUM_TASKS": "2"}, monkeypatch)
     with pytest.raises(ConfigError, match=r"2 tasks.*--ntasks-per-node=1 torchrun.*launch/README\.md"):
         world_size_from_environment()

@@ -1,4 +1,4 @@
-"""Every attempt of a job has a store of its own, also where the launcher's store has the keys of attempts before it."""
+"""Every attempt of a job has a separate store, also if the launcher's store has keys of earlier attempts."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ RANKS = 3
 
 
 def meet(store, delays):
-    """Let a rank for each delay meet after it; return what rank 0's value is for each of them."""
+    """Let one rank per delay meet after its delay; return the value from rank 0 that each rank reads."""
     found = {}
 
     def rank_of(rank):
@@ -33,7 +33,7 @@ def meet(store, delays):
 
 @pytest.mark.parametrize("first", range(RANKS))
 def test_an_attempt_does_not_see_the_keys_of_those_before(first):
-    """Whoever comes last: the values of the attempt before are in the store all the while."""
+    """Whichever rank is last: the store keeps the values of the previous attempt."""
     store = dist.HashStore()
     for last in (first, 0, 1, 2):
         delays = [0.2 * (rank == last) for rank in range(RANKS)]
@@ -42,7 +42,7 @@ def test_an_attempt_does_not_see_the_keys_of_those_before(first):
 
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_job_comes_back_on_more_ranks_and_on_fewer(late):
-    """`torchrun --nnodes 1:2`: a new rank reads the start of an attempt that was on fewer ranks."""
+    """`torchrun --nnodes 1:2`: a new rank reads a store written by an attempt on fewer ranks."""
     store = dist.HashStore()
     for ranks in (2, 4, 1, 2):
         delays = [0.2 * (rank == late) for rank in range(ranks)]
@@ -50,7 +50,7 @@ def test_a_job_comes_back_on_more_ranks_and_on_fewer(late):
 
 
 def test_an_attempt_that_never_began_does_not_matter():
-    """Rank 0 and one other of it died before they met; their keys are still there."""
+    """Rank 0 and one other rank died before they met; their keys are still in the store."""
     store = dist.HashStore()
     store.set(ATTEMPT, "dead")
     store.set("dit/dead/nonce_1", "of a process that is gone")

@@ -1,4 +1,4 @@
-"""One statement of sharding per parameter: what Megatron-Core reads follows from it, and so does the table."""
+"""Each parameter's sharding is declared once; Megatron-Core's attributes and the printed table are derived from it."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ TEXT, HEADS = ParameterSharding(gradient_covers="all_tokens"), ParameterSharding
     ],
 )
 def test_gradients_are_summed_over_the_ranks_whose_tokens_differ(sharding, sequence_parallel, copies, summed):
-    """Copies see the same tokens, and nothing is summed, or parts of them, and the sum over the parts is taken."""
+    """Gradients of copies are summed if each copy sees a part of the tokens, not if all see the same tokens."""
     assert sharding.replicated_over == copies
     assert sharding.reduced_over(sequence_parallel=sequence_parallel) == summed
 
@@ -87,7 +87,7 @@ def test_a_norm_of_heads_must_have_the_name_that_megatron_sums(name, summed, fit
 
 
 def test_the_table_of_a_model_on_every_axis():
-    """TP 2 + SP, PP 2, EP 2, four of each: experts have 2 copies, and each sum over ranks is there once."""
+    """TP 2 + SP, PP 2, EP 2, with four ranks each: experts have 2 copies, and each sum over ranks is listed once."""
     config = MovieGenConfig(
         hidden_size=32,
         num_layers=4,

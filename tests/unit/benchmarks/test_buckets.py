@@ -1,4 +1,4 @@
-"""What aspect buckets and packs lose of pictures: small lists by hand, and the numbers of the page."""
+"""Losses of aspect buckets and of packs: small lists by hand, and the numbers of the page."""
 
 import math
 
@@ -16,18 +16,18 @@ def test_the_list_is_the_published_one():
     assert all(w % 64 == h % 64 == 0 for w, h in SDXL)
     assert all(abs(w * h / 1024**2 - 1) < 0.1 for w, h in SDXL)
     assert {min(w / h for w, h in SDXL), max(w / h for w, h in SDXL)} == {0.25, 4.0}
-    assert [(h, w) for w, h in SDXL if (h, w) not in SDXL] == [(1344, 704)]  # the one without its mirror image
+    assert [(h, w) for w, h in SDXL if (h, w) not in SDXL] == [(1344, 704)]  # the only one without its transpose
 
 
 def test_a_picture_covers_the_nearest_bucket():
-    """3:2 lies nearest to 1216 x 832, which 1500 x 1000 fills by its height."""
+    """The bucket nearest to 3:2 is 1216 x 832; 1500 x 1000 is scaled to its height."""
     assert cover(1500, 1000) == (1248, 832, 1216, 832)
     assert cover(1024, 1024) == (1024, 1024, 1024, 1024)
     assert cover(512, 512) == (1024, 1024, 1024, 1024)
 
 
 def test_the_shares_of_a_list_by_hand():
-    """Two squares, one enlarged, fill a batch of two; the third picture is cut by 32 columns and has no batch."""
+    """Two squares, one enlarged, fill a batch of two; the third picture loses 32 columns and fills no batch."""
     found = losses([(2048, 2048), (512, 512), (1500, 1000)], cover, batch=2)
     cut, scaled = 2 * 1024**2 + 1216 * 832, 2 * 1024**2 + 1248 * 832
     assert found["cut"] == pytest.approx(1 - cut / scaled)

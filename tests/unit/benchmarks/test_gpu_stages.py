@@ -1,4 +1,4 @@
-"""The stages of benchmarks/on_gpu.sh: every command line, every case, every bar, and a stage whose command fails."""
+"""The stages of benchmarks/on_gpu.sh: command lines, cases and bars are valid, and a command may fail."""
 
 import json
 from importlib import import_module
@@ -22,7 +22,7 @@ FIELDS_OF_A_STEP = {"tflops_per_rank_model": 400.0, "valid_tokens_per_s_per_rank
 
 @pytest.mark.parametrize(("stage", "command"), COMMANDS)
 def test_a_command_line_is_valid(stage: str, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Its module has all flags, also those of the dry run; a recipe has all settings and fits one GPU."""
+    """Its module accepts all flags, also in a dry run; a recipe accepts all settings and fits one GPU."""
     module, *words = started(command, stage, tmp_path, dry=True)
     if module == "pytest":
         assert (Path(gpu_stages.__file__).parents[1] / words[0]).is_dir()
@@ -38,14 +38,14 @@ def test_a_command_line_is_valid(stage: str, command: Command, tmp_path: Path, c
 
 
 def rows_of(main: Any, tmp_path: Path) -> list[dict[str, Any]]:
-    """Run a command dry; numbers that it did not measure become 1."""
+    """Dry-run a command; replace numbers that it did not measure by 1."""
     assert main(["--dry", "--out", str(tmp_path / "rows")]) == EXIT_OK
     rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
     return [{name: 1.0 if value is None else value for name, value in row.items()} for row in rows]
 
 
 def test_every_bar_finds_its_rows(tmp_path: Path):
-    """Names of cases and fields are those of the rows that the commands write."""
+    """Bars use the names of cases and fields in the rows that the commands write."""
     sizes = (*layers.KERNELS, layers.PLAIN, layers.PLAIN_COMPILED)
     measured = [
         {"batch": batch, "kernels": kernels, "ms": 1.0, "tflops": 1.0, "peak_bytes": 1}

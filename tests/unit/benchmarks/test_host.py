@@ -1,4 +1,4 @@
-"""The table of the host's work; times are not compared, because they depend on the machine."""
+"""The table of work on the host; times are not compared, because they depend on the machine."""
 
 import inspect
 
@@ -31,7 +31,7 @@ def test_fused_kernels_do_nothing_only_while_they_are_timed() -> None:
 
 @pytest.mark.skipif(use_cuda(), reason="the kernel would run")
 def test_a_fused_operator_is_seen_by_what_traces_it() -> None:
-    """Without a tracer, its function is called without torch's dispatcher."""
+    """Without a profiler or a mode, ops bypass torch's dispatcher; with one, they must not."""
     x_TF = torch.zeros(4, 8)
     with host.kernels_do_nothing():
         with torch.profiler.profile() as profile:

@@ -1,4 +1,4 @@
-"""The modelled bandwidth of kernels: by hand from registers, shared memory and bytes, and of all fused operations."""
+"""The modelled bandwidth of kernels, by hand from registers, shared memory and bytes, and for all fused operations."""
 
 import json
 from importlib.util import find_spec
@@ -21,9 +21,9 @@ H100 = CHIPS["h100"]
     [
         (32, 0, 4, 16),  # 64 warps fill a multiprocessor
         (40, 0, 4, 12),  # 65536 / (40 x 32 x 4) = 12.8
-        (41, 0, 4, 10),  # a warp gets 1,536 registers, not 1,312
-        (16, 0, 1, 32),  # no more than 32 programs
-        (32, 100 * 1024, 4, 2),  # 228 kilobytes for 101 each
+        (41, 0, 4, 10),  # registers of a warp are rounded up from 1,312 to 1,536
+        (16, 0, 1, 32),  # at most 32 programs
+        (32, 100 * 1024, 4, 2),  # 228 KiB, 101 KiB each
         (255, 0, 16, 0),  # does not fit
     ],
 )

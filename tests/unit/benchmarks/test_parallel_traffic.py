@@ -1,4 +1,4 @@
-"""The drawings in docs/parallelism.md are those of the code, and their bytes those of the formulas."""
+"""The drawings in docs/parallelism.md match the code, and their bytes match the formulas."""
 
 import re
 
@@ -13,7 +13,7 @@ BF16, FP32 = 2, 4
 
 @pytest.fixture(scope="module")
 def steps():
-    """The traces of all jobs, from one process."""
+    """Trace all jobs in one process."""
     jobs, stages = traffic.segment_jobs(), traffic.stage_jobs()
     found = trace([*jobs.values(), *stages])
     return dict(zip(jobs, found)), found[len(jobs) :]
@@ -31,7 +31,7 @@ def test_the_page_shows_the_counted_bytes(steps):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", traffic.RANKS)
 def test_the_hybrid_sends_a_share_of_the_ring(steps, ranks):
-    """Ring: keys and values of T/c tokens to c - 1 ranks; hybrid: tokens and results, all but the own share."""
+    """Ring: keys and values of T/c tokens to c - 1 ranks; hybrid: tokens and results, except a rank's own share."""
     t, h, w = traffic.GRID
     unit = 2 * t * h * w // ranks * traffic.HIDDEN * BF16 * (ranks - 1)
     for kind, hybrid in (("spatial", 0), ("temporal", unit // ranks)):

@@ -1,4 +1,4 @@
-"""Passes over memory, kernels and saved numbers of a layer have bars; they are counts of the program."""
+"""Limits on the memory passes, kernels and saved tensors of a layer; the counts do not depend on the machine."""
 
 import json
 
@@ -8,8 +8,8 @@ from benchmarks.passes import CASES, OUTSIDE, main
 from tests.integration import actions
 from tests.support.ranks import Job, run_jobs
 
-# Forward and backward passes of two sub-layers, and of three; whole passes, as the statistics of the norms and the
-# texts (77 tokens per sample) are some hundredths. Two backward passes are sums of 13 rows for the gradients of
+# Forward and backward passes of two sub-layers, and of three; rounded, because the statistics of the norms and the
+# texts (77 tokens per sample) add some hundredths. Two backward passes are sums of 13 rows for the gradients of
 # modulations and biases (float32, written and read once; an H100's cache holds them).
 BARS = {False: (17, 33), True: (27, 45)}
 KERNELS, SAVED = 30, 16
@@ -18,7 +18,7 @@ SELECTIVE = "fused, selective recompute"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The table, from another process: a world of one rank cannot follow it in the same one."""
+    """Compute the table in another process: this process could not create a world of one rank afterwards."""
     arguments = {"main": main, "arguments": ["--json", "--kinds", "fused", SELECTIVE]}
     ended = run_jobs(tmp_path_factory.mktemp("passes"), {"table": Job(actions.command, arguments)})["table"]
     return json.loads(ended.out.splitlines()[-1])
@@ -38,14 +38,14 @@ def test_fused_layers_meet_the_bars(found, case):
 
 
 def test_a_ragged_pack_with_padding_costs_what_a_dense_one_does(found):
-    """No modulation is expanded to tokens and no padding is cut out."""
+    """Modulation is not expanded to tokens, and padding is not removed by a copy."""
     dense, padded = (found[f"DiT {kind}, fused"] for kind in ("dense", "ragged + padding"))
     for direction in ("forward", "backward"):
         assert passes(padded, direction) == pytest.approx(passes(dense, direction), abs=0.1)
 
 
 def test_recompute_moves_what_it_computes_again(found):
-    """GELU 8; two modulated norms, or three, 2 each; queries and keys 6: reads and writes of whole tensors."""
+    """GELU 8; two or three modulated norms, 2 each; queries and keys 6: reads and writes of complete tensors."""
     for name, again in (("DiT dense", 8 + 2 * 2), ("DiT-cross one sample", 8 + 3 * 2 + 6)):
         once, twice = (found[f"{name}, fused{kind}"] for kind in ("", ", selective recompute"))
         assert passes(twice, "backward") - passes(once, "backward") == pytest.approx(again, abs=0.1)
@@ -62,7 +62,7 @@ def test_the_fused_update_reads_and_writes_everything_once(found):
     assert fused["passes"] == pytest.approx(1 + 4 * 2 + 0.5, rel=1e-3)
     assert eager["passes"] == pytest.approx(7 + 1 + 1.5 + 3, rel=1e-2)
     assert [name for name, passes in fused["largest"] if passes > 1e-6] == ["adamw"]
-    assert fused["kernels"] <= 2 + 9  # 9 of numbers: the factor, the guard, Adam's count
+    assert fused["kernels"] <= 2 + 9  # 9 on scalars: the factor, the guard, Adam's count
 
 
 def test_a_step_outside_the_layers_is_little_more_than_plain_pytorch(found):
@@ -76,9 +76,9 @@ def test_a_step_outside_the_layers_is_little_more_than_plain_pytorch(found):
 
 
 def test_the_plain_block_is_counted_as_by_hand(found):
-    """Forward: two norms 2 + 2, scale 2 x 2, 1 + scale is per sample, shift 2 x 2, gates 2 x 2, sums 2 x 3, GELU 8.
+    """Forward: two norms 2 + 2, scale 2 x 2 (1 + scale is per sample), shift 2 x 2, gates 2 x 2, sums 2 x 3, GELU 8.
 
-    Saved: x, its norm and modulated norm, q, k, v, the attention's output, and so on: 20 of a hidden size each.
+    Saved: x, its norm and modulated norm, q, k, v, the attention's output, and so on: 20 tensors of the hidden size.
     """
     row = found["plain PyTorch DiT block"]
     assert passes(row, "forward") == pytest.approx(2 * 2 + 2 * 2 + 2 * 2 + 2 * 2 + 2 * 3 + 8, abs=0.1)

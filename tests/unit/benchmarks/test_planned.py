@@ -28,7 +28,7 @@ def test_a_fit_finds_the_rates_of_the_rows_and_keeps_other_constants():
     work = [(4e15, 1e15), (1e15, 3e15), (2e15, 2e15)]
     rows = [Synthetic(a, b, a / truth.hopper_matmul + b / truth.hopper_attention) for a, b in work]
     found = fitted(rows)
-    assert found.hopper_matmul == pytest.approx(truth.hopper_matmul, rel=0.01)  # of a penalty
+    assert found.hopper_matmul == pytest.approx(truth.hopper_matmul, rel=0.01)  # because of a penalty
     assert found.hopper_attention == pytest.approx(truth.hopper_attention, rel=0.01)
     assert found.blackwell_matmul == pytest.approx(Fitted().blackwell_matmul)
 

@@ -1,4 +1,4 @@
-"""A row of a sweep on a device that the planner knows has the plan of the same settings beside it."""
+"""Rows of a sweep on a device that the planner knows also have the planned time of the same settings."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def test_a_device_is_known_by_its_name_unless_its_rates_differ(name, device):
 
 
 def test_a_prediction_is_that_of_the_plan_command():
-    """`launch.plan` searches layouts; that of the row itself is among them, traced at its real depth."""
+    """`launch.plan` searches layouts; one of them is the layout of the row, which is traced at its real depth."""
     found = prediction.predicted(WORDS, 1, H100)
     args = plan.build_parser().parse_args(
         ["--factory", "tiny_dit", "--gpus", "1", "--tokens", "1x8x8", "--top", "1", *SIZES]
@@ -52,7 +52,7 @@ def test_a_prediction_is_that_of_the_plan_command():
 
 
 def test_a_row_of_a_known_device_is_planned_and_its_page_says_so(tmp_path, monkeypatch):
-    """The measurement is a stand-in; of a CPU, or where the plan fails, the row is as it was."""
+    """The measurement is a stand-in. On a CPU, or after an error, the row has no plan."""
     record = json.dumps(MEASURED)
     code = f"import sys; open(sys.argv[sys.argv.index('--out') + 1], 'w').write({record!r} + chr(10))"
     monkeypatch.setattr(sweep, "command_of", lambda words, ranks: [sys.executable, "-c", code, *words])

@@ -1,4 +1,4 @@
-"""The stability study: its detector on known curves; tests/integration/test_loop_options.py runs all of it."""
+"""The detector of the stability study on known curves; tests/integration/test_loop_options.py runs the study."""
 
 import pytest
 
@@ -14,7 +14,7 @@ FLAT = [1.0] * 60
         ([1.0 / step for step in range(1, 60)], None, None, None),
         (FLAT[:7], 8, None, 8),
         (FLAT, 61, None, 61),
-        # A mean of 20 steps is above 3 when one of them is above 41.
+        # The mean of 20 steps is above 3 if one of them is above 41.
         ([*FLAT, 41.0 + 1e-6, *FLAT], None, None, 61),
         ([*FLAT, 40.9, *FLAT], None, None, None),
         ([*FLAT, 1e6, *FLAT], None, 61, None),

@@ -1,6 +1,6 @@
-"""`benchmarks.sweep`: what a cell's end becomes, what is not run again, the table and the plot.
+"""`benchmarks.sweep`: the status of each cell, skipped cells, the table and the plot.
 
-Cells are stand-ins that end at once here; tests/integration/test_sweep.py measures on two ranks.
+Cells are stand-ins that end at once; tests/integration/test_sweep.py measures on two ranks.
 """
 
 import json
@@ -41,7 +41,7 @@ LAYOUTS = ("ddp", "tp2", "pp3", "cp2", "fsdp", "ep2")
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The cells that were started, by their words."""
+    """Record the arguments of the cells that were started."""
     found: list[list[str]] = []
 
     def command(words: list[str], ranks: int) -> list[str]:
@@ -61,7 +61,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
 
 
 def test_every_cell_has_a_row_however_it_ends(tmp_path, started, capsys):
-    """A layout that is refused, memory of any rank, a failure, a hang: the sweep goes on, and says it at its end."""
+    """After a refused layout, out of memory on any rank, a failure and a hang, the sweep continues and reports them."""
     assert run(tmp_path, "--limit", "5", "--layouts", *LAYOUTS) == EXIT_UNEXPECTED
     found = rows(tmp_path)
     ended = ["ok", "out of memory", "refused", "out of memory", "failed", "timed out"]
@@ -76,7 +76,7 @@ def test_every_cell_has_a_row_however_it_ends(tmp_path, started, capsys):
 
 
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, started, capsys):
-    """Rows that are there stay to the byte; one that was cut while written is measured again, and so is another one."""
+    """Complete rows are not changed. A row that was cut off, and a cell with other settings, are measured."""
     assert run(tmp_path, "--layouts", "ddp", "tp2") == EXIT_OK
     before = (tmp_path / "sweep.jsonl").read_text()
     (tmp_path / "sweep.jsonl").write_text(before + before[:40])

@@ -1,4 +1,4 @@
-"""Small checkpoints for the tests of their store: files whose content is a function of the step and the name."""
+"""Small checkpoints for tests of the store."""
 
 import random
 from contextlib import suppress

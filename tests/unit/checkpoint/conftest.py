@@ -32,7 +32,7 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def server():
-    from tests.support.object_store import object_store  # its import takes a second
+    from tests.support.object_store import object_store  # importing it takes a second
 
     with object_store() as running:
         yield running

@@ -1,4 +1,4 @@
-"""A save that dies, fails or is killed at any moment leaves a valid checkpoint behind."""
+"""A save that dies, fails or is killed at any moment leaves a valid checkpoint."""
 
 import errno
 import itertools
@@ -62,7 +62,7 @@ class Trip:
 
 @pytest.mark.parametrize("again", [False, True], ids=["new step", "same step again"])
 def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, tmp_path, monkeypatch, again):
-    """Die before each changing system call of a save in turn: something valid and recent is always there."""
+    """Die before each changing system call of a save in turn: a recent checkpoint is always valid."""
     step = 20 if again else 30
     outcomes = set()
     for n in itertools.count(1):
@@ -84,7 +84,7 @@ def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, t
         assert manifest.step in (20, step), f"crash at call {n}"
         assert verify_folder(path) == manifest
         for folder in store.root.glob("iter_" + "[0-9]" * 7):
-            verify_folder(folder)  # nothing half-written or half-deleted carries a checkpoint's name
+            verify_folder(folder)  # no half-written or half-deleted folder has a checkpoint's name
         store.begin(40)
         assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
         assert newest_step(store) == manifest.step
@@ -96,7 +96,7 @@ def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, t
 
 
 def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoints, tmp_path, monkeypatch):
-    """Before each changing system call in turn: the checkpoint verifies, with its former manifest or the new one."""
+    """Die before each changing system call in turn: the checkpoint verifies with its old manifest or the new one."""
     found = []
     for n in itertools.count(1):
         store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=2)
@@ -149,7 +149,7 @@ def error_of_save(store, step):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_failing_disk_is_reported_and_harms_nothing(two_checkpoints, tmp_path, monkeypatch, code):
-    """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure, and the old one still there."""
+    """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure; the old checkpoint is valid."""
 
     def fail():
         raise OSError(code, os.strerror(code))
@@ -176,7 +176,7 @@ def test_failing_disk_is_reported_and_harms_nothing(two_checkpoints, tmp_path, m
 
 
 def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
-    """Needed and free bytes are in the message; the cause may hide behind other libraries' errors."""
+    """The message has needed and free bytes, also if another library wraps the error."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
     needed = verify_folder(store.path(20)).size_bytes
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -194,7 +194,7 @@ def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
 
 
 def test_other_errors_pass_and_call_the_save_off(tmp_path):
-    """A bug while writing stays the bug it is, and what it left cannot be published."""
+    """A bug while writing is raised unchanged, and the unfinished files cannot be published."""
     store = make_store(tmp_path)
     store.begin(1)
     with pytest.raises(ZeroDivisionError), store.writing(1):
@@ -203,7 +203,7 @@ def test_other_errors_pass_and_call_the_save_off(tmp_path):
 
 
 def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
-    """`kill -9` at random moments of endless saving: a found checkpoint verifies, and steps never decrease."""
+    """`kill -9` at random moments of endless saving: the newest checkpoint verifies, and steps never decrease."""
     store = make_store(tmp_path / "checkpoints", keep_last=2, keep_every=7)
     rng = random.Random(1)
     last = 0
@@ -221,5 +221,5 @@ def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
         for name in manifest.files:
             assert (path / name).read_bytes() == manifest.step.to_bytes(8, "little") * 4096 * 8
         retained = [step for step in store.steps() if step % 7]
-        assert len(retained) <= 3  # keep_last, and the one that was about to be deleted
+        assert len(retained) <= 3  # keep_last, and the one whose deletion was interrupted
         last = manifest.step

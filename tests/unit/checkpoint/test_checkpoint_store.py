@@ -1,4 +1,4 @@
-"""Checkpoint folders: complete or refused, and one is always retained."""
+"""Checkpoint folders are complete or refused, and one is always retained."""
 
 import errno
 import json
@@ -25,7 +25,7 @@ NUM_FLIPS = 60
 
 
 def test_published_folder_is_what_was_written(tmp_path):
-    """Names, bytes and meta come back exactly; nothing else stays behind."""
+    """Names, bytes and metadata come back unchanged, and no other file is left."""
     store = make_store(tmp_path / "checkpoints")
     assert newest_valid(store) is None
     assert store.steps() == []
@@ -42,7 +42,7 @@ def test_published_folder_is_what_was_written(tmp_path):
 
 
 def test_importing_the_store_needs_no_torch():
-    """A tool that only looks at checkpoints starts in milliseconds."""
+    """A tool that only lists checkpoints starts in milliseconds."""
     code = "import sys, dit.checkpoint.store; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -69,7 +69,7 @@ def swap(folder, rng):
 
 
 def edit_manifest(folder, **changes):
-    """Change the manifest as an attacker would: with a digest that fits."""
+    """Change the manifest as an attacker would: with a matching digest."""
     old = Manifest.from_text((folder / MANIFEST).read_text())
     fields = {"step": old.step, "files": dict(old.files), "meta": old.meta} | changes
     (folder / MANIFEST).write_text(Manifest(**fields).to_text())
@@ -129,7 +129,7 @@ DAMAGE = {
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("seed", range(3))
 def test_damage_is_found_and_the_older_checkpoint_used(two_checkpoints, tmp_path, caplog, kind, seed):
-    """Every kind of damage is an error that names the place; resuming falls back and says so."""
+    """Every kind of damage is an error that names the place; resuming uses an older checkpoint and logs it."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
     folder = store.path(20)
     DAMAGE[kind](folder, random.Random(seed))
@@ -143,7 +143,7 @@ def test_damage_is_found_and_the_older_checkpoint_used(two_checkpoints, tmp_path
 
 
 def test_no_bit_can_flip_unnoticed(two_checkpoints, tmp_path):
-    """One flipped bit anywhere, the manifest included, refuses the checkpoint."""
+    """One flipped bit anywhere, also in the manifest, refuses the checkpoint."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
     rng = random.Random(0)
     targets = [store.path(20) / name for name in (*FILES[:-1], MANIFEST)]
@@ -158,7 +158,7 @@ def test_no_bit_can_flip_unnoticed(two_checkpoints, tmp_path):
 
 
 def test_swapped_checkpoints_are_both_refused(two_checkpoints, tmp_path):
-    """A folder that carries another step's name is no checkpoint of that step."""
+    """A folder named after one step with the content of another is no checkpoint."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
     store.path(10).rename(tmp_path / "ten")
     store.path(20).rename(store.path(10))
@@ -168,7 +168,7 @@ def test_swapped_checkpoints_are_both_refused(two_checkpoints, tmp_path):
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
 def test_unreadable_file_is_named(two_checkpoints, monkeypatch, code):
-    """A file that cannot be opened refuses the checkpoint like a damaged one."""
+    """A file that cannot be opened refuses the checkpoint, like a damaged file."""
     store = make_store(two_checkpoints)
     opened = os.open
 
@@ -183,7 +183,7 @@ def test_unreadable_file_is_named(two_checkpoints, monkeypatch, code):
 
 
 def test_unfinished_and_foreign_names_never_count(two_checkpoints, tmp_path):
-    """A folder counts by its exact name only, even when its content is a valid checkpoint."""
+    """Only a folder with an exact name counts, even if the content is a valid checkpoint."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
     for name in ("iter_0000030.tmp", "iter_0000030.trash", "iter_30", "best", "iter_0000030.tmp.tmp"):
         shutil.copytree(store.path(20), store.root / name)
@@ -195,7 +195,7 @@ def test_unfinished_and_foreign_names_never_count(two_checkpoints, tmp_path):
 
 
 def test_link_in_a_finished_write_is_not_published(tmp_path):
-    """What a rank links to could change after it was hashed."""
+    """The target of a link could change after it was hashed."""
     store = make_store(tmp_path)
     folder = store.begin(1)
     (folder / "weights").symlink_to("/etc/hostname")
@@ -209,10 +209,10 @@ def test_link_in_a_finished_write_is_not_published(tmp_path):
 
 @pytest.mark.parametrize("later", [False, True], ids=["with the save", "after the save"])
 def test_keep_rules_are_exact(tmp_path, later):
-    """After every save exactly the newest two, the multiples of ten and the two best are there.
+    """After every save exactly the newest two, the multiples of ten and the two best remain.
 
-    Whether the loss is known when the checkpoint is saved, or measured and attached afterwards; the loss that is known
-    before is that of an older step then, and counts for none but its own.
+    The loss may be known when the checkpoint is saved, or be attached later. In the second case, the checkpoint is
+    first saved with the loss of an older step, which must not count for it.
     """
     store = make_store(tmp_path, keep_last=2, keep_every=10, keep_best=2)
     rng = random.Random(0)
@@ -227,13 +227,13 @@ def test_keep_rules_are_exact(tmp_path, later):
         measured = [s for s in losses if losses[s] is not None and not math.isnan(losses[s])]
         present = {s for s in measured if store.path(s).exists() or s == step}
         best = set(sorted(present, key=lambda s: (losses[s], -s))[:2])
-        # A best one can only leave because two better ones came, so the best of those present are the best of all.
+        # A best checkpoint is only deleted after two better ones, so the best of those present are the best of all.
         assert best == set(sorted(measured, key=lambda s: (losses[s], -s))[:2])
         assert set(store.steps()) == {step, max(step - 1, 1)} | set(range(10, step + 1, 10)) | best
 
 
 def test_the_only_valid_checkpoint_is_never_deleted(tmp_path, caplog):
-    """Damaged newer checkpoints count for no rule and cost the older valid one nothing."""
+    """Damaged newer checkpoints count for no rule, and the older valid one is not deleted because of them."""
     store = make_store(tmp_path, keep_last=3)
     for step in (1, 2, 3):
         save(store, step)
@@ -248,7 +248,7 @@ def test_the_only_valid_checkpoint_is_never_deleted(tmp_path, caplog):
 
 
 def test_checkpoints_ahead_of_the_run_do_not_push_out_the_new_one(tmp_path):
-    """After falling back behind damaged checkpoints, the newly published one stays, and the run overtakes the rest."""
+    """After a fallback from damaged checkpoints, the new one stays, and the run later replaces the damaged ones."""
     store = make_store(tmp_path, keep_last=1)
     save(store, 5)
     (store.path(5) / "state.json").unlink()
@@ -305,7 +305,7 @@ def test_empty_save_is_not_a_checkpoint(tmp_path):
 
 
 def test_manifest_text_is_strict_json(tmp_path):
-    """A held-out loss that is not finite is still JSON for every reader, and reads back."""
+    """A non-finite held-out loss is still strict JSON, and is read back."""
     store = make_store(tmp_path)
     save(store, 1, held_out_loss=math.inf)
 
@@ -344,7 +344,7 @@ def test_checkpoint_without_fingerprint_is_refused(tmp_path):
 
 
 def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkeypatch):
-    """The shares of three ranks are disjoint and cover the checkpoint, the largest files first."""
+    """Each of three ranks reads other files; together they read all, the largest files first."""
     folder = two_checkpoints / "iter_0000020"
     hashed = manifest.hash_file
     read: list[Path] = []
@@ -363,7 +363,7 @@ def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkey
 
 
 def test_a_checkpoint_that_is_read_is_deleted_when_its_readers_have_ended(tmp_path):
-    """Two readers, one of them another process, which is killed."""
+    """One of the two readers is another process, which is killed."""
     store = make_store(tmp_path, keep_last=1)
     save(store, 1)
     code = "import sys, time; from dit.checkpoint.reader_lock import being_read; from pathlib import Path\n"
@@ -380,7 +380,7 @@ def test_a_checkpoint_that_is_read_is_deleted_when_its_readers_have_ended(tmp_pa
 
 
 def test_a_reader_that_comes_too_late_is_refused(tmp_path, monkeypatch):
-    """Between its opening of the folder and its lock, retention deletes the checkpoint."""
+    """Retention deletes the checkpoint after the reader has opened the folder and before it has the lock."""
     store = make_store(tmp_path, keep_last=1)
     save(store, 1)
     lock = reader_lock._lock

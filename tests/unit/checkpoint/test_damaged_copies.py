@@ -1,4 +1,4 @@
-"""Copies of checkpoints that are damaged, partly deleted or cannot be fetched: never used, and replaced."""
+"""Copies of checkpoints that are damaged, partly deleted or cannot be fetched are never used, and are replaced."""
 
 import errno
 import os
@@ -15,7 +15,7 @@ from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, conten
 
 
 def test_a_copy_whose_manifest_was_deleted_is_made_again(bucket, tmp_path):
-    """Someone began to delete it by hand; the index has an entry, and older copies are retained instead."""
+    """Its deletion by hand had begun. The index still lists it, and older copies are retained until it is replaced."""
     store = make_store(tmp_path / "a", keep_last=2)
     for step in (1, 2):
         save(store, step)
@@ -90,7 +90,7 @@ def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):
 
 
 def test_copies_of_which_none_can_be_fetched_are_an_error(bucket, tmp_path, monkeypatch):
-    """An empty folder would start at step 0; one with an older checkpoint resumes from it."""
+    """With an empty folder, the run would start at step 0; with an older checkpoint, it resumes from that."""
     store, empty, older = (make_store(tmp_path / name, keep_last=2) for name in ("a", "b", "c"))
     for step in (4, 6):
         save(store, step)

@@ -1,4 +1,4 @@
-"""Folders of diffusers as the start of a run: every box has the numbers of a full conversion, faults are one line."""
+"""Starting a run from a diffusers folder: every box equals the full conversion, and faults are one-line errors."""
 
 import json
 import random
@@ -48,7 +48,7 @@ def random_box(shape: tuple[int, ...], generator: random.Random) -> Box:
 def test_every_box_is_that_of_the_full_conversion(
     folders: Path, name: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, also in pieces; and nothing outside the box is written."""
+    """To the bit, also when read in pieces; nothing outside the box is written."""
     monkeypatch.setattr(sliced_weights, "PIECE_ELEMENTS", piece)
     monkeypatch.setattr(sliced_weights, "LARGEST_GAP", 3)
     _, tensors = read_diffusers(folders / name)
@@ -60,7 +60,7 @@ def test_every_box_is_that_of_the_full_conversion(
     for key, expected in full.items():
         stop = generator.randint(1, expected.numel())
         boxes = [Box.of(expected.shape), random_box(tuple(expected.shape), generator)]
-        boxes += boxes_of_range(expected.shape, generator.randrange(stop), stop)  # as a distributed optimizer
+        boxes += boxes_of_range(expected.shape, generator.randrange(stop), stop)  # as with a distributed optimizer
         for box in boxes:
             memory = torch.full((box.numel + 2,), 7.0)
             weights.read(key, expected.shape, [(box, memory[1:-1].view(box.sizes))])
@@ -70,7 +70,7 @@ def test_every_box_is_that_of_the_full_conversion(
 
 @pytest.mark.parametrize(("name", "layer"), [("flux", "embed.linear"), ("unet", "conv_in")])
 def test_the_inputs_of_a_control_picture_start_as_zeros(folders: Path, name: str, layer: str) -> None:
-    """After the inputs of the latent; all other boxes are those of the folder."""
+    """They come after the inputs of the latent; all other boxes are read from the folder."""
     network = read_network(folders / name)
     model = replace(network.trained.model, control_channels=3)
     stored, weights, generator = network.weights(network.trained.model), network.weights(model), random.Random(0)
@@ -92,7 +92,7 @@ def test_the_inputs_of_a_control_picture_start_as_zeros(folders: Path, name: str
 
 
 def test_adapters_without_the_inputs_of_the_control_picture_are_refused(folders: Path) -> None:
-    """They would never read it."""
+    """The base model would ignore the control picture."""
     network = read_network(folders / "flux")
     model = replace(network.trained.model, control_channels=4)
     cure = r"embed\.linear are zeros, which no adapter changes; add 'embed\.linear' to model\.lora\.targets=\['layers"
@@ -105,14 +105,14 @@ def test_adapters_without_the_inputs_of_the_control_picture_are_refused(folders:
 
 
 def test_a_published_network_of_control_pictures_is_read(folders: Path) -> None:
-    """FLUX.1 Canny and Depth: twice as many input as output channels. Source: their `config.json`."""
+    """FLUX.1 Canny and Depth have twice as many input channels as output channels. Source: their `config.json`."""
     settings = json.loads((folders / "flux" / "config.json").read_text()) | {"in_channels": 32, "out_channels": 16}
     model: Any = format_of_settings(settings).read_settings(settings).model
     assert (model.in_channels, model.control_channels, model.out_channels) == (4, 4, None)
 
 
 def test_a_box_reads_only_its_slices() -> None:
-    """Of a fused projection the rows of its heads; of permuted chunks two ranges."""
+    """Rows of its heads from a fused projection; two ranges from permuted chunks."""
     for form, rows, expected in (
         (ByHead(4, (2, 2)), slice(4, 8), [[(2, 4)], [(2, 4)]]),
         (ByHead(4, (2, 2), fused=True), slice(4, 8), [[(2, 4), (10, 12)]]),
@@ -253,7 +253,7 @@ def test_another_backbone_is_named(folders: Path) -> None:
 
 
 def test_settings_of_training_may_differ(folders: Path) -> None:
-    """A learned null token has no counterpart and starts as zeros."""
+    """A learned null token is not in the folder and starts as zeros."""
     network = read_network(folders / "pixart")
     weights = network.weights(replace(network.trained.model, null_text="learned", context_dropout=0.3))
     assert not read_full(weights, "text.null").any()
@@ -277,7 +277,7 @@ def test_a_dry_run_counts_the_parameters(folders: Path) -> None:
 
 
 def cached(root: Path, source: Path) -> None:
-    """Put a pipeline into a cache of the hub."""
+    """Put a pipeline into a cache of the Hugging Face hub."""
     repository = root / "models--owner--name"
     shutil.copytree(source, repository / "snapshots" / ("0" * 40) / "transformer")
     (repository / "snapshots" / ("0" * 40) / "model_index.json").write_text("{}")
@@ -297,7 +297,7 @@ def test_a_name_of_the_hub_is_read_from_the_cache(
 def test_a_part_of_a_repository_in_the_cache_is_not_the_repository(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another program may have read only the settings; the weights are then downloaded."""
+    """Another program may have downloaded only the settings; the weights are then downloaded."""
     cached(tmp_path, folders / "flux")
     for weights in tmp_path.rglob("*.safetensors"):
         weights.unlink()

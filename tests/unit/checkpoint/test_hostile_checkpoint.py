@@ -1,4 +1,4 @@
-"""A checkpoint from a stranger, sealed anew after every change, runs nothing and is refused in one line or read."""
+"""A checkpoint from a stranger, changed and with matching hashes, runs no code and is read or refused in one line."""
 
 import math
 import os
@@ -31,7 +31,7 @@ PLANTED = (".metadata", "common.pt", "__0_0.distcp", "rank_00001.safetensors")
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +53,7 @@ def payloads(marker: Path) -> dict[str, bytes]:
 
 
 def seal(folder: Path) -> None:
-    """Write a manifest that fits the files, as anybody can who knows the format."""
+    """Write a manifest that matches the files, as anybody can who knows the format."""
     (folder / MANIFEST).unlink(missing_ok=True)
     old = Manifest(step=0, files=hash_tree(folder, {}), meta={"imported_from": "x", "consumed_samples": 0})
     (folder / MANIFEST).write_text(old.to_text())
@@ -61,8 +61,8 @@ def seal(folder: Path) -> None:
 
 @pytest.fixture
 def run_dir(tmp_path, one_rank_world, monkeypatch) -> Path:
-    """A run folder with one small checkpoint, whose manifest is left to `seal`."""
-    monkeypatch.setattr(process_groups, "initialize", lambda parallel: one_rank_world)  # one world serves all tests
+    """Return a run folder with one small checkpoint, whose manifest was written by `seal`."""
+    monkeypatch.setattr(process_groups, "initialize", lambda parallel: one_rank_world)  # all tests use one world
     from dit.parallel.build import parameter_shapes
 
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(DiTConfig(**MODEL)).items()}
@@ -75,7 +75,7 @@ def run_dir(tmp_path, one_rank_world, monkeypatch) -> Path:
 
 
 def use(run_dir: Path) -> None:
-    """Read a checkpoint in every way there is."""
+    """Read a checkpoint in every possible way."""
     folder = run_dir / "checkpoints" / "iter_0000000"
     for read in (
         lambda: load_generator(run_dir),
@@ -83,7 +83,7 @@ def use(run_dir: Path) -> None:
         lambda: read_loader_state(folder),
         lambda: StateReader(folder),
     ):
-        with suppress(UserError):  # one line, with a code
+        with suppress(UserError):  # a one-line error with an exit code
             read()
 
 
@@ -106,7 +106,7 @@ def test_no_file_of_a_checkpoint_runs_anything(run_dir, tmp_path, name):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, capsys, value):
-    """By all commands that use a model; a resumed run finds them in its next step."""
+    """All commands that use a model refuse them; a resumed run finds them in its next step."""
     folder = run_dir / "checkpoints" / "iter_0000000"
     weights = load_file(folder / "rank_00000.safetensors")
     (stored,) = (name for name in weights if name.startswith("weight.layers.0.mlp.linear_fc1.weight@"))
@@ -129,7 +129,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, caps
 
 @pytest.mark.parametrize("base", ["text", {"folder": 3, "digest": "a"}, {"folder": "a"}, [1]])
 def test_the_base_of_adapters_is_a_record(run_dir, base):
-    """Of a checkpoint with adapters, the manifest names the checkpoint that has the other weights."""
+    """The manifest of a checkpoint with adapters names the checkpoint with the other weights."""
     folder = run_dir / "checkpoints" / "iter_0000000"
     manifest = read_manifest(folder)
     (folder / MANIFEST).write_text(replace(manifest, meta={**manifest.meta, "base": base}).to_text())
@@ -157,7 +157,7 @@ def test_recorded_settings_of_sampling_are_checked_before_use(run_dir):
 
 
 def test_positions_that_do_not_belong_together_are_refused(tmp_path):
-    """Of two ranks' files, one may be that of another step; and a checkpoint always has a position."""
+    """The files of two ranks may be of different steps, or a checkpoint may lack a position."""
     (tmp_path / "loader").mkdir()
     with pytest.raises(CheckpointError, match="holds no position"):
         read_loader_state(tmp_path)

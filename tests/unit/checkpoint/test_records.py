@@ -1,4 +1,4 @@
-"""Records that say nonsense under hashes that agree are refused, and the file is named."""
+"""Records with invalid content but matching hashes are refused, and the error names the file."""
 
 import json
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_a_fingerprint_of_a_wrong_kind_is_none(stored: Any) -> None:
 
 @pytest.mark.parametrize("is_added", [True, False])
 def test_a_discriminator_that_only_one_of_them_has_is_named_with_the_cure(is_added):
-    """Not as another model, and not by the names of its parameters."""
+    """The error does not report another model, and does not list the parameters."""
     without, added = {"w": (1,)}, {"w": (1,), "discriminator.first.weight": (4, 3), "discriminator.first.bias": (4,)}
     saved, expected = (without, added) if is_added else (added, without)
     manifest = Manifest(step=3, meta={"fingerprint": model_fingerprint(saved)}, files={})

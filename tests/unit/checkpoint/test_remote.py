@@ -1,4 +1,4 @@
-"""Copies of checkpoints in an object store: complete or not there, to the bit, and no run ends because of them."""
+"""Copies of checkpoints in an object store are complete or absent, exact to the bit, and never end a run."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def steps_of(bucket):
 
 
 def requests_of(bucket, action):
-    """Return the result of an action, and method and path of each request."""
+    """Return the result of an action, and the method and path of each request."""
     bucket.requests.clear()
     result = action()
     return result, [(method, path.partition("mine/")[2]) for method, path in bucket.requests]
@@ -76,7 +76,7 @@ def test_a_copy_that_was_cut_off_is_none_and_is_made_again(bucket, tmp_path):
 
 
 def test_what_was_cut_off_is_removed_later(bucket, tmp_path):
-    """Its checkpoint was deleted meanwhile. Newer ones than all of this folder are left alone."""
+    """Its checkpoint was deleted meanwhile. Copies newer than all checkpoints of this folder are not touched."""
     for step in (2, 9):
         bucket.client().put_object(Bucket=BUCKET, Key=f"mine/iter_000000{step}/state.json", Body=b"{}")
     store = make_store(tmp_path)
@@ -99,7 +99,7 @@ def test_what_is_there_is_not_sent_again(bucket, tmp_path):
 
 
 def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
-    """Also by a file of the same size. While its files are replaced, it is none."""
+    """Also if a file has the same size. While its files are replaced, the copy does not count as complete."""
     store, other = make_store(tmp_path / "a"), make_store(tmp_path / "b")
     save(store, 3)
     copy_all(store, RemoteStore(ADDRESS))
@@ -138,7 +138,7 @@ MANY = 16
 
 @pytest.fixture
 def many(bucket, tmp_path):
-    """Return a bucket with copies of steps 1 to MANY, as an earlier version made them, and a store with a newer one."""
+    """Return a bucket with copies of steps 1 to MANY by an earlier version, and a store with a newer checkpoint."""
     record = FileRecord(1, "00")
     for step in range(1, MANY + 1):
         manifest = Manifest(step, {"x": record}, {"held_out_loss": 0.0 if step == 7 else 1.0})
@@ -190,7 +190,7 @@ def test_a_damaged_index_is_replaced(bucket, tmp_path, caplog, text):
 
 
 def copy_interrupted(bucket, store):
-    """Copy, interrupted after 0, 1, 2, ... changes until it succeeds; check the index, and return the attempts."""
+    """Interrupt a copy after 0, 1, 2, ... changes until it succeeds; check the index; return the number of attempts."""
     remote = RemoteStore(ADDRESS)
     for allowed in range(40):
         changes = []
@@ -211,7 +211,7 @@ def copy_interrupted(bucket, store):
 
 
 def test_an_index_lists_no_copy_that_is_incomplete(bucket, tmp_path):
-    """Wherever a change ends early: a copy is replaced, added or deleted."""
+    """At every point where replacing, adding or deleting a copy may be interrupted."""
     store = make_store(tmp_path / "a", keep_last=2)
     for step in (1, 2):
         save(store, step)
@@ -246,7 +246,7 @@ def test_only_newer_ones_are_fetched(bucket, tmp_path):
     save(other, 4)
     assert fetch_newer(other, RemoteStore(ADDRESS)) is None
     assert other.steps() == [4]
-    # One of the same step that lost a file is no obstacle.
+    # A damaged checkpoint of the same step does not prevent fetching.
     save(make_store(tmp_path / "c"), 3)
     (tmp_path / "c" / "iter_0000003" / FILES[1]).unlink()
     assert fetch_newer(make_store(tmp_path / "c"), RemoteStore(ADDRESS)) == 3
@@ -280,7 +280,7 @@ def test_no_store_at_all_is_named(tmp_path, monkeypatch):
 
 
 def test_another_run_changes_no_copy(bucket, tmp_path, monkeypatch):
-    """It would replace the copy of the same step, and delete the others."""
+    """It would replace the copy of the same step and delete the others."""
     monkeypatch.setattr(copies_module.time, "sleep", lambda seconds: None)
     mine, other = make_store(tmp_path / "a", keep_last=2), make_store(tmp_path / "b", keep_last=1)
     config = CheckpointConfig(copy_to=ADDRESS)
@@ -322,7 +322,7 @@ class Failures(list):
 
 @pytest.fixture
 def copying(bucket, tmp_path, monkeypatch):
-    """Return a store, its copies and their failures; the process tries once."""
+    """Return a store, its copies and the list of their failures; the process does not retry."""
     made = []
 
     def make(**config):
@@ -404,7 +404,7 @@ def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, mo
     reply = copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)
     assert reply["step"] == 4
     assert "FileNotFoundError" in reply["error"]
-    assert waits == []  # not an error of the store
+    assert waits == []  # the error is not from the store, so there is no retry
 
     def refuse(store, there):
         raise CheckpointError("no")

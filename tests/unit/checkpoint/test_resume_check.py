@@ -1,4 +1,4 @@
-"""Which changed settings a resumed run may have: each one alone, whatever it is."""
+"""Settings that a resumed run may change, each tested separately."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ def changed_value(value):
 
 
 def test_every_setting_of_every_class_is_refused_or_reported():
-    """A new setting must be listed; a part whose every setting is of one kind takes new ones by itself."""
+    """A new setting must be listed, except in a part whose settings are all treated alike."""
     for package in (dit.models, dit.objectives, energon_data):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             if not found.name.startswith("energon_data.prepare"):
@@ -77,14 +77,14 @@ def test_every_setting_of_every_class_is_refused_or_reported():
 
 @pytest.mark.parametrize("data", [MockData(shapes=["1x8x8"]), EnergonData(path="x")], ids=["mock", "energon"])
 def test_each_changed_setting_is_found_alone(data):
-    """One after the other: its path, both values, and whether it is refused are those of the table."""
+    """Each change is reported with its path and both values, and is refused as the table states."""
     config = config_of(data=data)
     assert changes(config.to_record(), config) == []
     for part, value in config.parts().items():
         for field in dataclasses.fields(value):
             new = changed_value(getattr(value, field.name))
             other = dataclasses.replace(config, **{part: copy.copy(value)})
-            setattr(getattr(other, part), field.name, new)  # past the checks of a constructor
+            setattr(getattr(other, part), field.name, new)  # bypasses the checks of a constructor
             (change,) = changes(config.to_record(), other)
             assert (change.path, change.old, change.new) == (f"{part}.{field.name}", getattr(value, field.name), new)
             refused = SETTINGS[part][0].split()
@@ -105,7 +105,7 @@ def test_the_scales_of_quantised_products_change_with_the_micro_batch(fp8, size,
 
 
 def test_what_the_issue_is_about():
-    """The table itself: what makes another experiment, and what people change on purpose or without a difference."""
+    """The table: settings that define another experiment, and settings that a resumed run may change."""
     refused = [
         *("objective.time_shift", "model.num_attention_heads", "model.time_scale", "model.class_dropout"),
         *("training.precision", "training.global_batch_size", "training.seed", "training.ema_decay"),
@@ -141,7 +141,7 @@ def test_another_class_is_one_change_and_a_moved_one_is_none():
 
 
 def test_settings_of_another_version():
-    """One that is new counts as its default; a removed one is refused, because its effect is unknown."""
+    """A new setting has its default in older records; a removed one is refused, because its effect is unknown."""
     record = config_of().to_record()
     del record["model"]["rope_factors"], record["optimizer"]["beta2"], record["sampling"]
     assert changes(record, config_of()) == []

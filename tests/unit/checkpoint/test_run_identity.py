@@ -1,4 +1,4 @@
-"""The address of copies belongs to one run: which runs may read it, and what they change there."""
+"""Copies at an address belong to one run: the runs that may read them, and the changes that a run may make."""
 
 import dataclasses
 from dataclasses import replace
@@ -56,7 +56,7 @@ class Folder:
 
 @pytest.fixture
 def owner(tmp_path: Path) -> tuple[Folder, str]:
-    """Return a run whose checkpoint of step 4 is copied, and its id."""
+    """Return a run whose checkpoint of step 4 is copied, and the run's id."""
     folder = Folder(tmp_path, "a")
     run = folder.join()
     folder.save(4, run)
@@ -69,7 +69,7 @@ def lose(folder: Folder) -> None:
 
 
 def test_the_same_settings_in_an_empty_folder_continue_the_run(owner: tuple[Folder, str], tmp_path: Path) -> None:
-    """Also with another length and layout: a new machine has its own number of devices."""
+    """Also with another length and layout: a new machine may have another number of devices."""
     folder, run = owner
     lose(folder)
     again = Folder(tmp_path, "a", training={"num_steps": 7}, parallel=ParallelConfig(tensor_model_parallel_size=2))
@@ -122,14 +122,14 @@ def test_a_run_with_an_id_may_change_its_settings_and_not_its_address(
 
 
 def test_a_copied_run_folder_is_another_run(owner: tuple[Folder, str], tmp_path: Path) -> None:
-    """It has the same id: the folder differs."""
+    """It has the same id, but another folder."""
     folder, run = owner
     other = Folder(tmp_path, "b")
     other.save(6, run)
     with pytest.raises(ConfigError, match=r"accept_changes=\[\"training.run_dir\"\]"):
         other.join()
     (folder.run_dir / RUN_FILE).unlink()
-    assert folder.join() == run  # of its newest checkpoint
+    assert folder.join() == run  # read from its newest checkpoint
 
 
 def test_an_address_is_claimed_before_the_first_copy(tmp_path: Path) -> None:

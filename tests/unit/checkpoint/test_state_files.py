@@ -1,4 +1,4 @@
-"""State on disk: whatever boxes it was written in, any box of it comes back, and nothing damaged is taken for it."""
+"""State on disk: any box can be read, whatever boxes were written, and damaged files are refused."""
 
 import hashlib
 import itertools
@@ -32,7 +32,7 @@ def values_of(name):
 
 
 def write(folder, ranks, seed=0):
-    """Write every tensor, cut at random places over `ranks` files."""
+    """Write every tensor, split at random places into `ranks` files."""
     rng, parts, tensors = random.Random(seed), [], []
     for _ in range(ranks):
         parts.append({name: [] for name in SHAPES})
@@ -69,7 +69,7 @@ def test_what_is_read_is_what_was_written(tmp_path, ranks):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_box_of_any_tensor_is_read_alone(tmp_path, seed):
-    """In another precision too, and nothing beside the box is touched."""
+    """Also in another precision, and only the box is written."""
     rng = random.Random(seed)
     write(tmp_path / "x", 3, seed)
     reader = StateReader(tmp_path / "x")
@@ -83,7 +83,7 @@ def test_any_box_of_any_tensor_is_read_alone(tmp_path, seed):
 
 
 def test_any_tool_reads_the_files(tmp_path):
-    """They are plain safetensors, a box under its tensor's name and offsets."""
+    """The files are plain safetensors; a box has the name and offsets of its tensor as the key."""
     write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
     found = load_file(tmp_path / "rank_00000.safetensors")
     assert {name.partition("@")[0]: tuple(tensor.shape) for name, tensor in found.items()} == SHAPES
@@ -116,7 +116,7 @@ def test_values_that_do_not_fill_their_boxes_are_an_error(tmp_path):
     ],
 )
 def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path, boxes, message):
-    """When the index is written, and when one is read that says so."""
+    """Both when an index is written and when it is read."""
     with pytest.raises(CheckpointError, match=message):
         write_index(tmp_path, {"a": (6, 5)}, {"f": {"a": boxes}}, {})
     entry = {"shape": [6, 5], "boxes": [["f", list(box.offsets), list(box.sizes)] for box in boxes]}

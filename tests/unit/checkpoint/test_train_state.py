@@ -1,4 +1,4 @@
-"""What a state says of itself."""
+"""The training state: its held-out loss, and the identity of its data."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from tests.unit.training.test_rates import tiny_config
 
 @pytest.mark.parametrize(("held_out", "validated"), [(None, False), (HeldOut(0.5, 3), False), (HeldOut(0.5, 6), True)])
 def test_a_held_out_loss_is_that_of_its_step_alone(held_out: HeldOut | None, validated: bool) -> None:
-    """A run that resumes at step 6 with the loss of step 3 must validate first."""
+    """A run that resumes at step 6 with the held-out loss of step 3 must validate first."""
     names = "wrapped", "chunks", "optimizer", "shards", "ema", "stream", "groups", "update"
     parts: dict[str, Any] = dict.fromkeys(names)
     assert TrainState(**parts, step=6, held_out=held_out).is_validated is validated
@@ -31,7 +31,7 @@ def test_a_held_out_loss_is_that_of_its_step_alone(held_out: HeldOut | None, val
 def test_data_without_an_identity_are_reported_once(
     tmp_path: Path, one_rank_world: ProcessGroups, caplog: pytest.LogCaptureFixture, identity: Optional[dict]
 ) -> None:
-    """A resumed run does not notice other samples of theirs."""
+    """A resumed run cannot notice if their samples change."""
 
     class Pictures(MockData):
         def identity(self) -> Any:
@@ -52,7 +52,7 @@ def test_data_without_an_identity_are_reported_once(
 
 @dataclass(kw_only=True)
 class Constant(Samples):
-    """Eight pictures of one value, which is not a setting."""
+    """Eight pictures with one value, which is not a setting."""
 
     value: ClassVar[float]
     background: bool = False
@@ -68,7 +68,7 @@ class Constant(Samples):
 def test_other_samples_of_an_own_source_are_refused_by_a_resumed_run(
     tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accepted ones are read from the beginning."""
+    """If the change is accepted, the samples are read from the beginning."""
     tiny = tiny_config(tmp_path, "model.in_channels=1", "model.context_size=null")
 
     def start(value: float, *accepted: str) -> Run:

@@ -1,4 +1,4 @@
-"""The processes that write checkpoints: the parts of all ranks become one, or none, whatever dies or fails."""
+"""The processes that write checkpoints: the parts of all ranks become one checkpoint or none, whatever fails."""
 
 import errno
 import hashlib
@@ -32,7 +32,7 @@ NUM_KILLS = 12
 
 
 def content(step, rank):
-    """Return the files of a rank, a function of both numbers: bytes of odd length, and a tensor after eight bytes."""
+    """Return the files of a rank, a function of step and rank: bytes of odd length, and a tensor after eight bytes."""
     seeded = random.Random(f"{step} {rank}")
     values = torch.arange(seeded.randrange(20_000, 40_000), dtype=torch.float32) + step
     files = {
@@ -51,7 +51,7 @@ def expected(step, ranks=RANKS):
 
 
 class World:
-    """A writer for each of a few ranks, as their training processes use them."""
+    """Writers of a few ranks, used as by their training processes."""
 
     def __init__(self, root, ranks=RANKS, **config):
         self.root, self.count, self.come = root, itertools.count(1), {}
@@ -103,7 +103,7 @@ def found(store, step):
 
 
 def assert_saved(store, step, ranks=RANKS):
-    """The checkpoint verifies, and has the files of all ranks and no note."""
+    """Check that the checkpoint verifies and has the files of all ranks and no temporary file."""
     manifest = verify_folder(store.path(step))
     files = found(store, step)
     del files["manifest.json"]
@@ -115,7 +115,7 @@ def assert_saved(store, step, ranks=RANKS):
 
 
 def test_the_parts_of_all_ranks_become_one_checkpoint(world):
-    """Twice, with other sizes; a held-out loss that is attached while the save is under way comes after it."""
+    """Two saves of different sizes. A held-out loss that arrives during a save is attached after it."""
     saving = world()
     assert saving.save(3) == [None] * RANKS
     saving.order(6)
@@ -129,7 +129,7 @@ def test_the_parts_of_all_ranks_become_one_checkpoint(world):
 
 
 def test_what_changes_after_the_order_is_not_written(world):
-    """Training goes on with the tensors."""
+    """Training continues to change the tensors."""
     saving = world(ranks=1)
     values = torch.ones(1_000_000)
     saving.writers[0].save(1, "token", {"a": [values]}, META)
@@ -186,7 +186,7 @@ def test_a_part_that_never_comes_fails_the_save(world):
 
 
 def test_notes_of_a_killed_attempt_are_not_taken_for_those_of_this_one(world):
-    """Rank 1 finds the folder of an attempt that died; rank 0 begins later."""
+    """Rank 1 finds the folder of a killed attempt; rank 0 begins later."""
     saving = world(ranks=2)
     stale = saving.store.begin(4)
     (stale / ORDER).write_text("another attempt")
@@ -201,7 +201,7 @@ def test_notes_of_a_killed_attempt_are_not_taken_for_those_of_this_one(world):
 
 
 def test_a_part_of_another_save_is_not_taken_for_one_of_this(world):
-    """A writer of a killed attempt leaves its note in the folder of the next one."""
+    """A writer of a killed attempt may leave its file in the folder of the next one."""
     saving = world(ranks=2)
     saving.order(4, ranks=[0])
     folder, deadline = saving.store.partial_path(4), time.monotonic() + 30
@@ -224,7 +224,7 @@ def test_signals_for_the_run_do_not_end_a_save(world, signal_number):
 
 
 def test_orders_are_executed_after_the_training_process_is_gone(world):
-    """The connection ends at once; the last line is not waited for."""
+    """The connection closes at once, without waiting for the last reply."""
     saving = world()
     saving.order(1)
     for process in saving.writers:
@@ -235,7 +235,7 @@ def test_orders_are_executed_after_the_training_process_is_gone(world):
 
 
 def test_an_orphan_does_not_wait_for_parts_that_will_not_come(tmp_path, monkeypatch):
-    """Else the next attempt would wait for the lock that it has."""
+    """Otherwise the next attempt would wait for the lock that this process has."""
     monkeypatch.setattr(writer_module, "ORPHAN_S", 0.2)
     ours, theirs = socket.socketpair()
     memory = SharedMemory()
@@ -251,7 +251,7 @@ def test_an_orphan_does_not_wait_for_parts_that_will_not_come(tmp_path, monkeypa
 
 
 def test_the_lock_of_the_run_is_kept_by_the_writer(tmp_path):
-    """Until the writer has ended, no other attempt can take it."""
+    """No other attempt can take the lock until the writer has ended."""
     from dit.monitoring.run_lock import RunLock
 
     with RunLock(tmp_path) as lock:
@@ -280,7 +280,7 @@ def test_a_killed_writer_is_named_and_replaced(world):
 
 
 def test_kill_of_writers_at_random_moments_leaves_a_valid_checkpoint(world):
-    """One writer, or all: what is found verifies, and the next save succeeds, of the same step or of another."""
+    """Kill one writer or all: the newest checkpoint verifies, and the next save, also of the same step, succeeds."""
     rng, saving, step = random.Random(5), world(keep_last=2), 1
     assert saving.save(1) == [None] * RANKS
     for _ in range(NUM_KILLS):
@@ -290,7 +290,7 @@ def test_kill_of_writers_at_random_moments_leaves_a_valid_checkpoint(world):
         for process in rng.sample(saving.writers, rng.choice([1, RANKS])):
             process.process.kill()
         time.sleep(rng.uniform(0, 0.02))
-        for process in saving.writers:  # one that is left may still replace what is read here
+        for process in saving.writers:  # a live writer might replace the checkpoint read below
             process.process.kill()
             process.process.wait()
         manifest = newest_valid(saving.store)[1]
@@ -305,7 +305,7 @@ def test_kill_of_writers_at_random_moments_leaves_a_valid_checkpoint(world):
 
 
 def both_ranks(root, step, timeout_s=20.0):
-    """Execute an order on two ranks, in threads of this process; return the error of each."""
+    """Execute an order on two ranks, in threads of this process; return the error of each rank."""
     pairs = [socket.socketpair() for _ in range(2)]
     replies = {}
 
@@ -366,7 +366,7 @@ def test_crash_of_a_machine_at_every_system_call_leaves_a_valid_checkpoint(tmp_p
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
 def test_failing_disk_at_every_system_call_is_reported_and_harms_nothing(tmp_path, monkeypatch, code):
-    """Each write, flush, rename and mkdir of either rank fails once in turn: rank 0 says so, or all is well."""
+    """Fail each write, flush, rename and mkdir of either rank in turn: rank 0 reports it, or the save succeeds."""
 
     def fail():
         raise OSError(code, os.strerror(code))

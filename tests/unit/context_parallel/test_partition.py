@@ -1,4 +1,4 @@
-"""The partition of packs over context-parallel ranks: its laws."""
+"""Laws of the partition of packs over context-parallel ranks."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_one_contiguous_sample_needs_no_reordering():
 
 
 def test_layers_share_one_partition():
-    """A partition depends on the global pack alone, so all layers get one object."""
+    """A partition depends only on the global pack, so all layers get one object."""
     layout = SequenceLayout.from_lengths([8, 8])
     part = layout.select(torch.arange(3))
     assert context_partition(layout, 2, "contiguous") is context_partition(part, 2, "contiguous")

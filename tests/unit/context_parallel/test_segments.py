@@ -1,4 +1,4 @@
-"""Segments finer than samples: their tokens, their owners, and the exchange of tokens. Laws of the plans."""
+"""Laws of segments finer than samples: their tokens, their owners, and the plans that exchange tokens."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_a_grid_must_have_the_tokens_of_its_sample():
 @given(spread_packs())
 @settings(max_examples=60, deadline=None)
 def test_owners_have_equal_shares(case):
-    """No rank has more than an equal share and, less one token, one segment."""
+    """The load of a rank is at most an equal share plus one segment less one token."""
     layout, grids, kind, size, split, _ = case
     segments, indices_RT = segments_of(layout, grids, kind), context_partition(layout, size, split).indices_RT
     counts = torch.zeros(len(segments.lengths_K), size, dtype=torch.int64)
@@ -76,7 +76,7 @@ def test_owners_have_equal_shares(case):
 
 
 def delivered(plans: list[list], indices_RT: Tensor) -> list[Tensor]:
-    """Exchange the index of each token between all ranks: what each owner's projection gathers, -1 for zeros.
+    """Exchange token indices between all ranks; return the indices that each owner's projection gathers, -1 for zeros.
 
     Args:
         plans: by context-parallel rank, then tensor-parallel rank.
@@ -132,7 +132,7 @@ def test_complete_segments_arrive_once(case):
 @given(spread_packs())
 @settings(max_examples=60, deadline=None)
 def test_split_segments_are_in_order_on_every_rank(case):
-    """Each rank's block states how many tokens of which segment it has, in the order of the permutation."""
+    """The block of each rank has the token count of every local segment, in the order of the permutation."""
     layout, grids, kind, size, split, _ = case
     indices_RT = context_partition(layout, size, split).indices_RT
     segments = _split_segments(layout, grids, kind, size, split)
@@ -145,7 +145,7 @@ def test_split_segments_are_in_order_on_every_rank(case):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_local_frames_are_not_sent(split: str):
-    """Spatial attention sends nothing if all frames are local to one rank, in packs of several clips too."""
+    """Spatial attention sends nothing if every frame is local to one rank, also in packs of several clips."""
     chunks = 4 if split == "contiguous" else 8
     grids = ((chunks, 3, 2), (2 * chunks, 1, 5))
     layout = a_pack(grids)
@@ -154,7 +154,7 @@ def test_local_frames_are_not_sent(split: str):
 
 
 def test_an_image_is_sent_to_one_rank():
-    """The frames of the clip stay; only the image, one segment that is split over all ranks, is sent."""
+    """Frames of the clip are local. Only the image is sent, because it is one segment that is split over all ranks."""
     grids = ((4, 2, 2), (1, 2, 2))
     args = (a_pack(grids), grids, "spatial", 4, "contiguous")
     sent = torch.tensor([_owned_segments(*args, rank, 0, 1).exchange.send_counts for rank in range(4)])

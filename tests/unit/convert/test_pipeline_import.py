@@ -1,4 +1,4 @@
-"""The schedule and the other parts of a Stable Diffusion pipeline around its network."""
+"""Importing the schedule and the other parts of a Stable Diffusion pipeline."""
 
 import json
 from dataclasses import replace
@@ -41,7 +41,7 @@ def test_a_written_schedule_is_read_back_unchanged(objective):
     found = read_schedule(scheduler_config(objective), "here")
     theirs = DDIMScheduler.from_config(scheduler_config(objective)).alphas_cumprod.sqrt()
     ours = found.noise_schedule.angles(torch.device("cpu")).cos().float()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # their float32
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # theirs are float32
     if objective.betas is None:
         assert found == objective
 
@@ -74,7 +74,7 @@ def pipeline(root: Path, **index) -> Path:
 
 @pytest.mark.parametrize(("index", "null"), [({}, "zeros"), ({"force_zeros_for_empty_prompt": False}, "empty")])
 def test_parts_are_read_from_the_folder_around_the_network(tmp_path, index, null):
-    """Wherever the network's folder is named; a scheduler that spaces its steps in another way is noted."""
+    """Both the pipeline's folder and the network's folder may be named; another spacing of the steps gives a note."""
     root = pipeline(tmp_path / "xl", **index)
     assert network_folder(root) == network_folder(root / "unet") == root / "unet"
     imported = TrainedModel(XL, PUBLISHED, (1, 8, 8), {})
@@ -127,7 +127,7 @@ SHIFTS = {
 @pytest.mark.parametrize("tokens", [256, 1024, 4096])
 @pytest.mark.parametrize("name", SHIFTS)
 def test_sampling_has_the_times_of_the_scheduler_in_the_pipeline(tmp_path, name, tokens):
-    """For pictures of several sizes, in 50 steps; the pipelines pass their evenly spaced times and their shift."""
+    """In 50 steps, for several picture sizes; as a pipeline does, the test passes evenly spaced times and the shift."""
     model, settings = SHIFTS[name]
     root = pipeline(tmp_path / "model", _class_name="FluxPipeline")
     (root / "transformer").mkdir()
@@ -145,7 +145,7 @@ def test_sampling_has_the_times_of_the_scheduler_in_the_pipeline(tmp_path, name,
 
 
 def test_the_shift_of_another_solver_is_read(tmp_path):
-    """SANA's scheduler is DPM-Solver; its steps differ from ours, which a note says."""
+    """SANA's scheduler is DPM-Solver, whose steps differ from ours; a note reports this."""
     root = pipeline(tmp_path / "model", _class_name="SanaPipeline")
     (root / "transformer").mkdir()
     (root / "scheduler").mkdir()

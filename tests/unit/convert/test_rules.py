@@ -1,4 +1,4 @@
-"""The laws of conversion rules: a form and its inverse undo each other, and nothing is left over or damaged unseen."""
+"""Laws of conversion rules: each form has an exact inverse, and unused or damaged tensors are errors."""
 
 import inspect
 
@@ -47,14 +47,14 @@ def test_by_head_is_a_permutation_and_its_inverse_undoes_it(form: ByHead):
 
 
 def test_by_head_gives_each_head_its_share_of_every_part():
-    """Two heads of four features: q with its pairs turned, then v as it is."""
+    """Two heads of four features: q with reordered pairs, then v unchanged."""
     q, v = torch.arange(8), torch.arange(100, 108)
     ours = ByHead(2, (4, 4), turned=(0,)).from_external([q, v])
     assert ours.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
 
 
 def test_gates_and_values_alternate_in_each_head():
-    """Two heads: one feature, then two gates and two values."""
+    """Two heads; each has one feature, then two gates and two values in turn."""
     parts = [torch.arange(start, start + count) for start, count in ((0, 2), (10, 4), (20, 4))]
     ours = ByHead(2, (1, 2, 2), alternate=True).from_external(parts)
     assert ours.tolist() == [0, 10, 20, 11, 21, 1, 12, 22, 13, 23]
@@ -65,7 +65,7 @@ def test_a_turned_head_goes_from_neighbours_to_halves():
 
 
 def test_turned_pairs_keep_every_score():
-    """Turning neighbours by an angle and turning halves by it give the same products of queries and keys."""
+    """Rotating neighbouring features, or halves, by equal angles gives the same products of queries and keys."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
     angle = torch.rand(3, generator=generator, dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_numbers_that_cannot_be_trusted_are_refused(x: torch.Tensor, message: st
 
 
 def test_exported_tensors_share_no_storage():
-    """Files of tensors refuse two names for one storage."""
+    """Safetensors files cannot have two names for one storage."""
     shared = RuleBook({"a": (2,)}, [Rule("a", ("x", "y"), Copies(2))]).to_external({"a": torch.ones(2)})
     assert shared["x"].data_ptr() != shared["y"].data_ptr()
 

@@ -52,9 +52,9 @@ def stages(build_model: BuildModel) -> tuple[Generator, Generator]:
 
 @pytest.mark.parametrize("level", [None, 0.5])
 def test_a_cascade_equals_its_models_in_sequence(stages: tuple[Generator, Generator], level: float | None) -> None:
-    """To the bit: with different settings, the same seed and numbers, and pictures enlarged by 2, then by 4.
+    """Equal to the bit, with different settings, the same seed and numbers, and pictures enlarged by 2, then by 4.
 
-    The third model enlarges to a size that it was not trained on.
+    The third model enlarges to a size on which it was not trained.
     """
     base, larger = stages
     numbers = [4, 0, 9]

@@ -1,4 +1,4 @@
-"""Samples of latent models become the pictures that their autoencoder makes of them."""
+"""Samples of latent models are decoded to pictures by their autoencoder."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from tests.conftest import BuildModel
 from tests.unit.encoders.test_vae import MODELS
 
 CPU = torch.device("cpu")
-ROUNDING = 1e-5  # fp32: a convolution over another batch takes its sums in another order
+ROUNDING = 1e-5  # fp32: a convolution over another batch adds in another order
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def autoencoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_a_sample_is_decoded_the_same_in_any_batch(
     autoencoders: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In batches as small as one picture, with the autoencoder's scale, shift and frame count."""
+    """Batches may be as small as one picture; scale, shift and frame count are the autoencoder's."""
     geometry = Geometry.read(autoencoders[name])
     latents = torch.randn(3, geometry.channels, 2, 4, 6, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(decoding, "PIXELS_AT_ONCE", 1)
@@ -79,7 +79,7 @@ def test_a_requested_autoencoder_must_fit(autoencoders: dict[str, str], tmp_path
 
 
 def test_the_grid_while_training_shows_decoded_samples(autoencoders: dict[str, str], build_model: BuildModel) -> None:
-    """Every tile is the decoded sample; a rank that shows nothing draws no grid."""
+    """Every tile is the decoded sample; a rank without tiles draws no grid."""
     model = DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=2, num_classes=2)
     network, spec = build_model(model, perturb=0.1), model.batch_spec()
     asked, size = SamplingConfig(num_steps=2, guidance_scale=1.0), (1, 4, 4)

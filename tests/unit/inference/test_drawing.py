@@ -1,4 +1,4 @@
-"""A drawn sample depends on its own seed and number: not on its batch, on its neighbours, or on the ranks."""
+"""A drawn sample depends on its seed and number, not on its batch, on its neighbours, or on the ranks."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from dit.sampling.grid import to_bytes
 from tests.conftest import BuildModel
 from tests.unit.sampling.test_frame_rate import CONDITIONED, generator_of
 
-ROUNDING = 1e-5  # fp32: matrix products over another batch take their sums in another order
+ROUNDING = 1e-5  # fp32: matrix products over another batch add in another order
 SEEDS = [None, 5, None, 2**40, 5]
 
 
@@ -56,7 +56,7 @@ def test_a_sample_with_a_seed_does_not_depend_on_other_samples(generator: Genera
     alone = generator.generate([1, 1], seed=5)
     for i in (0, 1):
         torch.testing.assert_close(together[2 + i], alone[i], rtol=0, atol=ROUNDING)
-    # A large seed is not cut; samples without one are numbered through, as without any seeds.
+    # A large seed is not truncated; samples without a seed are numbered as if no sample had one.
     torch.testing.assert_close(together[6], generator.generate([0], seed=2**40)[0], rtol=0, atol=ROUNDING)
     plain = drawn(generator, requests([None] * 5), 10)
     for i in (0, 1, 4, 5):
@@ -65,7 +65,7 @@ def test_a_sample_with_a_seed_does_not_depend_on_other_samples(generator: Genera
 
 
 def test_equal_seeds_per_sample_equal_one_common_seed(generator: Generator) -> None:
-    """To the bit: the noise of a seed per sample is that of one seed for all."""
+    """To the bit: seeds per sample that are all equal give the noise of one common seed."""
     assert torch.equal(generator.generate([0, 1, 2], seeds=[11] * 3), generator.generate([0, 1, 2], seed=11))
 
 
@@ -104,7 +104,7 @@ def test_a_gallery_writes_a_file_and_a_record_for_each_sample(tmp_path: Path) ->
 
 @pytest.mark.parametrize("ending", [".gif", ".mp4"])
 def test_a_clip_is_an_animation_at_the_requested_rate(tmp_path: Path, ending: str) -> None:
-    """And a row of its frames in a grid that is a picture."""
+    """The grid is a still picture with the frames of each clip in a row."""
     clips = torch.stack([torch.full((3, 3, 16, 16), level) for level in (-1.0, 1.0)])
     clips[:, :, 1] = 0
     gallery = Gallery(["a", "b"], [{}, {}], folder=tmp_path, fps=5.0, clip_ending=ending)

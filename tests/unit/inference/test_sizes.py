@@ -1,4 +1,4 @@
-"""Sizes that can be drawn, in pixels or in positions of a latent, and the errors for other sizes."""
+"""Sizes that can be drawn, in pixels or in latent positions, and the errors for other sizes."""
 
 from typing import Any, Optional
 

@@ -1,4 +1,4 @@
-"""The attention cases that every path on every device must meet."""
+"""Attention cases that every implementation must pass on every device."""
 
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -12,7 +12,7 @@ from dit.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Segment lengths and paddings of queries and keys; the keys' are those of the queries if None.
+    """Segment lengths and padding of queries and keys; keys default to those of the queries.
 
     Attributes:
         empty: number of empty samples of packs of fixed size; None for other packs.
@@ -44,7 +44,7 @@ class AttentionCase:
         return replace(layout, lengths=lengths, padded_lengths=padded, is_fixed=True)
 
     def qkv(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-        """Draw q, k, v, the same on every device."""
+        """Draw q, k, v; they are equal on every device."""
         layout_q, layout_k = self.layouts()
         generator = torch.Generator().manual_seed(11)
         shapes = [(layout_q.total_tokens, self.heads), *[(layout_k.total_tokens, self.kv_heads)] * 2]
@@ -82,7 +82,7 @@ GQA_CASES = [
 
 @dataclass(frozen=True)
 class Result:
-    """Output and gradients of one run, float32 on the host."""
+    """Output and gradients of a run, in float32 on the host."""
 
     out: Tensor
     grad_q: Tensor
@@ -91,7 +91,7 @@ class Result:
 
 
 def run(attention: Attention, case: AttentionCase, qkv: tuple[Tensor, ...]) -> Result:
-    """Run forward and backward from one seeded cotangent, zero in padding rows as a masked loss gives it."""
+    """Run forward and backward with a seeded output gradient, zero in padding rows as with a masked loss."""
     layout_q, layout_k = case.layouts(qkv[0].device)
     q, k, v = (x.detach().clone().requires_grad_() for x in qkv)
     out = attention(q, k, v, layout_q, layout_k)
@@ -102,7 +102,7 @@ def run(attention: Attention, case: AttentionCase, qkv: tuple[Tensor, ...]) -> R
 
 
 def exact(case: AttentionCase, qkv: tuple[Tensor, ...]) -> Result:
-    """Run the reference in float32 on the same values; grouped key heads are written out."""
+    """Run the reference in float32 on the same values, with grouped key heads repeated."""
     groups = case.heads // case.kv_heads
 
     def ungrouped(q: Tensor, k: Tensor, v: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout) -> Tensor:
@@ -114,7 +114,7 @@ def exact(case: AttentionCase, qkv: tuple[Tensor, ...]) -> Result:
 
 
 def check(attention: Attention, case: AttentionCase, qkv: tuple[Tensor, ...], *, rtol: float) -> None:
-    """Compare outputs and all gradients with the reference, and ask for exact zeros in padding rows."""
+    """Compare outputs and all gradients with the reference, and require exact zeros in padding rows."""
     ours, theirs = run(attention, case, qkv), exact(case, qkv)
     layout_q, layout_k = case.layouts()
     for name, layout in (("out", layout_q), ("grad_q", layout_q), ("grad_k", layout_k), ("grad_v", layout_k)):

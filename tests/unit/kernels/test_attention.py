@@ -1,4 +1,4 @@
-"""Attention over packs: every sample attends to itself alone, whatever the layout."""
+"""Attention over packs: every sample attends only to itself, in every layout."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def test_reference_is_softmax_of_each_segment_alone(case: AttentionCase):
 
 @pytest.mark.parametrize("attention", [reference_attention, segment_sdpa])
 def test_order_of_tokens_inside_a_sample_does_not_matter(attention):
-    """Attention is bidirectional and knows no positions: permuting a sample's rows permutes its output."""
+    """Attention is bidirectional and uses no positions: permuting a sample's rows permutes its output."""
     case = AttentionCase("ragged", (9, 6))
     q, k, v = case.qkv()
     layout, _ = case.layouts()
@@ -64,9 +64,9 @@ def kernel_that_needs_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 @pytest.mark.parametrize("attention", [segment_sdpa, partial(_packed, kernel_that_needs_queries)])
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 5)), ((4, 0), (0, 5))])
 def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
-    """A context-parallel rank of padding alone still gives every parameter before its attention a gradient, of zeros.
+    """On a context-parallel rank with only padding, every parameter before attention still gets a gradient, of zeros.
 
-    Its padding may be anything, and no kernel is called without queries or keys.
+    The padding may have any values, and no kernel is called without queries or keys.
     """
     layout_q, layout_k = (SequenceLayout(n, (4, 8), 16) for n in lengths)
     q, k, v = (torch.full((16, heads, 8), float("nan"), requires_grad=True) for heads in (4, 2, 2))
@@ -78,7 +78,7 @@ def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
 
 
 def test_gathered_layout_is_that_of_the_global_pack():
-    """Under sequence parallelism attention gets all rows and a layout that names this rank's; it uses the pack's."""
+    """Under sequence parallelism, attention gets all rows and a layout of local rows; it must use the pack's."""
     for case in (CASES[0], CASES[4]):
         layout, _ = case.layouts()
         local = layout.select(torch.arange(layout.total_tokens // 2), gathered=True)
@@ -89,7 +89,7 @@ def test_gathered_layout_is_that_of_the_global_pack():
 
 
 def test_dense_pack_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
-    """A dense batch goes to the kernel as a view of the packed rows."""
+    """A dense batch is passed to the kernel as a view of the packed rows."""
     seen = []
     monkeypatch.setattr(
         "dit.kernels.attention.sdpa", lambda q, k, v, **_: seen.append((q, k, v)) or torch.zeros_like(q)
@@ -110,7 +110,7 @@ def test_dense_pack_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_samples_of_equal_lengths_share_a_call(lengths_q, lengths_k, calls):
-    """At every position in the pack, if their texts have equal lengths, too."""
+    """They may be anywhere in the pack; their texts must also have equal lengths."""
     batches = []
 
     def kernel(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_a_sample_in_a_shared_call_never_sees_another(case: AttentionCase):
 
 
 def test_groups_are_made_once_for_all_layers():
-    """The second layer of a step makes no table and copies no number to the host."""
+    """The second layer of a step builds no table and copies no number to the host."""
     case = AttentionCase("mixed", (4, 6, 70, 3), (5, 20, 3, 3), multiple_of_q=4)
     layouts, qkv = case.layouts(), case.qkv()
     segment_sdpa(*qkv, *layouts)
@@ -171,10 +171,10 @@ def test_groups_are_made_once_for_all_layers():
 
 
 def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
-    """Attend segment by segment, as a packed kernel of flash-attn does; a segment without keys gives zeros."""
+    """Attend segment by segment, like a packed kernel of flash-attn; a segment without keys gives zeros."""
     assert len(cu_q) == len(cu_k)
     longest = int(cu_q.diff().max()), int(cu_k.diff().max())
-    assert (max_q, max_k) in (longest, (len(q), len(k)))  # or the bound of a pack of fixed size
+    assert (max_q, max_k) in (longest, (len(q), len(k)))  # or the limit of a pack of fixed size
     assert (int(cu_q[-1]), int(cu_k[-1])) == (len(q), len(k))
     parts = []
     for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]):

@@ -1,4 +1,4 @@
-"""Attention block by block: joined, the blocks are attention over all keys."""
+"""Attention computed in blocks of keys: the merged blocks equal attention over all keys."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ RTOL = 2e-6  # float32 sums of up to 33 terms in another order
 
 
 class OneBlock:
-    """A block kernel with all keys in one block, as an attention path."""
+    """Attention with a block kernel and all keys in one block."""
 
     def __init__(self, kernel: BlockAttention) -> None:
         self.kernel = kernel
@@ -40,7 +40,7 @@ class OneBlock:
 
 
 def flash_on_cpu() -> FlashBlocks:
-    """Return the packed kernel's bookkeeping around an eager stand-in with the kernel's own signature."""
+    """Return `FlashBlocks` with an eager stand-in that has the signature of the packed kernel."""
     blocks, eager = FlashBlocks(), EagerBlocks()
 
     def layouts(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> tuple[SequenceLayout, SequenceLayout]:
@@ -103,7 +103,7 @@ def test_blocks_sum_to_full_attention(kernel: str):
 
 
 def test_merge_with_no_keys_changes_nothing():
-    """The neutral element is (0, -inf), on either side, and two of them give it again without NaN."""
+    """The neutral element is (0, -inf), on either side; merging two of them returns it without NaN."""
     some = Attended(torch.randn(3, 2, 4), torch.randn(3, 2))
     nothing = Attended(torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf))
     for a, b in ((some, nothing), (nothing, some)):

@@ -1,4 +1,4 @@
-"""An op's implementation is the first that can run and that `auto` may take; a refusal and the table say why not."""
+"""`auto` selects an op's first implementation that can run and needs no opt-in; errors and the table have reasons."""
 
 import re
 from dataclasses import fields, replace
@@ -36,7 +36,7 @@ from tests.support.repository import REPOSITORY
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF, FULL = torch.bfloat16, torch.float32
 
-# In the order of preference; "new" is not verified, "fast" needs CUDA and small heads.
+# In order of preference; "new" is not verified, "fast" needs CUDA and small heads.
 NEW = Implementation("new", lambda: "N", (installed("torch"),), UNVERIFIED)
 FAST = Implementation("fast", lambda: "F", (on_cuda, head_sizes(multiple_of=4, largest=8)))
 ANY = Implementation("any", lambda: "A")
@@ -81,7 +81,7 @@ def test_the_table_says_why_not_the_others():
 
 
 def test_auto_selects_a_verified_implementation():
-    """Only of the op that was verified, and only where its requirements are satisfied."""
+    """Only for the op that was verified, and only if the requirements are met."""
     target = Target(GPU, HALF, 8, frozenset({"toy.new"}))
     assert choose(TOY, target).name == "new"
     assert table([TOY], target, {})["toy"].others == dict.fromkeys(("fast", "any"), "new comes first")
@@ -93,7 +93,7 @@ def test_auto_selects_a_verified_implementation():
 
 
 def test_every_op_has_an_implementation_that_runs_everywhere():
-    """Also where every package is installed, `auto` selects an implementation of another package only if verified."""
+    """Even with every package installed, `auto` only selects implementations of other packages if verified."""
     for op in OPS:
         assert op.implementations[-1] == replace(op.implementations[-1], requires=(), opt_in_reason=None), op.name
     opt_in = {
@@ -123,7 +123,7 @@ def test_kernels_that_may_not_be_deterministic_are_not_selected_in_deterministic
     ],
 )
 def test_flash_attention_is_selected_by_the_device(monkeypatch, major, verified, expected):
-    """FlashAttention 3 on Hopper, 4 on Hopper and Blackwell, 2 elsewhere, each where it is verified."""
+    """FlashAttention 3 on Hopper, 4 on Hopper and Blackwell, 2 elsewhere, each only if verified."""
     monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
@@ -133,7 +133,7 @@ def test_flash_attention_is_selected_by_the_device(monkeypatch, major, verified,
 
 @pytest.mark.parametrize(("name", "version"), [("flash_attn_3", "FA3"), ("flash_attn_4", "FA4")])
 def test_flash_attention_is_activated_in_torch(monkeypatch, name, version):
-    """By the name that torch has for it; packs then call torch's operators."""
+    """It is activated by torch's name for it; packs then call torch's operators."""
     activated = []
     monkeypatch.setattr("dit.kernels.attention.activate_flash_attention_impl", activated.append)
     one = next(one for one in ATTENTION.implementations if one.name == name)
@@ -154,7 +154,7 @@ def test_flash_attention_is_activated_in_torch(monkeypatch, name, version):
     ],
 )
 def test_attention_is_selected_by_device_precision_and_head_size(device, dtype, head_size, attention, blocks):
-    """torch's packed kernels know half precision on CUDA, and heads of multiples of 8 features up to 256."""
+    """torch's packed kernels support half precision on CUDA, and head sizes that are multiples of 8 up to 256."""
     target = Target(device, dtype, head_size)
     assert (choose(ATTENTION, target).name, choose(ATTENTION_BLOCKS, target).name) == (attention, blocks)
 
@@ -179,7 +179,7 @@ def test_a_package_that_is_not_installed_is_named(op, package):
 
 
 def test_settings_name_the_implementations():
-    """The values of a setting on the command line are those of its op, `auto` first."""
+    """A setting accepts `auto` and the implementations of its op."""
     types = get_type_hints(TrainingConfig)
     for op in (ATTENTION, LINEARS, LAYERS):
         values = get_args(types[str(op.setting).removeprefix("training.")])
@@ -187,13 +187,13 @@ def test_settings_name_the_implementations():
 
 
 def test_every_function_that_layers_call_is_an_op():
-    """What layers and models take from this room by name are types; functions come with the set that a run selects."""
+    """Layers and models import only types from these modules; functions come with the set that a run selects."""
     sources = [path.read_text() for room in ("layers", "models") for path in (REPOSITORY / "dit" / room).rglob("*.py")]
     lines = [
         line for text in sources for line in re.findall(r"from dit\.kernels\.(?:modulation|rope) import (.*)", text)
     ]
     assert not {name for line in lines for name in line.split(", ") if name.islower()}
-    for one in LAYERS.implementations:  # the fused kernels are loaded without a GPU: they are compiled when they run
+    for one in LAYERS.implementations:  # fused kernels load without a GPU, because they are compiled when they run
         kernels = one.load()
         given = {field.name: getattr(kernels, field.name) for field in fields(kernels)}
         functions = {name: value for name, value in given.items() if not isinstance(value, bool)}

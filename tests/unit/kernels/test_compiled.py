@@ -1,6 +1,6 @@
-"""Compiled blocks and layers are refused where they cannot run.
+"""Compiled blocks and layers are refused if they cannot run.
 
-tests/laws/test_options.py and test_compiled_layers.py compare their numbers.
+tests/laws/test_options.py and test_compiled_layers.py compare their results.
 """
 
 from typing import Any

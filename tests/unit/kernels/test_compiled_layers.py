@@ -1,6 +1,6 @@
-"""Transformer layers under `training.kernels=compile`: the numbers of eager layers, and few graphs.
+"""Transformer layers under `training.kernels=compile` equal eager layers and need few graphs.
 
-Graphs are counted, and run as torch's own operators (`aot_eager`), because generating code takes minutes.
+Graphs are counted and run with `aot_eager`, because generating code takes minutes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -62,7 +62,7 @@ def network_of(model: ModelConfig, groups: ProcessGroups, **training: Any) -> Ba
 
 
 def step(network: Backbone, model: ModelConfig, batch: PackedBatch, objective: Objective | None = None) -> Tensor:
-    """Return the loss of a training step and every gradient, in one row."""
+    """Return the loss of a training step and all gradients in one row."""
     network.zero_grad()
     prediction_TC, loss_of = training_forward_step(objective or EDM(), model, 7, 0)(iter([batch]), network)
     loss = loss_of(prediction_TC)[0]
@@ -91,7 +91,7 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
 def test_every_kind_of_pack_has_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str, kinds: Sequence[str]
 ) -> None:
-    """A pack of one sample, a dense batch, a ragged pack and one with padding."""
+    """Packs of one sample, dense batches, ragged packs and packs with padding."""
     model = replace(config_of(name), num_layers=1)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
     for kind in kinds:
@@ -104,7 +104,7 @@ def test_every_kind_of_pack_has_the_numbers_of_eager_layers(
 def test_samples_with_several_levels_have_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend
 ) -> None:
-    """Packs of other lengths and numbers of levels need no further graph."""
+    """Packs with other lengths and numbers of levels need no further graph."""
     model = replace(config_of("wan"), num_layers=1)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
     counts = []
@@ -119,7 +119,7 @@ def test_samples_with_several_levels_have_the_numbers_of_eager_layers(
 def test_packs_of_other_lengths_and_more_layers_need_no_further_graph(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend
 ) -> None:
-    """After two ragged packs, whose numbers of samples and tokens differ, sizes are dynamic."""
+    """After two ragged packs with different numbers of samples and tokens, sizes are dynamic."""
     graphs = []
     for layers in (1, 2):
         model = replace(config_of("dit"), num_layers=layers)
@@ -137,7 +137,7 @@ def test_packs_of_other_lengths_and_more_layers_need_no_further_graph(
 
 
 class Saved:
-    """Sums the bytes that autograd saves, without parameters, each storage once."""
+    """Sums the bytes that autograd saves, without parameters, counting each storage once."""
 
     def __init__(self, network: Backbone) -> None:
         self._parameters = {p.untyped_storage().data_ptr() for p in network.parameters()}
@@ -147,16 +147,16 @@ class Saved:
     def __call__(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._parameters | {x.untyped_storage().data_ptr() for x in self._tensors}:
-            self._tensors.append(tensor)  # so that no other storage gets its address
+            self._tensors.append(tensor)  # keeps its address from being reused
             self.nbytes += storage.nbytes()
         return tensor
 
 
 def saved_by_a_layer(model: ModelConfig, batch: PackedBatch, groups: ProcessGroups, recompute: str) -> float:
-    """Return the saved numbers of a compiled layer, in tokens x hidden size."""
+    """Return the numbers that a compiled layer saves, in tokens x hidden size."""
     nbytes = []
     for layers in (1, 2):
-        torch._dynamo.reset()  # the choice of saved tensors is made for all layers of the process
+        torch._dynamo.reset()  # saved tensors are chosen for all layers of the process
         network = network_of(replace(model, num_layers=layers), groups, kernels="compile", recompute=recompute)
         saved = Saved(network)
         with saved_tensors_hooks(saved, lambda tensor: tensor):
@@ -214,7 +214,7 @@ def test_experts_bf16_and_adapters_have_the_numbers_of_eager_layers(
 @pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
 def test_generated_code_has_the_numbers_of_eager_layers(one_rank_world: ProcessGroups) -> None:
-    """The compiler of `training.kernels=compile` itself."""
+    """With the default compiler of `training.kernels=compile`."""
     torch._dynamo.reset()
     model = replace(config_of("dit_cross"), num_layers=1)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
@@ -225,7 +225,7 @@ def test_generated_code_has_the_numbers_of_eager_layers(one_rank_world: ProcessG
 def test_the_backbone_of_the_page_has_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """docs/adding-a-backbone.md: a backbone outside this repository inherits the setting from its base config."""
+    """docs/adding-a-backbone.md: a backbone outside this repository inherits the setting from the base config."""
     page = pages.shown_files(Path("docs/adding-a-backbone.md"))
     (tmp_path / "page_backbone.py").write_text(page["side_by_side.py"])
     monkeypatch.syspath_prepend(tmp_path)

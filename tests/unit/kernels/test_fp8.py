@@ -1,4 +1,4 @@
-"""Quantisers against the numbers of the formats, and products against torch's and against float64."""
+"""Quantisers against the definitions of the formats; products against torch and float64."""
 
 import math
 
@@ -16,7 +16,7 @@ ERRORS = {"tensorwise": (0.04, 0.07), "blockwise": (0.04, 0.04), "mxfp8": (0.04,
 
 
 def numbers_of(exponent_bits: int, mantissa_bits: int) -> np.ndarray:
-    """All finite numbers of an 8-bit format that are not negative, in order, from its definition."""
+    """Return all finite, non-negative numbers of an 8-bit format in order, from its definition."""
     bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
     found = []
     for exponent in range(2**exponent_bits):
@@ -32,7 +32,7 @@ FORMATS = {E4M3: numbers_of(4, 3), E5M2: numbers_of(5, 2)}
 
 
 def rounded(x: float, dtype: torch.dtype) -> float:
-    """The nearest number of a format; of two, the one whose last bit is 0."""
+    """Return the nearest number of a format; of two, the one whose last bit is 0."""
     numbers = FORMATS[dtype]
     above = int(np.searchsorted(numbers, abs(x)))
     if above == len(numbers):
@@ -44,7 +44,7 @@ def rounded(x: float, dtype: torch.dtype) -> float:
 
 
 def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Normal numbers whose rows and columns have many magnitudes, so that each block loses others; a row is zeros."""
+    """Return normal numbers with many magnitudes, so that each block underflows elsewhere; one row is zeros."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=generator) * torch.logspace(-6, 6, rows)[:, None]
     x *= torch.logspace(8, -8, columns)
@@ -53,7 +53,7 @@ def matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def expected_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Quantise each tile by itself: the smallest power of two with which no number exceeds 448."""
+    """Quantise each tile separately: the scale is the smallest power of two for which no number exceeds 448."""
     result = torch.empty_like(x)
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
@@ -106,7 +106,7 @@ def test_tensorwise_scaling_maps_the_largest_magnitude_to_the_largest_number(rol
 
 
 def test_numbers_that_are_not_finite_stay_so():
-    """A run sees them in its loss; saturated, they would be ordinary numbers."""
+    """A run must see them in its loss; saturated values would look like ordinary numbers."""
     for kind in KINDS:
         for value in (math.inf, math.nan):
             x = torch.ones(4, 128)
@@ -124,7 +124,7 @@ def test_zeros_stay_zeros():
 @pytest.mark.parametrize("summed", [64, 100])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_the_instruction_multiplies_as_the_emulation(dtype, summed):
-    """`torch._scaled_mm` also on CPU; sums of 100 are filled with zeros to a multiple of 16."""
+    """`torch._scaled_mm` also works on CPU; sums over 100 are padded with zeros to a multiple of 16."""
 
     def operand(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Quantized:
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -140,7 +140,7 @@ def test_the_instruction_multiplies_as_the_emulation(dtype, summed):
 
 
 def reference(kind: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The three products in float64, from the formula of each operand."""
+    """Return the three products in float64, from the formula of each operand."""
     if kind == "tensorwise":
 
         def q(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernels run in Triton's interpreter, in a process of its own, and compile for GPUs that are not there."""
+"""The Triton kernels run in Triton's interpreter, in a separate process, and compile for GPUs that are not present."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ BF16, FP32, INT32, INT64, NUMBER = "bf16", "fp32", "int32", "int64", "number"
 
 
 def interpret(*arguments: str) -> None:
-    """Run `tests/interpreted` in one process, because a start takes longer than most of its files."""
+    """Run `tests/interpreted` in one process, because starting a process takes longer than most of its files."""
     folder = str(REPOSITORY / "tests" / "interpreted")
     options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "pytest_timeout")
     environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -60,7 +60,7 @@ PICTURES |= dict.fromkeys(("sums", "weight", "bias", "factors", "rest", "grad_we
 NOISE = {**dict.fromkeys(("x0",), BF16), **dict.fromkeys(("first", "second", "pairs"), FP32), "seeds": "none"}
 NOISE |= dict.fromkeys(("segments", "tokens_of_sample", "ids", "step"), INT64)
 
-# Kernel, tensors, constants, warps, and the programs of a multiprocessor that its 65,536 registers must hold.
+# Kernel, tensors, constants, warps, and programs per multiprocessor, which share 65,536 registers.
 CASES = {
     **{
         f"residual_norm-{width + rest}": (
@@ -168,7 +168,7 @@ REGISTERS = 65536
 @pytest.mark.parametrize("capability", [90, 100], ids=["sm_90", "sm_100"])
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, capability: int):
-    """Registers leave room for the programs that its occupancy needs."""
+    """Enough registers are left for the occupancy that the kernel needs."""
     from benchmarks.ahead_of_time import compiled
 
     kernel, types, flags, warps, programs = CASES[case]
@@ -178,12 +178,12 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
     made = compiled(getattr(module, name), types, flags, num_warps=warps, maxnreg=limit, capability=capability)
     assert made.spills <= SPILLS.get(case, 0)
     assert -(-made.registers // 8) * 8 * 32 * warps * programs <= REGISTERS, f"{made.registers} registers"
-    # Scalars of rows are 32 bits, and so are sums at the end of a program; 64 bits would be tokens in halves.
+    # Scalars per row and final sums of a program use 32 bits; 64 bits would mean tokens read in halves.
     assert set(made.accesses) <= {16, 32, 64, 128}
     if not flags.get("REST"):
         assert made.accesses.get(64, 0) == WIDTHS_64.get(case, 0)
     assert made.accesses[128] >= (2 if kernel == "group_norm.group_sums_kernel" else 3)
-    if flags.get("STAGES", 1) > 1:  # two rows before the loop and one inside of it, of both gradients, x and y
+    if flags.get("STAGES", 1) > 1:  # two rows before the loop and one inside it, for both gradients, x and y
         copies = 3 * (2 * flags["NORM"] + flags["PASSED"] + flags["GATE"])
         assert made.copies[128] == copies * flags["WIDTH"] // (8 * 32 * warps)
         if flags["REST"]:
@@ -192,7 +192,7 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
-    """Gradients in fp32 are torch's to add, in one kernel, too."""
+    """Gradients in fp32 are added by torch, also in one kernel."""
     from benchmarks.ahead_of_time import record_launches
     from dit.kernels.fused.gpu.gradients import CHUNK
     from dit.kernels.fused.gradients import add_gradients
@@ -204,7 +204,7 @@ def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
     assert [(launch.name, launch.grid) for launch in launches] == fused
     assert calls.by_operation["_foreach_add_"] == 1 - len(fused)
     main = torch.zeros(8)
-    with record_launches() as launches:  # programs would add to one parameter at the same time
+    with record_launches() as launches:  # two programs would add to one parameter at the same time
         add_gradients([main, main], [torch.ones(8, dtype=dtype)] * 2)
     assert not launches
     assert torch.equal(main, torch.full((8,), 2.0))

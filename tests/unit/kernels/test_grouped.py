@@ -45,7 +45,7 @@ def test_each_group_is_its_linear_layer(counts, dtype, bias):
 
 
 class Operations(TorchDispatchMode):
-    """Counts operations that launch work."""
+    """Counts operations that launch kernels."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Per-sample conditioning of packed rows: the dense view and the ragged gather are one function."""
+"""Per-sample conditioning of packed rows: the dense view and the ragged gather give the same results."""
 
 from collections.abc import Callable
 
@@ -45,7 +45,7 @@ def test_dense_view_equals_ragged_gather(name: str):
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("layout", [DENSE, RAGGED], ids=["dense", "ragged"])
 def test_each_row_takes_its_own_samples_conditioning(name: str, layout: SequenceLayout):
-    """Every sample of the pack equals a pack of that sample alone."""
+    """Every sample of the pack equals a pack of only that sample."""
     x, a, b = draws(layout.total_tokens)
     out = OPS[name](x, a, b, layout)
     for i, (start, length) in enumerate(zip(layout.starts, layout.lengths)):
@@ -84,7 +84,7 @@ def test_dense_batch_copies_no_conditioning():
 
 @pytest.mark.parametrize("name", OPS)
 def test_ragged_packs_of_any_lengths_share_a_compiled_graph(name: str) -> None:
-    """After two packs, whose numbers of samples and tokens differ, sizes are dynamic."""
+    """After two packs with different numbers of samples and tokens, sizes are dynamic."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("eager")
     compiled: Op = torch.compile(OPS[name], backend=counter)
@@ -93,7 +93,7 @@ def test_ragged_packs_of_any_lengths_share_a_compiled_graph(name: str) -> None:
     for lengths in ([3, 2, 4], [6, 1], [3, 1, 2, 5, 5], [2, 7, 3, 3]):
         layout = SequenceLayout.from_lengths(lengths, multiple_of=3)
         assert layout.kind == "ragged"
-        _ = layout.segment_ids_T, layout.tokens_by_sample  # as compiled layers do before a graph
+        _ = layout.segment_ids_T, layout.tokens_by_sample  # compiled layers compute these before a graph
         rows = (layout.total_tokens, len(lengths), len(lengths))
         leaves = [torch.randn(n, 10, generator=generator).requires_grad_() for n in rows]
         torch.testing.assert_close(run(compiled, leaves, layout), run(OPS[name], leaves, layout))

@@ -1,4 +1,4 @@
-"""Recompute changes the saved tensors, and no number."""
+"""Recompute changes which tensors are saved, but no result."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def a_pack(config):
 
 
 def forward_and_backward(build_model, config, choice, layers=None):
-    """Return loss, gradients, and the bytes alive between the passes."""
+    """Return loss, gradients, and the bytes allocated between the passes."""
     model = build_model(config, perturb=0.1)
     for layer in list(model.units())[:layers]:
         recompute_activations(layer, choice)
@@ -76,7 +76,7 @@ def test_no_number_changes_and_less_is_saved(build_model, config, choice):
     assert again == loss
     for name, expected in gradients.items():
         assert expected.norm() > 0, f"{name} has no gradient, so the comparison shows nothing"
-        # A sum of three gradients may be taken in another order.
+        # Three gradients may be summed in another order.
         assert (others[name] - expected).norm() <= 1e-6 * expected.norm(), name
     assert less < saved
 
@@ -89,7 +89,7 @@ def test_selective_keeps_neither_modulated_norms_nor_the_activation(build_model)
 
 
 def test_full_keeps_the_input_of_a_layer_alone(build_model):
-    """What another layer costs under full recompute is its input and the modulation it computes with; no more."""
+    """Under full recompute, each further layer only costs its input and its modulation."""
     _, _, all_of_three = forward_and_backward(build_model, DIT, "full")
     _, _, two_of_three = forward_and_backward(build_model, DIT, "full", layers=2)
     _, _, none_of_three = forward_and_backward(build_model, DIT, "none")
@@ -97,7 +97,7 @@ def test_full_keeps_the_input_of_a_layer_alone(build_model):
     per_layer = [(none_of_three - two_of_three) / 2, two_of_three - all_of_three]
     assert per_layer[0] == pytest.approx(per_layer[1], rel=0.1)
     rows = a_pack(DIT)[0].layout.total_tokens
-    ends = none_of_three - 3 * per_layer[0]  # with each layer's input
+    ends = none_of_three - 3 * per_layer[0]  # including the input of each layer
     assert ends < all_of_three + 4 * rows * DIT.hidden_size
 
 

@@ -1,4 +1,4 @@
-"""Counter-based dropout: a function of the sample's key and the layer, of nothing else."""
+"""Counter-based dropout: a function of only the sample's key and the layer."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ KEYS = torch.tensor([5, 2**62 + 1, 2**33 + 5])
 
 
 def test_the_share_and_the_scale_are_as_stated() -> None:
-    """Of 30,000 activations a quarter is zero, within four standard deviations; the others are scaled, not the mean."""
+    """A quarter of 30,000 activations is zero, within four standard deviations; the others are divided by 3/4."""
     out = Dropout(0.25, 0)(torch.ones(3, 10, 100, 10), KEYS)
     share = float((out == 0).float().mean())
     assert abs(share - 0.25) < 4 * (0.25 * 0.75 / out.numel()) ** 0.5
@@ -29,7 +29,7 @@ def test_the_share_and_the_scale_are_as_stated() -> None:
 
 
 def test_it_depends_on_the_key_and_the_layer_alone() -> None:
-    """Neither on the other pictures, nor on the memory format; upper and lower half of a key count."""
+    """It depends neither on other pictures nor on the memory format; both halves of a key count."""
     x = torch.ones(3, 4, 6, 6)
     out = Dropout(0.5, 3)(x, KEYS)
     assert torch.equal(out[1:2], Dropout(0.5, 3)(x[:1], KEYS[1:2]))
@@ -59,7 +59,7 @@ def test_keys_differ_by_step_sample_and_draw() -> None:
 
 @pytest.mark.parametrize("choice", ["none", "selective", "full"])
 def test_a_step_drops_alike_where_it_is_recomputed(build_model: BuildModel, choice: Any) -> None:
-    """The backward pass of a recomputed block sees the same mask; another step sees another one."""
+    """The backward pass of a recomputed block uses the same mask; another step uses another mask."""
     config = UNetConfig(
         **{"hidden_size": 16, "channel_multipliers": [1, 2], "num_res_blocks": [1, 1], "attention_levels": [1]},
         **{"context_size": 8, "condition_size": 8, "head_size": 8, "norm_num_groups": 4, "dropout": 0.5},

@@ -1,4 +1,4 @@
-"""Embedders of time, class and text, against written-out formulas."""
+"""Embedders of time, class and text against formulas."""
 
 import math
 
@@ -13,7 +13,7 @@ from dit.patchify import grid_positions
 
 
 def test_time_features_are_cosines_then_sines():
-    """Frequencies fall from 1 to almost 1 / 10000; the angles are exact where float32 would lose five digits."""
+    """Frequencies fall from 1 to almost 1 / 10000; angles are exact even if float32 would lose five digits."""
     times = [0.0, 0.5, 1.0, 999.75]
     features = timestep_features(torch.tensor(times), 6)
     for row, t in zip(features.tolist(), times):
@@ -22,7 +22,7 @@ def test_time_features_are_cosines_then_sines():
 
 
 def test_time_features_tell_neighbouring_steps_apart():
-    """All thousand classic timesteps are different, by far more than bf16 rounding of one feature."""
+    """All thousand classic timesteps differ by far more than the bf16 rounding of one feature."""
     features = timestep_features(torch.arange(1000.0), 256)
     assert torch.cdist(features, features).fill_diagonal_(9.0).min() > 0.5
 
@@ -38,7 +38,7 @@ def test_every_position_of_a_large_grid_is_its_own(kind: str, hidden_size: int):
 
 @pytest.mark.parametrize("kind", ["sincos_2d", "sincos_3d"])
 def test_position_is_a_product_of_axes(kind: str):
-    """The embedding's inner product depends only on the distance along each axis (sine-cosine pairs)."""
+    """The inner product of two embeddings depends only on their distance along each axis (sine-cosine pairs)."""
     features = sincos(grid_positions((3, 6, 7)), 96, kind).double().view(3, 6, 7, 96)
     gram = torch.einsum("thwd,Tyxd->thwTyx", features, features)
     torch.testing.assert_close(gram[0, 0, 0, 1, 2, 3], gram[1, 3, 2, 2, 5, 5], rtol=1e-6, atol=1e-6)
@@ -53,7 +53,7 @@ def test_paper_positions_ignore_time_and_ours_do_not():
 
 @pytest.mark.parametrize("hidden_size", [12, 16, 20, 64, 384, 1152, 3072])
 def test_each_axis_has_features_of_its_own(hidden_size: int):
-    """Moving along one axis changes its own features only, and every axis has some."""
+    """Moving along one axis only changes features of that axis, and every axis has features."""
     origin = sincos(torch.tensor([[0, 0, 0]]), hidden_size, "sincos_3d")
     changed = []
     for axis in range(3):
@@ -72,6 +72,6 @@ def test_sizes_that_do_not_divide_are_refused(hidden_size: int, kind: str):
 
 
 def test_positions_of_padding_are_arbitrary():
-    """Any integer is a position; positions of padding are usually zeros."""
+    """Any integer is a valid position; positions of padding are usually zeros."""
     layout = SequenceLayout.from_lengths([3], total_tokens=8)
     assert sincos(torch.zeros(layout.total_tokens, 3, dtype=torch.long), 16, "sincos_3d").isfinite().all()

@@ -1,4 +1,4 @@
-"""Layers on packs: what each row may depend on, and what starts as zero."""
+"""Layers on packs: the inputs that each row may depend on, and the weights that start as zero."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_attention_does_not_mix_samples(provider: LayerProvider):
-    """The derivative of one sample's output is zero for every other sample and for padding, and nowhere else."""
+    """The derivative of a sample's output is zero for other samples and padding, and nonzero for all its tokens."""
     layer = started(SelfAttention(16, 4, provider, segment_sdpa, qk_layernorm=True))
     x = randn(24, 16).requires_grad_()
     for i, (start, length) in enumerate(zip(LAYOUT.starts, LAYOUT.lengths)):
@@ -63,7 +63,7 @@ def test_a_sum_of_outputs_keeps_every_pending_bias(biases: tuple[bool, bool]):
 
 
 def test_query_and_key_norms_fix_the_scale(provider: LayerProvider):
-    """With QK-layernorm the attention pattern does not see the size of queries and keys; without it, it does."""
+    """With QK-layernorm, attention does not depend on the scale of queries and keys; without it, it does."""
     for qk_layernorm in (True, False):
         layer = started(SelfAttention(16, 4, provider, segment_sdpa, bias=False, qk_layernorm=qk_layernorm, eps=1e-12))
         x = randn(24, 16)
@@ -93,7 +93,7 @@ def test_modulation_gives_each_sublayer_its_own_chunks(provider: LayerProvider, 
 
 
 def test_final_layer_starts_at_zero_and_learns(provider: LayerProvider):
-    """Zero output at the start, and a gradient that can leave zero: that of the linear."""
+    """The output starts as zero, and the weight of the linear has a gradient, so that training can change it."""
     layer = started(FinalLayer(16, 8, provider))
     out = layer(randn(24, 16), randn(3, 16), LAYOUT)
     assert not out.any()
@@ -130,7 +130,7 @@ def text_batch(context: torch.Tensor | None, layout: SequenceLayout | None, drop
 
 
 def test_pooled_text_sees_the_mean_alone(provider: LayerProvider):
-    """Order, repetition and padding of text tokens do not matter, and every real token does."""
+    """The order, repetition and padding of text tokens do not matter; every real token does."""
     layer = started(PooledTextEmbedder(6, 16, provider))
     a, b = randn(3, 6, seed=1), randn(1, 6, seed=2)
     plain = layer(text_batch(torch.cat([a, b]), SequenceLayout.from_lengths([3, 1]), None))

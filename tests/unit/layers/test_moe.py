@@ -1,4 +1,4 @@
-"""What each expert takes, and that nothing but the sample decides it."""
+"""The tokens that each expert selects depend only on the sample."""
 
 import math
 from dataclasses import replace
@@ -58,7 +58,7 @@ def samples(layout: SequenceLayout) -> list[slice]:
 
 
 def test_capacity_is_exact():
-    """Rounded up once, never because of a float's last bit, and never more than the sample has."""
+    """It is rounded up once, never because of the last bit of a float, and never exceeds the length of the sample."""
     assert [expert_capacity(n, 4, 2.0) for n in (1, 2, 3, 4, 256)] == [1, 1, 2, 2, 128]
     assert expert_capacity(30, 1, 0.1) == 3  # 30 * 0.1 > 3 in floats
     assert expert_capacity(7, 64, 8.0) == 1
@@ -67,7 +67,7 @@ def test_capacity_is_exact():
 
 @pytest.mark.parametrize("capacity_factor", [0.3, 1.0, 2.5, 4.0])
 def test_every_expert_is_full_in_every_sample(capacity_factor: float):
-    """Each takes exactly its capacity, and none of its tokens has a lower score than one it leaves."""
+    """Each expert selects exactly its capacity, and no selected token has a lower score than an unselected one."""
     scores = randn(40, 4).softmax(-1)
     selected = select_tokens(scores, LAYOUT, capacity_factor)
     for rows, length in zip(samples(LAYOUT), LAYOUT.lengths):
@@ -79,7 +79,7 @@ def test_every_expert_is_full_in_every_sample(capacity_factor: float):
 
 @pytest.mark.parametrize("scores", [torch.zeros(40, 4), torch.full((40, 4), torch.nan)], ids=["zero", "nan"])
 def test_padding_is_never_selected(scores: Tensor):
-    """Whatever stands there, also where it beats all real tokens."""
+    """For any scores of the padding, also if they exceed those of all real tokens."""
     real = randn(40, 4).softmax(-1)
     scores = torch.where(LAYOUT.valid_T[:, None], real - 1, scores)
     for selected in (select_tokens(scores, LAYOUT, 4.0), select_experts(scores, LAYOUT.valid_T, 4)):
@@ -104,7 +104,7 @@ def test_each_token_has_its_best_experts():
 
 @pytest.mark.parametrize("router", ["expert_choice", "top_k"])
 def test_a_pack_is_its_samples(provider: LayerProvider, router: str):
-    """Packed or alone, with padding or without: the same outputs and the same gradients."""
+    """In a pack or in a separate batch, with or without padding: the same outputs and gradients."""
     layer = moe(provider, router, aux_loss_coeff=0.3)
     x, cotangent = randn(40, SIZE), randn(40, SIZE, seed=1)
     out = layer(x, LAYOUT)
@@ -162,7 +162,7 @@ def test_a_token_nobody_chose_adds_nothing(provider: LayerProvider):
 
 
 def test_a_step_that_is_not_applied_does_not_count(provider: LayerProvider):
-    """However often it is computed, also with numbers that are not finite; the steps around it do."""
+    """However often it is computed, and even if it is not finite; the steps before and after it count."""
     layer = moe(provider, "top_k")
     good, bad = randn(40, SIZE), torch.full((40, SIZE), torch.nan)
     layer(good, LAYOUT)
@@ -200,7 +200,7 @@ def test_balancing_loss_is_its_formula():
 
 @pytest.mark.parametrize(("preferred", "expected"), [(0.25, 1.0), (0.5, 2.0)], ids=["even", "two of four"])
 def test_balancing_loss_ends_at_its_bounds(preferred: float, expected: float):
-    """1 per token when scores and choices are even, E / k when all tokens want the same k experts."""
+    """1 per token when scores and choices are even, E / k when all tokens choose the same k experts."""
     layout = SequenceLayout.from_lengths([8])
     scores = torch.tensor([[preferred, preferred, 0.5 - preferred, 0.5 - preferred]]).expand(8, -1)
     selected = torch.zeros(8, 4)
@@ -211,7 +211,7 @@ def test_balancing_loss_ends_at_its_bounds(preferred: float, expected: float):
 
 
 def test_balancing_loss_reaches_the_router_at_its_weight(provider: LayerProvider):
-    """Its gradient is added on the way back: `coefficient` times that of the formula, on the router and the input."""
+    """The backward pass adds `coefficient` times the gradient of the formula, for the router and the input."""
     x = randn(40, SIZE)
     gradients = []
     for coefficient in (0.0, 0.7):
@@ -226,7 +226,7 @@ def test_balancing_loss_reaches_the_router_at_its_weight(provider: LayerProvider
 
 
 def test_experts_start_different_and_by_name(provider: LayerProvider):
-    """Every expert has its own start, that of its global name."""
+    """Initial weights differ between experts and depend on the expert's global name."""
     layer, again = moe(provider, "top_k"), moe(provider, "expert_choice")
     weights = [expert.linear_fc1.weight for expert in layer.experts.values()]
     assert all(not torch.allclose(a, b) for i, a in enumerate(weights) for b in weights[:i])

@@ -1,4 +1,4 @@
-"""Laws of the rotary positions."""
+"""Laws of rotary positions."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_scores_see_relative_positions_only(rotary: RotaryPositions, shift: tupl
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_scores_see_every_axis(axis: int):
-    """Moving the keys alone along one axis changes the scores."""
+    """Moving only the keys along one axis changes the scores."""
     positions = grid_positions((2, 3, 4))
     q = rotate(draw(24, 1), ROTARY(positions))
     k, moved = (rotate(draw(24, 2), ROTARY(positions + n * torch.eye(3, dtype=torch.long)[axis])) for n in (0, 1))
@@ -49,7 +49,7 @@ def test_scores_see_every_axis(axis: int):
 
 
 def test_features_turn_as_complex_numbers():
-    """(x_i + i x_(i + H / 2)) e^(i angle): the sense of the turn is that of Eq. 34, which trained weights rely on."""
+    """(x_i + i x_(i + H / 2)) e^(i angle): trained weights rely on the direction of rotation, that of Eq. 34."""
     positions, x = grid_positions((2, 3, 4)), draw(24, 5)
     angles = ROTARY.angles(positions)[:, None]
     turned = torch.complex(*x.double().chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
@@ -58,7 +58,7 @@ def test_features_turn_as_complex_numbers():
 
 @pytest.mark.parametrize("head_size", [6, 8, 64, 72, 128])
 def test_rotation_keeps_lengths_and_the_origin(head_size: int):
-    """A rotation changes no norm, and the patch at (0, 0, 0) is not turned at all."""
+    """A rotation changes no norm, and the patch at (0, 0, 0) is not rotated."""
     rotary, positions = RotaryPositions(head_size), grid_positions((3, 4, 5))
     x = draw(60, 3, head_size)
     turned = rotate(x, rotary(positions))
@@ -68,7 +68,7 @@ def test_rotation_keeps_lengths_and_the_origin(head_size: int):
 
 @pytest.mark.parametrize("head_size", [6, 8, 64, 72, 128])
 def test_every_axis_turns_pairs_of_its_own(head_size: int):
-    """Each pair of features belongs to one axis; h and w have equally many, time the rest, and all pairs turn."""
+    """Each pair of features rotates with exactly one axis; h and w have equally many pairs, time has the rest."""
     axes = RotaryPositions(head_size).angles(torch.eye(3, dtype=torch.long)) != 0
     assert (axes.sum(0) == 1).all()
     t, h, w = axes.sum(1).tolist()
@@ -77,13 +77,13 @@ def test_every_axis_turns_pairs_of_its_own(head_size: int):
 
 
 def test_patches_of_a_large_clip_do_not_alias():
-    """No two patches of a 32 x 48 x 48 clip have the same angles: nothing is read from a table that could end."""
+    """No two patches of a 32 x 48 x 48 clip have the same angles; there is no table that could be too short."""
     angles = RotaryPositions(128).angles(grid_positions((32, 48, 48)))
     assert len(torch.unique(torch.cat([angles.cos(), angles.sin()], 1).round(decimals=9), dim=0)) == 32 * 48 * 48
 
 
 def test_linear_scaling_squeezes_long_clips_into_the_trained_range():
-    """Index 2 n at factor 2 turns as index n did in training, on the scaled axis alone."""
+    """Index 2 n at factor 2 rotates as index n did in training, only on the scaled axis."""
     scaled = replace(ROTARY, scaling="linear", factors=(2.0, 1.0, 1.0))
     trained = torch.tensor([[5, 3, 4]])
     assert torch.equal(scaled.angles(torch.tensor([[10, 3, 4]])), ROTARY.angles(trained))
@@ -92,7 +92,7 @@ def test_linear_scaling_squeezes_long_clips_into_the_trained_range():
 
 @pytest.mark.parametrize("head_size", [16, 64, 128])
 def test_ntk_scaling_stretches_the_longest_wave_and_keeps_the_shortest(head_size: int):
-    """At factor 3 the slowest pair of an axis turns a third as fast, the fastest as before."""
+    """At factor 3, the slowest pair of an axis rotates a third as fast, and the fastest pair as before."""
     plain, scaled = RotaryPositions(head_size), RotaryPositions(head_size, factors=(3.0, 3.0, 3.0))
     for axis in range(3):
         unit = torch.eye(3, dtype=torch.long)[axis : axis + 1]
@@ -105,7 +105,7 @@ def test_ntk_scaling_stretches_the_longest_wave_and_keeps_the_shortest(head_size
 
 
 def test_rotation_is_exact_far_out():
-    """Angles are made in float64: at index 100,000 a float32 angle would be off by 4e-3."""
+    """Angles are computed in float64: at index 100,000, a float32 angle would be off by 4e-3."""
     near, far = torch.tensor([[100_000, 0, 0]]), torch.tensor([[100_001, 0, 0]])
     rotation, following = ROTARY(near), ROTARY(far)
     turn = torch.complex(following.cos_T1H.double(), following.sin_T1H.double()) / torch.complex(

@@ -1,4 +1,4 @@
-"""Low-rank adapters: what they change at the start, what they are merged into, and where they sit."""
+"""Low-rank adapters: identity at the start, merging into the weights, and the layers that have them."""
 
 import math
 from dataclasses import replace
@@ -54,7 +54,7 @@ OPTIONS = {
     "sana": {"num_cross_attention_heads": 2, "patch_spatial": 2},
     "z_image": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
 }
-MERGED = 1e-5  # float32: W x + s B (A x) and (W + s B A) x round at other places
+MERGED = 1e-5  # float32: W x + s B (A x) and (W + s B A) x are rounded differently
 
 
 def forward(network: Backbone) -> torch.Tensor:
@@ -79,7 +79,7 @@ def give(network: Backbone, values: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_adapters_start_as_nothing_and_merge_into_the_weights(build_model: BuildModel, backbone: str) -> None:
-    """To the bit at first; after training a model of the merged weights predicts the same, to rounding."""
+    """At first, predictions are equal to the bit; after training, merged weights give the same ones, to rounding."""
     model = tiny_model(backbone, **OPTIONS.get(backbone, {}))
     base = build_model(model, perturb=0.1)
     adapted = build_model(replace(model, lora=LORA))
@@ -134,7 +134,7 @@ def test_a_recipe_of_a_model_without_adapters_is_refused_in_one_line(monkeypatch
 
 
 def test_the_router_of_experts_has_none(build_model: BuildModel) -> None:
-    """Its weight is used without its forward, so an adapter would get no gradient."""
+    """The weight of the router is used without its forward, so an adapter would get no gradient."""
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
     model = build_model(tiny_model(**experts, lora=LORA))
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

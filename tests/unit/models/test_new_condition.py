@@ -1,4 +1,4 @@
-"""A new condition, added for real: this one file declares it and reads it; data, loss and sampling need no other."""
+"""Adding a new condition only takes a declaration and a module that reads it: both are in this file."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Optional
@@ -26,7 +26,7 @@ MOOD = Condition(name="mood", axis="sample", description="mood", null=-2.0, stor
 
 @dataclass(kw_only=True)
 class MoodyConfig(DiTConfig):
-    """A DiT conditioned on a number of each sample, and on a control picture."""
+    """A DiT conditioned on a number and a control picture of each sample."""
 
     model_path: ClassVar[Optional[str]] = f"{__name__}:Moody"
 
@@ -60,7 +60,7 @@ SPEC = MODEL.batch_spec(micro_batch_size=8)
 
 
 def test_it_is_trained_and_dropped(build_model: BuildModel) -> None:
-    """Synthetic data make it, the step drops it by draws of its group, and the reader's weights get a gradient."""
+    """Synthetic data include it, the step drops it by draws of its group, and its reader gets a gradient."""
     network = build_model(MODEL, perturb=0.1)
     stream = MockData(height=4, width=4).build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
     seen = []
@@ -93,4 +93,4 @@ def test_it_is_drawn_from_and_guided_away_from(build_model: BuildModel) -> None:
     picture = torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     for given in ({"mood": 0.5}, {"control": picture}):
         assert (drawn(1.0, **given) - drawn(1.0)).abs().max() > 1e-3
-        torch.testing.assert_close(drawn(0.0, **given), drawn(1.0))  # the unconditional half alone
+        torch.testing.assert_close(drawn(0.0, **given), drawn(1.0))  # only the unconditional half

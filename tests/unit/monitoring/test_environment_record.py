@@ -1,4 +1,4 @@
-"""env.json: the revision is that of this code, and every attempt stays."""
+"""env.json has the revision of this code and a record of every attempt."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ def git(folder, *arguments):
 
 
 def test_revision_and_dirty_flag_belong_to_the_repository_of_the_code(tmp_path, monkeypatch):
-    """A change makes it dirty; a package inside another repository has no revision."""
+    """An uncommitted change sets the flag; a package inside another repository has no revision."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "code.py").write_text("a = 1\n")
     (tmp_path / "installed").mkdir()
@@ -47,7 +47,7 @@ def test_the_record_has_versions_and_resolved_implementations(monkeypatch):
 
 
 def test_attempts_are_added(tmp_path, caplog):
-    """Also to the file of an older version; a damaged file is replaced with a warning."""
+    """A file of an older version is extended; a damaged file is replaced with a warning."""
     path = tmp_path / "env.json"
     path.write_text('{"torch": "2.0"}')
     append_attempt(path, {"torch": "2.1"})

@@ -1,4 +1,4 @@
-"""exit.json: one true line about how a run ended, on every way out."""
+"""exit.json: one correct line about the end of a run, for every kind of exit."""
 
 import errno
 import json
@@ -18,7 +18,7 @@ GLOO_CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection c
 
 
 def end_with(run_dir, error, rank=0, step=7):
-    """Let a run end with `error`, as `raise` would; return the process's code."""
+    """End a run with `error`, as if it were raised; return the exit code."""
     record = ExitRecord(run_dir, rank)
     try:
         with record:
@@ -33,7 +33,7 @@ def end_with(run_dir, error, rank=0, step=7):
 
 @pytest.mark.parametrize("age_s", [-1.0, 1e6])
 def test_a_rank_that_torchrun_stops_because_another_one_failed_is_not_preempted(tmp_path, age_s):
-    """Both get SIGTERM. A failure that is older than this process is of an earlier attempt."""
+    """Both ranks get SIGTERM. A failure that is older than this process belongs to an earlier attempt."""
     failed = Outcome(3, "data", None, 0, "DataError: no shard", time.time() - age_s)
     write_outcome(tmp_path, failed)
     record = ExitRecord(tmp_path, 1)
@@ -65,7 +65,7 @@ def test_a_rank_that_torchrun_stops_because_another_one_failed_is_not_preempted(
     ],
 )
 def test_every_kind_of_exit_is_recorded(tmp_path, error, code, reason):
-    """Code and reason follow the error's class; the error itself passes through; bugs come with their traceback."""
+    """The error's class determines code and reason; the error is raised unchanged; bugs have a traceback."""
     assert end_with(tmp_path / "run", error) == code
     record = json.loads((tmp_path / "run" / "exit.json").read_text())
     assert (record["code"], record["reason"], record["step"], record["rank"]) == (code, reason, 7, 0)
@@ -84,7 +84,7 @@ def test_preemption_is_recorded(tmp_path):
 
 
 def test_a_new_attempt_forgets_the_old_record(tmp_path):
-    """A running run has no exit record, and an old failure does not remain after a success."""
+    """During a run there is no exit record, and an old failure does not remain after a success."""
     end_with(tmp_path, ConfigError("old"), rank=3)
     with ExitRecord(tmp_path):
         assert read_outcome(tmp_path) is None
@@ -94,7 +94,7 @@ def test_a_new_attempt_forgets_the_old_record(tmp_path):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_first_cause_wins_in_any_order_of_writing(tmp_path, seed):
-    """Of all ranks' endings exit.json shows the earliest cause, not the echoes of it and not rank 0's view."""
+    """exit.json has the earliest cause among all ranks, not its consequences on other ranks or the view of rank 0."""
     outcomes = [
         Outcome(code=70, reason="peer_lost", step=5, rank=0, time=1.0),
         Outcome(code=70, reason="peer_lost", step=5, rank=1, time=2.0),
@@ -110,7 +110,7 @@ def test_first_cause_wins_in_any_order_of_writing(tmp_path, seed):
 
 
 def test_records_of_another_run_are_not_changed(tmp_path):
-    """An attempt that does not own the folder removes nothing and writes nothing, whatever its rank."""
+    """An attempt that does not own the folder removes and writes no file, whatever its rank."""
     write_outcome(tmp_path, Outcome(code=3, reason="data", step=5, rank=2, time=3.0))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for rank in (0, 1):
@@ -134,7 +134,7 @@ def _fail_together(run_dirs, rank, barrier):
 
 
 def test_ranks_failing_at_the_same_moment_agree(tmp_path):
-    """Eight processes write at once, ten times over: the cause is never overwritten."""
+    """Eight processes write at once, ten times: the cause is never overwritten."""
     context, run_dirs = multiprocessing.get_context("fork"), [tmp_path / str(attempt) for attempt in range(10)]
     barrier = context.Barrier(8)
     ranks = [context.Process(target=_fail_together, args=(run_dirs, rank, barrier)) for rank in range(8)]
@@ -181,7 +181,7 @@ def test_only_communication_errors_count_as_lost_peers(error, lost):
 
 
 def test_a_real_gloo_peer_loss_is_recognised(tmp_path):
-    """The error on the survivor of a killed peer is recognised as a consequence."""
+    """On the rank whose peer was killed, the error is recognised as a consequence."""
     torch = pytest.importorskip("torch")
     ranks = [FORKS.Process(target=_lose_a_peer, args=(str(tmp_path), rank)) for rank in range(2)]
     for process in ranks:

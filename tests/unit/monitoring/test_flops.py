@@ -1,4 +1,4 @@
-"""Counted operations against torch's own counter, the paper's figure and NeMo's published table."""
+"""Operation counts against torch's counter, the paper's figure and NeMo's published table."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def shape_of(layout: SequenceLayout, *texts: SequenceLayout) -> tuple:
-    """Return a pack of lines of patches."""
+    """Return the shape of a pack of lines of patches."""
     return layout, [(1, 1, n) for n in layout.lengths], *texts
 
 
@@ -66,10 +66,10 @@ def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("config", [TINY, MID, WIDE_MLP, MOE, MOE_TOP_K], ids=CONFIG_NAMES)
 def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, layout: SequenceLayout):
-    """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
+    """The forward count is exact; the training count omits gradients of the inputs, which are not needed."""
     model = build_model(config, perturb=0.1)
     batch = batch_of(layout, config)
-    # The maths backend is made of matrix products that the counter sees; CPU flash attention is not.
+    # The counter sees the matrix products of the math backend, but not CPU flash attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(batch.latents_TC, torch.rand(layout.num_samples), batch)
         forward = counter.get_total_flops()
@@ -112,7 +112,7 @@ def test_xl_2_is_the_papers_figure():
 
 
 def test_padding_costs_the_device_and_not_the_model():
-    """Padding changes only the hardware count; without padding both counts are equal."""
+    """Padding only changes the hardware count; without padding, both counts are equal."""
     ragged, padded = (shape_of(LAYOUTS[name]) for name in ("ragged", "padded"))
     flops = PackFlops(MID)
     for convention in ("model", "nemo"):
@@ -122,7 +122,7 @@ def test_padding_costs_the_device_and_not_the_model():
 
 
 def test_rows_of_one_rank_do_not_change_the_pack():
-    """Sequence parallelism hands a rank a part of the rows; the count stays that of the pack."""
+    """Under sequence parallelism, a rank has a part of the rows; the count is that of the full pack."""
     layout = LAYOUTS["padded"]
     part, whole = shape_of(layout.select(torch.arange(80))), shape_of(layout)
     flops = PackFlops(MID)
@@ -142,7 +142,7 @@ def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
 
 @pytest.mark.parametrize("convention", ["model", "hardware", "nemo"])
 def test_samples_add_up(convention: Convention):
-    """The cost of a pack is the sum over its samples: attention never crosses them, conditioning runs once for each."""
+    """The cost of a pack is the sum over its samples: attention is per sample, conditioning runs once for each."""
     flops, alone = PackFlops(MID), [SequenceLayout.from_lengths([n]) for n in (100, 7, 64)]
     pack = flops.training(*shape_of(SequenceLayout.from_lengths([100, 7, 64])), convention=convention)
     assert pack == sum(flops.training(*shape_of(layout), convention=convention) for layout in alone)
@@ -177,7 +177,7 @@ def test_nemo_convention_of_a_config_is_the_plain_formula():
 
 
 def test_nemo_convention_counts_once_per_token_work_that_runs_once_per_sample():
-    """Per token the conventions differ by the weights that meet no token, nearly all of them adaLN's."""
+    """Per token, the conventions differ by the weights that are applied once per sample, nearly all of them adaLN's."""
     s = 1 << 16
     flops, layout = PackFlops(XL_2), SequenceLayout.from_lengths([s])
     nemo, model = (flops.training(layout, [(1, 256, 256)], convention=c) / s for c in ("nemo", "model"))

@@ -1,4 +1,4 @@
-"""Preemption flag, finite check and stack dumps, if necessary in a separate process."""
+"""Preemption flag, check for finite losses, and stack dumps; some tests need a separate process."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ with PreemptionFlag() as flag:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_stops_the_run_at_the_end_of_the_step(number):
-    """The process lives on, finishes its step, and knows which signal came."""
+    """The process finishes its step and has the name of the signal."""
     child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready False\n"
     child.send_signal(number)
@@ -38,7 +38,7 @@ def test_a_signal_stops_the_run_at_the_end_of_the_step(number):
 
 
 def test_signal_handlers_are_restored():
-    """After the run the signals have their previous handlers, also after a failure."""
+    """After the run, also after a failure, signals have their previous handlers."""
     before = signal.getsignal(signal.SIGUSR1)
     flag = PreemptionFlag((signal.SIGUSR1,))
     with pytest.raises(ZeroDivisionError), flag:
@@ -48,7 +48,7 @@ def test_signal_handlers_are_restored():
 
 
 def test_a_request_ends_the_process_at_once_if_there_is_nothing_to_save():
-    """In the middle of a call, also for a request from before; outside, it is only noted again."""
+    """During a call and for an earlier request; outside of the context, a signal only sets the flag."""
     reached = []
     with PreemptionFlag((signal.SIGUSR1,)) as flag:
         with pytest.raises(SystemExit) as left, flag.exit_immediately():
@@ -61,7 +61,7 @@ def test_a_request_ends_the_process_at_once_if_there_is_nothing_to_save():
 
 
 def test_a_request_counts_even_if_a_library_replaces_the_exception():
-    """As in torch.asarray of a storage, while weights are read."""
+    """torch.asarray of a storage does so while weights are read."""
 
     def as_array():
         try:
@@ -76,7 +76,7 @@ def test_a_request_counts_even_if_a_library_replaces_the_exception():
 
 
 def test_a_rank_with_a_request_and_a_lost_peer_is_preempted(monkeypatch):
-    """The signal comes while it waits for the peer, so the lost peer is seen first; other errors stay errors."""
+    """The rank detects the lost peer before it gets the signal; other errors stay errors."""
     monkeypatch.setattr(guards, "SIGNAL_SKEW_S", 0.01)
 
     def ended_by(error, flag):
@@ -118,7 +118,7 @@ def test_an_overflow_in_the_backward_pass_blames_no_sample():
 
 
 def test_the_watchdog_writes_stacks_only_during_a_hang(tmp_path):
-    """With beats it writes nothing; during a hang it writes every thread's stack; the run continues."""
+    """While beats arrive it writes nothing; during a hang it writes the stack of every thread; the run continues."""
     path = tmp_path / "stacks" / "rank_0.txt"
     done = threading.Event()
     thread = threading.Thread(target=done.wait, name="waiting")

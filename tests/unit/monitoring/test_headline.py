@@ -1,4 +1,4 @@
-"""The first line of a run names its parallel layout."""
+"""The first line that a run prints names its parallel layout."""
 
 from types import SimpleNamespace
 

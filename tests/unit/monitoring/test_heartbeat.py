@@ -1,4 +1,4 @@
-"""Whom the heartbeats blame."""
+"""The rank that heartbeats name as the cause of a hang."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_stopped_or_dead_process_of_this_machine_is_detected_at_once():
 
 
 def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
-    """Progress is any phase; the verdict is in the exit record, and the incident in the record of the run."""
+    """Any change of phase is progress; the exit record has the verdict, and the record of the run has the incident."""
     codes, ended = [], threading.Event()
 
     def end(code: int) -> None:
@@ -92,7 +92,7 @@ def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
 
 
 def test_a_process_of_another_container_of_this_host_is_not_looked_up():
-    """Containers may share the name of their host, and images a name; the same number is another process there."""
+    """Containers may have equal host names; the same process id may then belong to another process."""
     found = beats((7, "updates"), (7, "updates"))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -126,7 +126,7 @@ with Heartbeat(sys.argv[1], 0, 1, 1.8) as heart:
 
 
 def test_time_in_which_a_process_was_stopped_does_not_count_as_a_hang(tmp_path):
-    """For example a sleeping laptop, a paused machine or Ctrl-Z; a hang afterwards still counts."""
+    """For example during sleep of a laptop or after Ctrl-Z; a hang afterwards still counts."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with ExitStack() as stack:
         for name in ("goes_on", "hangs"):
@@ -157,7 +157,7 @@ def write_beat(folder: Path, at: float) -> None:
 
 @pytest.mark.parametrize("skew_s", [-3600, 3600])
 def test_the_clock_of_another_machine_does_not_matter(tmp_path, skew_s):
-    """A rank that writes is not silent, and one that does not is, whatever time its files state."""
+    """A rank is silent if it stops writing, whatever time its files state."""
     heart = Heartbeat(tmp_path, 0, 2, 0.6)
     for _ in range(8):
         write_beat(tmp_path, time.time() + skew_s)
@@ -168,7 +168,7 @@ def test_the_clock_of_another_machine_does_not_matter(tmp_path, skew_s):
 
 
 def test_a_rank_of_another_machine_that_fell_silent_ends_the_start(tmp_path):
-    """Only silence ends a rank that starts: not before its limit of 6 s, and not another 3 s of silence after it."""
+    """During the start, only silence counts: the rank ends after its limit of 6 s, and within 3 s after that."""
     write_beat(tmp_path, time.time() + 3600)
     ended = threading.Event()
     with Heartbeat(tmp_path, 0, 2, 6.0, end=lambda code: ended.set()):
@@ -196,7 +196,7 @@ with PreemptionFlag() as flag, Heartbeat(sys.argv[1], 0, 1, 1.2) as heart:
 
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_rank_with_a_dead_launcher_gets_a_stop_request(tmp_path, launched):
-    """A process that no launcher started outlives its shell."""
+    """A process that was not started by a launcher outlives its shell."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
     environ |= {"TORCHELASTIC_RUN_ID": "1"} if launched else {}
     command = [sys.executable, "-c", LAUNCHER, RANK, str(tmp_path)]
@@ -206,7 +206,7 @@ def test_a_rank_with_a_dead_launcher_gets_a_stop_request(tmp_path, launched):
             launcher.kill()
             launcher.wait()
             if launched:
-                assert launcher.stdout.read() == "SIGTERM\n"  # ends with the process, after its last beat
+                assert launcher.stdout.read() == "SIGTERM\n"  # complete when the process has ended, after its last beat
             else:
                 time.sleep(1.0)
                 os.kill(rank, 0)

@@ -1,4 +1,4 @@
-"""A trace has the requested steps, and only those."""
+"""A trace has exactly the requested steps."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ OPERATIONS = (torch.sin, torch.cos, torch.tan, torch.exp)
 
 
 def traced(path, steps, *, start=1):
-    """Return the operations of the steps in the trace of a loop."""
+    """Return the steps whose operations are in the trace of a loop."""
     with StepProfile(path, steps) as profile:
         for step in range(start, len(OPERATIONS) + 1):
             profile.before(step)

@@ -1,4 +1,4 @@
-"""The console: the same text on a terminal and in a log file."""
+"""The console shows the same text on a terminal and in a log file."""
 
 import io
 
@@ -27,7 +27,7 @@ class Terminal(io.StringIO):
 
 
 class Clock:
-    """Two seconds per step."""
+    """A clock that advances two seconds per step."""
 
     def __init__(self):
         self.now = 1000.0
@@ -39,7 +39,7 @@ class Clock:
 def run(stream):
     clock = Clock()
     progress = ConsoleProgress("DiT-S, 33 M parameters, 2 ranks", 100, stream, clock)
-    clock.now += 500  # building takes its time and is no step
+    clock.now += 500  # building takes time and is no step
     progress.start(10)
     for step in (20, 30):
         clock.now += 20
@@ -57,7 +57,7 @@ def test_a_line_has_the_share_of_waiting_for_data():
 
 
 def test_log_file_gets_plain_lines():
-    """One header, one line per interval, no control codes; the time left counts training steps only."""
+    """One header, one line per interval, no control codes; the remaining time only counts training steps."""
     lines = run(io.StringIO()).splitlines()
     assert lines == [
         "DiT-S, 33 M parameters, 2 ranks",
@@ -68,7 +68,7 @@ def test_log_file_gets_plain_lines():
 
 
 def test_terminal_gets_the_same_text(monkeypatch):
-    """The live line reads like the plain one and leaves its last state and the messages standing."""
+    """The live line has the text of the plain one; its last state and the messages stay on the screen."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
     text = run(Terminal())
@@ -99,7 +99,7 @@ def test_durations_are_formatted(seconds, text):
 
 
 def test_a_name_cannot_give_orders_to_the_terminal(monkeypatch):
-    """Messages name samples, whose names come from the data."""
+    """Messages contain names of samples, which come from the data."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
     progress = ConsoleProgress("header \x1b]0;a\x07", 10, stream := Terminal(), Clock())

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one holder at a time, who has a name, and no lock outlives its process."""
+"""The lock of a run folder: one holder at a time, which has a name; no lock outlives its process."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ def take(run_dir):
     """Take the lock as rank 0 of a world of one; return it."""
     lock = RunLock(run_dir)
     lock.__enter__()
-    own_world = not dist.is_initialized()  # other tests of this process may have started one
+    own_world = not dist.is_initialized()  # another test in this process may have started one
     if own_world:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -62,7 +62,7 @@ def _hold(run_dir, ready):
 
 
 def test_a_crash_releases_it(tmp_path, no_wait):
-    """Kill -9 of the holder: the folder is free at once."""
+    """After `kill -9` of the holder, the folder is free at once."""
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     holder = context.Process(target=_hold, args=(tmp_path, ready))
@@ -76,7 +76,7 @@ def test_a_crash_releases_it(tmp_path, no_wait):
 
 
 def test_a_new_run_waits_for_a_process_that_is_ending(tmp_path, caplog):
-    """As after a requeue: a line names the other process, then the run starts."""
+    """For example after a requeue: a line names the other process, and the run starts when that has ended."""
     first = take(tmp_path)
     ending = threading.Timer(0.5, first.__exit__, (None, None, None))
     ending.start()
@@ -97,7 +97,7 @@ def _hold_with_a_writer(run_dir, seconds):
 
 
 def test_a_new_run_waits_for_the_save_of_a_dead_process(tmp_path, no_wait, caplog):
-    """Its writer has the lock; nobody else would end it."""
+    """The writer of the dead process has the lock and ends after the save."""
     holder = multiprocessing.get_context("fork").Process(target=_hold_with_a_writer, args=(tmp_path, 2))
     holder.start()
     holder.join()
@@ -108,7 +108,7 @@ def test_a_new_run_waits_for_the_save_of_a_dead_process(tmp_path, no_wait, caplo
 
 @pytest.fixture
 def orphaned(tmp_path):
-    """The lock of a process whose launcher is dead, as its heartbeat states."""
+    """Take the lock for a process whose launcher is dead according to its heartbeat."""
     lock = take(tmp_path)
     beat = Beat(0, socket.gethostname(), os.getpid(), 3, "computes", 0.0, 0.0, "", is_orphan=True)
     (tmp_path / "heartbeats").mkdir()
@@ -118,7 +118,7 @@ def orphaned(tmp_path):
 
 
 def test_a_new_run_waits_for_a_process_with_a_dead_launcher(tmp_path, no_wait, orphaned, caplog):
-    """It saves, which may take longer than the wait for a run that was stopped."""
+    """That process saves, which may take longer than the usual wait."""
     ending = threading.Timer(0.5, orphaned.__exit__, (None, None, None))
     ending.start()
     with caplog.at_level(logging.WARNING):
@@ -166,9 +166,9 @@ def test_a_pipe_in_its_place_does_not_hang(tmp_path, no_wait):
 
 
 def test_a_folder_recreated_by_another_run_is_not_ours(tmp_path):
-    """A lock on a deleted file guards nothing; the new folder belongs to who locked it there."""
+    """A lock on a deleted file protects nothing; the new folder belongs to the process that locked it there."""
     first = take(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")
-    assert first.is_ours()  # no other process has it: the exit record may be written
+    assert first.is_ours()  # no other process has the folder, so the exit record may be written
     second = take(tmp_path / "run")
     assert (first.is_ours(), second.is_ours()) == (False, True)

@@ -1,4 +1,4 @@
-"""Sinks: the record of truth is exact and survives; mirrors may fail without harm."""
+"""Sinks: the record on disk is exact and complete; mirrors may fail without harm."""
 
 import errno
 import json
@@ -60,7 +60,7 @@ def picture(tmp_path):
 
 
 def test_values_are_read_back_to_the_bit(tmp_path):
-    """Any float is exact, the training loss also as hex; values outside of JSON are still strict JSON."""
+    """Any float is exact, the training loss also as hex; values that JSON lacks are still written as strict JSON."""
     rng = random.Random(0)
     losses = [struct.unpack("<d", rng.randbytes(8))[0] for _ in range(300)] + [0.1 + 0.2, -0.0, 5e-324]
     losses = [x for x in losses if math.isfinite(x)] + [math.nan, math.inf, -math.inf]
@@ -90,7 +90,7 @@ def test_numpy_scalars_are_numbers(tmp_path):
 
 
 def test_resuming_keeps_every_line_and_drops_lost_steps_for_readers(tmp_path):
-    """Steps done again are written again, marked by attempt. Older versions recorded no start."""
+    """Repeated steps are written again, marked by attempt. Older versions recorded no start."""
     path = tmp_path / "metrics.jsonl"
     for attempt, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
         sink = JsonlSink(path)
@@ -136,7 +136,7 @@ def test_records_with_entries_of_wrong_kinds_are_dropped(tmp_path):
 
 
 def test_jsonl_survives_kill_up_to_the_last_line(tmp_path):
-    """Every record whose call returned before `kill -9` is there, exact, and the file can be continued."""
+    """Every record whose call returned before `kill -9` is in the file, exact, and the file can be continued."""
     path = tmp_path / "metrics.jsonl"
     child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(path)], stdout=subprocess.PIPE)
     child.stdout.read(8 * 500)
@@ -153,7 +153,7 @@ def test_jsonl_survives_kill_up_to_the_last_line(tmp_path):
 
 @pytest.mark.parametrize("length", [10, 70_000, 300_000])
 def test_torn_last_line_is_cut_off(tmp_path, length):
-    """A record that was never finished goes, however long; all others stay, and the next one starts its own line."""
+    """An unfinished record is removed, however long; all others stay, and the next record starts on a new line."""
     path = tmp_path / "metrics.jsonl"
     sink = JsonlSink(path)
     sink.scalars(1, {"loss": 1.0, "text": "x" * length}, consumed_samples=1)
@@ -182,7 +182,7 @@ def test_a_scalar_may_not_have_the_name_of_a_field(tmp_path):
 
 
 class BrokenSink(Sink):
-    """Fails from the n-th call on, and counts."""
+    """Counts its calls, and fails from the n-th call on."""
 
     def __init__(self, n):
         self.n, self.calls = n, 0
@@ -208,7 +208,7 @@ def tell_everything(sink, picture):
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_failing_mirror_is_dropped_with_one_warning(tmp_path, picture, caplog, n):
-    """Whenever a mirror starts to fail, the record and the other mirror are complete, and it is heard of once."""
+    """Whenever a mirror starts to fail, the record and the other mirrors are complete, and it is reported once."""
     broken, sound = BrokenSink(n), BrokenSink(1000)
 
     def unbuildable():
@@ -225,7 +225,7 @@ def test_failing_mirror_is_dropped_with_one_warning(tmp_path, picture, caplog, n
 
 
 def test_failing_record_is_an_error(tmp_path, monkeypatch):
-    """Training must not continue without its record: exit code 5, with a cure."""
+    """Training must not continue without its record: exit code 5 and a cure."""
     fan = FanOut(JsonlSink(tmp_path / "metrics.jsonl"), {})
     fan.scalars(1, {"loss": 1.0}, 1)
 
@@ -258,7 +258,7 @@ def test_a_moved_or_deleted_record_is_an_error(tmp_path, how):
 
 
 def test_tensorboard_shows_the_resumed_history(tmp_path, picture):
-    """Scalars and pictures are read back; entries of a dead process after its checkpoint are hidden by the resume."""
+    """Scalars and pictures are read back; a resume hides entries that a dead process wrote after its checkpoint."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resumed_step, steps, loss in ((None, (1, 2, 3), 1.0), (1, (2,), 2.0)):
         sink = TensorBoardSink(tmp_path / "events", resumed_step)
@@ -281,7 +281,7 @@ def moving_picture(path):
 
 
 def test_tensorboard_gets_the_file_of_a_clip(tmp_path):
-    """What TensorBoard shows is the file itself, all frames of it."""
+    """TensorBoard gets the file unchanged, with all frames."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     clip = moving_picture(tmp_path / "x.gif")
     sink = TensorBoardSink(tmp_path / "events")
@@ -317,7 +317,7 @@ assert list(home.iterdir()) == [], list(home.iterdir())
 
 
 def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
-    """Two attempts without a key leave two offline parts of one run, each named, pictures inside, nothing elsewhere."""
+    """Two attempts without a key leave two offline parts of one run, with names and pictures, and no other file."""
     pytest.importorskip("wandb")
     run_dir, home = tmp_path / "run", tmp_path / "home"
     (run_dir / "checkpoints").mkdir(parents=True)
@@ -335,7 +335,7 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     run_id = (run_dir / "wandb_id").read_text().strip()
-    parts = list((run_dir / "wandb").glob(f"offline-run-*-{run_id}*"))  # of one second: the second one ends in -1
+    parts = list((run_dir / "wandb").glob(f"offline-run-*-{run_id}*"))  # a second part in one second ends in -1
     assert len(parts) == 2
     named = re.findall(r"upload with: wandb sync (.+)", done.stderr)
     assert sorted(map(Path, named)) == sorted(parts)
@@ -365,7 +365,7 @@ def test_wandb_is_on_with_a_key_unless_the_settings_disable_it(asked, key, mirro
 
 
 class FakeRun:
-    """Takes the place of wandb's run, and keeps its artifacts."""
+    """Stand-in for wandb's run that keeps its artifacts."""
 
     id, sync_dir = "x", "somewhere"
 
@@ -388,7 +388,7 @@ def keep_wandb_in(folder, monkeypatch):
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.parametrize("epoch_samples", [400, None])
 def test_checkpoints_are_uploaded_where_wandb_is_online(tmp_path, monkeypatch, offline, epoch_samples):
-    """All files, from a copy that later deletion of the checkpoint does not touch; the name has step and epoch."""
+    """All files are uploaded from a copy, which stays if the checkpoint is deleted; the name has step and epoch."""
     wandb = pytest.importorskip("wandb")
     folder = tmp_path / "checkpoints" / "iter_0000030"
     (folder / "part").mkdir(parents=True)
@@ -434,7 +434,7 @@ def test_a_long_error_of_a_mirror_is_shortened(tmp_path, monkeypatch, caplog):
 
 
 def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):
-    """A service that does not answer costs one warning; the second `init` is offline with the same id."""
+    """A service that does not answer causes one warning; the second `init` is offline with the same id."""
     wandb = pytest.importorskip("wandb")
     modes, ids, pages = [], [], []
 

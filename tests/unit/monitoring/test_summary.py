@@ -1,4 +1,4 @@
-"""The last two lines of a run."""
+"""The last two lines that a run prints."""
 
 import math
 import shlex
@@ -10,7 +10,7 @@ from dit.monitoring.summary import drawing_command, how_it_went
 
 
 def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
-    """Lower is better, nan is none; a step done again after a resume counts as it came out last."""
+    """Lower is better and nan does not count; of a repeated step, the last value counts."""
     path = tmp_path / "metrics.jsonl"
     for steps in ({2: 0.9, 4: 0.1, 6: math.nan}, {4: 0.5, 6: 0.75, 8: 0.625}):
         sink = JsonlSink(path)
@@ -26,7 +26,7 @@ def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
 
 
 def test_losses_of_discarded_steps_do_not_count(tmp_path):
-    """Killed after step 8, resumed after step 4, and stopped at step 6."""
+    """The run was killed after step 8, resumed after step 4, and stopped at step 6."""
     path = tmp_path / "metrics.jsonl"
     for start, held_out in ((0, {4: 0.5, 8: 0.125}), (4, {6: 0.75})):
         sink = JsonlSink(path)
@@ -54,7 +54,7 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
 def test_a_damaged_line_does_not_end_a_run(tmp_path, name, place, caplog):
-    """The line is skipped and counted; the next attempt still has the next number."""
+    """The line is skipped and counted; the number of the next attempt is still right."""
     path = tmp_path / "metrics.jsonl"
     for step in (4, 8):
         if place == ("first" if step == 4 else "middle"):

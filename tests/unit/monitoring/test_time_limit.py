@@ -1,4 +1,4 @@
-"""The limit of a job: durations as Slurm writes them, when the clock starts, and when it is time to stop."""
+"""The time limit of a job: durations in Slurm's format, the start of the clock, and when to stop."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_the_start_of_a_process_is_read_from_proc():
 
 
 def test_the_clock_starts_with_the_job(monkeypatch):
-    """That of Slurm, else torchrun, the parent of a rank, also after a restart of the rank; else this process."""
+    """The start of the Slurm job; otherwise of torchrun, the parent of a rank; otherwise of this process."""
     monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert job_start() == pytest.approx(started_at(os.getpid()), abs=0.1)
@@ -58,7 +58,7 @@ def test_a_run_without_limit_never_stops():
 
 
 def test_it_stops_while_three_steps_and_two_saves_still_fit(monkeypatch):
-    """The longest step so far counts, not the last one."""
+    """The longest step so far counts, not the last step."""
     now = [1000.0]
     monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
     limit = TimeLimit("10", start=1000.0)

@@ -8,7 +8,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 
 
 def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of: int = 1) -> PackedBatch:
-    """Make Gaussian latents of the given deviation; samples are addressed by their length."""
+    """Make Gaussian latents with a given deviation; the length of a sample is also its id."""
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
     generator = torch.Generator().manual_seed(0)
     rows = {n: std * torch.randn(n, channels, generator=generator) for n in sorted(set(lengths))}

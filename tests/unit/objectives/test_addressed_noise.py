@@ -1,4 +1,4 @@
-"""Laws of addressed noise: Philox is Philox, and a draw depends on its address only."""
+"""Laws of addressed noise: the generator is Philox, and a draw depends only on its address."""
 
 import math
 
@@ -34,12 +34,12 @@ def words(counter: tuple[int, ...], key: tuple[int, int]) -> list[int]:
     ids=["zeros", "ones", "pi"],
 )
 def test_philox_gives_the_published_known_answers(counter, key, expected):
-    """Salmon et al. publish these three vectors for philox4x32-10."""
+    """Three vectors that Salmon et al. publish for philox4x32-10."""
     assert words(counter, key) == expected
 
 
 class _Products(TorchDispatchMode):
-    """Notes the largest product of whole numbers, worked out without a limit."""
+    """Records the largest product of integers, computed without a limit."""
 
     largest = 0
 
@@ -51,7 +51,7 @@ class _Products(TorchDispatchMode):
 
 
 def test_no_product_overflows():
-    """What an overflow gives is undefined in compiled code, which then draws other numbers."""
+    """The result of an overflow is undefined in compiled code, which would then draw other numbers."""
     counter = tuple(torch.full((64,), 2**32 - 1) - torch.arange(64) for _ in range(4))
     with _Products() as seen:
         _rounds(counter, (2**32 - 1, 2**32 - 1))
@@ -60,7 +60,7 @@ def test_no_product_overflows():
 
 @pytest.mark.parametrize("keys", ["numbers", "one for each row"])
 def test_words_of_numpy_are_those_of_torch(keys):
-    """Also of more counters than are worked out at a time, of a view that repeats rows, and it leaves them alone."""
+    """Also for more counters than fit one block, and for a view with repeated rows; counters are not changed."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = 7, 3001
     counter = (
@@ -93,7 +93,7 @@ def test_local_tokens_get_the_noise_of_the_global_pack(draws):
 
 
 def test_a_seed_per_sample_gives_each_the_noise_of_its_seed():
-    """All 64 bits of it count."""
+    """All 64 bits of a seed count."""
     layout = SequenceLayout.from_lengths([5, 3, 4], multiple_of=4)
     seeds = [3, 2**40 + 3, 2**62 + 1]
     mixed = AddressedNoise(torch.tensor(seeds), 7, IDS, layout)
@@ -143,7 +143,7 @@ def test_every_part_of_the_address_matters():
 
 
 def test_a_step_on_the_device_gives_the_numbers_of_a_step_on_the_host():
-    """A change of the tensor, which a CUDA graph reads, changes the next draw."""
+    """Changing the tensor, which a CUDA graph reads, changes the next draw."""
     layout, step = SequenceLayout.from_lengths([4, 4, 4]), torch.tensor(0)
     on_device = AddressedNoise(1, step, IDS, layout)
     for number in (7, 2**31):
@@ -154,7 +154,7 @@ def test_a_step_on_the_device_gives_the_numbers_of_a_step_on_the_host():
 
 
 def test_the_first_draw_of_a_sample_is_that_of_no_number():
-    """What is not drawn from a stream (held-out and generated samples) has the noise of draw 0."""
+    """Samples without a draw number (held-out and generated samples) have the noise of draw 0."""
     layout = SequenceLayout.from_lengths([4, 4, 4])
     first = AddressedNoise(1, 7, IDS, layout, torch.zeros(3, dtype=torch.int64))
     assert torch.equal(first.normal_TC("eps", 4), AddressedNoise(1, 7, IDS, layout).normal_TC("eps", 4))
@@ -169,7 +169,7 @@ def test_normal_noise_has_the_moments_of_a_standard_normal():
 
 
 def test_channels_are_independent():
-    """Not only uncorrelated: of independent normals x and y, x**2 - 1 and y**2 - 1 (of variance 2) are so, too."""
+    """They are not only uncorrelated: for independent normals x and y, x**2 - 1 and y**2 - 1 are uncorrelated, too."""
     n = 1 << 15
     x_TC = AddressedNoise(5, 0, IDS[:1], SequenceLayout.from_lengths([n])).normal_TC("eps", 8).double()
     for centred_TC, variance in ((x_TC, 1.0), (x_TC**2 - 1, 2.0)):
@@ -178,7 +178,7 @@ def test_channels_are_independent():
 
 
 def test_channel_counts_share_their_leading_channels():
-    """A draw of 5 channels starts with nothing else than the blocks of 4 it is made of: shapes are exact."""
+    """Noise is drawn in blocks of 4 channels and cut to the requested number."""
     layout = SequenceLayout.from_lengths([3])
     noise = AddressedNoise(1, 0, IDS[:1], layout)
     for channels in (1, 3, 4, 5, 16):
@@ -187,7 +187,7 @@ def test_channel_counts_share_their_leading_channels():
 
 
 def test_level_quantiles_are_uniform_over_samples_steps_and_draws():
-    """Kolmogorov-Smirnov distance to the uniform law below its 0.1 % point, over each of them."""
+    """Over each of them, the Kolmogorov-Smirnov distance to the uniform law is below its 0.1 % point."""
     n = 4096
     layout = SequenceLayout.from_lengths([1] * n)
     over_samples = AddressedNoise(1, 0, torch.arange(n), layout).level_S()

@@ -1,4 +1,4 @@
-"""The adversarial loss against its papers, in two backward passes per sample; what starts when, and what is refused."""
+"""The adversarial loss against its papers, which need two backward passes per sample; start steps; refused settings."""
 
 import json
 import math
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[AutoencoderConfig, Reconstruction]] = {
     "vq": (AutoencoderConfig(**SIZES, codebook_size=16), VQAutoencoding(loss_kind="l2", adversarial=PART)),
 }
 SEED = 5
-RTOL = 1e-5  # float32 against a float64 discriminator; seen 1.5e-6 of the largest value of a gradient
+RTOL = 1e-5  # float32 against a float64 discriminator; measured: 1.5e-6 of the largest value of a gradient
 
 
 def network_of(
@@ -68,7 +68,7 @@ def network_of(
 
 
 def pack_of(config: AutoencoderConfig, numbers: tuple[int, ...] = (0, 1, 2)) -> PackedBatch:
-    """Pictures of 16 x 16 pixels that differ in weight, with padding after each."""
+    """Return pictures of 16 x 16 pixels with different weights and padding after each."""
     batch = MockPacks(config)(numbers, multiple_of=10, tail=4)
     return replace(batch, loss_weight_S=torch.tensor([0.5, 2.0, 1.0])[list(numbers)])
 
@@ -84,7 +84,7 @@ def gradients(network: nn.Module, objective: Reconstruction, batch: PackedBatch,
 
 
 class PaperDiscriminator(nn.Module):
-    """The discriminator of pix2pix with torch's modules, and group norms in place of its batch norms."""
+    """The discriminator of pix2pix in torch modules, with group norms instead of batch norms."""
 
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def picture(tokens_TC: Tensor, patch: int) -> Tensor:
 def two_passes(
     network: Backbone, objective: Reconstruction, batch: PackedBatch, config: AutoencoderConfig
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Compute values and gradients of every sample by the papers: one pass for the autoencoder, one for D."""
+    """Compute values and gradients of every sample by the papers, in one pass for each of the two networks."""
     paper = PaperDiscriminator(config.in_channels, PART.hidden_size).to(torch.float64)
     ours = {name: p for name, p in network.named_parameters() if name.startswith("discriminator.")}
     for (name, own), parameter in zip(ours.items(), paper.parameters(), strict=True):
@@ -157,7 +157,7 @@ def two_passes(
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_backward_pass_gives_the_gradients_of_two(one_rank_world: ProcessGroups, name: str) -> None:
-    """From the start step on; before it, the gradients are those without the loss, and zero for the discriminator."""
+    """From the start step on; before it, gradients are those without the loss, and zero for the discriminator."""
     config, objective = CASES[name]
     network, batch = network_of(config, objective, one_rank_world), pack_of(config)
     values, exact = two_passes(network, objective, batch, config)
@@ -185,7 +185,7 @@ def test_one_backward_pass_gives_the_gradients_of_two(one_rank_world: ProcessGro
 
 
 def test_micro_batches_and_the_order_of_samples_change_nothing(one_rank_world: ProcessGroups) -> None:
-    """Also where the samples of a micro-batch have discriminators' slopes of other sizes."""
+    """Also if the discriminator's gradients differ in size between the samples of a micro-batch."""
     config, objective = CASES["kl"]
     network = network_of(config, objective, one_rank_world)
     together_logs, together = gradients(network, objective, pack_of(config), PART.start_step, config)
@@ -216,7 +216,7 @@ def test_half_precision_has_the_gradients_of_fp32(one_rank_world: ProcessGroups,
 
 @pytest.mark.parametrize("start_step", [0, 1])
 def test_the_held_out_loss_is_that_of_step_0(one_rank_world: ProcessGroups, start_step: int) -> None:
-    """It needs a slope although validation computes no gradients of weights."""
+    """The adaptive weight needs a gradient although validation computes none for the weights."""
     config, objective = CASES["kl"]
     objective = replace(objective, adversarial=replace(PART, start_step=start_step))
     network, device = network_of(config, objective, one_rank_world), torch.device("cpu")
@@ -228,7 +228,7 @@ def test_the_held_out_loss_is_that_of_step_0(one_rank_world: ProcessGroups, star
 
 
 def test_frames_of_a_clip_are_pictures_of_one_sample(one_rank_world: ProcessGroups) -> None:
-    """A clip of two equal frames has the scores of the picture, and its slope by each frame is half as large."""
+    """A clip of two equal frames has the scores of the picture; its gradient by each frame is half as large."""
     config, objective = CASES["kl"]
     network, picture = network_of(config, objective, one_rank_world), MockPacks(config)((0,))
     tokens_TC = picture.latents_TC.repeat(2, 1)
@@ -286,7 +286,7 @@ def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> N
 
 
 def test_the_first_step_of_the_terms_is_no_spike(one_rank_world: ProcessGroups) -> None:
-    """Also if an overflow in fp16 or a rewind comes before it; later steps are compared with the steps since then."""
+    """Also after an fp16 overflow or a rewind; later steps are compared with the steps since the start of the terms."""
     task, start = call_recipe("pictogram_autoencoder"), 20
     words = [f"objective.adversarial=adversarial(start_step={start})", "training.spike_threshold=5.0"]
     apply_overrides(task, words, load_component)
@@ -306,7 +306,7 @@ def test_the_first_step_of_the_terms_is_no_spike(one_rank_world: ProcessGroups) 
         assert is_bad(start + 20, 3.0)
         bad_steps.guard.load_state_dict(before)
     state.step = start
-    bad_steps.begin_step()  # of a step that overflows, which is not judged
+    bad_steps.begin_step()  # the step overflows and is not judged
     assert not is_bad(start + 2, 1.5)
 
 
@@ -326,7 +326,7 @@ def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layer
 def test_the_discriminators_operations_are_those_of_torch(
     one_rank_world: ProcessGroups, sizes: PatchGAN, frames: int
 ) -> None:
-    """Against torch's counter, which does not count the gradient by the real pictures, as nothing needs it."""
+    """Against torch's counter, which omits the gradient with respect to the real pictures because it is not needed."""
     objective = replace(
         CASES["kl"][1], adversarial=replace(PART, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)
     )
@@ -347,7 +347,7 @@ def test_the_discriminators_operations_are_those_of_torch(
 
 @pytest.mark.parametrize("parallel", ["ddp", "distributed_optimizer"])
 def test_the_discriminator_has_its_own_learning_rate(one_rank_world: ProcessGroups, parallel: Any) -> None:
-    """Adam's first update is as large as the rate."""
+    """The size of Adam's first update is the learning rate."""
     config, objective = CASES["kl"]
     objective = replace(objective, adversarial=replace(PART, lr_factor=0.25))
     layout, training = ParallelConfig(data_parallel=parallel), TrainingConfig(precision="fp32")

@@ -1,4 +1,4 @@
-"""Low-resolution pictures: made from the data, noised at their own size, at a level of their own."""
+"""Low-resolution pictures: made from the data, noised at their own size, with a separate noise level."""
 
 import math
 from dataclasses import replace
@@ -44,7 +44,7 @@ def low_resolutions(batch: PackedBatch) -> list[Tensor]:
 
 
 def test_enlarging_is_linear() -> None:
-    """Noise that is drawn at the small size and enlarged is the noise of an enlarged, noised picture."""
+    """Enlarging a noised picture equals adding enlarged noise to an enlarged picture."""
     x, eps = torch.randn(2, 3, 1, 5, 4)
     torch.testing.assert_close(
         enlarged(x + 0.3 * eps, 4), enlarged(x, 4) + 0.3 * enlarged(eps, 4), rtol=1e-5, atol=1e-5
@@ -53,7 +53,7 @@ def test_enlarging_is_linear() -> None:
 
 @pytest.mark.parametrize(("kernel", "a"), [("pil", -0.5), ("opencv", -0.75)])
 def test_the_kernel_has_its_coefficient(kernel: Kernel, a: float) -> None:
-    """A bright line enlarged is the kernel of Keys 1981, equation 4, at distances from 1.75 to 0.25."""
+    """Enlarging a bright line gives the kernel of Keys 1981, equation 4, at distances from 1.75 to 0.25."""
 
     def keys(x: float) -> float:
         return (a + 2) * x**3 - (a + 3) * x**2 + 1 if x <= 1 else a * (x**3 - 5 * x**2 + 8 * x - 4)
@@ -65,7 +65,7 @@ def test_the_kernel_has_its_coefficient(kernel: Kernel, a: float) -> None:
 
 
 def test_a_low_resolution_picture_shows_no_more_than_the_small_one() -> None:
-    """A constant stays; detail finer than the factor is lost; sides that are no multiples of it stay as they are."""
+    """A constant picture stays; detail finer than the factor is lost; sides need not be multiples of the factor."""
     torch.testing.assert_close(LowResolution(4)(torch.full((3, 1, 10, 6), 0.7)), torch.full((3, 1, 10, 6), 0.7))
     checks = torch.ones(1, 1, 16, 16)
     checks[..., ::2] = -1
@@ -82,7 +82,7 @@ def test_data_without_a_low_resolution_picture_make_it() -> None:
 
 @pytest.mark.parametrize("padding", [{}, {"multiple_of": 10}])
 def test_each_sample_is_noised_at_its_own_level(padding: dict[str, int]) -> None:
-    """c_in(sigma') (x + sigma' eps), eps enlarged from the small size, where its variance is therefore about 1."""
+    """c_in(sigma') (x + sigma' eps), where eps is enlarged from the small size, so its variance there is about 1."""
     batch = pack(**padding)
     levels_S = torch.tensor([0.5, 4.0, 1e-4])
     given = replace(batch, conditions=batch.conditions | {"augmentation": per_sample(levels_S)})

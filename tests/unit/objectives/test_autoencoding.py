@@ -1,4 +1,4 @@
-"""The autoencoding objective: its loss in float64 by the textbook, its noise by address, and what it refuses."""
+"""The autoencoding objective: its loss in float64 by the textbook, its noise by address, and refused settings."""
 
 import re
 
@@ -19,7 +19,7 @@ RTOL = 1e-6  # float32
 
 
 def outputs(tokens: int) -> torch.Tensor:
-    """Some reconstruction, mean and log variance; the last is not small."""
+    """Return a reconstruction, a mean and a log variance; the log variance is not small."""
     values = torch.randn(tokens, CHANNELS + 2 * LATENT, generator=torch.Generator().manual_seed(1))
     values[:, -LATENT:] *= 3
     return values
@@ -27,7 +27,7 @@ def outputs(tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("kind", "power"), [("l1", 1), ("l2", 2)])
 def test_the_loss_is_the_weighted_lower_bound_per_pixel_value(kind, power):
-    """Written out in float64 with torch's own KL; padding may hold anything."""
+    """Compared with float64 and torch's KL; padding may have any values."""
     batch = pack([3, 5], CHANNELS, multiple_of=4)
     weights = torch.tensor([0.5, 2.0])
     batch.loss_weight_S = weights
@@ -57,7 +57,7 @@ def test_the_divergence_is_exact_in_float64_and_zero_for_the_prior():
 
 
 def test_the_network_gets_the_pixels_and_noise_by_address():
-    """A sample has the same noise alone and in a pack; another step has other noise."""
+    """A sample has the same noise in every pack; another step has other noise."""
     objective, batch, alone = Autoencoding(), pack([3, 5], CHANNELS), pack([5], CHANNELS)
     prepared: Prepared = objective.prepare(batch, noise_for(batch))
     assert torch.equal(prepared.inputs_TC[:, :CHANNELS], batch.latents_TC)

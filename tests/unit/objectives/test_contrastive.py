@@ -1,4 +1,4 @@
-"""Contrastive flow matching: its loss is that of the paper, with a negative that every layout selects."""
+"""Contrastive flow matching: the loss of the paper, with the same negatives on every layout."""
 
 from dataclasses import replace
 
@@ -24,13 +24,13 @@ WEIGHT = 0.3
 
 
 def of_grids(*grids: tuple[int, int, int], multiple_of: int = 4) -> PackedBatch:
-    """Return a pack of samples whose numbers of tokens differ."""
+    """Return a pack of samples with different numbers of tokens."""
     batch = pack([t * h * w for t, h, w in grids], multiple_of=multiple_of)
     return replace(batch, grids=grids)
 
 
 def resized(latent_thwC: torch.Tensor, grid: tuple[int, int, int]) -> torch.Tensor:
-    """Return the nearest tokens, one by one."""
+    """Return the nearest token of each position of the grid."""
     sides = latent_thwC.shape[:3]
     tokens = [
         latent_thwC[i * sides[0] // grid[0], j * sides[1] // grid[1], k * sides[2] // grid[2]]
@@ -48,7 +48,7 @@ def latent(batch: PackedBatch, sample: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("prediction", ["velocity", "x0"])
 def test_the_loss_is_that_of_the_paper(prediction):
-    """Per sample: the error of the velocity, less the weighted error of that of its negative."""
+    """Per sample: the error against its velocity, minus the weighted error against the velocity of its negative."""
     settings = {"prediction": prediction, "time_distribution": "logit_normal"}
     objective = ContrastiveFlowMatching(contrast_weight=WEIGHT, **settings)
     batch = of_grids((1, 2, 3), (2, 2, 1), (1, 5, 2))
@@ -69,14 +69,14 @@ def test_the_loss_is_that_of_the_paper(prediction):
         v_negative = other.normal_TC("eps", 4)[rows] - resized(latent(batch, negative), batch.grids[i])
         near = near + (v - (eps - x0)).square().mean(1).sum()
         far = far + (v - v_negative).square().mean(1).sum()
-    assert prepared.time_S.min() > 0.05  # the limit of the weight of x0
+    assert prepared.time_S.min() > 0.05  # below it, the weight of x0 is limited
     torch.testing.assert_close(loss, near - WEIGHT * far, rtol=1e-5, atol=0)
     torch.testing.assert_close(terms["error"], near, rtol=1e-5, atol=0)
     assert count == 20
 
 
 def test_the_best_output_moves_away_from_the_mean_of_negatives():
-    """Its gradient is zero at (v - weight v') / (1 - weight)."""
+    """The gradient is zero at (v - weight v') / (1 - weight)."""
     objective = ContrastiveFlowMatching(contrast_weight=WEIGHT)
     batch = objective.of_full_pack(of_grids((1, 2, 2), (1, 2, 2)))
     prepared = objective.prepare(batch, noise_for(batch))
@@ -87,7 +87,7 @@ def test_the_best_output_moves_away_from_the_mean_of_negatives():
 
 
 def test_without_negatives_the_loss_is_that_of_flow_matching():
-    """A pack of one sample, held-out packs, and a weight of 0."""
+    """In a pack of one sample, in held-out packs, and with a weight of 0."""
     plain, objective = FlowMatching(), ContrastiveFlowMatching()
     for batch, tried in (
         (objective.of_full_pack(of_grids((1, 2, 2))), objective),
@@ -101,7 +101,7 @@ def test_without_negatives_the_loss_is_that_of_flow_matching():
 
 
 def test_pairs_do_not_depend_on_the_size_of_micro_batches():
-    """Eight samples in one dense micro-batch, in two and in four; a pair is inside each."""
+    """Eight samples in one, two or four dense micro-batches; both samples of a pair are in the same micro-batch."""
     grids = [(1, 2, n) for n in range(1, 9)]
     full = ContrastiveFlowMatching().of_full_pack(of_grids(*grids))
     for size in (2, 4):
@@ -133,7 +133,7 @@ def test_ranks_have_the_negatives_of_their_tokens(split):
 
 
 def test_references_are_no_negatives_and_have_none():
-    """Sample 0 has two tokens of a clean reference after its grid; the loss does not count them."""
+    """Sample 0 has two tokens of a clean reference after its grid, which the loss does not count."""
     batch = pack([6, 4])
     batch = replace(batch, grids=((1, 2, 2), (1, 2, 2)), layout=with_levels(batch.layout, [[(4, 0), (2, CLEAN)], []]))
     assert negative_tokens(batch.layout, batch.grids).tolist() == [6, 7, 8, 9, 4, 5, 0, 1, 2, 3]

@@ -23,7 +23,7 @@ STRENGTH = 0.25
 
 @pytest.mark.parametrize(("name", "steps"), TABLES)
 def test_the_last_step_is_pure_noise_and_the_first_stays(name, steps):
-    """alpha is an affine function of what it was; the betas are diffusers'."""
+    """The new alpha is an affine function of the old one; the betas are those of diffusers."""
     betas = discrete_betas(name, steps)
     before, after = (TableSchedule(x).angles(torch.device("cpu")).cos() for x in (betas, zero_terminal_snr(betas)))
     assert after[-1] < ROUNDING
@@ -34,7 +34,7 @@ def test_the_last_step_is_pure_noise_and_the_first_stays(name, steps):
 
 
 def test_sampling_starts_at_the_last_step_as_pure_noise():
-    """Its network gets the time of that step, and the start is noise of standard deviation 1, without x0."""
+    """The network gets the time of that step, and the start is noise of standard deviation 1, without x0."""
     objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="v", zero_terminal_snr=True)
     plain = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="v")
     for steps in (1, 4, 50):
@@ -77,7 +77,7 @@ def noise_of(batch: PackedBatch, seed=3) -> AddressedNoise:
 
 
 def test_offset_noise_is_a_constant_for_each_channel_of_each_sample():
-    """The noise is what it was without an offset, plus strength times a standard normal number."""
+    """The noise is the noise without an offset, plus strength times a standard normal number."""
     batch = pack(600)
     plain, offset = (
         DDPM(prediction="noise", noise_offset=strength).prepare(batch, noise_of(batch)).target_TC
@@ -98,7 +98,7 @@ def test_offset_noise_is_a_constant_for_each_channel_of_each_sample():
 @pytest.mark.parametrize("prediction", ["noise", "x0", "v"])
 @pytest.mark.parametrize("seed", [3, torch.tensor([2**40 + 1, 2**62, 5])], ids=["one seed", "a seed each"])
 def test_offset_noise_is_the_same_on_every_layout(prediction, seed):
-    """The tokens of a context-parallel rank get those of the full pack; so does a sample in another pack."""
+    """The tokens of a context-parallel rank get the offsets of the full pack; so does a sample in another pack."""
     batch, objective = pack(3), DDPM(prediction=prediction, noise_offset=STRENGTH)
     full = objective.prepare(batch, noise_of(batch, seed=seed))
     rows = torch.tensor([70, 3, 24, 25, 11, 50])

@@ -22,7 +22,7 @@ HALF_PI = math.pi / 2
 
 
 def test_log_normal_has_its_analytic_moments():
-    """Median exp(mean), mean exp(mean + std**2 / 2), and the logarithm has the given mean and deviation."""
+    """Median exp(mean), mean exp(mean + std**2 / 2), and the logarithm has the requested mean and deviation."""
     sigma = log_normal(QUANTILES, -1.2, 1.2)
     assert sigma.median().item() == pytest.approx(math.exp(-1.2), rel=1e-4)
     assert sigma.mean().item() == pytest.approx(math.exp(-1.2 + 1.2**2 / 2), rel=1e-3)
@@ -31,7 +31,7 @@ def test_log_normal_has_its_analytic_moments():
 
 
 def test_logit_normal_has_its_quantiles_and_moments():
-    """The logit is normal; mean 0 is symmetric about one half."""
+    """The logit is normal; with mean 0, times are symmetric about one half."""
     t = logit_normal(QUANTILES, 0.3, 0.8)
     assert t.logit().mean().item() == pytest.approx(0.3, abs=1e-6)
     assert t.logit().std().item() == pytest.approx(0.8, rel=1e-3)
@@ -40,7 +40,7 @@ def test_logit_normal_has_its_quantiles_and_moments():
 
 
 def test_distributions_are_monotone_and_finite_in_float32():
-    """A larger quantile is never a cleaner sample, out to the extreme draws of addressed noise."""
+    """A larger quantile is always a noisier sample, also for the extreme draws of addressed noise."""
     q = torch.cat([torch.tensor([2.0**-24]), torch.linspace(0.001, 0.999, 999), torch.tensor([1 - 2.0**-24])])
     for x in (log_normal(q, -1.2, 1.2), logit_normal(q, 0.0, 1.0), shift_time(q, 3.0)):
         assert x.dtype == torch.float32
@@ -49,7 +49,7 @@ def test_distributions_are_monotone_and_finite_in_float32():
 
 
 def test_time_shift_multiplies_the_odds():
-    """t' / (1 - t') = shift * t / (1 - t); so shifts compose by multiplication, 1 is the identity, the ends stay."""
+    """t' / (1 - t') = shift * t / (1 - t); so shifts compose by multiplication, 1 is the identity, and 0 and 1 stay."""
     t = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     torch.testing.assert_close((shift_time(t, 3.0) / (1 - shift_time(t, 3.0))), 3 * t / (1 - t))
     torch.testing.assert_close(shift_time(shift_time(t, 3.0), 2.0), shift_time(t, 6.0))
@@ -61,7 +61,7 @@ def test_time_shift_multiplies_the_odds():
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("steps", [None, 1000, 50])
 def test_schedules_grow_and_invert(name, steps):
-    """The angle grows strictly with time inside (0, pi / 2], and `time` undoes it."""
+    """The angle grows strictly with time and stays in (0, pi / 2]; `time` is its inverse."""
     schedule = make_schedule(name, steps)
     n = steps or 500
     t = torch.arange(n, dtype=torch.float64) / n
@@ -85,7 +85,7 @@ def test_table_is_the_cumulative_product_of_its_betas(name):
 
 
 def test_tables_have_the_published_constants():
-    """First and last beta, and the alpha-bar they end in."""
+    """The first and last beta, and the final alpha-bar."""
     linear, scaled, cosine = (discrete_betas(n, 1000) for n in ("linear", "scaled_linear", "cosine"))
     assert [linear[0].item(), linear[-1].item()] == pytest.approx([1e-4, 0.02])
     assert (1 - linear).prod().item() == pytest.approx(4.0358e-5, rel=1e-4)
@@ -101,7 +101,7 @@ def test_tables_have_the_published_constants():
 
 
 def test_continuous_schedules_have_the_published_log_snr():
-    """The closed forms of Imagen's continuous time."""
+    """Imagen's closed forms for continuous time."""
     t = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
     log_snr = {n: -2 * make_schedule(n, None).angle(t).tan().log() for n in ("linear", "cosine")}
     torch.testing.assert_close(log_snr["linear"], -torch.expm1(1e-4 + 10 * t**2).log())
@@ -119,7 +119,7 @@ LIMITS = [
 
 @pytest.mark.parametrize(("name", "betas", "distance"), LIMITS)
 def test_continuous_time_is_the_limit_of_the_table(name, betas, distance):
-    """The angle after step k of 1000 is that of time (k + 1) / 1000, up to the distances stated; `time` undoes it."""
+    """The angle after step k of 1000 is that of time (k + 1) / 1000, within the given distance; `time` inverts it."""
     t = torch.arange(1000, dtype=torch.float64) / 1000
     continuous = make_schedule(name, None, betas)
     gap = make_schedule(name, 1000, betas).angle(t) - continuous.angle(t + 1e-3)
@@ -129,7 +129,7 @@ def test_continuous_time_is_the_limit_of_the_table(name, betas, distance):
 
 @pytest.mark.parametrize("name", ["linear", "scaled_linear"])
 def test_betas_that_are_set_are_the_ends_of_the_table(name):
-    """The published ones change nothing, and other lengths scale them."""
+    """Setting the published betas changes nothing; another number of steps scales them."""
     table = discrete_betas(name, 1000, SET)
     assert [table[0].item(), table[-1].item()] == pytest.approx([2e-4, 0.013])
     assert torch.equal(discrete_betas(name, 1000, PUBLISHED_BETAS[name]), discrete_betas(name, 1000))
@@ -138,14 +138,14 @@ def test_betas_that_are_set_are_the_ends_of_the_table(name):
 
 
 def test_shorter_tables_end_at_the_same_noise():
-    """beta scales with 1000 / N, so the noise at the end hardly depends on the number of steps."""
+    """beta scales with 1000 / N, so the final noise hardly depends on the number of steps."""
     for name in NAMES:
         ends = [make_schedule(name, n).sampling_angles(1, HALF_PI).item() for n in (250, 1000)]
         assert ends[0] == pytest.approx(ends[1], abs=0.02)
 
 
 def test_training_visits_every_step_equally_often():
-    """A table of N steps splits the quantiles into N equal parts."""
+    """A table of N steps divides the quantiles into N equal parts."""
     table = make_schedule("linear", 40)
     q = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
     steps = (table.training_time(q) * 40).round().long()
@@ -154,7 +154,7 @@ def test_training_visits_every_step_equally_often():
 
 
 def test_sampling_angles_lie_on_the_table_and_start_at_its_end():
-    """Trailing spacing: the noisiest step first, distinct trained steps, all of them when asked for all."""
+    """Trailing spacing: the noisiest step first, then distinct trained steps; N of N steps are all of them."""
     table = make_schedule("linear", 1000)
     angles = table.angle(torch.arange(1000, dtype=torch.float64) / 1000)
     for n in (1, 7, 30, 999, 1000):
@@ -167,7 +167,7 @@ def test_sampling_angles_lie_on_the_table_and_start_at_its_end():
 
 
 def test_sampling_angles_respect_the_largest_angle_unless_every_step_is_asked_for():
-    """Twenty steps start at the last angle allowed; all steps are the chain as trained."""
+    """Twenty steps start at the largest allowed angle; using every step gives the chain as trained."""
     for steps in (None, 1000):
         grid = make_schedule("cosine", steps).sampling_angles(20, 1.5)
         assert 1.498 < grid[0] <= 1.5 + 1e-12

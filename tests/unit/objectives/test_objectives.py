@@ -1,4 +1,4 @@
-"""Laws every objective obeys, and the constants of each."""
+"""Laws that every objective obeys, and the constants of each."""
 
 import math
 from dataclasses import replace
@@ -49,18 +49,18 @@ OBJECTIVES: list[Objective] = [
 ]
 PREDICTIONS = ("noise", "x0", "v")
 WEIGHT_RTOL = 1e-4  # float32 against float64
-WEIGHT_ATOL = 1e-3  # of errors about 1: at little noise, x0 is a difference of large numbers
+WEIGHT_ATOL = 1e-3  # for errors about 1; at low noise, x0 is a difference of large numbers
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 
 
 def guess(objective: Objective, inputs_TC: torch.Tensor) -> torch.Tensor:
-    """Return some prediction of all that the objective trains."""
+    """Return some prediction of all outputs that the objective trains."""
     return torch.cat([torch.sin((i + 1) * inputs_TC) for i in range(objective.num_outputs)], -1)
 
 
 @every_objective
 def test_true_target_denoises_to_the_clean_latents(objective):
-    """denoise inverts prepare: at x_u, a network that outputs the target gives back x0, and sees the same input."""
+    """denoise inverts prepare: at x_u, a network that outputs the target gives x0, and gets the same input."""
     batch = pack(list(range(3, 19)))
     noise = noise_for(batch)
     prepared = objective.prepare(batch, noise)
@@ -85,7 +85,7 @@ def test_true_target_denoises_to_the_clean_latents(objective):
 
 @every_objective
 def test_a_middle_pipeline_stage_prepares_times_and_weights_without_noise_per_token(objective):
-    """It uses neither inputs nor targets, but its blocks need the times that the other stages have."""
+    """It uses neither inputs nor targets, but its blocks need the same times as the other stages."""
 
     class NoTokens(AddressedNoise):
         def normal_TC(self, purpose, channels):
@@ -101,7 +101,7 @@ def test_a_middle_pipeline_stage_prepares_times_and_weights_without_noise_per_to
 
 @every_objective
 def test_samples_of_one_pack_have_their_own_levels_and_all_is_float32(objective):
-    """Twelve samples, twelve times; each the same alone as in the pack."""
+    """Twelve samples have twelve times; each sample is prepared as in a pack of one."""
     batch = pack(list(range(3, 15)))
     batch.latents_TC = batch.latents_TC.bfloat16()
     prepared = objective.prepare(batch, noise_for(batch))
@@ -119,7 +119,7 @@ def test_samples_of_one_pack_have_their_own_levels_and_all_is_float32(objective)
 
 @every_objective
 def test_level_grows_with_the_quantile(objective):
-    """Validation by quantile compares equal noise, whatever the objective."""
+    """So validation by quantile compares equal noise for every objective."""
     u = objective.level(torch.linspace(1e-4, 1 - 1e-4, 400))
     assert (u.diff() > 0).all()
     _, sigma = objective.path.alpha_sigma(u)
@@ -128,7 +128,7 @@ def test_level_grows_with_the_quantile(objective):
 
 @every_objective
 def test_path_derivatives_are_those_of_the_path(objective):
-    """Central differences agree; the path ends clean."""
+    """They agree with central differences; the path ends clean."""
     u = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
     h = 1e-5
     up, down = objective.path.alpha_sigma(u + h), objective.path.alpha_sigma(u - h)
@@ -141,7 +141,7 @@ def test_path_derivatives_are_those_of_the_path(objective):
 @every_objective
 @pytest.mark.parametrize("num_steps", [1, 2, 30])
 def test_sampling_grid_falls_to_zero(objective, num_steps):
-    """num_steps + 1 positions, strictly falling, float64, ending clean."""
+    """num_steps + 1 positions in float64, strictly decreasing; the last one is clean."""
     grid = objective.sampling_grid(num_steps)
     assert grid.dtype == torch.float64
     assert len(grid) == num_steps + 1
@@ -151,7 +151,7 @@ def test_sampling_grid_falls_to_zero(objective, num_steps):
 
 @every_objective
 def test_sampling_tells_the_network_times_it_was_trained_at(objective):
-    """Every time on the grid is among those of training; on a table it is one of its steps."""
+    """Every time on the grid occurs in training; with a table, it is one of its steps."""
     times = []
 
     def network(inputs_TC, time_S):
@@ -189,7 +189,7 @@ def test_pointwise_errors_are_their_formulas():
 @pytest.mark.parametrize("objective", OBJECTIVES + LEARNED, ids=repr)
 @pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
 def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
-    """Sum and count over a padded pack equal those of every sample alone: packing weighs every token the same."""
+    """Sum and count over a padded pack equal those of its samples: packing weighs every token equally."""
     lengths, objective = [5, 9, 3], replace(objective, loss_kind=kind)
     batch = pack(lengths, multiple_of=4)
     batch.loss_weight_S = torch.tensor([1.0, 0.5, 2.0])
@@ -200,7 +200,7 @@ def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
     for n, weight in zip(lengths, (1.0, 0.5, 2.0)):
         single = pack([n])
         single.latents_TC = batch.latents_TC[batch.layout.starts[lengths.index(n)] :][:n]
-        own_S = objective.prepare(single, noise_for(single)).weight_S  # of its noise level
+        own_S = objective.prepare(single, noise_for(single)).weight_S  # weight of its noise level
         single.loss_weight_S = torch.tensor([weight])
         ready = objective.prepare(single, noise_for(single))
         parts.append(objective.loss(guess(objective, ready.inputs_TC), ready, single.layout))
@@ -208,7 +208,7 @@ def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
         torch.testing.assert_close(parts[-1][2][objective.terms[0]], by_hand)
     assert tuple(terms) == objective.terms
     for name, value in terms.items():
-        own_S = per_sample[name].sum_per_level(batch.layout)  # what validation adds up
+        own_S = per_sample[name].sum_per_level(batch.layout)  # the sums that validation uses
         torch.testing.assert_close(own_S, torch.stack([part[2][name] for part in parts]))
         torch.testing.assert_close(value, own_S.sum())
     torch.testing.assert_close(total, sum(terms.values()))
@@ -217,7 +217,7 @@ def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
 
 
 def test_the_loss_of_x0_is_that_of_its_velocity():
-    """Down to the time below which errors weigh no more: there the quotient of the two is (t / MIN_TIME) squared."""
+    """Below MIN_TIME, weights no longer grow, and the two differ by the factor (t / MIN_TIME) squared."""
     batch = pack(list(range(3, 60)))
     velocity, x0 = (FlowMatching(prediction=p).prepare(batch, noise_for(batch)) for p in ("velocity", "x0"))
     assert torch.equal(velocity.inputs_TC, x0.inputs_TC)
@@ -252,7 +252,7 @@ def test_padding_may_hold_anything(objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES + LEARNED, ids=repr)
 def test_loss_over_slices_adds_up_to_the_loss_of_the_pack(objective):
-    """Ranks that share the rows share the loss."""
+    """Ranks with different rows of a pack compute parts of one loss."""
     batch = pack([6, 5, 3], multiple_of=4)
     prepared = objective.prepare(batch, noise_for(batch))
     full = objective.loss(guess(objective, prepared.inputs_TC), prepared, batch.layout)
@@ -267,14 +267,14 @@ def test_loss_over_slices_adds_up_to_the_loss_of_the_pack(objective):
 
 
 def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.Tensor) -> torch.Tensor:
-    """Return what the paper of an objective squares and sums: its error times the root of its weight, in float64.
+    """Return the terms whose squares the paper sums: the error times the root of its weight, in float64.
 
     * EDM: D(x) - x0 with D = c_skip x + c_out F, weighed by (sigma**2 + sigma_data**2) / (sigma sigma_data)**2.
-    * Flow matching: the velocity's, v - (eps - x0); of a network that predicts x0, v = (x_t - x0) / t with t not below
-      `MIN_TIME` in the quotient of the errors.
-    * DDPM: that of the noise, of x0, or of v = alpha eps - sigma x0, unweighted.
-    * min-SNR-gamma, with SNR = (alpha / sigma)**2: that of x0 times min(SNR, gamma); a prediction of the noise has
-      min(SNR, gamma) / SNR, and of v min(SNR, gamma) / (SNR + 1). Hang et al. 2023, section 3.4.
+    * Flow matching: the error of the velocity, v - (eps - x0); for x0 predictions, v = (x_t - x0) / t with t at least
+      `MIN_TIME` in the division of the errors.
+    * DDPM: the error of the noise, of x0, or of v = alpha eps - sigma x0, unweighted.
+    * min-SNR-gamma, SNR = (alpha / sigma)**2: the error of x0 times min(SNR, gamma); noise predictions have weight
+      min(SNR, gamma) / SNR, and v predictions min(SNR, gamma) / (SNR + 1). Hang et al. 2023, section 3.4.
     """
     noise = noise_for(batch)
     u_T1 = batch.layout.per_token(objective.level(noise.level_S())).double()
@@ -307,7 +307,7 @@ def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.T
 
 @every_objective
 def test_every_noise_level_weighs_as_published(objective):
-    """The loss and, token by token, its gradient are those of the paper's formula, at 60 noise levels in one pack."""
+    """For 60 noise levels in one pack, the loss and its gradient per token follow the paper's formula."""
     batch = pack(list(range(3, 63)))
     generator = torch.Generator().manual_seed(1)
     batch.loss_weight_S = torch.rand(60, generator=generator) + 0.5
@@ -355,7 +355,7 @@ def test_edm_has_the_papers_constants():
     "objective", [EDM(), EDM(sigma_data=1.0, p_mean=0.0), DDPM(prediction="v"), DDPM(prediction="noise")], ids=repr
 )
 def test_inputs_and_targets_have_unit_variance(objective):
-    """On data of the declared deviation, at every level; four standard errors of 32768 numbers."""
+    """For data with the configured deviation, at every level; within four standard errors of 32768 numbers."""
     batch = pack([8192], std=getattr(objective, "sigma_data", 1.0))
     for step in range(4):
         prepared = objective.prepare(batch, noise_for(batch, step))
@@ -364,7 +364,7 @@ def test_inputs_and_targets_have_unit_variance(objective):
 
 
 def test_flow_matching_input_has_the_deviation_of_its_time():
-    """sqrt((1 - t)**2 s**2 + t**2) on Gaussian data of deviation s; the target's is sqrt(s**2 + 1)."""
+    """sqrt((1 - t)**2 s**2 + t**2) for Gaussian data of deviation s; that of the target is sqrt(s**2 + 1)."""
     batch = pack([8192], std=0.5)
     for step in range(4):
         prepared = FlowMatching().prepare(batch, noise_for(batch, step))
@@ -386,7 +386,7 @@ def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
 
 @pytest.mark.parametrize("settings", [{}, {"min_time": 0.3, "max_time": 0.8}, {"time_distribution": "logit_normal"}])
 def test_the_shift_by_dimension_is_that_of_each_sample(settings):
-    """sqrt(m / n) times the shift of n numbers, in packs of several sizes and of one, as with the number itself."""
+    """The shift is sqrt(m / n) times the shift for n numbers, in packs of one or several sizes, as if set directly."""
     flow = FlowMatching(time_shift=1.5, shift_dimension=12, **settings)
     for lengths in ([3, 12, 48], [12, 12]):
         batch = pack(lengths)
@@ -403,7 +403,7 @@ def test_the_shift_by_dimension_is_that_of_each_sample(settings):
 
 
 def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
-    """As in a pack of its own, where the shift is a number."""
+    """As in a pack of one sample with a fixed shift."""
     flow = FlowMatching(shift_by_tokens=[0.5, 1.5, 10, 30])
     lengths = [10, 16, 30]
     batch = pack(lengths)
@@ -416,7 +416,7 @@ def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
         torch.testing.assert_close(time, expected.time_S[0])
         torch.testing.assert_close(inputs_TC, expected.inputs_TC)
         assert flow.at_size(n, 4).time_shift == pytest.approx(shift)
-    reference = replace(pack([16]), grids=((1, 1, 10),))  # six tokens of a reference follow those of the grid
+    reference = replace(pack([16]), grids=((1, 1, 10),))  # six reference tokens follow the tokens of the grid
     reference = replace(reference, layout=with_levels(reference.layout, [[(10, 0), (6, CLEAN)]]))
     plain = FlowMatching(time_shift=shifts[0]).prepare(reference, noise_for(reference))
     torch.testing.assert_close(flow.prepare(reference, noise_for(reference)).time_S, plain.time_S)
@@ -440,7 +440,7 @@ def test_ddpm_table_step_is_the_textbooks():
 
 
 def test_sampling_from_noise_predictions_keeps_away_from_zero_alpha():
-    """cosine ends at alpha = 0: x0 and v start there, a noise prediction where dividing by alpha is still sound."""
+    """cosine ends at alpha = 0: x0 and v start there, noise predictions where division by alpha is still accurate."""
     for steps in (None, 1000):
         ddpms = {p: DDPM(schedule="cosine", prediction=p, discrete_steps=steps) for p in PREDICTIONS}
         first = {p: ddpm.sampling_grid(20)[0] for p, ddpm in ddpms.items()}
@@ -457,7 +457,7 @@ def test_sampling_from_noise_predictions_keeps_away_from_zero_alpha():
 
 
 def test_objectives_compare_and_print_by_their_settings():
-    """A run's record of its objective is its repr; equal settings are equal objectives."""
+    """Runs record the repr of an objective; objectives with equal settings are equal."""
     assert DDPM(prediction="v") == DDPM(prediction="v")
     assert DDPM(prediction="v") != DDPM()
     assert repr(FlowMatching(time_shift=3.0)) == (
@@ -507,7 +507,7 @@ def test_impossible_settings_are_refused_with_a_cure(build, message):
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 @pytest.mark.parametrize("prediction", PREDICTIONS)
 def test_a_network_may_get_the_log_snr(schedule, prediction):
-    """Imagen's formulas of time; in training and sampling alike, and what is noised and learned stays the same.
+    """Imagen's formulas of time, in training and in sampling; inputs and targets do not change.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, and lucidrains/imagen-pytorch for the schedules.
     """

@@ -1,4 +1,4 @@
-"""Options of objectives that are parts: a learned variance, and learned weights of the noise levels."""
+"""Optional parts of objectives: a learned variance, and learned weights of the noise levels."""
 
 import json
 
@@ -34,7 +34,7 @@ def objective_from(*settings: str) -> Objective:
     ],
 )
 def test_parts_are_set_on_the_command_line_and_rebuilt_from_records(settings, objective):
-    """The record is that of a run."""
+    """The record is the one that a run writes."""
     built_objective = objective_from(*settings)
     assert built_objective == objective
     assert from_record(json.loads(json.dumps(to_record(objective)))) == objective

@@ -1,4 +1,4 @@
-"""EDM2's learned weighting of noise levels: loss = lambda(sigma) / e**u |D - x0|**2 + u, in float64 by hand."""
+"""EDM2's learned weighting of noise levels: loss = lambda(sigma) / e**u |D - x0|**2 + u, computed in float64."""
 
 import math
 
@@ -29,7 +29,7 @@ SEED, STEP = 3, 11
 
 
 def pack() -> PackedBatch:
-    """Two images that differ in size and weight, with padding behind each."""
+    """Return two images of different sizes and weights, with padding after each."""
     layout = SequenceLayout.from_lengths([9, 25], multiple_of=4, total_tokens=44)
     positions = torch.zeros(44, 3, dtype=torch.int64)
     for start, side in zip(layout.starts, (3, 5)):
@@ -46,7 +46,7 @@ def pack() -> PackedBatch:
 
 
 def networks(build_model: BuildModel) -> tuple[Backbone, Backbone]:
-    """Return a network without a head for u, and the same with one whose weights are not 0."""
+    """Return a network without a head for u, and the same network with a head whose weights are not 0."""
     plain, learning = (build_model(MODEL, perturb=0.1) for _ in range(2))
     learning.learn_uncertainty(learning.provider)  # type: ignore[arg-type]
     with torch.no_grad():
@@ -96,7 +96,7 @@ def test_loss_and_gradient_of_u_are_those_of_the_paper(build_model: BuildModel) 
 
 
 def test_at_the_optimum_e_to_the_u_is_the_mean_loss_of_the_sample() -> None:
-    """There the gradient of u is 0, the loss is 1 + u for every token, and any other u is worse."""
+    """There, the gradient of u is 0, the loss is 1 + u for every token, and any other u is worse."""
     layout = SequenceLayout.from_lengths([3, 5], multiple_of=4)
     generator = torch.Generator().manual_seed(0)
     output_TC, target_TC = torch.randn(2, layout.total_tokens, 4, generator=generator)
@@ -117,7 +117,7 @@ def test_at_the_optimum_e_to_the_u_is_the_mean_loss_of_the_sample() -> None:
 
 
 def test_the_start_is_plain_edm(build_model: BuildModel) -> None:
-    """u starts as 0: loss, raw error and the network's gradients are those without it."""
+    """u starts as 0, so loss, raw error and the network's gradients equal those without it."""
     batch, found = pack(), []
     for objective in (EDM(p_mean=-0.4, p_std=1.0), OBJECTIVE):
         network = build_model(MODEL, perturb=0.1)
@@ -151,7 +151,7 @@ def test_samples_do_not_depend_on_u_and_validation_logs_the_plain_error(
 
 
 def test_features_are_of_unit_size_and_tell_times_apart() -> None:
-    """Their mean square is 1 at every time, as EDM2's are on average, and they fall out of step as times part."""
+    """Their mean square is about 1 at every time, and the features of different times are nearly orthogonal."""
     time_S = torch.linspace(-2, 1.5, 8)
     product = fourier_features(time_S, 128) @ fourier_features(time_S, 128).T / 128
     assert (product.diagonal() - 1).abs().max() < 0.15

@@ -1,4 +1,4 @@
-"""The loss of a learned variance against the paper's own words, in float64 and by torch's distributions."""
+"""The loss of a learned variance against the formulas of the paper, in float64 and with torch's distributions."""
 
 import math
 
@@ -22,16 +22,16 @@ def cosine_betas() -> Tensor:
 
 
 def bound(steps_T: Tensor, x0_TC: Tensor, eps_TC: Tensor, x0_hat_TC: Tensor, v_TC: Tensor) -> Tensor:
-    """Return L_vlb of each token at its step in bits per dimension, all float64.
+    """Return L_vlb of each token at its step, in bits per dimension and float64.
 
     L_t = KL(q(x_{t-1} | x_t, x_0) || p(x_{t-1} | x_t)) with the posterior of Eq. 10 and 11, the variance of Eq. 15, and
-    L_0 the discretised decoder of Ho et al. 2020, Eq. 13; a draw of one step stands for the sum of all of them.
+    L_0 the discretised decoder of Ho et al. 2020, Eq. 13; one drawn step estimates the sum over all steps.
     """
     betas = cosine_betas()
     bar = (1 - betas).cumprod(0)
     before = torch.cat([torch.ones(1).double(), bar[:-1]])
     tilde = (1 - before) / (1 - bar) * betas
-    tilde[0] = tilde[1]  # "clipped", as in the published code: the first is 0 and has no logarithm
+    tilde[0] = tilde[1]  # "clipped", as in the published code: the first value is 0 and has no logarithm
     beta, bar_t, bar_before, tilde_t = (x[steps_T][:, None] for x in (betas, bar, before, tilde))
     x_t = bar_t.sqrt() * x0_TC + (1 - bar_t).sqrt() * eps_TC
 
@@ -45,13 +45,13 @@ def bound(steps_T: Tensor, x0_TC: Tensor, eps_TC: Tensor, x0_hat_TC: Tensor, v_T
     above = torch.where(x0_TC > 0.999, 1.0, p.cdf(x0_TC + 1 / 255))
     below = torch.where(x0_TC < -0.999, 0.0, p.cdf(x0_TC - 1 / 255))
     is_first_T1 = steps_T[:, None] == 0
-    bin_TC = torch.where(is_first_T1, above - below, 1.0)  # elsewhere it may be 0, whose logarithm has no gradient
+    bin_TC = torch.where(is_first_T1, above - below, 1.0)  # in other steps it may be 0, whose logarithm has no gradient
     nats = torch.where(is_first_T1, -bin_TC.log(), divergence)
     return NUM_STEPS * nats.mean(-1) / math.log(2)
 
 
 def case(prediction: Prediction) -> dict[str, Tensor]:
-    """Samples at all steps, the outputs of a network that is nearly right, and what the paper makes of them."""
+    """Return samples at all steps, the outputs of a nearly perfect network, and the expected values of the paper."""
     ddpm = DDPM(
         prediction=prediction, schedule="cosine", discrete_steps=NUM_STEPS, variance=LearnedVariance(vlb_weight=WEIGHT)
     )
@@ -93,7 +93,7 @@ def case(prediction: Prediction) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("prediction", ["noise", "x0", "v"])
 def test_the_hybrid_loss_is_the_papers(prediction):
-    """L_hybrid = L_simple + lambda L_vlb at every step of a table, and its gradient; the mean learns from L_simple."""
+    """L_hybrid = L_simple + lambda L_vlb and its gradient at every step of a table; only L_simple trains the mean."""
     found = case(prediction)
     for name in ("total", "terms", "gradient"):
         given, expected = found[name].double(), found["expected" if name == "total" else f"expected {name}"]
@@ -101,7 +101,7 @@ def test_the_hybrid_loss_is_the_papers(prediction):
 
 
 def test_min_snr_weighs_the_simple_loss_alone():
-    """The bound of each sample stays; its simple loss is that of the noise times min(SNR, gamma) / SNR."""
+    """The bound of each sample does not change; its simple loss is that of the noise times min(SNR, gamma) / SNR."""
     settings = {"schedule": "cosine", "discrete_steps": NUM_STEPS, "variance": LearnedVariance(vlb_weight=WEIGHT)}
     batch = pack(SAMPLES)
     batch.loss_weight_S = torch.rand(len(SAMPLES), generator=torch.Generator().manual_seed(2)) + 0.5
@@ -119,7 +119,7 @@ def test_min_snr_weighs_the_simple_loss_alone():
 
 
 def test_the_bound_does_not_depend_on_the_networks_time():
-    """A network that receives the log SNR has the bound of one that receives the time."""
+    """It is the same whether the network receives the time or the log SNR."""
     batch, losses = pack(SAMPLES), []
     for network_time in ("time", "log_snr"):
         settings = {"schedule": "cosine", "discrete_steps": NUM_STEPS, "variance": LearnedVariance()}
@@ -131,7 +131,7 @@ def test_the_bound_does_not_depend_on_the_networks_time():
 
 
 def test_a_perfect_step_costs_nothing():
-    """Where mean and variance are those of the posterior, only the decoder of the first step is left."""
+    """If mean and variance are those of the posterior, only the decoder of the first step contributes."""
     ddpm = DDPM(schedule="cosine", discrete_steps=NUM_STEPS, variance=LearnedVariance())
     batch = pack(SAMPLES)
     prepared = ddpm.prepare(batch, noise_for(batch))

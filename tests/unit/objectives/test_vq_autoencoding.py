@@ -1,4 +1,4 @@
-"""The objective of VQ autoencoders: its loss in float64 by the paper, its gradients, the entropy of the codes."""
+"""The objective of VQ autoencoders: its loss in float64 by the paper, its gradients, and the entropy of the codes."""
 
 import math
 
@@ -18,7 +18,7 @@ RTOL = 1e-6  # float32
 
 
 def test_the_loss_is_that_of_the_paper_and_each_term_trains_its_side():
-    """||sg(z) - e||^2 moves the entries, beta ||z - sg(e)||^2 the encoder; padding may hold anything."""
+    """||sg(z) - e||^2 trains the entries, beta ||z - sg(e)||^2 the encoder; padding may have any values."""
     batch = pack([3, 5], CHANNELS, multiple_of=4)
     weights = torch.tensor([0.5, 2.0])
     batch.loss_weight_S = weights

@@ -1,4 +1,4 @@
-"""The weight average against its written-out formula."""
+"""The weight average against its formula."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_the_average_is_its_formula(start: int, offload: bool) -> None:
 
 
 def test_an_average_in_host_memory_is_equal_to_the_bit_and_never_the_weights_themselves() -> None:
-    """On CPU the two differ in nothing but where they are; neither shares memory with the weights."""
+    """On CPU, both averages are equal; neither shares memory with the weights."""
     own = shard(torch.linspace(0, 1, 7))
     averages = [EMA([own], DECAY, offload=offload) for offload in (False, True)]
     own.parameter.data.mul_(3)
@@ -46,14 +46,14 @@ def test_an_average_in_host_memory_is_equal_to_the_bit_and_never_the_weights_the
 
 
 def test_exponents_are_those_of_the_paper() -> None:
-    """gamma + 1 for lengths of 5 and 10 %; 1 is the mean over all steps."""
+    """gamma + 1 for lengths of 5 and 10 %; 1 gives the mean over all steps."""
     assert exponent_of(0.05) == pytest.approx(17.97, abs=0.005)
     assert exponent_of(0.10) == pytest.approx(7.94, abs=0.005)
     assert exponent_of(12**-0.5) == pytest.approx(1.0)
 
 
 def test_saved_averages_make_those_of_other_lengths_and_steps() -> None:
-    """Against averages that were updated in every step of a random walk; few snapshots are worse, and say so."""
+    """Compared with averages updated in every step of a random walk; few snapshots are worse and reported as such."""
     lengths, targets = (0.05, 0.1), ((0.07, 400), (0.15, 400), (0.2, 400), (0.1, 380))
     own = shard(torch.zeros(4096))
     ema = EMA([own], DECAY, sigma_rel=[*lengths, *(length for length, _ in targets)])

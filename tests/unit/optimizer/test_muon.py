@@ -1,4 +1,4 @@
-"""Muon's update of a weight: torch's own, and each stored matrix separately."""
+"""Muon's update of a weight equals torch's; matrices that are stored together are updated separately."""
 
 import math
 
@@ -53,7 +53,7 @@ def test_a_weight_trains_as_with_torch(shape):
 
 
 def test_the_direction_has_the_published_singular_values():
-    """Each of them is the quintic polynomial of the one before, five times; in float64 to its own rounding."""
+    """Each singular value goes through the quintic polynomial five times; exact to float64 rounding."""
     x = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     u, s, v = torch.linalg.svd(x / x.norm(), full_matrices=False)
     for _ in range(5):
@@ -73,7 +73,7 @@ def test_a_step_that_is_not_good_changes_nothing():
 
 @pytest.mark.parametrize("matrices", [QKV, SWIGLU, OUT])
 def test_interleaved_storage_has_the_directions_of_separate_matrices(matrices):
-    """Whatever the order of rows (or columns): concatenated by hand here."""
+    """For any order of rows or columns; the test concatenates them by hand."""
     weight = torch.randn(24, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     labels = [0] * 4 + [1] * 2 + [2] * 2 if matrices is QKV else [0, 1] if matrices is SWIGLU else [0] * 4 + [1] * 2
     labels = torch.tensor(labels * (24 // len(labels)))
@@ -92,7 +92,7 @@ def test_a_low_rank_adapter_has_the_matrices_of_its_weight():
 
 
 def test_owners_are_balanced_and_have_a_part():
-    """Eight equal weights on four ranks with copies; one weight that only two ranks share."""
+    """Eight equal weights with copies on four ranks, and one weight that only two ranks have."""
     part, halves = (
         Part((8, 8), (8, 8), (0, 0), 0, 64),
         [Part((8, 8), (8, 8), (0, 0), *span) for span in ((0, 30), (30, 64))],
@@ -110,7 +110,7 @@ def test_owners_are_balanced_and_have_a_part():
 
 @pytest.fixture(scope="module")
 def trace():
-    """One process traces all jobs of this module."""
+    """Trace all jobs of this module in one process."""
     with Tracer() as tracer:
         yield tracer
 
@@ -134,10 +134,10 @@ def test_a_plan_counts_one_moment_and_the_operations(trace, data_parallel):
     [("ddp", 1, 3, 3), ("distributed_optimizer", 1, 0, 1), ("fsdp", 1, 0, 1), ("distributed_optimizer", 2, 1, 2)],
 )
 def test_a_plan_counts_each_matrix_once_and_its_exchange(trace, data_parallel, tensor, least, most):
-    """Four ranks have the operations of one; replicas send three copies, others the parts that the owner lacks.
+    """Four ranks have the operations of one; replicas send three copies, other ranks the parts that the owner lacks.
 
     Args:
-        least, most: times that each element is sent.
+        least, most: bounds on how often each element is sent.
     """
     model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
     layout = ParallelConfig(

@@ -1,4 +1,4 @@
-"""Learning rates: closed forms at named updates, no jump where the parts meet, torch's one-cycle to the last digit."""
+"""Learning rates: closed forms at certain updates, no jumps between phases, torch's one-cycle to the last digit."""
 
 import math
 from dataclasses import replace
@@ -44,11 +44,11 @@ def rates(schedule: Schedule, num_steps: int = NUM_STEPS) -> list[float]:
 
 @every_rising
 def test_peak_is_at_the_end_of_the_rise_and_only_there(schedule):
-    """The W-th update has exactly the peak; every earlier one less, later ones no more."""
+    """The W-th update has exactly the peak rate; earlier ones are smaller, later ones not larger."""
     lr = rates(schedule)
     assert lr[WARMUP - 1] == PEAK
     assert all(a < b for a, b in pairwise(lr[:WARMUP]))
-    assert lr[0] > 0  # the first update is not wasted
+    assert lr[0] > 0  # the first update has an effect
     stable = NUM_STEPS - DECAY if isinstance(schedule, WSD) else WARMUP
     if isinstance(schedule, Constant):
         stable = NUM_STEPS
@@ -58,7 +58,7 @@ def test_peak_is_at_the_end_of_the_rise_and_only_there(schedule):
 
 @pytest.mark.parametrize("schedule", FALLING.values(), ids=FALLING)
 def test_the_last_update_has_the_lowest_rate(schedule):
-    """The fall ends at `min_lr` in the last step of the run, and stays there."""
+    """The fall reaches `min_lr` in the last step of the run, and the rate stays there."""
     assert learning_rate(NUM_STEPS - 1, NUM_STEPS, PEAK, schedule) == pytest.approx(LOW, rel=1e-12)
     assert learning_rate(10 * NUM_STEPS, NUM_STEPS, PEAK, schedule) == pytest.approx(LOW, rel=1e-12)
 
@@ -75,7 +75,7 @@ def test_the_last_update_has_the_lowest_rate(schedule):
     ],
 )
 def test_falls_follow_their_closed_forms(schedule, formula):
-    """Each as its paper writes it, from the peak at update 40 to update 200."""
+    """Each follows the formula of its paper, from the peak at update 40 to update 200."""
     for update in (40, 41, 80, 120, 140, 141, 155, 170, 199, 200):
         expected = formula(update)
         assert learning_rate(update - 1, NUM_STEPS, PEAK, schedule) == pytest.approx(expected, rel=1e-12), update
@@ -89,14 +89,14 @@ def test_rises_follow_their_closed_forms(schedule):
 
 @every_rising
 def test_rise_and_fall_meet_without_a_jump(schedule):
-    """A hundred times finer, the largest change from one update to the next is smaller: a hundred times, or ten."""
+    """With a hundred times more steps, the largest change between updates is 100 times smaller (the root: 10 times)."""
 
     def largest_jump(scale):
         lengths = {name: scale * n for name, n in vars(schedule).items() if name.endswith("_steps")}
         lr = rates(replace(schedule, **lengths), NUM_STEPS * scale)
         return max(abs(a - b) for a, b in pairwise(lr))
 
-    # The root is infinitely steep where the fall begins.
+    # The root is infinitely steep at the start of the fall.
     finer = 10 if isinstance(schedule, WSD) and schedule.decay == "one_minus_sqrt" else 100
     assert largest_jump(100) == pytest.approx(largest_jump(1) / finer, rel=0.02)
 
@@ -109,13 +109,13 @@ def test_without_warmup_the_first_update_has_the_peak(schedule):
 @every_rising
 @pytest.mark.parametrize(("num_steps", "warmup"), [(1, 1), (5, 5), (2, 1)])
 def test_shortest_runs_reach_the_peak(schedule, num_steps, warmup):
-    """A run that is all rise ends at the peak."""
+    """A run that consists of warm-up ends at the peak."""
     assert max(rates(replace(schedule, warmup_steps=warmup), num_steps)) == PEAK
 
 
 @every_rising
 def test_a_run_shorter_than_its_warm_up_rises_all_the_way(schedule):
-    """Update n of N has n / N of the peak; the last one has the peak."""
+    """Update n of N has n / N of the peak rate."""
     long = replace(schedule, warmup_steps=100)
     assert rates(long, 10) == [*(PEAK * (n / 10) for n in range(1, 10)), PEAK]
     assert "a warm-up of 10 steps, not schedule.warmup_steps=100" in long.adapted(10)[0]
@@ -123,7 +123,7 @@ def test_a_run_shorter_than_its_warm_up_rises_all_the_way(schedule):
 
 
 def test_a_run_without_room_for_the_decay_falls_from_the_end_of_the_rise():
-    """40 of 70 updates rise: 30 are left to fall, not 60."""
+    """40 of 70 updates are warm-up, so the decay takes 30 updates, not 60."""
     schedule = FALLING["wsd"]
     lr = rates(schedule, 70)
     assert lr[39] == PEAK
@@ -133,7 +133,7 @@ def test_a_run_without_room_for_the_decay_falls_from_the_end_of_the_rise():
 
 
 def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
-    """EDM2 multiplies the two: at update 100 of a ramp of 400, half of the fall's factor and a quarter of the peak."""
+    """EDM2 multiplies both: update 100 of a warm-up of 400 has a quarter of the peak, times a half from the fall."""
     schedule = InverseSqrt(warmup_steps=400, reference_steps=25)
     assert learning_rate(99, 1000, PEAK, schedule) == pytest.approx(PEAK / 4 / 2, rel=1e-12)
     assert learning_rate(399, 1000, PEAK, schedule) == pytest.approx(PEAK / 4, rel=1e-12)
@@ -147,7 +147,7 @@ def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
 )
 @pytest.mark.parametrize("num_steps", [7, 20, 1000])
 def test_torch_one_cycle_is_torchs(changes, num_steps):
-    """Rate and beta1 of every update are those of OneCycleLR over an AdamW, to 1e-12."""
+    """Rate and beta1 of every update equal those of OneCycleLR with AdamW, to 1e-12."""
     schedule = TorchOneCycle(cycle_momentum=True, **changes)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0, betas=(0.9, 0.999))
     theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=num_steps, **changes)
@@ -156,7 +156,7 @@ def test_torch_one_cycle_is_torchs(changes, num_steps):
         assert learning_rate(step, num_steps, PEAK, schedule) == pytest.approx(group["lr"], rel=1e-12, abs=0)
         assert momentum(step, num_steps, 0.9, schedule) == pytest.approx(group["betas"][0], rel=1e-12, abs=0)
         optimizer.step()
-        if step < num_steps - 1:  # torch counts an update behind the last one as an error
+        if step < num_steps - 1:  # torch raises an error for an update after the last one
             theirs.step()
     assert learning_rate(num_steps + 5, num_steps, PEAK, schedule) == pytest.approx(group["lr"], rel=1e-12, abs=0)
 

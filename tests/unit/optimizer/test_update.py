@@ -1,4 +1,4 @@
-"""Updates with Adam's moments in host memory, part by part."""
+"""Updates part by part, with Adam's moments in host memory."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part
     for one, other in zip(whole, by_parts):
         for name in names:
             expected, found = getattr(one, name), getattr(other, name)
-            # torch's kernel rounds the elements of full vectors and others differently.
+            # torch's kernel rounds the elements of full vectors differently from the remaining ones.
             torch.testing.assert_close(found, expected, rtol=1e-2 if name == "model" else 1e-6, atol=1e-7, msg=name)
 
 
@@ -68,7 +68,7 @@ def test_clipping_is_that_of_megatron_core() -> None:
 
 
 def test_moments_are_where_they_were_asked_for() -> None:
-    """Whatever the device of the weights; without memory on the host they are where the weights are."""
+    """On the host, whatever the device of the weights; without memory on the host, next to the weights."""
     for host, device in (({slot: torch.zeros(3) for slot in SLOTS}, "cpu"), (None, "meta")):
         main = torch.zeros(3, device="meta")
         shard = MasterShard("w", torch.nn.Parameter(main), 0, 3, main, {}, None, host)
@@ -85,4 +85,4 @@ def test_a_plan_counts_eight_bytes_per_parameter_less(data_parallel: str) -> Non
     on, off = trace([job, replace(job, optimizer=OptimizerConfig(offload=True))])
     count = count_parameters(model)
     assert on.state_bytes["optimizer"] - off.state_bytes["optimizer"] == pytest.approx(8 * count, rel=1e-3)
-    assert off.peak < on.peak  # this small model is one part, so its moments are on the device for a while
+    assert off.peak < on.peak  # this small model is one part, so all moments are on the device temporarily

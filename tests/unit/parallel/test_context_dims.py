@@ -1,4 +1,4 @@
-"""Context-parallel settings: what fits, and what a message says when it does not."""
+"""Context-parallel settings: valid layouts, and the messages for invalid ones."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def check(world_size: int = 8, heads: int = 12, groups: int | None = None, **par
 
 
 def test_context_ranks_share_samples():
-    """Only what is left after tensor and context parallelism reads different samples."""
+    """Only data-parallel ranks, which remain after tensor and context parallelism, read different samples."""
     dims = check(context_parallel_size=2, tensor_model_parallel_size=2)
     assert (dims.data_parallel_size, dims.micro_batches) == (2, 4)
 
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(parallel, message):
     ],
 )
 def test_keys_shared_by_queries_are_what_is_split(parallel, message):
-    """12 heads would do; their keys come in 2 groups."""
+    """12 query heads could be split, but their keys are in only 2 groups."""
     check(**parallel)
     with pytest.raises(ConfigError, match=message):
         check(groups=2, **parallel)

@@ -1,4 +1,4 @@
-"""Layouts of experts that cannot be are refused before any memory is touched, with the numbers and the cure."""
+"""Impossible expert layouts are refused before any memory is allocated, with the numbers and the cure."""
 
 from typing import Optional
 
@@ -36,7 +36,7 @@ def test_impossible_layouts_are_named(num_experts, world_size, parallel, message
 
 @pytest.mark.parametrize("context_parallel_size", [1, 2])
 def test_experts_may_be_shared_by_the_ranks_of_one_replica(context_parallel_size: int):
-    """Expert-parallel ranks are taken from tensor and context parallelism too, so one replica is enough."""
+    """Tensor- and context-parallel ranks also count as expert-parallel ranks, so one replica is enough."""
     world = 2 * context_parallel_size
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": world}
     dims = check(4, world, context_parallel_size=context_parallel_size, **layout)

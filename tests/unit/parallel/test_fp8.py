@@ -1,4 +1,4 @@
-"""Layouts and models whose products cannot be quantised alike are refused before training, with numbers and a cure."""
+"""Layouts and models whose products cannot be quantised consistently are refused before training, with a cure."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ DIT = DiTConfig(hidden_size=256, num_layers=2, num_attention_heads=4)
 
 
 def provider(fp8: Any, tp: int = 1) -> LayerProvider:
-    """A provider that knows the number of tensor-parallel ranks, and cannot communicate."""
+    """Return a provider for a number of tensor-parallel ranks, without communication."""
     config = megatron_config(DIT, ParallelConfig(), "fp32", meta=True)
     group = SimpleNamespace(size=lambda: tp, rank=lambda: 0)
     return LayerProvider(config, SimpleNamespace(tp=group, tp_cp=group), fp8=fp8)
@@ -93,7 +93,7 @@ def test_samples_are_padded_so_that_no_block_of_tokens_is_cut(fp8, parallel, mul
     ],
 )
 def test_transformer_engine_gets_whole_blocks_of_tokens_on_every_rank(fp8, parallel, multiple):
-    """Otherwise its products end in an assertion."""
+    """Otherwise its products fail with an assertion."""
     layout, training = ParallelConfig(**parallel), TrainingConfig(fp8=fp8, linears="transformer_engine")
     ranks = layout.context_parallel_size * layout.tensor_model_parallel_size
     assert check_parallel(DIT, layout, training, ranks).token_multiple == multiple
@@ -104,7 +104,7 @@ ENGINE, OTHERS = LINEARS.implementations[0], LINEARS.implementations[1:]
 
 @pytest.mark.parametrize(("fp8", "tokens"), [("mxfp8", 64), (None, 40)])
 def test_transformer_engine_gets_whole_blocks_of_text_tokens(monkeypatch, fp8, tokens):
-    """Texts of FLUX are a separate stream. Megatron-Core's linears replace the package."""
+    """FLUX has a separate stream of text tokens. Megatron-Core's linears stand in for the package."""
     stand_in = replace(ENGINE, load=OTHERS[0].load, requires=())
     monkeypatch.setattr("dit.backends.provider.LINEARS", replace(LINEARS, implementations=(stand_in, *OTHERS)))
     layers = LayerProvider(megatron_config(DIT, ParallelConfig(), "fp32", meta=True), None, ENGINE.name, fp8=fp8)
@@ -174,7 +174,7 @@ def test_settings_are_checked():
 
 
 def quantised(model: Any) -> set[str]:
-    """Names of the linear layers with quantised products."""
+    """Return the names of the linear layers with quantised products."""
 
     def with_fp8(config: Any) -> LayerProvider:
         return LayerProvider(config, fp8="mxfp8")
@@ -185,7 +185,7 @@ def quantised(model: Any) -> set[str]:
 
 
 def test_the_linears_of_blocks_are_quantised_and_no_others():
-    """Not the embeddings, the modulations and the last layer, nor keys and values of a text, which is not split."""
+    """Not quantised: embeddings, modulations, the last layer, and keys and values of a text, which is not split."""
     linears = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     assert quantised(DIT) == {f"layers.{i}.{name}" for i in range(2) for name in linears}
     cross = DiTCrossConfig(hidden_size=256, num_layers=2, num_attention_heads=4, context_size=12)

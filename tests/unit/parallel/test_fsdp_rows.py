@@ -14,11 +14,11 @@ SHAPES = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 24)), min_size=1,
 
 @pytest.fixture(scope="module", autouse=True)
 def megatron(one_rank_world):
-    """Megatron-FSDP imports on CPU only behind the redirections."""
+    """Install the redirections, without which Megatron-FSDP cannot be imported on CPU."""
 
 
 def chunk_of(shapes):
-    """Return the chunk size that Megatron-FSDP gives a bucket of these parameters, the widest rows first."""
+    """Return the chunk size that Megatron-FSDP uses for a bucket of these parameters, the widest rows first."""
     chunk = shapes[0][1]
     for rows, width in shapes:
         aligned = width == chunk or (chunk % width == 0 and rows * width % chunk == 0)
@@ -28,7 +28,7 @@ def chunk_of(shapes):
 
 
 def cuts(layout, shapes, world_size):
-    """List (parameter, mark) for each mark between two shards that falls inside a row."""
+    """List (parameter, boundary) for each boundary between two shards that is inside a row."""
     config = SimpleNamespace(data_parallel_sharding_strategy="optim_grads_params")
     sizes = [torch.Size(shape) for shape in shapes]
     arguments = (sizes, 0, world_size, True, config)
@@ -56,7 +56,7 @@ def test_shards_end_between_rows(shapes, world_size):
 
 
 def test_without_the_repair_a_row_is_cut():
-    """The repair can go when this fails: Megatron-Core then does it itself."""
+    """If this fails, Megatron-Core does it without the patch, which can then be removed."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 
     from dit.parallel.fsdp_patches import shard_between_rows

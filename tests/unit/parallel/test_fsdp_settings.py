@@ -1,4 +1,4 @@
-"""Settings that Megatron-FSDP does not support are refused before anything is built; the others reach it."""
+"""Settings that Megatron-FSDP does not support are refused before anything is built; all others are passed to it."""
 
 import pytest
 from torch import nn
@@ -32,7 +32,7 @@ def test_every_sharding_goes_with_tensor_parallelism(kind, layout):
 
 
 def test_overlaps_that_always_happen_may_be_asked_for():
-    """So that a recipe with both overlaps switches to FSDP by one setting."""
+    """So a recipe with both overlaps can switch to FSDP with one setting."""
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     assert checked(**both) == checked()
     assert checked(fsdp_sharding="optim_grads", overlap_grad_reduce=True) == checked()
@@ -105,7 +105,7 @@ def test_instances_that_cannot_be_are_refused(count, settings, says):
 
 
 def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
-    """Sharded weights are gathered layer by layer, so there must be layers; weaker kinds need none."""
+    """Sharded weights are gathered layer by layer, so layers are required; without sharded weights, they are not."""
     from dit.parallel.build import megatron_config, wrap
 
     class Plain(Backbone):
@@ -126,7 +126,7 @@ def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
 
 @pytest.mark.parametrize("kind", SHARDINGS)
 def test_one_data_parallel_rank_shards_nothing(one_rank_world: ProcessGroups, kind):
-    """Every kind is then the plainest one; weights in fp32 are their own masters, others get fp32 masters."""
+    """Every kind is then the simplest one; fp32 weights need no master copies, others get fp32 master copies."""
     from dit.parallel.build import build_model, wrap
 
     parallel = ParallelConfig(data_parallel="fsdp", fsdp_sharding=kind)

@@ -1,4 +1,4 @@
-"""The loss scale on one rank: its settings, and how scaled gradients compare with unscaled ones."""
+"""The loss scale on one rank: its settings, and scaled compared with unscaled gradients."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,7 @@ def test_wrong_settings_are_named(settings, says):
 
 
 def test_every_setting_reaches_the_scale(one_rank_world):
-    """By the formula: halves on an overflow, down to 1; doubles after the window."""
+    """The scale halves on an overflow, down to 1, and doubles after the window."""
     optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=4.0, loss_scale_window=3)
     scale, found = loss_scale_of(optimizer), []
     for overflow in (True, True, True, False, False, False, False, False, True, False):
@@ -61,7 +61,7 @@ def test_a_trial_blames_the_scale_only_for_the_overflow_of_a_finite_loss(one_ran
 
 
 def test_a_step_whose_loss_is_bad_leaves_no_trace(one_rank_world):
-    """Its overflow is reported; the scale, the count, and the steps towards the next doubling are those before."""
+    """The overflow is reported, but the scale, the count, and the steps towards the next doubling do not change."""
     optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=8.0, loss_scale_window=3)
     scale = loss_scale_of(optimizer)
     scale.settle()
@@ -85,7 +85,7 @@ def test_a_constant_scale_stays(one_rank_world):
 
 
 def test_the_state_comes_back(one_rank_world):
-    """A scale that is no power of two too, and the steps towards the next doubling."""
+    """Also a scale that is no power of two, and the steps towards the next doubling."""
     settings = {"precision": "fp16", "initial_loss_scale": 1000.3, "loss_scale_window": 2}
     one, other = (loss_scale_of(optimizer_of(one_rank_world, **settings)) for _ in range(2))
     one.start(24)
@@ -102,7 +102,7 @@ def test_the_state_comes_back(one_rank_world):
 
 @pytest.mark.parametrize(("tokens", "divisor"), [(1, 1), (1000, 1024), (1024, 1024), (1025, 2048)])
 def test_the_scale_is_that_of_the_mean_loss(one_rank_world, tokens, divisor):
-    """Up to the rounding to a power of two, which changes no digit of a gradient."""
+    """Up to rounding to a power of two, which does not change the digits of a gradient."""
     scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=512.0))
     scale.start(tokens)
     assert scale(torch.tensor(3.0)).item() == 3.0 * 512 / divisor
@@ -122,7 +122,7 @@ def test_other_precisions_have_none(one_rank_world, precision):
 
 
 def test_unscaling_is_exact(one_rank_world):
-    """For a power of two: gradients of S times the loss, divided by S, are those of the loss, to the bit."""
+    """For a power of two S: gradients of S times the loss, divided by S, equal those of the loss to the bit."""
     optimizer = optimizer_of(one_rank_world, precision="fp16", loss_scale=2.0**12)
     scale = loss_scale_of(optimizer)
     assert scale(torch.tensor(3.0)).item() == 3.0 * 2**12

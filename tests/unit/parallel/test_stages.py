@@ -1,4 +1,4 @@
-"""Every layer is on exactly one stage, in order, and wrong sizes are refused with numbers and a cure."""
+"""Every layer is on exactly one stage, in order; invalid sizes are refused with numbers and a cure."""
 
 import pytest
 
@@ -21,7 +21,7 @@ SPLITS = [
 @pytest.mark.parametrize(("num_layers", "pp", "vpp", "layers"), SPLITS)
 def test_the_stages_in_a_row_are_the_network(num_layers, pp, vpp, layers):
     by_rank = [stages(num_layers, pp, rank, vpp, layers) for rank in range(pp)]
-    # The activations leave chunk c on the last rank for chunk c + 1 on the first.
+    # Activations of chunk c go from the last rank to chunk c + 1 on the first rank.
     row = [by_rank[rank][chunk] for chunk in range(vpp or 1) for rank in range(pp)]
     assert [layer for stage in row for layer in stage.layers] == list(range(num_layers))
     assert [stage.first for stage in row] == [True] + [False] * (len(row) - 1)
@@ -64,7 +64,7 @@ def test_1f1b_saves_at_most_the_full_model_once(pp):
 
 
 def test_interleaving_keeps_more_by_its_longer_warm_up():
-    """(p - 1) / (p v) of the model more than 1F1B on the first rank (Narayanan et al. 2021, section 2.2)."""
+    """On the first rank, (p - 1) / (p v) of the model more than 1F1B (Narayanan et al. 2021, section 2.2)."""
     assert layers_in_flight(split_layers(16, 4, 2), 4, 0, micro_batches=8) == 16 * (1 + 3 / 8)
 
 

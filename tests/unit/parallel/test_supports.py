@@ -1,4 +1,4 @@
-"""What a backbone does not support is refused by name before anything is built: in training, dry run and sampling."""
+"""Features that a backbone does not support are refused before anything is built: in training, dry run and sampling."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Optional
@@ -26,7 +26,7 @@ NOTHING = dict.fromkeys(Supports.__dataclass_fields__, False)
 
 @dataclass(kw_only=True)
 class DataParallelOnly(DiTConfig):
-    """A backbone with experts that runs on replicas in fp32, on samples of one shape, and can do nothing else."""
+    """A backbone with experts that only supports data parallelism in fp32 on samples of one shape."""
 
     supports: ClassVar[Supports] = Supports(**NOTHING)
     num_experts: Any = 4
@@ -67,7 +67,7 @@ def dry_run(config: RunConfig) -> None:
 
 @pytest.mark.parametrize("what", ASKED)
 def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_world: ProcessGroups, what: str) -> None:
-    """Training, the dry run, and the builder that samples come by one check; the message says what is supported."""
+    """Training, the dry run and sampling give the same message, which lists the supported features."""
     parallel, says = ASKED[what]
     config = run_of(parallel, what if what in HALVES else "fp32")
     doors = {
@@ -86,7 +86,7 @@ def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_worl
 
 
 def test_each_flag_is_refused_and_listed_alone() -> None:
-    """So no flag stands for another, and a message lists the other eight."""
+    """No flag implies another: the message names one missing feature and lists the other eight."""
     words = {name: Ability[name.upper()].value for name in NOTHING}
     assert list(Supports().abilities()) == list(Ability)
     assert words.keys() == ASKED.keys() | {"mixed_shapes", "levels"}
@@ -105,7 +105,7 @@ def test_each_flag_is_refused_and_listed_alone() -> None:
 
 
 def test_what_is_supported_is_not_refused() -> None:
-    """On replicas in fp32 the same backbone passes; one that says nothing supports everything."""
+    """The same backbone may run with data parallelism in fp32; by default, a backbone supports everything."""
     assert run_of({}, "fp32").check(world_size=4)[0].data_parallel_size == 4
     assert Supports() == DiTConfig.supports == Supports(**dict.fromkeys(NOTHING, True))
     everything = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}

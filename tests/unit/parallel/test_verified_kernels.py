@@ -1,4 +1,4 @@
-"""The record of kernels that have passed tests/gpu: what it holds, where it applies, and who writes it."""
+"""The record of kernels that passed tests/gpu: its contents, the machines it applies to, and when it is written."""
 
 import os
 import shutil
@@ -16,10 +16,10 @@ from tests.support.repository import REPOSITORY
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A machine with a GPU, and an empty cache."""
+    """Simulate a machine with a GPU and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(verified, "use_cuda", lambda: True)
-    monkeypatch.setattr(verified, "_of_all_ranks", None)  # of an earlier run in this process
+    monkeypatch.setattr(verified, "_of_all_ranks", None)  # set by an earlier run in this process
     verified._of_this_machine.cache_clear()
     yield
     verified._of_this_machine.cache_clear()
@@ -95,7 +95,7 @@ def test_setup(missing_fixture): pass
     ],
 )
 def test_a_complete_run_of_the_tests_writes_the_record(tmp_path, words, expected):
-    """A kernel passes if at least one test of it runs and none fails."""
+    """A kernel passes if at least one of its tests runs and none fails."""
     folder = tmp_path / "gpu"
     folder.mkdir()
     shutil.copy(REPOSITORY / "tests" / "gpu" / "conftest.py", folder)

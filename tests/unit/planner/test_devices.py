@@ -1,4 +1,4 @@
-"""Constants of the devices: within their data sheets, and those that were fitted."""
+"""Device constants: within the data sheets, and the fitted ones."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Work on the host grows with the number of parameters, not with its square: in a dry run, and in training."""
+"""In a dry run and in training, work on the host grows linearly with the number of parameters."""
 
 import inspect
 import sys
@@ -25,10 +25,10 @@ PACK = PackShape(((1, 4, 8),), text_lengths=(4,))
 
 
 def count(experts: int) -> dict[str, int]:
-    """Trace a model of two layers of experts under FSDP, in a process that ends soon after.
+    """Trace a model of two layers of experts under FSDP; run this in a separate process.
 
     Returns:
-        The modules that walks over the model pass, and the Python calls of the last update.
+        Modules visited by walks over the model, and the Python calls of the last update.
     """
     found = {"walks": 0, "updates": 0}
     # The first call of a patch also reads the version of its library.
@@ -59,7 +59,7 @@ def count(experts: int) -> dict[str, int]:
 
 
 def real_random_numbers() -> list[int]:
-    """Trace a step on a large picture; return how many random numbers were real, and how many had no value."""
+    """Trace a step on a large picture; return the numbers of random numbers with and without values."""
     most, to_normal = [0, 0], addressed_noise.to_normal
 
     def noted(words):
@@ -83,14 +83,14 @@ def counts(tmp_path_factory):
 
 @pytest.mark.parametrize(("work", "within"), [("walks", 0.02), ("updates", 0.2)])
 def test_as_many_experts_more_are_as_much_work_more(counts, work, within):
-    """Work that grows with the square would add half as much again, or more."""
+    """If work grew quadratically, the second difference would be larger by half or more."""
     few, more, most = (found[work] for found in counts)
     assert few < more < most
     assert most - more == pytest.approx(more - few, rel=within)
 
 
 def test_no_noise_is_drawn_for_tokens(tmp_path_factory):
-    """For a pack of a million pixels it would take a second each time, and nobody reads it."""
+    """Drawing it would take a second for a pack of a million pixels, and a trace does not use it."""
     (found,) = ranks.run_jobs(tmp_path_factory.mktemp("noise"), {"noise": ranks.Job(real_random_numbers)}).values()
     real, without_values = found
     assert real == 0

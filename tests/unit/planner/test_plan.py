@@ -33,7 +33,7 @@ CASES = {
     ),
     "dit_cross": ({"backbone": "dit_cross", "num_layers": 6}, {"data_parallel": "ddp"}, 5),
     "stdit": ({"backbone": "stdit", "num_layers": 12}, {"tensor_model_parallel_size": 2}, 1),
-    # Layers of 1.2 B parameters: the gradients of four wait for their reduction, and no more.
+    # Layers of 1.2 B parameters: the gradients of only four layers wait for their reduction.
     "fsdp": ({"num_layers": 10, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 1),
     "one_rank": ({"num_layers": 6}, {}, 4),
     "tread": ({"num_layers": 12, "routing": RoutingConfig()}, {"pipeline_model_parallel_size": 2}, 4),
@@ -62,7 +62,7 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
         assert planned.sent_bytes[kind] == pytest.approx(sent, rel=OF_PEAK)
     for kind, amount in full.work.items():
         assert planned.work[kind] == pytest.approx(amount, rel=OF_PEAK)
-    if "micro-batch" in planned.parts:  # all products and attention, a third in forward passes
+    if "micro-batch" in planned.parts:  # products and attention are complete, a third of them in forward passes
         micro_batch, forward = planned.parts["micro-batch"], planned.parts["forward"]
         assert micro_batches * micro_batch.flops == full.flops
         assert 0.3 < forward.flops / micro_batch.flops < 0.35
@@ -72,7 +72,7 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
 
 @pytest.mark.slow
 def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
-    """Weights gathered ahead, gradients that wait: 57 layers of FLUX, of two sizes."""
+    """The window has prefetched weights and pending gradients: 57 layers of FLUX in two sizes."""
     ranks, config = 8, built(call_recipe("flux_12b"))
     dims, _ = config.check(ranks)
     dims = replace(dims, micro_batches=min(dims.micro_batches, 4))
@@ -85,10 +85,10 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
 
 
 def test_a_step_before_counts_for_nothing():
-    """Of two traces in one process, the second need not fill the caches, and finds the same."""
+    """The second of two traces in one process need not fill the caches, and gives the same result."""
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig(), TrainingConfig(), PACK
     first, second = trace([Job(*parts, fills_caches=fills) for fills in (True, False)])
-    assert first.peak_bytes == pytest.approx(second.peak_bytes, abs=16)  # the first step has left a number
+    assert first.peak_bytes == pytest.approx(second.peak_bytes, abs=16)  # the first step leaves a number in memory
     assert replace(first, peak_bytes={}) == replace(second, peak_bytes={})
     assert first.host_syncs == 0
 
@@ -107,13 +107,13 @@ def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: py
         assert process.is_alive()
     assert process.exitcode == 0
     (expected,) = trace([split])
-    assert second.peak_bytes == pytest.approx(expected.peak_bytes, abs=16)  # the first job has left a number
+    assert second.peak_bytes == pytest.approx(expected.peak_bytes, abs=16)  # the first job leaves a number in memory
     assert replace(second, peak_bytes={}) == replace(expected, peak_bytes={})
     assert "data pointer" not in capfd.readouterr().err
 
 
 def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_disk(tmp_path, monkeypatch):
-    """Two processes serve three generators of two calls each. A second pool starts no trace; another job does."""
+    """Two processes serve three requests of two calls each. A second pool only traces new jobs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig()
 
@@ -150,7 +150,7 @@ def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_dis
 
 @pytest.fixture
 def traced_layers(monkeypatch):
-    """Return a function from a recipe to how many layers its dry run traces, each in every micro-batch that it does."""
+    """Return a function that counts the layers traced by a recipe's dry run, once for each traced micro-batch."""
     traced = []
 
     def counted(jobs):
@@ -177,28 +177,28 @@ def traced_layers(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "ranks", "layers"),
     [
-        # 2 and 3 layers of three ranks in 5, 4 and 3 micro-batches; before them 1 layer, and once more.
+        # Three ranks trace 2 and 3 layers in 5, 4 and 3 micro-batches, and before them 1 layer in one micro-batch more.
         ("pretrain_ditllama30b_stage3_mock_with_pp", 128, (2 + 3) * (5 + 4 + 3) + 6 + 5 + 4),
-        # Layers of 0.18 B parameters over 2 ranks: 16 are there in full, so 18 and 19 of them cost more than all 32.
+        # Layers of 0.18 B parameters over 2 ranks: 16 are unsharded at a time, so tracing 18 and 19 costs more than 32.
         ("mock_ditllama5b_8k", 8, 32 * (3 + 1)),
-        # 64 experts; a rank alone shards nothing, and its micro-batches are alike.
+        # 64 experts; a single rank shards nothing, and its micro-batches are alike.
         ("pretrain_ecditllama1b", 1, ((2 + 3) * 2 + 3) * (1 + 64 // EXPERTS)),
     ],
 )
 def test_a_dry_run_traces_few_layers(traced_layers, recipe, ranks, layers):
-    """Its time is that of a layer in a micro-batch, so often, whatever the depth and the batch."""
+    """Tracing takes this number of layers times micro-batches, whatever the depth and the batch size."""
     assert traced_layers(recipe, ranks) == layers
 
 
 def test_no_dry_run_traces_many_layers(traced_layers):
-    """The bound on the time of `--dryrun`, in what it is made of: a layer takes a fraction of a second."""
+    """Bounds the time of `--dryrun`: tracing a layer takes a fraction of a second."""
     most = {entry.name: traced_layers(entry.name) for entry in registry.recipes()}
     assert {name: layers for name, layers in most.items() if layers > MOST_LAYERS} == {}
-    assert max(most, key=lambda name: most[name]) == "flux_12b"  # all 57, of which few have the window's size
+    assert max(most, key=lambda name: most[name]) == "flux_12b"  # all 57, because few have the window's size
 
 
 def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_row():
-    """In bfloat16; torch's norm on CPU saves the input three times in float32."""
+    """In bfloat16. torch's norm on CPU saves the input three times in float32."""
     saved = []
 
     def keep(tensor):

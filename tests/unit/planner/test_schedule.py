@@ -1,4 +1,4 @@
-"""Replayed pipelines: the bubble of equal stages is the textbook's, and no pass comes before what it needs."""
+"""Replayed pipelines: equal stages have the bubble of the textbook, and no pass starts before its inputs are ready."""
 
 import pytest
 
@@ -13,7 +13,7 @@ FORWARD, BACKWARD = 1.0, 2.5
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), CASES)
 def test_the_bubble_of_equal_stages(ranks, chunks, micro_batches):
-    """(p - 1) / v micro-batches on every rank, whatever their number (Narayanan et al. 2021)."""
+    """On every rank, (p - 1) / v micro-batches, for any number of micro-batches (Narayanan et al. 2021)."""
     layout = ParallelConfig(
         pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
     )
@@ -24,10 +24,10 @@ def test_the_bubble_of_equal_stages(ranks, chunks, micro_batches):
 
 
 def test_the_slowest_stage_waits_least():
-    """Of stages of 1, 3 and 2 seconds with 20 micro-batches, the second waits for its first input and last gradient."""
+    """Stages take 1, 3 and 2 seconds, for 20 micro-batches; the second waits for its first input and last gradient."""
     found = waits(replay([(1.0, 1.0), (3.0, 3.0), (2.0, 2.0)], 1, 20))
     assert min(found) == found[1]
-    # F0 and the last B of the first stage; F and B of the last stage behind a pass of its own, at both ends.
+    # F0 and the last B of the first stage; at both ends, F and B of the last stage, less a pass of the second.
     assert found[1] == pytest.approx(1 + 1 + (4 - 3) + (4 - 3))
 
 

@@ -1,4 +1,4 @@
-"""Candidates are priced from traces of a few layers: fast, and as a trace of the layout itself says."""
+"""Candidates are priced from traces of a few layers: fast, and close to a trace of the full layout."""
 
 import time
 from dataclasses import replace
@@ -55,7 +55,7 @@ def problem(gpus=64, **sizes):
 
 
 def small(gpus=8):
-    """Return what is to be trained on samples of 16 tokens, of which hundreds are in a micro-batch."""
+    """Return a problem with samples of 16 tokens, of which hundreds fit in a micro-batch."""
     sizes = {"hidden_size": 1024, "num_layers": 8, "num_attention_heads": 16, "in_channels": 4, "patch_spatial": 2}
     return Problem(
         DiTConfig(**sizes, num_classes=10),
@@ -84,7 +84,7 @@ def traced_costs(task, *shapes, found=()):
 
 @pytest.fixture(scope="module")
 def priced():
-    """Return what is to be trained, and prices from the one shape that all cases have."""
+    """Return a problem, and prices from the one shape that all cases have."""
     task = problem()
     return task, Prices(task, traced_costs(task, PLAIN))
 
@@ -93,7 +93,7 @@ def priced():
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 )
 def test_a_price_is_that_of_the_traced_layout(name, priced):
-    """Time within 4 %, memory within 7 %: the slack of embeddings and head, which a price puts on every stage."""
+    """Time within 4 %, memory within 7 %, because a price puts embeddings and head on every stage."""
     (task, prices), candidate = priced, EXACT[name]
     ((_, dims),) = allowed(task, iter([candidate])).layouts
     price = prices.of(candidate, dims)
@@ -106,7 +106,7 @@ def test_a_price_is_that_of_the_traced_layout(name, priced):
 
 
 def compared(task, size):
-    """Return the price of a micro-batch of so many samples, and what a trace of the layout itself says."""
+    """Return traced sizes, the price of a micro-batch of `size` samples, and the result of tracing the layout."""
     candidate = Candidate(ALONE, 1, None, "distributed_optimizer", size)
     ((candidate, dims),) = found = allowed(task, iter([candidate])).layouts
     traced = traced_costs(task, ALONE, found=found)
@@ -118,7 +118,7 @@ def compared(task, size):
 
 
 def test_pictures_of_a_unet_are_priced_as_traced():
-    """A second picture adds operations that a third and a fourth do not: no line through one and two goes to four."""
+    """The second picture adds operations that further ones do not, so one and two cannot be extrapolated to four."""
     task = replace(
         small(),
         model=DDPMUNetConfig(block_out_channels=[8, 16], mid_out_channels=[16], hidden_size=32),
@@ -131,7 +131,7 @@ def test_pictures_of_a_unet_are_priced_as_traced():
 
 @pytest.mark.slow
 def test_hundreds_of_small_samples_are_priced_as_traced():
-    """Products of one row for each sample are as slow as their weights are read, until there are many rows."""
+    """Products with one row per sample take the time of reading their weights, until there are many rows."""
     sizes, price, exact = compared(small(), 128)
     assert sizes == (1, 2, 4, 8, 16, 32, 64, 128)
     assert price == pytest.approx(exact, rel=OF_SMALL)
@@ -139,7 +139,7 @@ def test_hundreds_of_small_samples_are_priced_as_traced():
 
 @pytest.mark.parametrize(("tokens", "expected"), [(16, [1, 2, 4, 8, 16]), (8192, [1, 2, 16]), (4096, [1, 2, 4, 16])])
 def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.MonkeyPatch):
-    """Micro-batches double up to 16,384 tokens, then grow eightfold; the last one is the largest that fits."""
+    """Micro-batches double up to 16,384 tokens, then grow eightfold; the last size is the largest that fits."""
     task, traced_sizes = replace(small(), tokens=tokens), []
     limit = MEMORY_SHARE * H100.memory_bytes
 
@@ -172,12 +172,12 @@ def test_costs_go_in_lines_from_one_traced_micro_batch_to_the_next(samples: int,
 
 
 def made_up(shape):
-    """Return costs of a shape: a second of everything, a gigabyte of everything."""
+    """Return synthetic costs of a shape: a millisecond for everything, and equal bytes."""
     return Costs(np.full((2, 2, 4, len(KINDS)), 1e-3), np.full((2, 2, len(BYTES)), 1e8 / shape.tensor), 32)
 
 
 def test_ten_thousand_layouts_in_five_seconds():
-    """Of the process: what it takes to check and to price them, once their shapes are traced."""
+    """Processor time to check and price them, once their shapes are traced."""
     task = problem(gpus=4096, num_layers=48, num_attention_heads=16)
     task = Problem(**{**vars(task), "tokens": 65_536, "training": TrainingConfig(global_batch_size=4096)})
     started = time.process_time()
@@ -229,7 +229,7 @@ def test_a_candidate_is_what_its_settings_say():
 
 
 def test_launches_of_an_update_do_not_grow_with_the_number_of_replicas():
-    """A replicated optimizer moves more bytes than a sharded one, by the same number of operations."""
+    """A replicated optimizer moves more bytes than a sharded one, with the same number of operations."""
     task = problem(gpus=512)  # 256 replicas
     seconds = np.full((2, 2, 4, len(KINDS)), 1e-3)
     seconds[..., K_EXPERT] = 0.0  # only Muon exchanges matrices in an update
@@ -247,7 +247,7 @@ def fsdp_candidate(instances):
 
 
 def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
-    """Two nodes with an instance each: weights and gradients go over NVLink, one sum of the shards over the network."""
+    """Two nodes with an instance each: weights and gradients use NVLink, only the sum of shards uses the network."""
     task = problem(num_layers=4, hidden_size=256)
     ranks = {}
     for world, instances in ((8, 1), (16, 2)):
@@ -286,7 +286,7 @@ def test_fsdp_inside_a_node_is_searched_where_a_ring_over_nodes_is_slower(gpus, 
 
 @pytest.mark.parametrize("gpus", [12, 20])
 def test_no_instances_are_searched_if_a_node_is_not_full(gpus):
-    """Groups of equal size would then cross nodes, or there would be one group, which is FSDP over all ranks."""
+    """Instances of equal size would cross nodes, or there would be one instance, which is FSDP over all ranks."""
     task = replace(problem(gpus), device=replace(H100, nic=H100.nic / 8))
     found = list(candidates(task))
     assert {one.shape.instances for one in found if one.shape.fsdp} == {1}
@@ -311,7 +311,7 @@ def test_instances_win_by_the_traffic_that_they_keep_off_the_network():
             cost[row, kind] = cluster.seconds(group, count, 0)
         exposed[instances] = step_time(cost, 4, cluster).parts["data parallel"]
     ring, inside, across = 64e9 / (8 * device.nic), 64e9 / device.nvlink, 4e9 / device.nic
-    slowdown = device.interference  # by seconds of an exchange that is hidden
+    slowdown = device.interference  # per second of hidden exchange
     assert exposed[1] == pytest.approx(4 * (ring - 0.5 + slowdown * 0.5))
     backward = 0.5 + slowdown * inside - 0.2
     assert exposed[8] == pytest.approx(4 * slowdown * inside + across - backward + slowdown * backward)

@@ -1,4 +1,4 @@
-"""The model of time against numbers worked out by hand."""
+"""The model of time against numbers calculated by hand."""
 
 from collections import Counter
 from dataclasses import replace
@@ -44,7 +44,7 @@ LARGE_S = 2 * 256 * 132 * 128 * 10 * (4096 + K_FILL) / H100.matmul_flops
 
 
 def work(**counts):
-    """Return a trace of 1e12 operations of attention, and a number of large products."""
+    """Return a trace with 1e12 operations of attention and a number of large products."""
     names = {"attention": counter.ATTENTION, "backward": counter.ATTENTION_BACKWARD}
     products = {LARGE: counts.pop("products")} if "products" in counts else {}
     return StepTrace(products=products, work=Counter({names[name]: int(1e12 * n) for name, n in counts.items()}))
@@ -110,7 +110,7 @@ def test_seconds_are_counts_over_rates():
     ("product", "waves", "k"),
     [
         (LARGE, 10, 4096),
-        (Product(1, 256 * 132, 128 * 10 + 1, 4096, 1), 11, 4096),  # one more column is one more wave
+        (Product(1, 256 * 132, 128 * 10 + 1, 4096, 1), 11, 4096),  # an additional column needs an additional wave
         (Product(1, 256 * 66, 128, 65_536, 1), 1, 32_768),  # half of the multiprocessors are idle, or k is split
         (Product(3, 256 * 44, 128, 4096, 1), 1, 4096),
     ],
@@ -123,7 +123,7 @@ def test_a_product_takes_full_waves_of_tiles(product, waves, k):
 
 
 def test_a_narrow_product_takes_the_time_of_its_bytes():
-    """The modulation of 8 samples reads its weights and does little else."""
+    """The modulation of 8 samples reads its weights and computes little."""
     nbytes = 2 * (8 * 4096 + 4096 * 24_576 + 8 * 24_576)
     assert product_seconds(Product(1, 8, 24_576, 4096, nbytes), H100) == nbytes / H100.memory_bandwidth
 
@@ -142,7 +142,7 @@ def test_mxfp8_speeds_up_wide_products_and_quantises_their_factors():
 
 @pytest.mark.parametrize(("ring", "exposed"), [(0.4, 0.0), (0.5, 0.0), (0.8, 0.3)])
 def test_a_ring_hides_behind_the_attention_of_other_ranks_keys(ring, exposed):
-    """Of two ranks' blocks of keys, the second is sent while the first is attended to: half of the attention."""
+    """With two ranks, the second block of keys is sent during attention to the first, half of the attention."""
     seconds = np.zeros(len(KINDS))
     seconds[KINDS.index("attention")], seconds[KINDS.index("ring")] = 1.0, ring
     assert pass_parts(seconds, CLUSTER)["context parallel"] == pytest.approx(exposed)
@@ -158,7 +158,7 @@ def test_an_exchange_slows_down_the_computation_that_hides_it(exchanged, expecte
 
 
 def cost(reduce=0.0, gather=0.0):
-    """Return a cost of a second forward and two backward."""
+    """Return a cost of one second forward and two seconds backward."""
     found = np.zeros((4, len(KINDS)))
     found[MICRO_BATCH, K_MATMUL], found[FORWARD, K_MATMUL] = 3.0, 1.0
     found[ONCE, K_REDUCE], found[ONCE, K_GATHER] = reduce, gather
@@ -183,7 +183,7 @@ def test_gradients_hide_behind_one_backward_pass_and_weights_behind_one_forward_
 
 @pytest.mark.parametrize("ranks", [1, 2, 16, 1024])
 def test_the_slowest_rank_is_the_largest_of_normal_values(ranks):
-    """Averages of 4,000 drawn maxima; their standard error is at most 0.016 standard deviations."""
+    """Means of 4,000 drawn maxima; their standard error is at most 0.016 standard deviations."""
     drawn = np.random.default_rng(0).standard_normal((4000, ranks)).max(1).mean()
     assert slowest_of(ranks, 0.5) == pytest.approx(0.5 * drawn, abs=0.025)
 
@@ -197,7 +197,7 @@ def test_a_pipeline_of_equal_stages_waits_for_the_others(chunks, bubble):
 
 
 def test_a_step_is_its_micro_batches_and_what_it_does_once():
-    """Also where too few micro-batches were traced to tell them apart: then the sum is the same."""
+    """If too few micro-batches were traced to separate the two, the sum is still the same."""
     micro, update = work(products=3), replace(work(), moved_bytes=10**12)
     once = Counter({("reduce_scatter", "dp_cp"): 10**11})
     step = replace(work(products=12), moved_bytes=10**12, sent_bytes=once, calls=Counter({next(iter(once)): 2}))

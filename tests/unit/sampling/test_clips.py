@@ -1,4 +1,4 @@
-"""Clips as files: frames and rate are read back as written, and the clip repeats."""
+"""Clips as files: frames and frame rate are read back as written, and the clip repeats."""
 
 import builtins
 
@@ -11,7 +11,7 @@ from dit.errors import ConfigError
 from dit.sampling import grid
 from dit.sampling.clips import clip_grid, save_gif, save_mp4
 
-LOSSY = 24  # of 255: what H.264 changes at this quality
+LOSSY = 24  # of 255: the largest change by H.264 at this quality
 
 
 def moving_dot(frames: int = 6, size: int = 8) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_a_gif_keeps_every_frame_its_rate_and_repeats(tmp_path):
         assert clip.info["loop"] == 0
         for t, expected in enumerate(frames):
             clip.seek(t)
-            assert clip.info["duration"] == 120  # an eighth of a second, in whole hundredths
+            assert clip.info["duration"] == 120  # an eighth of a second, rounded to hundredths
             assert np.array_equal(np.asarray(clip.convert("RGB")), np.asarray(expected))
     assert [p.name for p in path.parent.iterdir()] == ["x.gif"]
 

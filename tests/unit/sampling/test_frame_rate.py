@@ -1,4 +1,4 @@
-"""The frame rate that samples are drawn for reaches the network, and is that of the training data unless asked."""
+"""The requested frame rate of samples is passed to the network; the default is the rate of the training data."""
 
 from dataclasses import replace
 from typing import Any
@@ -90,11 +90,11 @@ def test_the_grid_while_training_is_drawn_and_played_at_the_rate(build_model: Bu
     with Image.open(pictures.save(frames, tmp_path / "slow.png", 10.0)) as film:
         assert film.info["duration"] == 100
     with Image.open(pictures.save(frames, tmp_path / "fast.png", 120.0)) as film:
-        assert film.info["duration"] == 20  # the fastest that a GIF can state
+        assert film.info["duration"] == 20  # the highest rate of a GIF
 
 
 def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:
-    """Return a pack of empty samples of the given grids and frame rates."""
+    """Return a pack of empty samples with these grids and frame rates."""
     grids = tuple(grid for grid, _ in samples)
     layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids])
     return PackedBatch(
@@ -109,7 +109,7 @@ def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:
 
 
 def test_the_rate_of_the_data_is_that_of_the_first_sample_with_most_tokens() -> None:
-    """So the samples of a run on images and clips have the rate of the largest ones."""
+    """So a run on images and clips draws samples with the frame rate of its largest samples."""
     packs = [
         clips(((1, 2, 2), 30.0)),
         clips(((1, 4, 4), 30.0), ((4, 4, 4), 8.0), ((1, 2, 2), 30.0)),

@@ -1,4 +1,4 @@
-"""What `generate` asks of the network and of the noise, step by step."""
+"""Calls of `generate` to the network, and its draws of noise, step by step."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def pack(side: int = 2) -> PackedBatch:
 
 
 def by_condition(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-    """Predict, in every element, the class + 10 x the mean of the text; a dropped text counts as 5."""
+    """Predict class + 10 x mean of the text in every element; a dropped text counts as 5."""
     text = batch.conditions["context"]
     texts = text.layout.sum_per_sample(text.values).mean(-1) / torch.tensor(text.layout.lengths)
     if text.dropped_S is not None:
@@ -45,7 +45,7 @@ def drawn(negative: Sequence[Tensor] | None, scale: float) -> Tensor:
 
 
 def test_the_unconditional_branch_has_no_class_and_no_text_or_the_negative_one():
-    """uncond + g (cond - uncond), of a network that predicts a constant, which is then the sample."""
+    """uncond + g (cond - uncond), with a network that predicts a constant, which is then the sample."""
     for negative, uncond in ((None, 3 + 10 * 5.0), (NEGATIVE, 3 - 10 * 1.0)):
         for scale in (0.0, 2.5):
             samples = drawn(negative, scale)
@@ -56,7 +56,7 @@ def test_the_unconditional_branch_has_no_class_and_no_text_or_the_negative_one()
 
 
 def test_every_step_of_a_stochastic_solver_draws_new_noise():
-    """With 0 for the clean estimate a step is alpha s**2 / (alpha_s sigma**2) x + fresh noise, unlike any before it.
+    """With a clean estimate of 0, a step is alpha s**2 / (alpha_s sigma**2) x plus noise that no earlier step used.
 
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7, for any alpha and sigma and the next deviation s.
     """
@@ -77,9 +77,9 @@ def test_every_step_of_a_stochastic_solver_draws_new_noise():
 
 
 def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_to_the_conditional_network():
-    """As facebookresearch/DiT does: of 4 channels 3 are guided by default, and nothing of the variance's half.
+    """As in facebookresearch/DiT: by default, 3 of 4 channels of the mean are guided, and no channel of the variance.
 
-    Of two steps the first draws noise: x = mean + small**(1 - w) large**w z, with w of the conditional network.
+    The first of two steps draws noise: x = mean + small**(1 - w) large**w z, with w of the conditional network.
     """
     spec = DiTConfig(patch_spatial=2, num_classes=3).batch_spec()
     objective = DDPM(prediction="x0", schedule="cosine", discrete_steps=100, variance=LearnedVariance())
@@ -87,7 +87,7 @@ def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_t
     states: list[Tensor] = []
 
     def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        """Predict the class for every mean, and -1 for the variance of class 0, 1 for that of 2, 5 for that of none."""
+        """Predict the class as the mean; as the variance, -1 for class 0, 1 for class 2, and 5 without a class."""
         labels_T1 = batch.layout.per_token(batch.conditions["label"].values.float())
         v_T1 = torch.where(labels_T1 == 3, 5.0, labels_T1 - 1)
         states.append(inputs_TC[: batch.layout.num_local_tokens // 2])
@@ -121,7 +121,7 @@ def test_a_variance_that_was_not_learned_is_refused():
 @pytest.mark.parametrize("thresholding", ["none", "static", "dynamic"])
 @pytest.mark.parametrize("solver", ["euler", "heun", "ddim", "dpmpp_2m"])
 def test_thresholds_limit_the_clean_estimate(thresholding: str, solver: str) -> None:
-    """Of a network that predicts 4 for one element and 0.5 for the others, whose quantile is then 4 (Imagen, 2.3)."""
+    """The network predicts 4 for one element and 0.5 for the others; the quantile of a sample is 4 (Imagen, 2.3)."""
 
     def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         x0_TC = torch.full_like(inputs_TC, 0.5)
@@ -155,7 +155,7 @@ def test_an_unknown_threshold_is_refused() -> None:
 
 @pytest.mark.parametrize("objective", [FlowMatching(prediction="x0"), DDPM(prediction="x0", schedule="cosine")])
 def test_a_sample_starts_from_a_picture_with_the_noise_of_its_first_step(objective: Objective) -> None:
-    """x_u = alpha x0 + sigma eps at the step that leaves round(strength * steps), with the noise of a full drawing."""
+    """x_u = alpha x0 + sigma eps, with round(strength * steps) steps left and the noise of sampling from pure noise."""
     seen: list[Tensor] = []
 
     def nothing(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pixels have the positions of the layout, and a file is complete or missing."""
+"""Pixels are where the layout puts them, and a file is complete or missing."""
 
 import os
 
@@ -17,7 +17,7 @@ def pixels(image: Image.Image) -> torch.Tensor:
 
 @pytest.mark.parametrize(("columns", "captions"), [(1, True), (2, False), (3, True), (5, True)])
 def test_every_pixel_of_every_tile_is_at_the_place_of_the_formula(columns, captions):
-    """Each image has its own grey ramp; cut out again at `tile_origin`, it is the enlarged image to the bit."""
+    """Each image is random; the tile cut out at `tile_origin` is the enlarged image to the bit."""
     images = torch.rand(5, 1, 6, 4, generator=torch.Generator().manual_seed(1)) * 2 - 1
     names = list("ABCDE") if captions else None
     drawn = pixels(grid.image_grid(images, names, columns, scale=3))
@@ -34,7 +34,7 @@ def test_captions_have_the_letters_of_european_languages():
 
 
 def test_captions_leave_every_tile_untouched_and_are_there():
-    """The longest caption decides how many lines there are above all tiles."""
+    """The longest caption determines the number of lines above every tile."""
     images = torch.full((4, 3, 8, 8), -1.0)
     drawn = pixels(grid.image_grid(images, ["a red circle and a square", "a", "WWWWWWWWWWWW", " "], 2, scale=8))
     background = torch.tensor(grid.BACKGROUND, dtype=torch.uint8)
@@ -87,7 +87,7 @@ def test_pictures_pass_and_latents_get_a_preview():
     )
     preview = grid.to_pictures(latents)
     assert preview.shape == (2, 3, 1, 8, 8)
-    # Scaled per sample, so a sample fifty times as large looks like any other.
+    # Scaled per sample, so a sample with values fifty times as large looks alike.
     assert preview.std((1, 2, 3, 4)) == pytest.approx(torch.full((2,), 1 / 3).numpy(), rel=0.02)
 
 

@@ -31,7 +31,7 @@ OBJECTIVES = [
 
 
 def conditioned(context: float):
-    """Make a network whose output depends on input, time and context."""
+    """Return a network whose output depends on input, time and context."""
 
     def network(inputs_TC, time_S):
         return torch.tanh(inputs_TC * (1 + 0.1 * time_S.mean()) + context)
@@ -47,7 +47,7 @@ def sample(objective: Objective, network, layout: SequenceLayout = LAYOUT):
 
 
 def guided(cond, uncond, scale):
-    """Guide one branch by another, in two calls."""
+    """Return a network that guides one branch by another, in two calls."""
     return lambda x, t: combine(cond(x, t), uncond(x, t), scale) if needs_unconditional(scale) else cond(x, t)
 
 
@@ -58,7 +58,7 @@ def test_only_scale_one_needs_no_unconditional_branch():
 
 
 def test_scale_zero_is_unconditional_and_one_is_conditional():
-    """Scale 0 is unconditional, 2 goes as far again; NeMo's cond + g (cond - uncond) is scale g + 1."""
+    """Scale 0 is unconditional, 2 doubles the difference; NeMo's cond + g (cond - uncond) is scale g + 1."""
     cond, uncond = torch.tensor([3.0]), torch.tensor([1.0])
     assert [combine(cond, uncond, s).item() for s in (0.0, 1.0, 2.0)] == [1.0, 3.0, 5.0]
     for g in (0.5, 7.0):
@@ -67,7 +67,7 @@ def test_scale_zero_is_unconditional_and_one_is_conditional():
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_guiding_outputs_equals_guiding_clean_estimates(objective):
-    """Every denoiser is affine in the network's output, so guidance commutes with it."""
+    """Every denoiser is affine in the network's output, so guiding either gives the same result."""
     u = objective.sampling_grid(10)[4]
     x = torch.randn(10, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     branches = [conditioned(c) for c in (1.0, -0.5)]
@@ -77,7 +77,7 @@ def test_guiding_outputs_equals_guiding_clean_estimates(objective):
 
 
 def test_guidance_is_of_all_channels_of_the_mean_unless_their_number_is_set():
-    """Latents of 4 channels, 2 positions in a patch; the second output is a variance."""
+    """Latents have 4 channels and a patch 2 positions; the second output is a variance."""
     assert guided_columns(4, 2, 1, None) is None
     assert guided_columns(4, 2, 2, None).tolist() == 8 * [True] + 8 * [False]
     assert guided_columns(4, 2, 2, 3).tolist() == 2 * [True, True, True, False] + 8 * [False]
@@ -85,7 +85,7 @@ def test_guidance_is_of_all_channels_of_the_mean_unless_their_number_is_set():
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_negative_prompt_changes_the_result(objective):
-    """The context of the unconditional branch matters at every scale but 1, and moves the sample away from it."""
+    """At every scale except 1, the context of the unconditional branch changes the sample."""
     empty, negative = (sample(objective, guided(conditioned(1.0), conditioned(c), 3.0)) for c in (0.0, -1.0))
     assert (empty - negative).abs().max() > 1e-3
     equal = [sample(objective, guided(conditioned(1.0), conditioned(c), 1.0)) for c in (0.0, -1.0)]
@@ -94,7 +94,7 @@ def test_negative_prompt_changes_the_result(objective):
 
 
 def test_one_call_over_the_doubled_pack_equals_two_calls():
-    """The pair sees conditional samples first and one noised input for both halves."""
+    """In the doubled pack, conditional samples come first, and both halves have the same noised input."""
     double = LAYOUT.followed_by(LAYOUT)
     context_S = torch.tensor([1.0, 2.0, 0.0, -1.0])
 
@@ -114,7 +114,7 @@ def test_one_call_over_the_doubled_pack_equals_two_calls():
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([9, 0, 4, 5])])
 def test_a_layout_followed_by_itself_repeats_samples_and_padding(rows):
-    """Both halves have the rows, the valid tokens and the positions of the original, with the samples counted on."""
+    """Both halves have the rows, valid tokens and positions of the original; the second has the next sample numbers."""
     layout = LAYOUT if rows is None else LAYOUT.select(rows)
     double = layout.followed_by(layout)
     assert double.valid_tokens == 2 * layout.valid_tokens
@@ -127,7 +127,7 @@ def test_a_layout_followed_by_itself_repeats_samples_and_padding(rows):
 
 
 def test_dynamic_threshold_scales_each_sample_by_its_quantile():
-    """A sample within [-1, 1] is unchanged; a larger one is clipped at its quantile and divided by it."""
+    """Samples within [-1, 1] are unchanged; larger ones are clipped at their quantile and divided by it."""
     layout = SequenceLayout.from_lengths([100, 50], multiple_of=64)
     x = torch.zeros(layout.total_tokens, 2)
     x[:100] = torch.linspace(-4, 4, 200).view(100, 2)

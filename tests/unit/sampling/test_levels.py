@@ -1,4 +1,4 @@
-"""Samples with clean tokens, and two networks that share the noise levels."""
+"""Sampling with clean tokens, and with two networks for different noise levels."""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,7 @@ OBJECTIVE = FlowMatching(time_shift=2.0)
 
 
 def pack() -> PackedBatch:
-    """Return two clips of three frames with given latents: a clean first frame, and clean tokens in the middle."""
+    """Return two clips of three frames with known latents: a clean first frame, and clean tokens in the middle."""
     batch = empty_pack(SPEC, (FRAMES, SIDE, SIDE), 2, torch.device("cpu"), {"label": [1, 0]})
     latents_TC = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(4))
     segments = [[(FRAME, CLEAN), (2 * FRAME, 0)], [(5, 0), (3, CLEAN), (4, 0)]]
@@ -60,7 +60,7 @@ NOISED_TOKENS = [token for token in range(24) if token not in CLEAN_TOKENS]
     ],
 )
 def test_clean_tokens_are_those_of_the_pack_in_every_step(solver: str, settings: dict[str, Any]) -> None:
-    """The network gets them with t = 0, next to noised tokens at the time of the step."""
+    """The network gets them with t = 0, and noised tokens with the time of the step."""
     batch, times = pack(), []
 
     def network(inputs_TC: Tensor, time_S: Tensor, seen: PackedBatch) -> Tensor:
@@ -85,7 +85,7 @@ def test_clean_tokens_are_those_of_the_pack_in_every_step(solver: str, settings:
 
 
 def test_noised_tokens_are_drawn_as_without_clean_ones() -> None:
-    """Of a network that computes each token by itself."""
+    """Using a network that computes each token separately."""
     batch = pack()
 
     def network(inputs_TC: Tensor, time_S: Tensor, seen: PackedBatch) -> Tensor:
@@ -118,7 +118,7 @@ def test_tiles_refuse_clean_tokens() -> None:
 
 @pytest.mark.parametrize("scale", [None, 3.0])
 def test_the_second_network_predicts_below_the_boundary(scale: float | None) -> None:
-    """With its own guidance; the first predicts at the boundary and above."""
+    """With a separate guidance scale; the first network predicts at the boundary and above."""
     calls: dict[str, list[tuple[float, int]]] = {"high": [], "low": []}
 
     def network(name: str) -> Any:
@@ -160,7 +160,7 @@ def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel) -> Non
 
 
 def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildModel) -> None:
-    """The other ones are returned unchanged; the drawn ones depend on them."""
+    """Other patches are returned unchanged; the drawn patches depend on them."""
     generator = generator_of(build_model, OBJECTIVE)
     known = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     mask = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]], dtype=torch.bool)
@@ -188,7 +188,7 @@ def test_a_backbone_without_several_levels_takes_no_first_frame() -> None:
 
 
 def test_a_pair_of_generators_draws_as_each_of_them_at_its_times(build_model: BuildModel) -> None:
-    """Against one network that selects the model by the time."""
+    """Compared with one network that selects the model by the time."""
     high, low = FlowMatching(min_time=0.6), FlowMatching(max_time=0.6)
     pair = generator_of(build_model, high)
     pair.switch_to(generator_of(build_model, low, seed=9))
@@ -223,7 +223,7 @@ def test_models_that_are_no_pair_are_refused(
 
 
 def test_the_solver_takes_the_shift_of_the_size_of_the_samples() -> None:
-    """A reference is not a part of the sample; two sizes in a pack are refused."""
+    """Reference tokens do not count in the size; two sizes in a pack are refused."""
     times: list[float] = []
 
     def network(inputs_TC: Tensor, time_S: Tensor, seen: PackedBatch) -> Tensor:
@@ -242,7 +242,7 @@ def test_the_solver_takes_the_shift_of_the_size_of_the_samples() -> None:
 
 @pytest.mark.parametrize("distribution", ["uniform", "logit_normal"])
 def test_times_in_a_range_have_the_distribution_of_all_times_there(distribution: Any) -> None:
-    """Against times of the full distribution that fall into the range."""
+    """Compared with the times of the full distribution that are in the range."""
     full = FlowMatching(time_distribution=distribution, logit_mean=0.3, logit_std=1.4, time_shift=3.0)
     q = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
     times = full.level(q)

@@ -1,4 +1,4 @@
-"""Ways to sample beyond plain guidance and solvers, against diffusers or a loop written from the paper."""
+"""Sampling methods other than plain guidance and solvers, against diffusers or a loop written from the paper."""
 
 import itertools
 from dataclasses import replace
@@ -39,7 +39,7 @@ RTOL = 2e-5
 
 
 class Network:
-    """A smooth function of input, time and class; counts the samples of its calls."""
+    """A smooth function of input, time and class; records the number of samples of each call."""
 
     def __init__(self, strength: float = 1.0) -> None:
         self.strength, self.samples = strength, list[int]()
@@ -64,7 +64,7 @@ def drawn(objective, sampling, network=None, **options):
 
 
 def with_class(network, label):
-    """Bind a network to the pack; a class for all samples, or their own."""
+    """Bind a network to the pack, with one class for all samples or their own classes."""
     batch = pack()
     given = (
         batch if label is None else empty_pack(SPEC, (1, SIDE, SIDE), 2, torch.device("cpu"), {"label": [label] * 2})
@@ -73,7 +73,7 @@ def with_class(network, label):
 
 
 def null_class(network):
-    """Bind a network to the pack without classes."""
+    """Bind a network to the pack with null classes."""
     batch = pack()
     null = batch.conditions["label"]
     batch.conditions = batch.conditions | {"label": replace(null, values=torch.full_like(null.values, CLASSES))}
@@ -97,7 +97,7 @@ def start_of(objective, sampling):
     ids=["little", "most", "some levels"],
 )
 def test_churn_is_algorithm_2_of_edm(churn: list[float], monkeypatch):
-    """Composed of the parts of diffusers' KarrasVeScheduler, on our grid and noise."""
+    """Compared with the parts of diffusers' KarrasVeScheduler, on our grid and with our noise."""
     objective, steps = EDM(sigma_max=40.0), 6
     sampling = SamplingConfig(solver="heun", num_steps=steps, guidance_scale=1.0, seed=4, churn=churn)
     names = ("s_churn", "s_min", "s_max", "s_noise")
@@ -145,7 +145,7 @@ def test_churn_of_another_path_is_refused(objective):
 
 
 def test_a_rescaled_prediction_is_that_of_diffusers():
-    """Each sample by itself, whatever the padding holds."""
+    """Each sample is rescaled separately, whatever the padding contains."""
     layout = SequenceLayout.from_lengths([6, 6], multiple_of=8)
     cond_TC, guided_TC = (
         scale * torch.randn(16, 5, generator=torch.Generator().manual_seed(n)) for n, scale in ((1, 1), (2, 3))
@@ -160,7 +160,7 @@ def test_a_rescaled_prediction_is_that_of_diffusers():
 
 
 def test_guided_tokens_keep_the_norm_of_the_conditional_ones():
-    """Of the guided columns, whatever the guidance did to the norm of each token."""
+    """Only guided columns count, whatever guidance does to the norm of each token."""
     cond_TC, uncond_TC = (torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
     columns = torch.tensor([True, True, False, True])
     found = guided_prediction(cond_TC, uncond_TC, 3.0, columns, keep_norm=True)
@@ -181,7 +181,7 @@ def test_only_guided_columns_are_rescaled():
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_samples_are_guided_inside_the_interval_only(objective):
-    """By a loop of Euler steps; outside, the network sees the samples once."""
+    """Compared with a loop of Euler steps; outside the interval, the network gets each sample once."""
     low, high, steps = 0.3, 4.0, 8
     sampling = SamplingConfig(
         solver="euler", num_steps=steps, guidance_scale=3.0, guidance_interval=[low, high], seed=4
@@ -206,7 +206,7 @@ def test_samples_are_guided_inside_the_interval_only(objective):
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_a_guide_takes_the_place_of_the_network_without_its_class(objective):
-    """D = D_guide + w (D_network - D_guide), Eq. 4 of the paper, by a loop of Euler steps on clean estimates."""
+    """D = D_guide + w (D_network - D_guide), Eq. 4 of the paper, in a loop of Euler steps on clean estimates."""
     network, guide, layout = Network(), Network(0.4), pack().layout
     sampling = SamplingConfig(solver="euler", num_steps=5, guidance_scale=1.7, seed=4)
     x_TC, grid = start_of(objective, sampling)
@@ -234,7 +234,7 @@ MODEL = DiTConfig(in_channels=CHANNELS, patch_spatial=1, num_classes=CLASSES)
 
 
 def test_a_generator_is_guided_by_another():
-    """Guided by itself it draws the samples without guidance."""
+    """A generator that guides itself draws the samples without guidance."""
     same, weak = generator_of(MODEL), generator_of(replace(MODEL, hidden_size=48, num_attention_heads=4), Network(0.4))
     plain = same.generate(LABELS, guidance_scale=1.0)
     same.guide_by(generator_of(MODEL))
@@ -284,7 +284,7 @@ def test_settings_without_effect_are_refused(settings, fault):
 
 
 def test_options_of_a_command_reset_settings_that_they_leave_without_effect():
-    """The run's own settings; those of the command itself are refused."""
+    """This only applies to settings of the run; settings of the command that have no effect are refused."""
     run = generator_of(MODEL, solver="heun", churn=CHURN, guidance_rescale=0.5)
     assert run.sampling().churn == CHURN
     euler = run.sampling(solver="euler", guidance_scale=1.0)

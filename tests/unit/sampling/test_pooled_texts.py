@@ -1,4 +1,4 @@
-"""A model with a pooled embedding next to each text's tokens never gets the null vector instead."""
+"""A model with a pooled embedding in addition to text tokens never gets the null vector instead."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files of prompts: their content, and errors for invalid lines."""
+"""Prompt files: their content, and errors for invalid lines."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Solvers on Gaussian data, where denoiser, probability flow and every marginal are known in closed form."""
+"""Solvers on Gaussian data, for which denoiser, probability flow and all marginals are known in closed form."""
 
 import math
 import operator
@@ -19,10 +19,10 @@ from dit.sampling.solvers import FRACTIONS, SOLVERS, Reverse, Solver, ddim, dpmp
 from dit.settings import SamplingConfig
 
 STD = 0.5
-# Relative deviation a chain of n steps lacks at eta = 1 is 8 / n (from the exact variance recursion): the plug-in
+# At eta = 1, the deviation of a chain of n steps is too small by 8 / n (from the exact variance recursion): the plug-in
 # posterior ignores the uncertainty of x0, which vanishes with the step.
 BIAS_PER_STEP = 8.0
-# Position on each path as a function of the ratio sigma / alpha.
+# Position on each path as a function of sigma / alpha.
 POSITION = {"EDM": lambda r: r, "FlowMatching": lambda r: r / (1 + r), "DDPM": torch.atan}
 PATHS = [EDM(), FlowMatching(), DDPM()]
 every_path = pytest.mark.parametrize("objective", PATHS, ids=lambda o: type(o).__name__)
@@ -44,7 +44,7 @@ def relative_error(name: str, objective: Objective, grid: Tensor) -> float:
 
 
 def log_ratio_grid(objective: Objective, num_steps: int) -> Tensor:
-    """Return positions nearly even in log(sigma / alpha), then 0, so that end effects (below 1e-7) do not show.
+    """Return positions nearly even in log(sigma / alpha), then 0, so that errors at the ends stay below 1e-7.
 
     The warp breaks a symmetry of the circle under which Euler's first-order error cancels.
     """
@@ -64,7 +64,7 @@ def test_solver_has_its_order_on_every_path(name, objective):
 @pytest.mark.parametrize("objective", [EDM(), FlowMatching(), FlowMatching(time_shift=3.0)], ids=repr)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_solver_keeps_its_order_on_the_grid_of_the_objective(name, objective):
-    """From pure noise, alpha = 0 included; the multistep solver loses a logarithm of n there."""
+    """From pure noise, also if alpha is 0; there, the multistep solver is slower by a logarithm of n."""
     coarse, fine = (relative_error(name, objective, objective.sampling_grid(n)) for n in (128, 256))
     expected = SOLVERS[name].order
     assert math.log2(coarse / fine) > expected - (0.5 if name == "dpmpp_2m" else 0.1)
@@ -73,14 +73,14 @@ def test_solver_keeps_its_order_on_the_grid_of_the_objective(name, objective):
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "scaled_linear"])
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_ddpm_grids_converge_from_zero_or_small_alpha(name, schedule):
-    """Grids even in time end in one larger step; a hundred steps are within four percent all the same."""
+    """Grids that are even in time end with a larger step; a hundred steps are still within four percent."""
     ddpm = DDPM(schedule=schedule, prediction="v")
     assert relative_error(name, ddpm, ddpm.sampling_grid(100)) < 0.04
 
 
 @pytest.mark.parametrize(("num_steps", "expected"), [(18, 0.5276), (35, 0.5065), (100, 0.5007)])
 def test_heun_reproduces_the_known_deviations_on_the_edm_grid(num_steps, expected):
-    """Gaussian of deviation 0.5, rho 7, 80 to 0.002; a correction at the old point gives 0.4230, 0.4599, 0.4858."""
+    """Gaussian of deviation 0.5, rho 7, 80 to 0.002. Correcting at the old point would give 0.4230, 0.4599, 0.4858."""
     edm = EDM(sigma_min=0.002, sigma_max=80.0, rho=7.0)
     start = torch.full((1, 1), 80.0, dtype=torch.float64)
     end = solve("heun", partial(gaussian_denoiser, edm.path), edm.path, start, edm.sampling_grid(num_steps))
@@ -89,7 +89,7 @@ def test_heun_reproduces_the_known_deviations_on_the_edm_grid(num_steps, expecte
 
 @every_path
 def test_solvers_are_exact_when_the_estimate_is_constant(objective):
-    """Data at one point: every solver lands on it, because it ends with the clean estimate."""
+    """All data are one point: every solver reaches it, because the last step returns the clean estimate."""
     point = torch.tensor([[0.3, -0.7]], dtype=torch.float64)
     for name in SOLVERS:
         noise = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ def test_solvers_are_exact_when_the_estimate_is_constant(objective):
 
 @every_path
 def test_euler_is_ddim_on_straight_paths_only(objective):
-    """Where alpha and sigma are linear in u both are one method; on the circle they differ in second order."""
+    """If alpha and sigma are linear in u, both are one method; on the circle they differ in second order."""
     grid = objective.sampling_grid(20)
     x = torch.ones(1, 1, dtype=torch.float64)
     denoiser = partial(gaussian_denoiser, objective.path)
@@ -116,7 +116,7 @@ def test_euler_is_ddim_on_straight_paths_only(objective):
 
 @pytest.mark.parametrize(("name", "eta"), [("ddim", 0.0), ("ddim", 0.4), ("ancestral", 0.0), ("dpmpp_2m", 0.0)])
 def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
-    """x / alpha depends on sigma / alpha only, so three paths with the same ratios give the same sample."""
+    """x / alpha only depends on sigma / alpha, so three paths with the same ratios give the same sample."""
     ends = []
     for objective in PATHS:
         grid = log_ratio_grid(objective, 30)
@@ -133,7 +133,7 @@ def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
 @every_path
 @pytest.mark.parametrize("name", sorted(SOLVERS))
 def test_solver_calls_the_network_as_often_as_documented(name, objective):
-    """calls_per_step in every step but the last, which takes one; never at u = 0."""
+    """calls_per_step in every step except the last, which has one call; no call at u = 0."""
     calls = []
 
     def denoiser(x_TC, u):
@@ -149,7 +149,7 @@ def test_solver_calls_the_network_as_often_as_documented(name, objective):
 @every_path
 @pytest.mark.parametrize(("name", "eta"), [("ancestral", 0.0), ("ddim", 1.0), ("ddim", 0.5), ("ddim", 0.0)])
 def test_stochastic_solver_reproduces_the_variance(objective, name, eta):
-    """Many small steps on 20000 numbers: deviation right within standard error, start forgotten if noise is fresh."""
+    """Many small steps on 20000 numbers: the deviation is within standard error, and fresh noise hides the start."""
     n, num_steps = 20_000, 1000
     generator = torch.Generator().manual_seed(3)
     grid = log_ratio_grid(objective, num_steps)
@@ -164,12 +164,12 @@ def test_stochastic_solver_reproduces_the_variance(objective, name, eta):
     denoiser = partial(gaussian_denoiser, objective.path)
     end = solve(name, denoiser, objective.path, start, grid, noise_at=noise_at, eta=eta)
     stochastic = name == "ancestral" or eta > 0
-    # Each step is asked once; the last one (to 0) draws nothing.
+    # Each step draws once; the last one (to 0) draws nothing.
     assert asked == (list(range(num_steps - 1)) if stochastic else [])
     bias = BIAS_PER_STEP / num_steps
     assert end.std().item() == pytest.approx(STD, rel=4 / math.sqrt(2 * n) + bias)
     correlation = torch.corrcoef(torch.stack([start, end]).squeeze(-1))[0, 1].item()
-    if eta == 0.5:  # forgets the start slowly
+    if eta == 0.5:  # depends on the start for longer
         assert 0.02 < correlation < 0.5
     else:
         assert correlation == pytest.approx(0 if stochastic else 1, abs=4 / math.sqrt(n))
@@ -180,7 +180,7 @@ def test_ancestral_is_the_reverse_chain_of_the_table(variance: str) -> None:
     """x_{k-1} = (x_k - (1 - a) / sqrt(1 - abar) eps) / sqrt(a) + sqrt(variance) z.
 
     The variance is (1 - abar') / (1 - abar) beta, beta, or exp(w log of the second + (1 - w) log of the first). On a
-    part of the table beta = 1 - abar / abar' of the steps that are left.
+    subset of the table, beta = 1 - abar / abar' of the remaining steps.
     """
     ddpm = DDPM(discrete_steps=1000, variance=LearnedVariance())
     layout = SequenceLayout.from_lengths([3])
@@ -199,7 +199,7 @@ def test_ancestral_is_the_reverse_chain_of_the_table(variance: str) -> None:
             found = ddpm.denoise_with_variance(lambda *_: torch.cat([eps, v], 1).float(), x_TC, u, layout)
             return found if variance == "learned" else found[0]
 
-        # With a third point the step is not the last.
+        # With a third point, the step is not the last one.
         three = torch.cat([grid[left : left + 2], torch.zeros(1, dtype=torch.float64)])
         solve("ancestral", denoiser, ddpm.path, x, three, noise_at=lambda step: z, variance=variance)
         mean = (x - beta / (1 - bar).sqrt() * eps) / (1 - beta).sqrt()
@@ -212,7 +212,7 @@ def test_ancestral_is_the_reverse_chain_of_the_table(variance: str) -> None:
 @pytest.mark.parametrize(("fraction", "variance"), [(0.0, "small"), (1.0, "large")])
 @every_path
 def test_the_ends_of_the_learned_variance_are_the_two_fixed_ones(objective, fraction, variance):
-    """To the bit, for a fraction that a network predicts in every element."""
+    """Equal to the bit if the network predicts this fraction in every element."""
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(0))
     denoiser = partial(gaussian_denoiser, objective.path)
     run = partial(solve, "ancestral", path=objective.path, x_TC=x, grid=objective.sampling_grid(9))
@@ -239,7 +239,7 @@ def sample_moments(
 ) -> tuple[float, float]:
     """Return mean and deviation of samples of N(SHIFT, std**2), drawn from the exact marginal.
 
-    Every state is a sum of a constant, the start and the noises, and columns hold its coefficients: nothing is drawn.
+    Every state is a sum of a constant, the start and the noises; columns have its coefficients, and nothing is drawn.
     """
     column, grid = torch.eye(num_steps + 1, dtype=torch.float64)[:, None], ddpm.sampling_grid(num_steps)
     alpha, sigma = ddpm.path.alpha_sigma(grid[0])
@@ -250,7 +250,7 @@ def sample_moments(
 
 
 def last_deviation(ddpm: DDPM, std: float, num_steps: int) -> float:
-    """Return the deviation of E[x0 | x] at the last level before 0, where every solver ends."""
+    """Return the deviation of E[x0 | x] at the last level above 0, which is the last step of every solver."""
     alpha, sigma = ddpm.path.alpha_sigma(ddpm.sampling_grid(num_steps)[-2])
     return (std**2 * alpha / (alpha**2 * std**2 + sigma**2).sqrt()).item()
 
@@ -258,7 +258,7 @@ def last_deviation(ddpm: DDPM, std: float, num_steps: int) -> float:
 def chain_moments(std: float, num_steps: int, variance: str) -> tuple[float, float]:
     """Return the moments of `ancestral` with the exact denoiser.
 
-    The exact variance of a reverse step is that of the posterior and of what x0 itself varies given x_t.
+    The exact variance of a reverse step is the variance of the posterior plus that of x0 given x_t.
     """
     ddpm = DDPM(schedule="cosine", prediction="v")
     grid = ddpm.sampling_grid(num_steps)
@@ -307,15 +307,15 @@ SAMPLERS = {
     **{f"ddim_{eta}": ("ddim", {"eta": eta}) for eta in (0.5, 1.0)},
     **{f"ancestral_{variance}": ("ancestral", {"variance": variance}) for variance in ("small", "large")},
 }
-SINGLE = 1e-5  # a network gets float32
+SINGLE = 1e-5  # networks get float32
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_known_gaussian_is_sampled_by_every_sampler_from_every_prediction(sampler: str, schedule: Any) -> None:
-    """Mean and deviation become those of the data in the solver's order, and noise, x0 and v give the same ones.
+    """Mean and deviation converge to those of the data in the order of the solver, equally from noise, x0 and v.
 
-    A chain with beta has too much variance and one with the posterior's too little, unless the data are white or a
+    With beta, a chain has too much variance, and with the posterior's too little, unless the data are white or one
     point.
     """
     name, options = SAMPLERS[sampler]
@@ -332,7 +332,7 @@ def test_a_known_gaussian_is_sampled_by_every_sampler_from_every_prediction(samp
     errors = []
     for num_steps in (100, 200):
         mean, deviation = moments("v", num_steps, exact=True)
-        # Straight steps in the angle follow a mean in their order only, the other solvers exactly.
+        # Straight steps in the angle follow the mean only to their order, the other solvers follow it exactly.
         assert mean == pytest.approx(SHIFT, rel=0.02 if name in ("euler", "heun") else 1e-12)
         expected = last_deviation(DDPM(schedule=schedule, prediction="v"), STD, num_steps)
         errors.append(deviation / expected - 1)
@@ -344,7 +344,7 @@ def test_a_known_gaussian_is_sampled_by_every_sampler_from_every_prediction(samp
 @pytest.mark.parametrize("steps", [None, 1000])
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "scaled_linear"])
 def test_every_prediction_type_samples_the_same(schedule, steps):
-    """Perfect networks for noise, x0 and v describe one denoiser; sampling must not favour one of them."""
+    """Perfect networks for noise, x0 and v describe one denoiser, so they must give the same samples."""
     layout = SequenceLayout.from_lengths([4])
     start = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
@@ -368,7 +368,7 @@ def test_every_prediction_type_samples_the_same(schedule, steps):
 
 
 def test_multistep_solver_is_first_order_after_zero_alpha():
-    """The first two steps from flow time 1 are DDIM steps: log(alpha / sigma) was minus infinity."""
+    """The first two steps from flow time 1 are DDIM steps, because log(alpha / sigma) starts at minus infinity."""
     flow = FlowMatching()
     grid = torch.tensor([1.0, 0.8, 0.5, 0.0], dtype=torch.float64)
     x = torch.ones(1, 1, dtype=torch.float64)
@@ -381,7 +381,7 @@ def test_multistep_solver_is_first_order_after_zero_alpha():
 @every_path
 @pytest.mark.parametrize("name", sorted(SOLVERS))
 def test_state_has_the_requested_precision(name, objective):
-    """float32 and float64 agree to float32 rounding; `dtype` decides, else the start does."""
+    """float32 and float64 agree to float32 rounding; `dtype` has precedence over the precision of the start."""
     grid = objective.sampling_grid(12)
     seen = set()
 
@@ -398,7 +398,7 @@ def test_state_has_the_requested_precision(name, objective):
 
 
 def test_registry_has_every_solver_of_the_settings():
-    """SamplingConfig.solver and SOLVERS list the same words."""
+    """SamplingConfig.solver and SOLVERS have the same names."""
     fields = SamplingConfig.__dataclass_fields__
     assert sorted(fields["solver"].type.__args__) == sorted(SOLVERS)
     assert sorted(fields["variance"].type.__args__) == sorted(FRACTIONS)

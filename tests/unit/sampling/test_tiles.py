@@ -1,4 +1,4 @@
-"""Pictures in overlapping tiles: one tile is the full picture, and a network of pixels sees no tiles."""
+"""Drawing in overlapping tiles: one tile equals the full picture, and a pixelwise network gives the same in tiles."""
 
 import itertools
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def pixelwise(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def blurred(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-    """Depend on the neighbours inside the picture that the network gets, and on where its edges are."""
+    """Depend on neighbours in the picture that the network gets, and on the position of its edges."""
     pictures = batch.dense(inputs_TC)[:, 0].permute(0, 3, 1, 2)
     out = avg_pool2d(pictures, 3, stride=1, padding=1) + time_S[:, None, None, None]
     return out.permute(0, 2, 3, 1).flatten(0, 2)
@@ -68,7 +68,7 @@ def test_tiles_cover_a_side_with_their_overlap(side: int, tile: int, overlap: in
 
 
 def test_the_number_of_tiles_is_minimal() -> None:
-    """For every side: they begin and end with it, overlap enough, and one fewer would not do."""
+    """For every side: tiles begin and end with it and overlap enough; one tile fewer would not be enough."""
     for side in range(6, 60):
         starts = tile_starts(side, 7, 3)
         assert starts[0] == 0
@@ -84,7 +84,7 @@ def test_an_overlap_that_does_not_fit_is_refused(overlap: int) -> None:
 
 
 def test_one_tile_is_the_full_picture() -> None:
-    """To the bit, where the tile has its size or is larger, for a network that sees the edges."""
+    """Equal to the bit if the tile is as large as the picture or larger, for a network that depends on the edges."""
     batch, time_S = pack(), torch.tensor([0.2, 0.7])
     inputs_TC = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(0))
     for tile in ((HEIGHT, WIDTH), (HEIGHT + 3, WIDTH + 1)):
@@ -93,7 +93,7 @@ def test_one_tile_is_the_full_picture() -> None:
 
 @pytest.mark.parametrize("tokens_at_once", [1, 200, 10_000])
 def test_the_prediction_is_the_weighted_average_of_the_tiles(tokens_at_once: int) -> None:
-    """By the paper's equation, tile by tile and picture by picture, however many run together."""
+    """By the paper's equation, tile by tile and picture by picture, however many are computed together."""
     batch, time_S = pack(), torch.tensor([0.2, 0.7])
     inputs_TC = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(0))
     found_TC = tiled(blurred, tokens_at_once)(inputs_TC, time_S, batch)
@@ -116,7 +116,7 @@ def test_the_prediction_is_the_weighted_average_of_the_tiles(tokens_at_once: int
 @pytest.mark.parametrize("solver", ["euler", "heun", "ancestral", "dpmpp_2m"])
 @pytest.mark.parametrize("frames", [1, 2])
 def test_a_network_of_pixels_draws_the_same_picture_in_tiles(solver: str, frames: int) -> None:
-    """To rounding, with guidance, and with fresh noise at every step: noise belongs to the pixel, not to the tile."""
+    """Equal to rounding, with guidance and fresh noise in every step, because noise belongs to pixels, not to tiles."""
     settings = {"solver": solver, "num_steps": 4, "guidance_scale": 2.5, "seed": 3}
     batch = pack(frames=frames)
     full = generate(pixelwise, FlowMatching(), batch, SPEC, SamplingConfig(**settings))
@@ -126,7 +126,7 @@ def test_a_network_of_pixels_draws_the_same_picture_in_tiles(solver: str, frames
 
 
 def test_tiles_leave_no_visible_seam() -> None:
-    """A blurring network: where tiles meet, neighbouring pixels differ no more than elsewhere."""
+    """With a network that blurs, neighbouring pixels at the edges of tiles differ no more than others."""
     settings = {"solver": "euler", "num_steps": 8, "guidance_scale": 1.0, "seed": 3}
     batch = pack(40, 40)
     drawn = generate(
@@ -141,7 +141,7 @@ def test_tiles_leave_no_visible_seam() -> None:
 
 
 class Seen:
-    """Notes how large the pictures are that a network gets, and their low-resolution pictures."""
+    """Records the sizes of the pictures that a network gets, and their low-resolution pictures."""
 
     def __init__(self, network) -> None:
         self.network, self.grids, self.small = network, [], []
@@ -154,7 +154,7 @@ class Seen:
 
 
 def test_a_generator_draws_a_larger_picture_in_tiles_of_the_training_size(build_model: BuildModel) -> None:
-    """The network gets only pictures of the training size, each with its part of the small picture."""
+    """The network only gets pictures of the training size, each with its part of the small picture."""
     generator = generator_of(LARGER, build_model, 16)
     small = [torch.randn(1, 1, 24, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     given = {"conditions": {LOW_RESOLUTION.name: small}, "frames": 1, "size": (24, 32), "labels": [0, 2]}
@@ -173,7 +173,7 @@ def test_a_generator_draws_a_larger_picture_in_tiles_of_the_training_size(build_
 
 
 def test_a_tile_gets_its_part_of_the_small_picture(build_model: BuildModel) -> None:
-    """A network that reads it pixel by pixel draws the same in tiles, of which two are computed together."""
+    """A network that reads it pixel by pixel gives the same result in tiles, two of which are computed together."""
     generator = generator_of(LARGER, build_model, 16)
 
     def pixels(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
@@ -202,7 +202,7 @@ def test_tiles_that_do_not_fit_are_refused(build_model: BuildModel, given: dict,
 
 
 def test_a_cascade_enlarges_in_tiles(build_model: BuildModel) -> None:
-    """Equals its last model on the pictures of the previous one."""
+    """The result equals that of its last model on the pictures of the previous model."""
     base, larger = generator_of(BASE, build_model, 16), generator_of(LARGER, build_model, 16)
     tiles = {"tile": 16, "tile_overlap": 8}
     drawn = Cascade(larger, base, {}).generate([0, 1], seed=4, **tiles)

@@ -1,4 +1,4 @@
-"""Packs are dealt by their work; the numbers of the ranks' steps are tested with every packed layout."""
+"""Packs are distributed by their work; tests of every packed layout compare the results of steps."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -42,12 +42,12 @@ def test_the_most_expensive_pack_meets_the_cheapest() -> None:
 
 
 def test_ranks_compute_packs_of_similar_work_at_the_same_time() -> None:
-    """In descending order of their work, after pack 0 on rank 0."""
+    """Packs are computed in descending order of their work, after pack 0 on rank 0."""
     assert deal([0, 7, 3, 8, 6, 1], 2) == [[0, 1, 4], [3, 2, 5]]
 
 
 def heavy_tail(rng: np.random.Generator, count: int) -> list[int]:
-    """Return tokens of images (70 %), clips (25 %) and long clips (5 %)."""
+    """Return token counts of images (70 %), clips (25 %) and long clips (5 %)."""
     kinds = rng.choice(3, count, p=[0.7, 0.25, 0.05])
     low, high = np.array([256, 4096, 32_000])[kinds], np.array([4096, 32_000, 74_000])[kinds]
     return [int(n) for n in np.exp(rng.uniform(np.log(low), np.log(high)))]
@@ -56,7 +56,7 @@ def heavy_tail(rng: np.random.Generator, count: int) -> list[int]:
 @pytest.mark.parametrize("budgets", ["tokens", "tokens and work"])
 @pytest.mark.parametrize(("count", "least"), [(4, 0.97), (16, 0.99)])
 def test_ranks_are_balanced_with_a_heavy_tail(budgets: str, count: int, least: float) -> None:
-    """Mean / largest work of 64 ranks; without dealing it is 0.70 and 0.83 (0.80 and 0.88 with two budgets)."""
+    """Mean / largest work of 64 ranks; without balancing, it is 0.70 and 0.83 (0.80 and 0.88 with two budgets)."""
     rng, ranks, limit = np.random.default_rng(0), 64, CostLimit(74_000, 24_576)
     costs: list[int] = []
     while len(costs) < 6 * ranks * count:
@@ -85,7 +85,7 @@ def packs_of(rank: int) -> Iterator[PackedBatch]:
 
 
 def compute(case: dict[str, Any]) -> list[Any]:
-    """Return, for each rank, the contents of the packs that it computes in two steps."""
+    """Return the contents of the packs that each rank computes in two steps."""
     process_groups.connect()
     group = dist.group.WORLD
     assert group is not None
@@ -101,7 +101,7 @@ def cost(pack: PackedBatch) -> int:
 
 
 def test_the_ranks_compute_the_packs_of_the_step(tmp_path: Path) -> None:
-    """Each pack arrives on its rank with every tensor, and ranks have less unequal work than they read."""
+    """Each pack arrives on its rank with every tensor, and at least one pack is moved."""
     computed = run_world(RANKS, [{"task": f"{__name__}:compute"}], tmp_path, timeout_s=120)[0]
     read = [[next(packs) for _ in range(2 * MICRO_BATCHES)] for packs in map(packs_of, range(RANKS))]
     moved = 0
@@ -116,7 +116,7 @@ def test_the_ranks_compute_the_packs_of_the_step(tmp_path: Path) -> None:
 
 
 def contents(pack: PackedBatch) -> list[Any]:
-    """Return the values of a pack, for a comparison."""
+    """Return the values of a pack to compare them."""
     tensors = [pack.latents_TC, pack.positions_T3, pack.sample_ids_S, pack.draws_S, pack.conditions["context"].values]
     return [pack.keys, pack.grids, pack.layout.lengths, *[None if x is None else x.tolist() for x in tensors]]
 

@@ -1,4 +1,4 @@
-"""What a step asks of torch, and where its host waits: bounds on counts, which no noise of the machine can move."""
+"""Torch calls of a step, and waits of its host: limits on counts, which do not depend on the load of the machine."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -37,7 +37,7 @@ def letters(folder: Any, *words: str, data: MockData | None = None) -> Any:
 
 
 def warm(config: Any, groups: ProcessGroups) -> tuple[Run, torch.Tensor]:
-    """Return a run behind its first steps: the optimizer has its state, the data set its samples."""
+    """Return a run after its first steps, with the optimizer's state and the samples of the data set."""
     dims, spec = config.check_here()
     run = Run(config, dims, spec, groups, quiet=True)
     sums = torch.zeros(len(config.objective.logged) + 1)
@@ -48,7 +48,7 @@ def warm(config: Any, groups: ProcessGroups) -> tuple[Run, torch.Tensor]:
 
 @pytest.mark.parametrize(("kind", "most"), [("dense", 2400), ("ragged", 3600)])
 def test_calls_of_a_step(kind: str, most: int, tmp_path, one_rank_world: ProcessGroups):
-    """An optimizer step of the six-layer model, its data and its average included, in calls of aten."""
+    """The aten calls of an optimizer step of the six-layer model, including its data and its average."""
     config = letters(tmp_path)
     if kind == "ragged":
         config = letters(tmp_path, "training.global_batch_size=2", "training.micro_batch_size=1")
@@ -64,10 +64,10 @@ def test_calls_of_a_step(kind: str, most: int, tmp_path, one_rank_world: Process
 
 
 class Outside(Iterator[PackedBatch]):
-    """Micro-batches that are made beforehand: it is the loader's work, in other processes.
+    """Micro-batches made in advance, because making them is the work of the loader in other processes.
 
     Args:
-        batches: of a run.
+        batches: those of a run.
     """
 
     def __init__(self, batches: Any) -> None:
@@ -99,9 +99,9 @@ PACKS = {
 def test_a_step_does_not_wait(
     kind: str, pack: str, tmp_path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ):
-    """A step between two log lines: no row is selected by a mask, and no gradient is put back row by row."""
-    monkeypatch.setattr(philox, "ten_rounds", philox._rounds)  # as next to a GPU
-    read = torch.Tensor.tolist  # the counted method replaces it
+    """A step between two log lines: no row is selected by a mask, and no gradient is scattered row by row."""
+    monkeypatch.setattr(philox, "ten_rounds", philox._rounds)  # as on a machine with a GPU
+    read = torch.Tensor.tolist  # the counting method replaces it
     monkeypatch.setattr(device, "begin_copy_to_host", lambda values: partial(read, values))  # asynchronous on a GPU
     for layers in (2, 5):
         data = MockData(dataset_size=16, **PACKS[pack])
@@ -121,7 +121,7 @@ def test_a_step_does_not_wait(
 
 
 def test_the_loop_adds_no_wait_to_a_step(tmp_path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch):
-    """Requests to stop travel with the loss; ranks agree separately only before the first step and after a save."""
+    """Requests to stop are sent with the loss; separately, ranks only agree before the first step and after a save."""
     config = letters(tmp_path, "training.num_steps=4")
     dims, spec = config.check_here()
     run = Run(config, dims, spec, one_rank_world, quiet=True)
@@ -136,7 +136,7 @@ def test_the_loop_adds_no_wait_to_a_step(tmp_path, one_rank_world: ProcessGroups
 
 
 def test_a_request_to_stop_ends_the_run_after_its_step(tmp_path, one_rank_world: ProcessGroups):
-    """A signal that arrives in the forward pass of step 2."""
+    """The signal arrives in the forward pass of step 2."""
     config = letters(tmp_path, "training.num_steps=4")
     dims, spec = config.check_here()
     run = Run(config, dims, spec, one_rank_world, quiet=True)
@@ -163,7 +163,7 @@ def test_a_request_to_stop_ends_the_run_after_its_step(tmp_path, one_rank_world:
     ],
 )
 def test_a_step_of_a_gpu_does_not_wait(recipe: str, packs: str, kernels: Any):
-    """In bf16 with the kernels of a GPU; the numbers of a step are read in the next one, once."""
+    """In bf16 with the kernels of a GPU; the numbers of a step are read once, in the next step."""
     counted = count_waits(wait_job(recipe, packs, kernels))
     assert not counted.waits, counted.lines
     assert counted.late_reads == 1
@@ -172,7 +172,7 @@ def test_a_step_of_a_gpu_does_not_wait(recipe: str, packs: str, kernels: Any):
 
 
 def test_every_copy_and_wait_of_the_host_is_counted():
-    """Each line is one that a change of the program could add to a step."""
+    """Each line is a copy or a wait that a change of the program could add to a step."""
     counter, host = WaitCounter(), torch.ones(3)
     weight, numbers = torch.ones(3, device="meta", requires_grad=True), list[float]()
 

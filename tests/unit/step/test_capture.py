@@ -1,4 +1,4 @@
-"""Steps on a GPU are sequences of equal operations, except for the lines below, which prevent a CUDA graph."""
+"""On a GPU, steps have equal operations, except for the lines below, which prevent a CUDA graph."""
 
 from collections import Counter
 from dataclasses import replace
@@ -30,7 +30,7 @@ ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._var
 
 
 def found(packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
-    """Return the operations that differ between steps, without those of the noise."""
+    """Return the operations that differ between steps, except those of the noise."""
     job = wait_job(recipe, "packed", kernels)
     if job.pack.text_lengths:
         packs = [replace(pack, text_lengths=(5, 6, 7, 8)) for pack in packs]
@@ -54,7 +54,7 @@ def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_atten
 
 
 def test_each_difference_is_found() -> None:
-    """A change of an operation, a shape, a number, or the memory that remains."""
+    """The difference may be an operation, a shape, a number, or the memory that remains allocated."""
     recorder, held = SequenceRecorder(), list[torch.Tensor]()
 
     def step(size: int = 3, factor: float = 2.0, *, add: bool = False, keeps: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Steps whose passes are replayed have the numbers of eager steps, to the bit."""
+"""Steps with replayed passes equal eager steps to the bit."""
 
 import itertools
 from collections.abc import Callable
@@ -56,7 +56,7 @@ PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux", "tiny_moviegen"
 
 
 class Records:
-    """Records passes, and counts records and replays."""
+    """Records passes; counts records and replays."""
 
     recorded = replayed = 0
 
@@ -72,10 +72,10 @@ class Records:
 
 
 class OneBadStep(StepObserver):
-    """Omits the update of one step.
+    """An observer that omits the update of one step.
 
     Args:
-        bad: its number; None for no bad step.
+        bad: number of the step; None for no bad step.
     """
 
     def __init__(self, run: Run, bad: int | None) -> None:
@@ -99,7 +99,7 @@ class OneBadStep(StepObserver):
 def steps(
     folder: Any, groups: ProcessGroups, records: Records | None, recipe: str, *words: str, bad: int | None = None
 ) -> list[Any]:
-    """Return loss, gradient norm, and sums of weights, their average and the model's copies, in each step of a run.
+    """Return loss, gradient norm, and sums of weights, their average and the model's copies, for each step of a run.
 
     The run resumes in `folder` if it has a checkpoint; with `training.stop_at_step`, it saves one.
     """
@@ -137,7 +137,7 @@ def steps(
 
 @pytest.fixture
 def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute random words by operations of torch, as on a GPU."""
+    """Compute random words with torch operations, as on a GPU."""
     monkeypatch.setattr(philox, "ten_rounds", philox._rounds)
 
 
@@ -158,7 +158,7 @@ def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replayed_steps_have_the_numbers_of_eager_steps(
     words: tuple[str, ...], tmp_path: Any, one_rank_world: ProcessGroups
 ) -> None:
-    """Every step has other samples, noise and weights; a replay that does not read one of them has another loss."""
+    """Samples, noise and weights differ in every step; a replay that does not read one of them has another loss."""
     records = Records()
     eager = steps(tmp_path / "eager", one_rank_world, None, *words)
     assert steps(tmp_path / "replayed", one_rank_world, records, *words) == eager
@@ -168,7 +168,7 @@ def test_replayed_steps_have_the_numbers_of_eager_steps(
 
 @pytest.mark.usefixtures("words_on_device")
 def test_a_run_of_graphs_resumes_to_the_bit(tmp_path: Any, one_rank_world: ProcessGroups) -> None:
-    """The learning rate, the weight of the average and Adam's bias correction differ in every step."""
+    """The learning rate, the weight of the average and Adam's bias correction differ between steps."""
     words = "tiny_dit", "data.text_tokens=1", "training.ema_start_step=4", "optimizer.beta2=0.9", "optimizer.lr=1e-2"
     eager = steps(tmp_path / "eager", one_rank_world, None, *words)
     records = Records()
@@ -182,7 +182,7 @@ def test_a_run_of_graphs_resumes_to_the_bit(tmp_path: Any, one_rank_world: Proce
 def test_a_replayed_update_of_a_bad_step_changes_nothing(
     algorithm: str, tmp_path: Any, one_rank_world: ProcessGroups
 ) -> None:
-    """The bias correction of the next step does not count it."""
+    """The bias correction of the next step does not count the bad step."""
     words, bad = ("tiny_dit", "data.text_tokens=1", f"optimizer.algorithm={algorithm}"), WARM_UP + 2
     eager = steps(tmp_path / "eager", one_rank_world, None, *words, bad=bad)
     assert steps(tmp_path / "replayed", one_rank_world, Records(), *words, bad=bad) == eager
@@ -197,7 +197,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def replay_on_a_rank(case: dict[str, Any]) -> list[Any]:
-    """Return the numbers of eager and of replayed steps on packs."""
+    """Return the results of eager and of replayed steps on packs."""
     words = "tiny_dit_pack", *(f"parallel.{name}={value}" for name, value in case["parallel"].items())
     groups = process_groups.initialize(ParallelConfig(**case["parallel"]))
     try:
@@ -221,7 +221,7 @@ def test_replayed_steps_on_two_ranks_have_the_numbers_of_eager_steps(tmp_path: A
 
 @pytest.mark.usefixtures("words_on_device")
 def test_shapes_that_change_in_every_step_are_an_error(tmp_path: Any, one_rank_world: ProcessGroups) -> None:
-    """The texts of the samples have random lengths."""
+    """Each step has other shapes, because texts have random lengths."""
     with (
         mock.patch("dit.step.cuda_graph.MOST_GRAPHS", STEPS - 3),
         pytest.raises(BatchError, match=rf"more than {STEPS - 3}: .*; use data of one shape with texts of one length"),
@@ -241,7 +241,7 @@ def test_a_network_that_reads_lengths_is_an_error_in_the_second_step(
 
 
 def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
-    """Kinds of packs differ in anything that the host reads."""
+    """Packs need different graphs if they differ in anything that the host reads."""
     model = built(call_recipe("tiny_dit")).model
 
     def kind(grid: tuple[int, int, int], text: int = 3, **changes: Any) -> Any:
@@ -254,7 +254,7 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
 
 
 def passes_here(job: Job) -> list[Any]:
-    """Return the operations of the passes of nine steps, and the copies between host and device and the waits in them.
+    """Return the operations of the passes of nine steps, with the copies between host and device and the waits in them.
 
     The device is `meta`, on which operations with data-dependent shapes raise an error.
     """
@@ -298,7 +298,7 @@ class RecordedRuns(Graphed):
 
 
 def updates_here(job: Job) -> list[Any]:
-    """Return the operations of numbers and updates of nine steps, and the copies and waits in them."""
+    """Return the operations of numbers and updates of nine steps, with the copies and waits in them."""
     with fake_world(job.rank, job.world_size):
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
         try:
@@ -328,7 +328,7 @@ def updates_here(job: Job) -> list[Any]:
 
 
 def passes_of_packs_here(job: Job) -> list[Any]:
-    """Return the operations of the passes of nine steps on other packs, and the copies and waits in them."""
+    """Return the operations of the passes of nine steps on different packs, with the copies and waits in them."""
     recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=64)
     with fake_world(job.rank, job.world_size):
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
@@ -363,7 +363,7 @@ def passes_of_packs_here(job: Job) -> list[Any]:
 
 
 def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
-    """A graph would read the memory again after it was freed."""
+    """A replay would read the memory of the host after it was freed."""
     table, device_table = torch.arange(3), torch.zeros(3, dtype=torch.int64, device=META)
     for copy in (lambda: table.to(META), lambda: device_table.copy_(table)):
         with NoCopiesFromHost(), pytest.raises(BatchError, match=r"shape \[3\] from the host.*texts of one length"):
@@ -405,7 +405,7 @@ def test_passes_on_a_device_wait_and_copy_nothing_and_are_equal_in_nine_steps(re
 def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
     recipe: str, kernels: Any, tensor: int
 ) -> None:
-    """The packs have other numbers of samples, and other lengths of samples and texts."""
+    """The packs differ in the number of samples and in the lengths of samples and texts."""
     job = wait_job(recipe, "packed", kernels)
     parallel = ParallelConfig(tensor_model_parallel_size=tensor)
     assert len({(len(pack.grids), pack.text_lengths) for pack in job.packs}) == 3

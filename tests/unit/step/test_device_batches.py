@@ -1,4 +1,4 @@
-"""What is counted on the way from the loader to the device."""
+"""Counts of batches on the way from the loader to the device."""
 
 import time
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_waiting_for_the_loader_is_counted_and_other_work_is_not() -> None:
 
 
 def test_a_batch_that_was_read_before_the_clock_started_is_no_wait() -> None:
-    """The first one: a loader takes seconds to start, and the share of the time that steps wait is at most 1."""
+    """This is the first batch: a loader takes seconds to start, which must not count as waiting of steps."""
     stream: Any = MockData().build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
 
     class Slow:

@@ -1,4 +1,4 @@
-"""What the step does to a micro-batch before the network sees it: which conditions it drops, and how often."""
+"""Changes that the step makes to a micro-batch before the network gets it: dropped conditions, and how often."""
 
 import math
 from typing import Optional
@@ -27,7 +27,7 @@ SAMPLES = 1 << 14
 
 
 def batch_of(count: int, *, classes: bool = True, texts: bool = True) -> PackedBatch:
-    """Samples of one token, each with a label, a text of one token and a pooled text."""
+    """Return samples of one token, each with a label, a text of one token and a pooled text."""
     layout = SequenceLayout.from_lengths([1] * count)
     return PackedBatch(
         latents_TC=torch.zeros(count, 4),
@@ -53,7 +53,7 @@ def dropped(
 
 
 def assert_share(flags_S: torch.Tensor, share: float) -> None:
-    """Check a count of independent draws; four standard errors of the binomial law."""
+    """Check the number of independent draws within four standard errors of the binomial law."""
     error = math.sqrt(share * (1 - share) / len(flags_S))
     assert flags_S.float().mean().item() == pytest.approx(share, abs=4 * error)
 
@@ -63,7 +63,7 @@ SHARES = [(0.1, 0.1), (0.1, 0.3), (0.3, 0.1), (0.0, 0.2), (0.2, 0.0), (1.0, 0.2)
 
 @pytest.mark.parametrize(("p", "q"), SHARES)
 def test_class_and_text_are_dropped_in_their_shares_and_together(p: float, q: float) -> None:
-    """Class on p of the samples, text on q, both on min(p, q): one never goes without the other where p = q."""
+    """Class on p of the samples, text on q, both on min(p, q): if p = q, they are always dropped together."""
     batch, noise = dropped(batch_of(SAMPLES), p, q)
     no_class_S, no_text_S = batch.conditions["label"].values == NUM_CLASSES, batch.conditions["context"].dropped_S
     assert_share(no_class_S, p)
@@ -73,14 +73,14 @@ def test_class_and_text_are_dropped_in_their_shares_and_together(p: float, q: fl
         batch.conditions["label"].values[~no_class_S], (torch.arange(SAMPLES) % NUM_CLASSES)[~no_class_S]
     )
     either_S = no_class_S | no_text_S
-    if 0 < max(p, q) < 1:  # whatever the noise level: the mean of n uniform draws has the deviation sqrt(1 / 12 n)
+    if 0 < max(p, q) < 1:  # independent of the noise level: the mean of n uniform draws has deviation sqrt(1 / 12 n)
         levels = noise.level_S()[either_S]
         assert levels.mean().item() == pytest.approx(0.5, abs=4 / math.sqrt(12 * len(levels)))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.6, 1.0])
 def test_a_single_condition_is_dropped_in_its_share(share: float) -> None:
-    """The other condition's share does not matter where there is no such condition."""
+    """The share of a condition that a model does not have does not matter."""
     only_class, _ = dropped(batch_of(SAMPLES, texts=False), share, 0.5)
     assert_share(only_class.conditions["label"].values == NUM_CLASSES, share)
     assert "context" not in only_class.conditions
@@ -90,7 +90,7 @@ def test_a_single_condition_is_dropped_in_its_share(share: float) -> None:
 
 
 def test_a_text_goes_with_its_pooled_embedding(one_rank_world) -> None:
-    """The samples whose text tokens become the null token are those whose pooled vector becomes the null vector."""
+    """Samples with the null token as their text also have the null vector as their pooled embedding."""
     from megatron.core.transformer import TransformerConfig
 
     config = TransformerConfig(
@@ -115,7 +115,7 @@ def test_a_text_goes_with_its_pooled_embedding(one_rank_world) -> None:
 
 
 class Seen:
-    """Stands for a network: notes key, time, noise and label of every sample it is shown, and predicts zeros."""
+    """A stand-in network that records key, time, noise and label of every sample, and predicts zeros."""
 
     stage = Stage(range(1))
 
@@ -139,7 +139,7 @@ PACKS = MockData(
 
 
 def trained_on(data: MockData, dp: int, micro_batch: int, resumed_on: Optional[int] = None) -> list[list[tuple]]:
-    """Return what the network sees of each step of a run on `dp` ranks, sorted; half of it on other ranks if asked."""
+    """Return the network's inputs of each step on `dp` ranks, sorted; the second half on `resumed_on` ranks if set."""
     model = DiTConfig(num_classes=NUM_CLASSES, class_dropout=0.5)
     spec = model.batch_spec(micro_batch_size=micro_batch)
 
@@ -162,12 +162,12 @@ def trained_on(data: MockData, dp: int, micro_batch: int, resumed_on: Optional[i
 
 
 def test_copies_of_a_picture_in_one_step_have_noise_of_their_own() -> None:
-    """Five pictures, 32 samples a step: 32 noise levels, 32 noises, and copies with and without their class."""
+    """Five pictures, 32 samples a step: 32 noise levels, 32 noises, and copies with and without a class."""
     for samples in trained_on(FEW, 1, 8):
         assert len(samples) == GLOBAL_BATCH
         assert len({time for _, time, _, _ in samples}) == GLOBAL_BATCH
         eps = torch.tensor([eps for _, _, eps, _ in samples])
-        assert (torch.corrcoef(eps) - torch.eye(GLOBAL_BATCH)).abs().max() < 0.7  # of 64 numbers each
+        assert (torch.corrcoef(eps) - torch.eye(GLOBAL_BATCH)).abs().max() < 0.7  # from 64 numbers each
         assert len({key for key, _, _, _ in samples}) == PICTURES
         assert len({(key, label) for key, _, _, label in samples}) > PICTURES
 
@@ -186,7 +186,7 @@ def test_copies_of_a_picture_in_one_step_have_noise_of_their_own() -> None:
 def test_noise_is_the_same_on_any_layout_and_after_resume(
     data: MockData, dp: int, micro_batch: int, resumed_on: Optional[int]
 ) -> None:
-    """Data-parallel size, micro-batch size, and a stop between two steps move samples and change none."""
+    """Data-parallel size, micro-batch size, and a stop between two steps only move samples to other ranks."""
     expected = trained_on(data, 1, 1 if data is PACKS else 32)
     assert trained_on(data, dp, micro_batch, resumed_on) == expected
     assert all(len(samples) == len({time for _, time, *_ in samples}) for samples in expected)

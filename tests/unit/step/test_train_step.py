@@ -1,4 +1,4 @@
-"""The order of an optimizer step, and steps without an update."""
+"""The order of calls in an optimizer step, and steps without an update."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ class Recorder(StepObserver):
 
     Args:
         action: result of `judge`.
-        times: number of computations of the gradients; the micro-batches are the same.
+        times: number of gradient computations, on the same micro-batches.
     """
 
     def __init__(self, action: Action = "update", times: int = 1) -> None:
@@ -84,7 +84,7 @@ def test_a_step_without_an_update_changes_no_weight(
 
 
 def test_gradients_start_at_zero_in_every_computation(tmp_path: Any, one_rank_world: ProcessGroups) -> None:
-    """Two computations of a step, and a skipped step before it, leave the gradients of one computation."""
+    """After two computations in a step, and after a skipped step, the gradients are those of one computation."""
     once, (first,) = after_steps(tmp_path / "once", one_rank_world, Recorder())
     twice, (second,) = after_steps(tmp_path / "twice", one_rank_world, Recorder(times=2))
     assert second.grad_norm == first.grad_norm > 0

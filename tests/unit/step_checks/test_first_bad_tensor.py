@@ -1,4 +1,4 @@
-"""The search for the first tensor that is not finite, on one rank."""
+"""The search for the first non-finite tensor, on one rank."""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""When a step is bad: against the formula by hand, and what enters the history."""
+"""The test for bad steps against the formula by hand, and the history of applied steps."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def test_a_spike_of_loss_or_norm_is_bad_and_the_message_has_the_numbers(loss, gr
 
 
 def test_only_applied_steps_enter_the_history_of_the_window():
-    """A thousand spikes do not become the new normal; small numbers are no spikes; old numbers leave."""
+    """A thousand spikes do not become normal; low values are no spikes; old values leave the history."""
     judge = fed(guard())
     for step in range(17, 1017):
         assert judge.judge(step, 1e3, 5.0) is not None

@@ -1,4 +1,4 @@
-"""Checks before the first step that one rank can make."""
+"""Checks before the first step that need only one rank."""
 
 import re
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.support.batches import DENSE, pack
 
 
 def test_latents_of_another_scale_are_reported(one_rank_world, monkeypatch):
-    """Such as pixels from 0 to 255; padding does not count."""
+    """For example pixels from 0 to 255; padding does not count."""
     lines: list[str] = []
     log = RunLog()
     monkeypatch.setattr(log, "message", lines.append)

@@ -1,4 +1,4 @@
-"""FLOP formulas of packed attention, and tables that are sorted again."""
+"""FLOP formulas of packed attention, and the cache of sorted tables."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ OPS = {
 
 
 def packed(backward, key_heads=2):
-    """Return the arguments of a packed attention with 4 heads of queries and more pairs than an int32 counts."""
+    """Return the arguments of a packed attention with 4 query heads and more pairs than an int32 counts."""
     query, key = torch.empty(70_006, 4, 8, device="meta"), torch.empty(60_009, key_heads, 8, device="meta")
     grads = [query] if backward else []
     outputs = [query, query[..., 0]] if backward else []
@@ -47,7 +47,7 @@ def test_segments_without_values_count_as_the_longest(name):
 
 @pytest.mark.parametrize("name", OPS)
 def test_packed_attention_is_counted_as_by_torch(name):
-    """Where this version has a formula: 2.11 has none for varlen, and none for fewer heads of keys than of queries."""
+    """If this version has a formula: 2.11 has none for varlen, and none for fewer heads of keys than of queries."""
     op, args = OPS[name](), packed("backward" in name, key_heads=4)
     if op not in flop_registry:
         pytest.skip(f"torch {torch.__version__} has no formula for {op}")
@@ -57,7 +57,7 @@ def test_packed_attention_is_counted_as_by_torch(name):
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_both_gradients_of_a_convolution_cost_as_much_as_its_forward_pass(groups, transposed):
-    """Also in groups of channels, where torch's formula counts the weights between all channels."""
+    """Also for grouped channels, for which torch's formula counts weights between all channels."""
     x, weight = torch.empty(2, 8, 5, 7, device="meta"), torch.empty(8, 8 // groups, 3, 3, device="meta")
     run = torch.conv_transpose2d if transposed else torch.conv2d
     with _MetaFlops() as counted:
@@ -70,7 +70,7 @@ def test_both_gradients_of_a_convolution_cost_as_much_as_its_forward_pass(groups
 
 
 def test_equal_tables_are_sorted_once_and_counted_each_time():
-    """As every layer's router does, which changes what it gets."""
+    """The router of every layer sorts equal tables, and changes the result in place."""
     scores, other = torch.tensor([[2.0, 1.0], [1.0, 3.0], [2.0, 2.0]]), torch.zeros(3, 2)
     counting, moved = counter.StepCounter(), []
     for table in (scores, scores.clone(), other):
@@ -85,7 +85,7 @@ def test_equal_tables_are_sorted_once_and_counted_each_time():
 
 
 def test_large_tables_of_floats_have_no_values_and_the_same_counts():
-    """Sines of the positions of 8,192 tokens took half of the time of a plan, and no decision reads them."""
+    """Computing sines of the positions of 8,192 tokens took half the time of a plan, and no decision reads them."""
     positions = torch.arange(2 * counter.REAL_FLOATS)
     counts = []
     for few in (counter.REAL_FLOATS, len(positions)):
@@ -95,6 +95,6 @@ def test_large_tables_of_floats_have_no_values_and_the_same_counts():
             doubled = positions[:few] * 2
             sine = angle.sin()
         assert isinstance(sine, FakeTensor) == (few > counter.REAL_FLOATS)
-        assert doubled.equal(2 * positions[:few])  # integers have values
+        assert doubled.equal(2 * positions[:few])  # integers keep their values
         counts.append(counting.trace.moved_bytes)
     assert counts[1] == 2 * counts[0]

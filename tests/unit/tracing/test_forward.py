@@ -1,4 +1,4 @@
-"""The operations of a forward pass: few shapes are traced, and all are exact."""
+"""Operation counts of a forward pass: exact for every shape, from traces of a few."""
 
 import random
 
@@ -19,7 +19,7 @@ GRIDS = [(1, 4, 4), (1, 6, 3), (4, 4, 4), (2, 8, 8), (3, 4, 8), (1, 1, 1), (5, 3
     ids=["stdit", "expert_choice"],
 )
 def test_a_few_traces_count_every_shape(sizes, monkeypatch):
-    """Also of attention in frames and columns, and of a capacity that is rounded up sample by sample."""
+    """Also for attention within frames and columns, and for a capacity that is rounded up per sample."""
     model, draw, traced = tiny_model(hidden_size=64, **sizes), random.Random(3), []
     cost, exact = ForwardCost(model), ForwardCost(model)
     monkeypatch.setattr(cost, "traced", lambda pack, count=cost.traced: traced.append(pack) or count(pack))
@@ -37,7 +37,7 @@ def test_layers_are_what_a_second_run_of_them_adds():
 
 
 def test_layers_that_differ_without_a_layer_kind_are_refused_with_the_cure(monkeypatch):
-    """As in a backbone whose blocks read another block."""
+    """For example, in a backbone whose blocks read another block."""
     model = tiny_model(hidden_size=64, num_layers=3)
     monkeypatch.setattr(DiT, "layer_inputs", lambda self, *_: self.layers["2"])
     with pytest.raises(ConfigError, match=r"DiTConfig: the forward pass of layers 0 to 0 without.*define `layer_kind`"):
@@ -51,7 +51,7 @@ def test_samples_of_a_pack_add_up():
 
 
 def test_a_form_answers_only_what_its_examples_say():
-    """Three times x plus two: it is sure after two examples more than it needs, and never outside of their span."""
+    """For 3 x + 2: it answers after two more examples than it needs, and never outside of their span."""
     form = LinearForm()
     for x in (1, 2, 5):
         form.learn([1, x, 0], [3 * x + 2])
@@ -62,7 +62,7 @@ def test_a_form_answers_only_what_its_examples_say():
 
 
 def test_a_contradiction_ends_a_form():
-    """A cost that is none of its features' is found out, and every shape is traced from then on."""
+    """A cost that is no linear function of its features is detected, and every shape is traced from then on."""
     form = LinearForm()
     for x in range(1, 6):
         form.learn([1, x], [x**3])

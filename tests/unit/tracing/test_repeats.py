@@ -1,4 +1,4 @@
-"""An answered operation gives what the operation itself gives."""
+"""A cached operation has the same result as the operation itself."""
 
 import pytest
 import torch
@@ -49,7 +49,7 @@ def test_an_answer_is_like_the_result(name):
 
 
 def described(out, given):
-    """Return what distinguishes tensors without values, and which of those given they share memory with."""
+    """Return the properties of tensors without values, and the inputs with which they share memory."""
     tensors = out if isinstance(out, list | tuple) else [out]
     return type(out), [
         x

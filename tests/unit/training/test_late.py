@@ -1,4 +1,4 @@
-"""Runs that read the numbers of most steps one step late equal runs that read all at once, to the bit."""
+"""Runs that read the results of most steps one step late equal, to the bit, runs that read all at once."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +34,7 @@ TIMES = ("per_s", "_s_", "time", "wait_share", "late_micro", "mfu", "tflops", "s
 class Scaled(Iterator[PackedBatch]):
     """A stream of packs; the latents of both packs of some steps are multiplied by a factor.
 
-    The first ten steps are read at once, until all parameters had a gradient.
+    The first ten steps are read at once, until all parameters have had a gradient.
 
     Args:
         factors: factor by number of the step.
@@ -53,7 +53,7 @@ class Scaled(Iterator[PackedBatch]):
 
 
 class Trainer:
-    """Trains a tiny model in a new folder with each call."""
+    """Trains a tiny model in a new folder on each call."""
 
     def __init__(self, folder: Path, groups: ProcessGroups, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.groups, self.patch = folder, groups, patch
@@ -69,7 +69,7 @@ class Trainer:
         factors: Any = None,
         signal_in: int = 0,
     ) -> dict[str, Any]:
-        """Train, and return everything that a step changes; `self.late` lists the steps that were read late."""
+        """Train; return everything that a step changes. `self.late` lists the steps that were read late."""
         self.calls += 1
         config = config_of(build_parser().parse_args([*WORDS, *words]), str(self.folder / str(self.calls)))
         config = replace(config, data=replace(config.data, **data))
@@ -163,7 +163,7 @@ def test_late_numbers_change_nothing(trainer: Trainer, case: str) -> None:
 
 
 def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None:
-    """In the state of a run whose last step this is."""
+    """The state equals that of a run which ends at this step."""
     late = trainer(late=True, signal_in=BAD)
     early = trainer(f"training.stop_at_step={BAD + 1}", late=False)
     assert late["counts"][0] == BAD + 1

@@ -1,4 +1,4 @@
-"""What a step and an evaluation make of the errors of a pack: sums over real tokens, weighted by sample."""
+"""Losses of a step and of an evaluation: sums of errors over real tokens, weighted by sample."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ OBJECTIVE = FlowMatching()
 
 
 def pack(first_id: int, sides: list[int], weights: list[float]) -> PackedBatch:
-    """Square images with padding behind each, and a weight of their own."""
+    """Return square images with different weights and padding after each."""
     layout = SequenceLayout.from_lengths([side**2 for side in sides], multiple_of=4, total_tokens=40)
     positions = torch.zeros(40, 3, dtype=torch.int64)
     for start, side in zip(layout.starts, sides):
@@ -54,7 +54,7 @@ def by_hand(batch: PackedBatch, error_TC: Tensor) -> list[tuple[float, int]]:
 
 
 def test_a_step_reports_the_weighted_sum_and_the_real_tokens(build_model: BuildModel) -> None:
-    """Megatron-Core divides the gradients by the count: it is the number of tokens that the sum is taken over."""
+    """Megatron-Core divides the gradients by the count, which is the number of tokens in the sum."""
     batch, network = pack(7, [3, 5], [0.5, 2.0]), build_model(MODEL, perturb=0.1)
     prediction_TC, loss_function = training_forward_step(OBJECTIVE, MODEL, 3, 11)(iter([batch]), network)
     total, count, logs = loss_function(prediction_TC)
@@ -66,7 +66,7 @@ def test_a_step_reports_the_weighted_sum_and_the_real_tokens(build_model: BuildM
 
 
 def test_a_learned_variance_is_the_second_half_of_the_channels_of_a_picture(build_model: BuildModel) -> None:
-    """A step's loss is that of the pictures, mean and variance, that the predicted tokens lay side by side."""
+    """A step's loss is that of pictures of mean and variance; a token has both in the order of its patch."""
     model = replace(MODEL, patch_spatial=2, out_channels=4)
     objective = DDPM(schedule="cosine", discrete_steps=20, variance=LearnedVariance())
     layout = SequenceLayout.from_lengths([4, 9])
@@ -93,7 +93,7 @@ def test_a_learned_variance_is_the_second_half_of_the_channels_of_a_picture(buil
 
 
 class Recorder(torch.nn.Module):
-    """A network of one pipeline stage that keeps its inputs."""
+    """A network of one pipeline stage that stores its inputs."""
 
     stage = SimpleNamespace(first=True, last=True)
 
@@ -103,7 +103,7 @@ class Recorder(torch.nn.Module):
 
 
 def test_offset_noise_has_a_number_for_each_channel_of_a_latent(one_rank_world: ProcessGroups) -> None:
-    """In a step and in an evaluation: a token of two positions of one channel has one number."""
+    """In a step and in an evaluation, a token of two positions of one channel has one number."""
     model, objective = replace(MODEL, in_channels=1, patch_temporal=2), DDPM(noise_offset=1.0)
     batch, network = pack(7, [3, 5], [1.0, 1.0]), Recorder()
     training_forward_step(objective, model, 3, 11)(iter([batch]), network)
@@ -115,7 +115,7 @@ def test_offset_noise_has_a_number_for_each_channel_of_a_latent(one_rank_world: 
 
 
 def test_held_out_loss_has_the_terms_of_a_learned_variance(one_rank_world: ProcessGroups) -> None:
-    """What each adds to the loss, which is their sum, from the same terms as a step's."""
+    """Each term is its share of the loss, which is the sum of them, as in a step."""
     objective = DDPM(schedule="cosine", discrete_steps=20, variance=LearnedVariance())
 
     def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
@@ -143,7 +143,7 @@ def test_held_out_loss_has_the_terms_of_a_learned_variance(one_rank_world: Proce
 def test_model_and_objective_must_agree_on_the_outputs(
     out_channels: Optional[int], objective: Objective, channels: int
 ) -> None:
-    """Said with both numbers before the run, by the dry run as well."""
+    """The error before the run, also in the dry run, has both numbers."""
     model = replace(MODEL, out_channels=out_channels)
     words = f"{out_channels or 2} numbers for a token of 2 .* trains {channels}; set model.out_channels={channels},"
     with pytest.raises(ConfigError, match=words):
@@ -152,7 +152,7 @@ def test_model_and_objective_must_agree_on_the_outputs(
 
 
 def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: ProcessGroups) -> None:
-    """In total, and for each quarter of the noise levels; a repeated micro-batch does not count."""
+    """Both in total and for each quarter of the noise levels; a repeated micro-batch does not count."""
 
     def nothing(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         return torch.zeros_like(inputs_TC)
@@ -174,7 +174,7 @@ def test_held_out_loss_is_the_weighted_mean_over_real_tokens(one_rank_world: Pro
 
 @pytest.mark.parametrize("prediction", ["velocity", "x0"])
 def test_the_loss_at_fixed_times_does_not_depend_on_the_times_of_training(prediction: Any) -> None:
-    """The mean over eight times of the mean squared error of the velocity, each sample at the time of its id.
+    """The mean squared error of the velocity, averaged over eight times; the id of a sample selects its time.
 
     Source: mlcommons/training, text_to_image/torchtitan/README.md, section 5.
     """

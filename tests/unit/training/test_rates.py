@@ -1,4 +1,4 @@
-"""What a step reports of the machine and of its gradients."""
+"""Rates and gradient norms that a step reports."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def tiny_run(folder: Any, groups: ProcessGroups, *settings: str) -> Run:
 
 
 def by_autograd(run: Run) -> dict[str, torch.Tensor]:
-    """Return the gradient of the next step by name, from torch.autograd, without Megatron-Core's hooks."""
+    """Return the gradients of the next step by name, from torch.autograd, without Megatron-Core's hooks."""
     config, (chunk,) = run.config, run.state.chunks
     forward = training_forward_step(config.objective, config.model, config.training.seed, run.state.step)
     prediction_TC, loss_function = forward(iter([run.batches.peek()]), chunk)

@@ -1,4 +1,4 @@
-"""A step of a run depends on its number and on its weights, not on ranks, resumes or validations before it."""
+"""A step of a run depends only on its number and its weights, not on ranks, resumes or earlier validations."""
 
 from dataclasses import replace
 from pathlib import Path
