@@ -95,7 +95,7 @@ def line(ended: dict[str, Any], name: str) -> str:
 
 @pytest.mark.slow
 def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
-    """It is printed in the third step, because the first two have zero rows; the total is the same in all layouts."""
+    """It is printed in the third step, because two layers in a row start as zeros; all layouts have the same total."""
     said = {name: line(ended, name) for name in ("dp2", "tp2", "pp2", "fsdp")}
     total = said["dp2"].split()[3]
     assert int(total) > 20
