@@ -192,4 +192,4 @@ def killed_at_rewind(*, saved: bool) -> Iterator[None]:
 
 
 class ProcessDied(BaseException):
-    """Not caught anywhere in a run, so its folder is like a killed process's, except for the exit record."""
+    """No code in a run catches this, so its folder is like that of a killed process, except for the exit record."""

@@ -95,7 +95,7 @@ def line(ended: dict[str, Any], name: str) -> str:
 
 @pytest.mark.slow
 def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
-    """It is printed in the third step, because two layers in a row start as zeros; all layouts have the same total."""
+    """It appears in the third step, because two layers in a row start as zeros; all layouts have the same total."""
     said = {name: line(ended, name) for name in ("dp2", "tp2", "pp2", "fsdp")}
     total = said["dp2"].split()[3]
     assert int(total) > 20
@@ -116,7 +116,7 @@ def test_all_experts_count(ended: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["", " and a step left out", " and the last step left out", " on a stage"])
 def test_a_parameter_without_a_gradient_is_named(ended: dict[str, Any], folder: Path, left_out: str) -> None:
-    """At the end of a short run, even if a step was skipped."""
+    """The report comes at the end of a short run, even if a step was skipped."""
     name = f"dead{left_out}"
     assert [run.code for run in ended[name]] == [0, 0]
     assert f"had no gradient in {4 if 'left out' in name else 5} updates: {DEAD}; " in line(ended, name)

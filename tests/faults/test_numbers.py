@@ -284,7 +284,7 @@ def test_a_run_that_dies_while_it_goes_back_makes_the_same_choice(
 
 @pytest.mark.slow
 def test_the_history_of_the_guard_survives_a_resume(endings: dict[str, Any], folder: Path) -> None:
-    """With skips before and after the resume: the same spikes are detected as in an uninterrupted run."""
+    """Steps are skipped before and after the resume; the same spikes are detected as in an uninterrupted run."""
     assert [run.code for run in (*endings["one go"], *endings["resumed"])] == [0] * 4, endings["one go"][0].err
     last = SPIKE_AT + 5
     assert_same_bits(*(read_tensors(checkpoint(folder / name, last)) for name in ("one go", "resumed")))

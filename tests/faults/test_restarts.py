@@ -20,7 +20,7 @@ from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcom
 pytestmark = pytest.mark.slow
 
 STEPS = 60
-SLOWEST_S = 60.0  # of a restart, on two busy cores
+SLOWEST_S = 60.0  # limit for a restart on two busy cores
 
 
 def ranks_of(torchrun: subprocess.Popen) -> dict[int, int]:

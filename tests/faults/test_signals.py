@@ -46,7 +46,7 @@ def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random
 
 
 def test_a_run_that_is_asked_to_stop_saves_within_a_step_and_goes_on(tmp_path: Path) -> None:
-    """With asynchronous saves every two steps; both signals are sent to both ranks."""
+    """The run saves asynchronously every two steps; both ranks get the same random signal."""
     rng = random.Random(SEED)
     prepare_media(tmp_path)
     settings = {**SETTINGS, "training__num_steps": STEPS, "checkpoint__async_save": True}

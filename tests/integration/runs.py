@@ -179,7 +179,7 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    """Return the names of everything in the folder of checkpoints."""
+    """Return the names of all entries in the folder of checkpoints."""
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 

@@ -330,7 +330,7 @@ def test_nan_on_one_rank_accuses_that_rank_and_its_samples_alone(ended: dict[str
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], folder: Path) -> None:
-    """On one rank, or on either of two, in the tensors or in rank 0's index: all ranks fail, and none waits forever."""
+    """All ranks fail and none waits, if a disk is full on one rank, on either of two, or at rank 0's index."""
     outputs = [ended["disk"], ended["disk of rank 0"][0], ended["disk of rank 1"][1], ended["disk at the index"][0]]
     for run in outputs:
         for words in ("checkpoint of step 6 was not written", "the checkpoint of step 4 is intact"):

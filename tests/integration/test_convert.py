@@ -179,7 +179,7 @@ def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs
 
 
 def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
-    """A run's average, exported and imported again, has the same bits; the other time embedding is reported."""
+    """A run's average, exported and imported, has the same bits; a difference in the time embedding is reported."""
     assert done["diffusers"].code == done["reimport"].code == 0
     assert "time_frequency_shift=0" in done["diffusers"].err
     average = {

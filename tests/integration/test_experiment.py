@@ -47,7 +47,7 @@ def entry_point(tmp_path) -> str:
 
 
 def test_nemo_runs_own_command_trains_our_recipes(tmp_path, entry_point):
-    """`nemorun dit pretrain` takes recipe, settings and a part by name; a mistake exits with 1, as nemo-run does."""
+    """`nemorun dit pretrain` takes recipe, settings and a part by name; mistakes exit with 1, nemo-run's only code."""
     nemorun = [str(Path(sys.executable).parent / "nemorun"), "dit", "pretrain", "--factory", "tiny_dit", "--yes"]
     words = [f"training.run_dir={tmp_path / 'run'}", "training.num_steps=3", "objective=edm"]
     environ = {"PYTHONPATH": entry_point, "NEMORUN_HOME": str(tmp_path)}

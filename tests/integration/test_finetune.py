@@ -93,7 +93,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
     blend = f"[{{path: {folder}/subject, weight: 1}}, {{path: {folder}/class, weight: 1}}]"
     long = {"training__num_steps": LONG, "training__global_batch_size": 8}
-    # Both ranks read the base when they start, so it is made in an earlier world; so are re-imported adapters.
+    # Both ranks read the base when they start, so an earlier world makes the base, and another one re-imports adapters.
     made = {
         "subject": prepare("subject", "a red circle"),
         "class": prepare("class", "a circle"),
@@ -191,7 +191,7 @@ def test_the_base_is_read_on_every_layout(ended: dict[str, Any], folder: Path, l
 
 @pytest.mark.parametrize("name", ["long", "dreambooth"])
 def test_the_loss_falls(ended: dict[str, Any], folder: Path, name: str) -> None:
-    """With adapters on five pictures, and with all weights on five pictures and eight of the class."""
+    """`long` trains adapters on five pictures; DreamBooth trains all weights, also on eight pictures of the class."""
     assert code(ended, name) == 0
     losses = loss_values(folder / name)
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
@@ -203,7 +203,7 @@ def test_the_first_loss_is_that_of_the_base(ended: dict[str, Any], folder: Path)
 
 
 def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: Path) -> None:
-    """Also with the adapters that diffusers loads: W + B A equals the merged weight."""
+    """So do the adapters exported for diffusers: W + B A equals the merged weight."""
     (here,), (there,) = ended["sample adapters"][1], ended["sample back"][1]
     assert relative_error(there, here) <= MERGED
     base = load_file(folder / "published" / "diffusion_pytorch_model.safetensors")
@@ -222,7 +222,7 @@ def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: P
 
 
 def test_adapters_that_come_back_are_the_same(ended: dict[str, Any], folder: Path) -> None:
-    """To the bit after export, import and export. They draw the same samples, and a run trains them on any layout."""
+    """Adapters are equal to the bit after export, import and export, draw the same samples, and train on any layout."""
     there, again = (load_file(folder / name / "pytorch_lora_weights.safetensors") for name in ("lora", "lora_again"))
     assert_same_bits(again, there)
     here, back = (ended[f"sample {run}"] for run in ("adapters", "lora_back"))

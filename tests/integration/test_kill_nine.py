@@ -176,7 +176,7 @@ def finish(words: list[str], run_dir: Path, number: int, ranks: int = 1) -> None
 
 
 def test_a_run_killed_at_many_moments_consumes_what_an_undisturbed_run_does(folder: Path) -> None:
-    """With two workers, packs, flips and a blend with changing weights; then on 2 and 4 ranks, and on one again."""
+    """The run has two workers, packs, flips and a blend with changing weights, on 1, 2 and 4 ranks and on one again."""
     rng = random.Random(SEED)
     calm, killed = folder / "calm", folder / "killed"
     finish(arguments(folder, calm), calm, 0)

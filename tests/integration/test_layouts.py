@@ -152,7 +152,7 @@ def assert_same_model(folder: Path, step: int) -> None:
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 def test_grids_of_both_weights_are_the_same_on_every_layout(runs: Path, name: str, weights: str) -> None:
-    """They are equal within rounding, 1 of 255; the grids of the two kinds of weights differ by more."""
+    """Grids are equal within rounding, 1 of 255; those of the other kind of weights differ by more."""
     step = STOPS[name] - 1  # the run stops at the last step of a layout
     grids = [grid(runs / run, step, weights) for run in ("moving", "one")]
     assert grids[0].std() > 10

@@ -185,7 +185,7 @@ def test_a_run_goes_on_from_a_named_checkpoint_to_the_bit(done: dict[str, Any], 
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) -> None:
-    """It does not exist, has other settings, or `start_from` is set as well."""
+    """The checkpoint does not exist, has other settings, or `start_from` is set as well."""
     assert [done[name].code for name in ("nowhere", "two starts", "other")] == [5, 2, 2]
     assert "checkpoint.resume_from" in done["nowhere"].err
     assert "remove one of the two" in done["two starts"].err

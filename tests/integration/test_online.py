@@ -83,7 +83,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_online_losses_are_those_of_stored_latents_and_embeddings(runs: Path) -> None:
-    """The same samples lose their texts; the held-out loss is the same, too."""
+    """Texts are dropped for the same samples, and the held-out losses are equal, too."""
     stored, online = (loss_values(runs / name) for name in ("stored", "online"))
     assert len(online) == STEPS
     assert online == pytest.approx(stored, rel=STORED)

@@ -135,7 +135,7 @@ def drawings() -> torch.Tensor:
 
 
 def test_the_exported_latents_have_mean_zero_and_deviation_one(done: dict[str, Any], folder: Path) -> None:
-    """For the drawings that the data set contains."""
+    """The encoded drawings are those of the data set."""
     latents = VAE(str(folder / "vae")).encode(drawings())
     assert latents.shape == (COUNT, 4, 1, SIZE // 8, SIZE // 8)
     assert latents.mean().item() == pytest.approx(0.0, abs=SHUFFLED)

@@ -67,7 +67,7 @@ def saved_by_diffusers(folder: Path, case: Case) -> tuple[Path, Path]:
 def test_a_small_pipeline_is_trained_and_drawn_in_diffusers(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """With full fine-tuning and with adapters."""
+    """Tests full fine-tuning and adapters."""
     case = CASES[RECIPES[recipe]]
     run, base = saved_by_diffusers(tmp_path, case)
     (tmp_path / "in").mkdir()

@@ -152,7 +152,7 @@ def test_a_deleted_run_is_not_made_to_look_like_one(done: dict[str, Any], folder
 
 
 def test_ctrl_c_is_130_everywhere(done: dict[str, Any], folder: Path) -> None:
-    """As exit code and in `exit.json`."""
+    """The process returns it, and `exit.json` records it."""
     assert done["interrupted"].code == 130
     assert done["interrupted"].err == "interrupted\n"
     record = json.loads(done["interrupted run"]["exit.json"])

@@ -114,7 +114,7 @@ def test_a_size_is_drawn_in_pixels(done: dict[str, Any], folder: Path) -> None:
 
 
 def test_the_loss_is_that_of_the_run(done: dict[str, Any], folder: Path) -> None:
-    """It equals the run's last validation, which had the same weights, data, noise and precision."""
+    """The evaluated loss equals the run's last validation, which had the same weights, data, noise and precision."""
     found = json.loads(done["loss on 1"].out)
     (recorded,) = scalars(folder / "run", "held_out/loss").values()
     assert found["loss"] == pytest.approx(recorded, rel=1e-6)

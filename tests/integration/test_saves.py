@@ -183,7 +183,7 @@ def test_a_run_that_fails_lets_its_save_finish(ended: dict[str, Any], folder: Pa
 
 
 def test_a_run_stops_before_its_time_is_up_and_goes_on_later(ended: dict[str, Any], folder: Path) -> None:
-    """On all ranks, with the exit code for requeueing."""
+    """All ranks return the exit code for requeueing."""
     assert codes(ended, "late") == [75, 75]
     assert outcome(folder / "late")["code"] == 0
     assert "resumed at step 1" in ended["late, again"][0].out
@@ -208,7 +208,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(ended: dict[str, Any],
     ("name", "change"), [("sibling", " -> 0.0003; training.run_dir: "), ("other seed", "training.seed: 1234 -> 5")]
 )
 def test_another_run_takes_no_copies(ended: dict[str, Any], folder: Path, name: str, change: str) -> None:
-    """It is refused before it copies anything, so with another address it starts from step 0."""
+    """The run is refused before it copies anything, so with another address it starts from step 0."""
     assert codes(ended, name) == [2, 2]
     run = (folder / "lost" / "run_id").read_text().strip()
     for words in (f"/elsewhere/a has the copies of run {run} in training.run_dir={folder / 'copied'}", change):

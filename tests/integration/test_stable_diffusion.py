@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_prepared_pictures_train_a_model_that_is_asked_for_sizes_and_crops(tmp_path: Path):
-    """With offset noise and v-prediction on a zero-terminal-SNR schedule; the requested crop changes the picture."""
+    """The run uses offset noise and v-prediction with zero terminal SNR; the requested crop changes the picture."""
     folder, run = prepare_sdxl(tmp_path), tmp_path / "run"
     settings = {"data": "energon", "data__path": folder / "joined", "data__num_streams": 1, "data__background": False}
     settings |= {"data__bucket_by_shape": True, "model__context_size": 2 * CLIP_WIDTH, "model__pooled_size": PROJECTION}

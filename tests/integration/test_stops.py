@@ -165,7 +165,7 @@ def test_a_start_that_hangs_leaves_its_stacks(ended: dict[str, Any], folder: Pat
 
 
 def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, Any], folder: Path) -> None:
-    """On one rank and on two, in a new run and a resumed one: nothing is logged or saved."""
+    """Nothing is logged or saved, on one rank and on two, in a new run and in a resumed one."""
     assert [run.code for run in ended["building"]] == [75, 75]
     for name in ("hashing", "loading"):
         assert ended[name].code == 75

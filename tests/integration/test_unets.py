@@ -15,7 +15,7 @@ def rows(one_rank_world: ProcessGroups) -> dict[str, Row]:
 
 
 def test_diffusers_builds_the_network_of_ours(rows: dict[str, Row]) -> None:
-    """Equal operations, and equal parameters except the null token, which diffusers has not."""
+    """Equal operations, and equal parameters except the null token, which only ours has."""
     ours, theirs = rows["latent diffusion"], rows["diffusers UNet2DConditionModel"]
     assert ours.parameters == theirs.parameters + TEXT_WIDTH
     assert ours.gflop == pytest.approx(theirs.gflop, rel=1e-3)

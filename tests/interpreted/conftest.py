@@ -9,7 +9,7 @@ from dit.verify.ranks import FORKS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]  # tests/unit/kernels/test_fused.py runs them in a separate process
-else:  # ranks of these tests need neither launchers nor data
+else:  # ranks of these tests need no launcher and no data
     FORKS.set_forkserver_preload(["tests.interpreted.update_worker"])
 
 

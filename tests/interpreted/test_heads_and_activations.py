@@ -27,7 +27,7 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
 
     def ours(x, weight_q, weight_k, b):
         of_heads = HeadNorm(weight_q, weight_k, EPS) if norm else None
-        given = x if b is None else x + b.detach().view(x.shape[1:])  # the projection adds b; the kernel has its grad
+        given = x if b is None else x + b.detach().view(x.shape[1:])  # as the projection does, without a gradient
         return fused.split_heads(given, heads, of_heads, rotation, b)
 
     def theirs(x, weight_q, weight_k, b):

@@ -43,7 +43,7 @@ def words_kernel(k0, k1, element, step, address, out, COUNT: tl.constexpr):
 
 
 def test_the_words_are_those_of_philox_to_the_bit():
-    """With 32-bit words including 0 and the maximum, and 64-bit addresses."""
+    """Counters and keys include 0 and the maximum of 32 bits; addresses have 64 bits."""
     generator = torch.Generator().manual_seed(4)
     draws = [torch.randint(0, 2**32, (64,), generator=generator) for _ in range(6)]
     for given in draws:
@@ -117,7 +117,7 @@ def test_the_ends_of_the_logarithm_have_their_digits():
 
 
 def test_mixtures_have_the_coefficients_of_noise_levels():
-    """A sample with two levels and clean tokens has the noise of a sample with one level; local tokens in any order."""
+    """Equal to the eager form for samples with two levels and clean tokens, and for local tokens in any order."""
     layout = with_levels(PADDED, [[(4, CLEAN), (5, 0)], [], [(3, 0), (9, 1), (1, CLEAN)]])
     layout = layout.select(torch.randperm(37, generator=torch.Generator().manual_seed(1))[:21])
     x0, offset = torch.randn(21, 6), torch.randn(3, 6)
@@ -129,7 +129,7 @@ def test_mixtures_have_the_coefficients_of_noise_levels():
 
 
 def test_mixtures_of_one_noise_in_bf16_latents():
-    """With three mixtures: the kernel computes two, then the third."""
+    """For three mixtures, the kernel computes two, then the third."""
     generator = torch.Generator().manual_seed(2)
     x0 = torch.randn(37, 6, generator=generator).bfloat16()
     pairs = [tuple(torch.randn(2, 3, generator=generator)) for _ in range(3)]

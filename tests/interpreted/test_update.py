@@ -1,4 +1,4 @@
-"""Runs with the fused update have the state of runs with the eager one, for every kind of data parallelism."""
+"""Runs with the fused update have the state of runs with the eager one under all kinds of data parallelism."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def case(parallel, precision, kernels, steps=STEPS, settings=ONE_LAYER, **option
 
 
 def pairs(name, parallel, **options):
-    """Cases for every precision with both updates; one step in bf16, because the interpreter rounds bf16 to zero."""
+    """Every precision with both updates; one step in bf16, because the interpreter truncates its bf16 copies."""
     return {
         (name, precision, kernels): case(parallel, precision, kernels, steps, **options)
         for precision, steps in (("fp32", STEPS), ("bf16", 1))

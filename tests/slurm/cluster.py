@@ -101,7 +101,7 @@ class Cluster:
         """Wait until `moment` returns true.
 
         Raises:
-            TimeoutError: it stays false; the message has the end of every log.
+            TimeoutError: `moment` stays false; the message has the end of every log.
         """
         deadline = time.monotonic() + timeout_s
         while not moment():

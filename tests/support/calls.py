@@ -28,7 +28,7 @@ class CallCounter(TorchDispatchMode):
 
     @property
     def calls(self) -> int:
-        """All calls of aten."""
+        """Number of calls of aten operators."""
         return sum(self.by_operation.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

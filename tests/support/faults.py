@@ -133,7 +133,7 @@ def no_room_for_logs(limit: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flushes_counted(run_dir: Path, out: Path) -> Iterator[None]:
-    """Record, for each checkpoint at publication, the flushed bytes and the size of `metrics.jsonl`."""
+    """Record the flushed bytes and the size of `metrics.jsonl` when each checkpoint is published."""
     metrics, fsync, publish = run_dir / "metrics.jsonl", os.fsync, CheckpointStore.publish
     flushed, found = [0], []
 

@@ -30,7 +30,7 @@ class ObjectStore:
     def __init__(self) -> None:
         self.door: Callable[[str, str], int | None] = lambda method, path: None
         self.requests: list[tuple[str, str]] = []
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise it logs every request
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
