@@ -1,4 +1,4 @@
-"""Damage of files, drawn at random: bits flipped, cut, swapped, removed, replaced by hostile or nonsensical content."""
+"""Random damage of files: flip bits, cut, swap, remove, or replace by hostile or nonsensical content."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def longer(path: Path, rng: random.Random) -> None:
 
 
 def moved(path: Path, rng: random.Random) -> None:
-    """Take a piece out, and put it in elsewhere."""
+    """Move a piece of the file to another place in it."""
     content = path.read_bytes()
     a, b, c = sorted(rng.randrange(len(content) + 1) for _ in range(3))
     path.write_bytes(content[:a] + content[b:c] + content[a:b] + content[c:])
@@ -84,7 +84,7 @@ def a_text(path: Path, rng: random.Random) -> None:
 
 
 def hostile(path: Path, rng: random.Random) -> None:
-    """Put a pickle in the place of a file; loaded, it makes a file."""
+    """Replace a file by a pickle that makes a file when it is loaded."""
     path.write_bytes(pickle.dumps(Trap(path.parent / SPRUNG), protocol=rng.randrange(2, 6)))
 
 
@@ -109,7 +109,7 @@ def _places(value: Any) -> list[tuple[Any, Any]]:
 
 
 def restated(path: Path, rng: random.Random) -> str:
-    """Change one or two entries of a JSON or YAML file, which stays one; return what was changed."""
+    """Change one or two entries of a JSON or YAML file, which stays valid; return a description of the change."""
     text = path.read_text()
     content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     said = []
@@ -128,9 +128,9 @@ def restated(path: Path, rng: random.Random) -> str:
 
 
 def damage(path: Path, rng: random.Random) -> str:
-    """Damage a file somehow; return what was done."""
+    """Damage a file in a random way; return a description."""
     if path.suffix in (".json", ".yaml") and rng.random() < 0.6:
-        with suppress(ValueError, yaml.YAMLError):  # it was damaged before
+        with suppress(ValueError, yaml.YAMLError):  # an earlier damage made the text invalid
             return restated(path, rng)
     done = rng.choice(BYTES)
     done(path, rng)

@@ -1,7 +1,7 @@
-"""Random input for commands, and the law that each of them keeps: success, or one screen that names the cause.
+"""Random input for commands, and the check of each outcome: success, or one screen that names the cause.
 
-A case is made from a seed and a number alone, so a failure names the two and is repeated by them:
-`python -m tests.faults.fuzz overrides SEED NUMBER` (or `shards`, `checkpoints`) prints the case and what came of it.
+A case depends only on a seed and a number, so a failure can be repeated:
+`python -m tests.faults.fuzz overrides SEED NUMBER` (or `shards`, `checkpoints`) prints the case and its outcome.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from typing import Any, Optional
 SEED = 14
 SCREEN_LINES, SCREEN_CHARACTERS = 24, 24 * 100
 HANGS_AFTER_S = 60
-"""Of processor time, so that a busy machine does not count."""
+"""CPU time, so that other load on the machine does not matter."""
 MEMORY_BYTES = 4 * 2**30
-"""What a case may allocate."""
+"""Memory that a case may allocate."""
 SPRUNG = "sprung"
 
 
 class Hang(BaseException):
-    """A case takes too long; nothing catches it."""
+    """A case takes too long; commands do not catch it."""
 
 
 class Trap:
@@ -46,8 +46,8 @@ class Case:
     """One random input.
 
     Attributes:
-        words: that describe it, the command line where there is one.
-        causes: words of which an error names at least one; none means any.
+        words: description of the input; its command line if it has one.
+        causes: an error message must contain at least one of these; empty accepts any message.
     """
 
     words: tuple[str, ...]
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass
 class Ended:
-    """What came of a case: exit code, output, and why the law is broken."""
+    """Outcome of a case: exit code, output, and violations of the rules."""
 
     code: int
     out: str
@@ -65,13 +65,13 @@ class Ended:
 
 
 def rng_of(kind: str, seed: int, number: int) -> random.Random:
-    """Return the random numbers of one case."""
+    """Return the random generator of one case."""
     return random.Random(f"{kind} {seed} {number}")
 
 
 @contextlib.contextmanager
 def ending_within(seconds: int) -> Iterator[None]:
-    """Raise `Hang` in a call that uses more processor time, or waits for three times as long."""
+    """Raise `Hang` in a call that uses more CPU time, or takes three times as long in wall time."""
 
     def late(signum: int, frame: Any) -> None:
         raise Hang(f"no end after {seconds} s")
@@ -90,7 +90,7 @@ def ending_within(seconds: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def memory_limited(more_bytes: int) -> Iterator[None]:
-    """Let allocations fail that would make this process so much larger."""
+    """Let allocations fail if they would make this process larger by `more_bytes`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (present + more_bytes, hard))
@@ -102,7 +102,7 @@ def memory_limited(more_bytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def printed_to(out: io.TextIOWrapper, err: io.TextIOWrapper) -> Iterator[None]:
-    """Let prints and messages of the log go to two consoles."""
+    """Redirect prints and log messages to two consoles."""
     messages = logging.StreamHandler(err)
     logging.getLogger().addHandler(messages)
     try:
@@ -122,7 +122,7 @@ def _text(stream: io.TextIOWrapper) -> str:
 
 
 def run(main: Callable[[Sequence[str]], int], words: Sequence[str], folder: Path) -> Ended:
-    """Run the `main` of a command in an empty folder, on consoles as Python opens them."""
+    """Run a command's `main` in an empty folder, with consoles that have Python's usual error handlers."""
     out, err = _console("strict"), _console("backslashreplace")
     here = Path.cwd()
     os.chdir(folder)
@@ -141,11 +141,11 @@ def run(main: Callable[[Sequence[str]], int], words: Sequence[str], folder: Path
 
 
 def judge(ended: Ended, folder: Path, *, codes: Sequence[int], causes: Sequence[str] = ()) -> None:
-    """Add to a case what is wrong about its end.
+    """Add to an outcome its violations of the rules.
 
     Args:
-        folder: where code that is run would leave a mark.
-        codes: documented exit codes of failures that can come of it.
+        folder: folder in which executed code would leave a mark.
+        codes: documented exit codes of possible failures.
         causes: see `Case`.
     """
     wrong = ended.wrong
@@ -170,7 +170,7 @@ Attempt = Callable[[int, int, Path], tuple[Case, Ended]]
 
 
 def failures(attempt: Attempt, seed: int, numbers: Sequence[int]) -> list[str]:
-    """Run cases and describe those that break the law."""
+    """Run cases and describe those with violations."""
     found = []
     for number in numbers:
         with tempfile.TemporaryDirectory() as folder:
@@ -182,7 +182,7 @@ def failures(attempt: Attempt, seed: int, numbers: Sequence[int]) -> list[str]:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Repeat cases and print what comes of them."""
+    """Repeat cases and print their outcomes."""
     from tests.faults import fuzz_checkpoints, fuzz_overrides, fuzz_shards
 
     kinds: dict[str, Attempt] = {

@@ -1,7 +1,6 @@
-"""Random damage of a run folder and its newest checkpoint; read by what resumes, samples, exports, and looks.
+"""Random damage of a run folder and its newest checkpoint, which is then resumed, sampled, exported or inspected.
 
-Half of the damaged checkpoints are sealed anew, as somebody would do who means harm: then no hash says that they are
-damaged.
+Half of the damaged checkpoints get a new manifest, as an attacker would write it, so that no hash shows the damage.
 """
 
 import random
@@ -34,19 +33,19 @@ MODEL = {
     "model__context_size": "none",
     "model__position_embedding": "sincos_2d",
 }
-"""A model that diffusers can hold."""
+"""A model that diffusers can load."""
 IN_RUN = ("config.yaml", "metrics.jsonl", "exit.json", "env.json")
 CODES = (2, 3, 4, 5)
 
 
 def arguments(run_dir: Path) -> list[str]:
-    """Return the command line of the run, which resumes it too."""
+    """Return the command line that starts and resumes the run."""
     settings = {"training__num_steps": STEPS, "training__log_interval": 1, "checkpoint__interval": BEFORE}
     return runs.mock(run_dir, **settings, data__dataset_size=16, **MODEL)
 
 
 def alone(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
-    """Run a command as the only rank; leave no process group behind."""
+    """Run a command as the only rank; destroy its process groups at the end."""
 
     def call(words: Sequence[str]) -> int:
         try:
@@ -61,7 +60,7 @@ def alone(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int
 
 @cache
 def sound() -> Path:
-    """Make the run that is damaged."""
+    """Train the run that is damaged."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz"))
     ended = run(alone(train.main), arguments(folder / "run"), folder)
     assert ended.code == 0, ended.err
@@ -69,12 +68,12 @@ def sound() -> Path:
 
 
 def hostile_state(path: Path) -> None:
-    """Write a file as torch does, with a pickle that makes a file."""
+    """Write a file with torch.save that makes a file when it is unpickled."""
     torch.save({"position": Trap(path.parent / SPRUNG)}, path)
 
 
 def sealed(folder: Path, rng: random.Random) -> str:
-    """Make the manifest of a damaged checkpoint agree with it, sometimes after changing what it says."""
+    """Write a manifest that matches a damaged checkpoint, sometimes with changed metadata."""
     old = Manifest.from_text((checkpoint(sound(), STEPS) / MANIFEST).read_text())
     meta, said = dict(old.meta), ""
     if rng.random() < 0.3:
@@ -112,7 +111,7 @@ READERS = (resume, resume, resume, draw, give_away, look, again)
 
 
 def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
-    """Use a run folder with one to three damages."""
+    """Damage a copy of the run folder one to three times, and use it."""
     rng = rng_of("checkpoints", seed, number)
     run_dir = Path(shutil.copytree(sound(), folder / "run"))
     newest = checkpoint(run_dir, STEPS)

@@ -70,7 +70,7 @@ TRACED_EVERY = 20
 
 @cache
 def settings_of(recipe: str) -> dict[str, Any]:
-    """Return every setting of a recipe and its value."""
+    """Return every setting of a recipe with its value."""
     task = train.call_recipe(recipe)
     return {key: _value_at(task, key) for key in all_keys(task)}
 
@@ -83,7 +83,7 @@ def _value_at(task: Any, key: str) -> Any:
 
 
 def misspelt(key: str, rng: random.Random) -> str:
-    """Return a name that is nearly right, or no name at all."""
+    """Return a misspelt or nonsensical name."""
     at = rng.randrange(len(key))
     kinds = (
         lambda: key[:at] + key[at + 1 :],
@@ -108,7 +108,7 @@ def value(rng: random.Random) -> str:
 
 
 def like(present: Any, rng: random.Random) -> str:
-    """Return a value of the kind that a setting has."""
+    """Return a value of the same type as a setting's present value."""
     if isinstance(present, bool):
         return rng.choice(("True", "False"))
     if isinstance(present, int | float):
@@ -120,7 +120,7 @@ def like(present: Any, rng: random.Random) -> str:
 
 
 def override(recipe: str, rng: random.Random) -> str:
-    """Return one override, of a setting that exists four times out of five, of the right kind as often as not."""
+    """Return one override; half of them have a value of the right type, and one in five names no setting."""
     key = rng.choice(list(settings_of(recipe)))
     if rng.random() < 0.5:
         return f"{key}={like(settings_of(recipe)[key], rng)}"
@@ -130,7 +130,7 @@ def override(recipe: str, rng: random.Random) -> str:
 
 
 def layout(rng: random.Random) -> list[str]:
-    """Return sizes of a parallel layout, possible or not, and choices beside them."""
+    """Return sizes of a parallel layout, possible or not, and further choices."""
     words = [f"parallel.{name}={rng.choice((1, 2, 2, 3, 4, 8))}" for name in rng.sample(PARALLEL, rng.randint(1, 3))]
     words += [f"{key}={rng.choice(CHOICES[key])}" for key in rng.sample(sorted(CHOICES), rng.randint(0, 2))]
     words += [f"training.global_batch_size={rng.choice((1, 4, 6, 16))}"] * rng.randint(0, 1)
@@ -138,7 +138,7 @@ def layout(rng: random.Random) -> list[str]:
 
 
 def case(seed: int, number: int) -> Case:
-    """Return the command line of a number."""
+    """Return the command line for a number."""
     rng = rng_of("overrides", seed, number)
     recipe = rng.choice(RECIPES)
     if rng.random() < 0.3:
@@ -146,14 +146,14 @@ def case(seed: int, number: int) -> Case:
     else:
         words = [override(recipe, rng) for _ in range(rng.choice((1, 1, 1, 2, 3, MOST_WORDS)))]
     names = [word.partition("=")[0].rstrip("+-*/|:") for word in words]
-    # Of a path that leads nowhere, the first step that does not exist is named.
+    # An error about a path may name only its first step that does not exist.
     causes = {step for name in names for step in re.split(r"[.\[\]]", name)}
     causes |= {"unknown flag" if word.startswith("-") else repr(word)[1:20] for word in words}
     return Case(("--factory", recipe, "--dryrun", *words), tuple(sorted(causes - {""})))
 
 
 def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
-    """Check the run of a random command line; of one in twenty, the step is also traced as `--dryrun` does."""
+    """Check the run of a random command line; one in twenty is also traced, as `--dryrun` does."""
     made = case(seed, number)
     untraced = mock.patch.object(dry_run, "cost_lines", return_value=[])
     with contextlib.nullcontext() if number % TRACED_EVERY == 0 else untraced:

@@ -1,4 +1,4 @@
-"""Random damage of a data set: shards, indices, `.nv-meta`; read by what trains, what validates, what inspects."""
+"""Random damage of a data set (shards, indices, `.nv-meta`), read by training, validation and `inspect`."""
 
 import shutil
 import tempfile
@@ -21,16 +21,16 @@ SIZES = [(1, 4, 4), (2, 4, 4), (1, 6, 8)]
 
 @cache
 def sound() -> Path:
-    """Write the data set that is damaged; all values of sample `i` are `i`."""
+    """Write the undamaged data set; all values of sample `i` are `i`."""
     splits = {"train": clips(SAMPLES, sizes=SIZES), "val": clips(HELD_OUT, sizes=SIZES)}
     return write_dataset(Path(tempfile.mkdtemp(prefix="fuzz")) / "data", splits)
 
 
 def check(keys: Sequence[str], latents_TC: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Check that samples are those that were written.
+    """Check that samples have the values that were written.
 
     Raises:
-        AssertionError: one is not.
+        AssertionError: a sample has other values.
     """
     for key, values in zip(keys, latents_TC.split(list(sizes))):
         assert key[-9:-5] == "clip", key
@@ -65,7 +65,7 @@ def validate(words: Sequence[str]) -> int:
 
 
 def look(words: Sequence[str]) -> int:
-    """Describe the data set as `python -m energon_data.inspect` does."""
+    """Describe the data set with `python -m energon_data.inspect`."""
     return inspect.main([words[0]])
 
 
@@ -73,7 +73,7 @@ READERS: tuple[Callable[[Sequence[str]], int], ...] = (train, train, validate, l
 
 
 def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
-    """Read a data set with one to three damages."""
+    """Damage a copy of the data set one to three times, and read it."""
     rng = rng_of("shards", seed, number)
     data = Path(shutil.copytree(sound(), folder / "data"))
     done = []

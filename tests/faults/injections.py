@@ -1,4 +1,4 @@
-"""Bad numbers in a process that trains, on one rank: context managers around a run."""
+"""Bad numbers on one rank of a training process, as context managers around a run."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,15 +20,15 @@ NAN = float("nan")
 
 @dataclass
 class Injection:
-    """A fault of one sample, wherever it is computed: in the data, a layer's output, or the gradient of that output.
+    """A fault of one sample wherever it is computed: in the data, a layer's output, or the gradient of that output.
 
     Attributes:
-        step: in which the sample is trained on, counted from 1; its first micro-batch has the sample as its second.
-        rank: on which it happens; None for all.
+        step: training step with the sample, from 1; the sample is the second one of the step's first micro-batch.
+        rank: rank with the fault; None for all.
         place: `data`, `forward`, `backward`, or `weight`: the gradient of the layer's weight.
         layer: name of a module.
-        factor: what its numbers are multiplied by.
-        times: how often it happens at most.
+        factor: factor of the affected numbers.
+        times: largest number of occurrences.
     """
 
     step: int
@@ -41,7 +41,7 @@ class Injection:
     batch: Optional[PackedBatch] = field(default=None, init=False)
 
     def happens(self) -> bool:
-        """Return whether the present micro-batch on this rank has the fault; counts it."""
+        """Return whether the fault occurs in this micro-batch on this rank, and count it."""
         if self.batch is None or self.key not in self.batch.keys or not self.times or not self._here():
             return False
         self.times -= 1
@@ -51,7 +51,7 @@ class Injection:
         return self.rank is None or torch.distributed.get_rank() == self.rank
 
     def spoil(self, values: Tensor, batch: Optional[PackedBatch] = None) -> Tensor:
-        """Return the values of all local tokens of a micro-batch (None: the newest), those of the sample multiplied."""
+        """Return the values of all local tokens of a micro-batch (None: the newest) with the sample's multiplied."""
         batch = batch or self.batch
         assert batch is not None
         layout, row = batch.layout, batch.keys.index(self.key)
@@ -60,7 +60,7 @@ class Injection:
         return torch.where(of_sample_T.view(-1, *[1] * (values.dim() - 1)), values * self.factor, values)
 
     def install(self, run: Run) -> None:
-        """Register the fault in a run that was built."""
+        """Register the fault in a run."""
         if self.place == "data":
             run.batches._stream = _Spoiled(run, self)  # type: ignore[assignment]
             return
@@ -80,18 +80,18 @@ class Injection:
         if self.place == "forward" and self.happens():
             first = self.spoil(first)
         elif self.place == "backward" and self.happens():
-            first.register_hook(partial(self.spoil, batch=self.batch))  # others may go forward before it goes back
+            first.register_hook(partial(self.spoil, batch=self.batch))  # other forward passes may come in between
         return (first, *rest) if isinstance(output, tuple) else first
 
     def note(self, step: int, batch: PackedBatch) -> None:
-        """Look at the micro-batch that is computed next."""
+        """Record the next micro-batch."""
         self.batch = batch
         if step == self.step and self.key is None:
             self.key = batch.keys[1]
 
 
 class _Spoiled:
-    """A stream in which one sample's latents are spoiled."""
+    """A stream in which one sample's latents are multiplied."""
 
     def __init__(self, run: Run, injection: Injection) -> None:
         self._run, self._stream, self._injection = run, run.batches._stream, injection
@@ -106,7 +106,7 @@ class _Spoiled:
 
 @contextlib.contextmanager
 def after_build(act: Callable[[Run], None]) -> Iterator[None]:
-    """Do something to each run once it is built."""
+    """Call a function with each run after its construction."""
     build = Run.__init__
 
     def built(self: Run, *args: Any, **kwargs: Any) -> None:
@@ -119,7 +119,7 @@ def after_build(act: Callable[[Run], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def injected(*settings: dict[str, Any]) -> Iterator[None]:
-    """Let faults happen, see `Injection` for their settings."""
+    """Inject faults; see `Injection` for their settings."""
     faults = [Injection(**values) for values in settings]
     forward_step = pretrain.training_forward_step
 
@@ -144,9 +144,9 @@ def injected(*settings: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def left_out(*steps: int) -> Iterator[None]:
-    """Let the updates of some steps not happen, as a run without a guard would leave them out by hand.
+    """Omit the updates of some steps, as one would do by hand without the guard.
 
-    The numbers of every step are read at once.
+    The loss and norm of every step are read at once.
     """
     done = Run.step
 
@@ -168,7 +168,7 @@ def left_out(*steps: int) -> Iterator[None]:
 
 
 def data_passed_over(micro_batches: int) -> contextlib.AbstractContextManager[None]:
-    """Let a run start after some micro-batches of its stream have been read and thrown away."""
+    """Read and discard some micro-batches before a run starts."""
 
     def read(run: Run) -> None:
         for _ in range(micro_batches):
@@ -179,7 +179,7 @@ def data_passed_over(micro_batches: int) -> contextlib.AbstractContextManager[No
 
 @contextlib.contextmanager
 def killed_at_rewind(*, saved: bool) -> Iterator[None]:
-    """End this process at once when a run goes back to its checkpoint: before that is saved again, or after."""
+    """End this process at a rewind: before the restored checkpoint is saved again, or after."""
     rewind = Run.rewind
 
     def dying(self: Run, bad_step: int) -> None:
@@ -192,4 +192,4 @@ def killed_at_rewind(*, saved: bool) -> Iterator[None]:
 
 
 class ProcessDied(BaseException):
-    """What nothing in a run catches; its folder is as a killed process leaves it, but for the exit record."""
+    """No code in a run catches this, so its folder is like that of a killed process, except for the exit record."""

@@ -55,7 +55,7 @@ ENTERED = {
     "sealing": "dit.checkpoint.store.CheckpointStore.publish",
     "deleting old ones": "dit.checkpoint.store.CheckpointStore.prune",
 }
-"""Phases that begin where a rank enters a call."""
+"""Phases that begin when a rank enters a function."""
 RESUME = ("building the model", "verifying", "loading", "positioning the data")
 SYNC = ("training", "beginning a save", "writing", "sealing", "deleting old ones")
 ASYNC = ("training", "beginning a save", "copying to the host", "writing", "a part is written", "sealing")
@@ -63,7 +63,7 @@ KINDS = ("all ranks", "rank 0", "rank 1")
 WRITER_KILLS = 4
 JITTER_S = 0.004
 LATEST_STEPS = 7
-"""Steps after which an attempt is killed in any phase."""
+"""Steps after which an attempt is killed even if the phase has not come."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Row:
     """One kill.
 
     Attributes:
-        mode: how the run saves, `synchronous` or `asynchronous`.
-        phase: in which it was struck.
-        what: was killed.
-        step: the newest that any rank had done by then.
-        resumed: step at which the next attempt went on.
+        mode: `synchronous` or `asynchronous` saves.
+        phase: phase of the kill.
+        what: killed processes.
+        step: newest step of any rank at the kill.
+        resumed: step from which the next attempt resumed.
     """
 
     mode: str
@@ -104,7 +104,7 @@ def phases_noted(file: Path) -> Iterator[None]:
 
 
 class Files:
-    """What one attempt of a run leaves beside its folder."""
+    """Files of one attempt of a run, next to the run folder."""
 
     def __init__(self, run_dir: Path, number: int) -> None:
         self.run_dir, self.number = run_dir, number
@@ -113,13 +113,13 @@ class Files:
         return self.run_dir.with_name(f"{self.run_dir.name}_{kind}_{self.number}_{rank}")
 
     def steps(self, rank: int) -> dict[int, list[str]]:
-        """Return the keys of the samples by step on one rank; a line that was cut off is left out."""
+        """Return the sample keys by step on one rank, without a line that the kill cut off."""
         file = self.of("steps", rank)
         lines = file.read_text().split("\n")[:-1] if file.exists() else []
         return {record["step"]: record["keys"] for record in map(json.loads, lines)}
 
     def entered(self, phase: str) -> int:
-        """Return how often the ranks have entered a phase."""
+        """Return the number of times that the ranks have entered a phase."""
         files = [self.of("phases", rank) for rank in range(RANKS)]
         return sum(file.read_text().split("\n").count(phase) for file in files if file.exists())
 
@@ -129,7 +129,7 @@ class Files:
 
 
 def _train(words: list[str], files: Files, rank: int, world: dict[str, str]) -> None:
-    """Be one rank, in a session of its own, with its workers and its writer."""
+    """Run one rank in a new session, so that a kill can include its workers and its writer."""
     os.setsid()
     out = os.open(files.of("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -141,7 +141,7 @@ def _train(words: list[str], files: Files, rank: int, world: dict[str, str]) -> 
 
 @contextmanager
 def attempt(words: list[str], files: Files) -> Iterator[list[BaseProcess]]:
-    """Start all ranks; nothing of them stays."""
+    """Start all ranks; at the end kill the remaining ones."""
     port, ranks = str(free_port()), []
     for rank in range(RANKS):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
@@ -160,7 +160,7 @@ def attempt(words: list[str], files: Files) -> Iterator[list[BaseProcess]]:
 
 
 def writer_of(rank: BaseProcess) -> Optional[int]:
-    """Return the process that writes the checkpoints of a rank; None if it has none."""
+    """Return the process id of a rank's checkpoint writer; None if there is none."""
     for thread in Path(f"/proc/{rank.pid}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):
             for child in map(int, thread.read_text().split()):
@@ -172,14 +172,14 @@ def writer_of(rank: BaseProcess) -> Optional[int]:
 def is_in(phase: str, files: Files, before: int, since: float) -> bool:
     """Return whether the run is in a phase, which it had entered `before` times at the time `since`.
 
-    A `before` of -1: what lies in the folder says it, since the writer enters it.
+    If `before` is -1, only the checkpoint folder is inspected, because the writer process enters the phase.
     """
     if phase in ENTERED and before >= 0:
         return files.entered(phase) > before
     for folder in (files.run_dir / "checkpoints").glob("*.tmp"):
         with suppress(FileNotFoundError):
             if folder.stat().st_mtime < since:
-                continue  # of an earlier attempt
+                continue  # written by an earlier attempt
             names = set(os.listdir(folder))
             if phase == "writing" and any(name.startswith("rank_") for name in names):
                 return True
@@ -191,7 +191,7 @@ def is_in(phase: str, files: Files, before: int, since: float) -> bool:
 
 
 def kill_at(words: list[str], files: Files, phase: str, what: str, rng: random.Random, *, beside: bool) -> str:
-    """Start the run, and kill some of it in a phase; return the phase."""
+    """Start the run and kill some of its processes in a phase; return the phase."""
     skip = rng.randrange(1, 4) if phase not in RESUME else 0
     with attempt(words, files) as ranks:
         deadline, before = time.monotonic() + 240, 0
@@ -216,21 +216,21 @@ def kill_at(words: list[str], files: Files, phase: str, what: str, rng: random.R
             with suppress(ProcessLookupError):
                 os.kill(writer, signal.SIGKILL)
             done = len(files.steps(0))
-            while len(files.steps(0)) < done + 5:  # the run goes on, and saves again
+            while len(files.steps(0)) < done + 5:  # the run continues and saves again
                 assert all(rank.is_alive() for rank in ranks), files.log()
                 assert time.monotonic() < deadline, files.log()
                 time.sleep(0.01)
         struck = ranks if what in ("all ranks", "a writer") else [ranks[int(what[-1])]]
         for rank in struck:
             (os.killpg if what == "all ranks" or rng.random() < 0.5 else os.kill)(rank.pid, signal.SIGKILL)
-        for rank in ranks:  # a rank that has lost its peer ends by itself
+        for rank in ranks:  # the other rank exits after it has lost its peer
             rank.join(120)
             assert not rank.is_alive(), files.log()
     return phase
 
 
 def finish(words: list[str], files: Files) -> None:
-    """Run to the end."""
+    """Run to the last step."""
     with attempt(words, files) as ranks:
         for rank in ranks:
             rank.join(400)
@@ -238,7 +238,7 @@ def finish(words: list[str], files: Files) -> None:
 
 
 def moments(beside: bool, kills: int) -> list[tuple[str, str]]:
-    """Return which phase is struck and what is killed: every pair, then again, up to the number of kills."""
+    """Return phases and processes to kill: every pair, repeated up to the number of kills."""
     pairs = [(phase, what) for phase in (*(ASYNC if beside else SYNC), *RESUME) for what in KINDS]
     if beside:
         pairs = [("writing", "a writer")] * WRITER_KILLS + pairs
@@ -246,7 +246,7 @@ def moments(beside: bool, kills: int) -> list[tuple[str, str]]:
 
 
 def campaign(folder: Path, kills: int, seed: int = SEED) -> list[Row]:
-    """Kill a run of each kind so many times, and compare it with one that was never killed.
+    """Kill a synchronous and an asynchronous run `kills` / 2 times each, and compare them with an undisturbed one.
 
     Raises:
         AssertionError: a loss, a sample or a bit of the last checkpoint differs.
@@ -262,7 +262,7 @@ def campaign(folder: Path, kills: int, seed: int = SEED) -> list[Row]:
         words = arguments(folder, run_dir, **SETTINGS, checkpoint__async_save=beside)
         plan = moments(beside, kills // 2)
         rng.shuffle(plan)
-        plan.sort(key=lambda moment: moment[0] != "training")  # the first ones have nothing to resume
+        plan.sort(key=lambda moment: moment[0] != "training")  # the first kills cannot hit a resume
         struck = []
         for number, (phase, what) in enumerate(plan):
             struck.append(kill_at(words, Files(run_dir, number), phase, what, rng, beside=beside))
@@ -292,7 +292,7 @@ def _reached(files: Files) -> list[int]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the table of a campaign in Markdown: kills by phase and by what was killed."""
+    """Return the table of a campaign in Markdown: kills by phase and by killed process."""
     kinds = [*KINDS, "a writer"]
     lines = ["| saves | killed in the phase | " + " | ".join(kinds) + " | repeated steps, at most |"]
     lines.append("|---" * (len(kinds) + 3) + "|")
@@ -317,7 +317,7 @@ processes by phase, with a checkpoint every 2 steps. "Repeated steps" are those 
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the campaign, print its table, and write it to a page."""
+    """Run the campaign and print its table; `--write` writes the page."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kill_campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--seed", type=int, default=SEED)

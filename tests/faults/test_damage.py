@@ -1,4 +1,4 @@
-"""Every file of a checkpoint damaged in every way: nothing is executed, the one before is used, and why is said."""
+"""Every file of a checkpoint, damaged in every way: no code is executed, and the run resumes from the one before."""
 
 import os
 import pickle
@@ -41,7 +41,7 @@ def flip(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """Put the same file of the checkpoint before into its place: whole, and of another step."""
+    """Replace a file by the same file of the previous checkpoint, which is intact but of another step."""
     folder = next(parent for parent in path.parents if parent.name.startswith("iter_"))
     shutil.copy(folder.with_name(f"iter_{BEFORE:07d}") / path.relative_to(folder), path)
 
@@ -55,7 +55,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "hostile": lambda path: path.write_bytes(pickle.dumps(Trap(marker_of(path)))),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
-SAME_IN_BOTH = ("config.yaml", "metadata.json")  # of two steps of one run
+SAME_IN_BOTH = ("config.yaml", "metadata.json")  # equal in the checkpoints of both steps
 
 
 def marker_of(path: Path) -> Path:
@@ -77,7 +77,7 @@ def run_dir(folder: Path, file: str, damage: str) -> Path:
 
 
 def damaged(arguments: list[str], source: Path, run: Path, file: str, damage: str) -> actions.Ended:
-    """Copy a run, damage a file of its newest checkpoint, and go on."""
+    """Copy a run, damage a file of its newest checkpoint, and resume."""
     if int(os.environ["RANK"]) == 0:
         shutil.copytree(source, run)
         DAMAGE[damage](checkpoint(run, STEPS) / file)
@@ -102,7 +102,7 @@ def ended(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("file", "damage"), CASES)
 def test_the_checkpoint_before_is_used(ended: dict[str, Any], folder: Path, file: str, damage: str) -> None:
-    """The run goes on from there and is, to the bit, what it was; the file is named."""
+    """The resumed run equals the undamaged one to the bit, and the log names the damaged file."""
     runs, run = ended[f"{file} {damage}"], run_dir(folder, file, damage)
     assert [one.code for one in runs] == [0, 0], runs
     log = (folder / "world" / "rank_0.log").read_text().partition(f"--- {file} {damage}\n")[2].partition("--- ")[0]
@@ -116,6 +116,6 @@ def test_the_checkpoint_before_is_used(ended: dict[str, Any], folder: Path, file
 
 
 def test_a_hostile_file_would_be_seen(tmp_path: Path) -> None:
-    """The trap works."""
+    """Unpickling the trap makes its folder."""
     pickle.loads(pickle.dumps(Trap(tmp_path / "sprung")))
     assert (tmp_path / "sprung").exists()

@@ -1,4 +1,4 @@
-"""A deterministic run: the mode is on in every step, and two runs are the same to the bit."""
+"""Deterministic runs: torch's deterministic mode is on in every step, and two runs are equal to the bit."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ QUICK = RECIPES[:1]
 
 @contextmanager
 def modes_noted(file: Path) -> Iterator[None]:
-    """Write down before every step whether torch is in its deterministic mode."""
+    """Record before every step whether torch is in its deterministic mode."""
     original = Run.step
 
     def noted(self: Run, loss_sums: Tensor, **options: Any) -> float:

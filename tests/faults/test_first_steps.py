@@ -1,4 +1,4 @@
-"""What the first steps say of a run: all is well, a parameter learns nothing, replicas read the same, ranks do not."""
+"""Reports about a run's first steps: no problem, parameters without gradient, replicas or ranks with wrong samples."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ BAD_STEP, LAST = (partial(injections.injected, {"step": step, "rank": None, "pla
 
 
 def unplugged(run: Run) -> None:
-    """Let the gradient of one parameter be lost on all ranks."""
+    """Zero the gradient of one parameter on all ranks."""
     for chunk in run.state.chunks:
         for name, parameter in chunk.named_parameters():
             if name == DEAD:
@@ -37,7 +37,7 @@ def unplugged(run: Run) -> None:
 
 @contextmanager
 def rank_1_reads_ahead() -> Iterator[None]:
-    """Let rank 1 pass over a micro-batch."""
+    """Let rank 1 skip a micro-batch."""
 
     def read(run: Run) -> None:
         if dist.get_rank() == 1:
@@ -49,7 +49,7 @@ def rank_1_reads_ahead() -> Iterator[None]:
 
 @contextmanager
 def all_read_as_replica_0() -> Iterator[None]:
-    """Let all replicas build the stream of the first."""
+    """Let all replicas read the stream of replica 0."""
     build = MockData.build_train
 
     def built(self: MockData, *args: Any, **named: Any) -> Any:
@@ -95,7 +95,7 @@ def line(ended: dict[str, Any], name: str) -> str:
 
 @pytest.mark.slow
 def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
-    """In the third step, behind two rows of zeros; the number of parameters does not depend on the layout."""
+    """It appears in the third step, because two layers in a row start as zeros; all layouts have the same total."""
     said = {name: line(ended, name) for name in ("dp2", "tp2", "pp2", "fsdp")}
     total = said["dp2"].split()[3]
     assert int(total) > 20
@@ -106,7 +106,7 @@ def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_all_experts_count(ended: dict[str, Any]) -> None:
-    """Each expert-parallel rank has experts of its own."""
+    """The total has the experts of all expert-parallel ranks."""
     recipe = tiny_dit_pack()
     for name, value in EXPERTS.items():
         setattr(recipe.model, name.removeprefix("model__"), value)
@@ -116,7 +116,7 @@ def test_all_experts_count(ended: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["", " and a step left out", " and the last step left out", " on a stage"])
 def test_a_parameter_without_a_gradient_is_named(ended: dict[str, Any], folder: Path, left_out: str) -> None:
-    """At the end of a short run, however many of its steps were applied."""
+    """The report comes at the end of a short run, even if a step was skipped."""
     name = f"dead{left_out}"
     assert [run.code for run in ended[name]] == [0, 0]
     assert f"had no gradient in {4 if 'left out' in name else 5} updates: {DEAD}; " in line(ended, name)

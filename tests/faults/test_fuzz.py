@@ -1,6 +1,6 @@
-"""500 random command lines, and 500 random damages of shards and checkpoints: success, or one screen with the cause.
+"""500 random command lines and 500 randomly damaged data sets and checkpoints: success, or one screen with the cause.
 
-A case that fails names its seed and number: `python -m tests.faults.fuzz KIND SEED NUMBER` repeats it.
+The message of a failed case has its seed and number; `python -m tests.faults.fuzz KIND SEED NUMBER` repeats it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ QUICK, CASES, BATCH = 40, 500, 100
 
 
 def batches(count: int) -> Iterator[tuple[range]]:
-    """Return the numbers of the cases, the first of which run with the quick tests."""
+    """Yield the numbers of the cases in batches; the first batch runs with the quick tests."""
     yield (range(QUICK),)
     yield from ((range(*ends),) for ends in pairwise([QUICK, *range(BATCH, count + 1, BATCH)]))
 
@@ -49,7 +49,7 @@ def test_a_damaged_run_goes_on_as_it_was_or_is_refused_by_name(numbers: range) -
 
 
 class TestTheLaw:
-    """What breaks it is seen."""
+    """`run` and `judge` detect violations."""
 
     @pytest.mark.parametrize(
         ("program", "wrong"),

@@ -1,4 +1,4 @@
-"""One rank of two is stopped, or waits for something of its own: the run ends, and that rank is named."""
+"""Hang detection: a stopped rank ends the run and is named; a suspended run and a slow rewind are no hangs."""
 
 import json
 import os
@@ -29,7 +29,7 @@ LIMIT_S = 12.0
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
-    """SIGSTOP: nothing in that process runs any more; the other waits in a collective, ends, and says for whom."""
+    """SIGSTOP freezes one process; the other rank times out in a collective, and its error names the stopped rank."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     words = arguments(run_dir, "dp2", training__num_steps=100_000, training__hang_timeout_s=LIMIT_S)
     with started(words, log, ranks=2, torchrun=["--shutdown-timeout", "3"]) as process:
@@ -63,7 +63,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_run_that_was_suspended_goes_on_when_it_wakes(tmp_path: Path, ranks: int) -> None:
-    """All its processes are stopped for longer than the limit, as a batch system or a closed laptop does it."""
+    """All processes stop for longer than the limit, as when a batch system suspends them or a laptop is closed."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     words = arguments(run_dir, "dp2", training__num_steps=100_000, training__hang_timeout_s=LIMIT_S / 2)
     with started(words, log, ranks=ranks) as process:
@@ -84,7 +84,7 @@ def test_a_run_that_was_suspended_goes_on_when_it_wakes(tmp_path: Path, ranks: i
 
 @contextmanager
 def slow_to_go_back(seconds: float) -> Iterator[None]:
-    """Let the checkpoint of a rewind be large."""
+    """Delay every rewind, as a large checkpoint would."""
     rewind = Checkpointer.rewind
 
     def slow(self: Checkpointer, *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ def slow_to_go_back(seconds: float) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_checkpoint_that_is_read_for_long_is_no_hang(tmp_path: Path) -> None:
-    """At a rewind, as at the start."""
+    """Neither at a rewind nor at the start."""
     settings = {"training__on_bad_numbers": "rewind", "training__hang_timeout_s": LIMIT_S / 2}
     bad = partial(injections.injected, {"step": BAD, "rank": None, "place": "data"})
     fault = partial(together, bad, partial(slow_to_go_back, LIMIT_S))

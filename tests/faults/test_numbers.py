@@ -1,6 +1,6 @@
-"""Bad numbers on one rank of two: all ranks decide alike, the run recovers by its policy, and the culprit is named.
+"""Bad numbers on one of two ranks: all ranks decide alike, the policy recovers the run, and the source is named.
 
-What a policy must leave behind is what a run leaves behind in which it was done by hand.
+The result of a policy must equal that of a run in which the same was done by hand.
 """
 
 import json
@@ -26,10 +26,10 @@ LATE: dict[str, dict[str, Any]] = {
     "dist_opt": {"parallel__data_parallel": "distributed_optimizer"},
     "fsdp": {"parallel__data_parallel": "fsdp"},
 }
-"""Layouts in which the loss and norm of the bad step are read one step late."""
+"""Layouts in which a step's loss and norm are read one step later."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"parallel__expert_model_parallel_size": 2, **EXPERTS},
-    # A line for several steps, one of which is bad.
+    # One log line covers several steps, one of which is bad.
     "experts": {**EXPERTS, "model__moe_router": "top_k", "training__log_interval": 5},
     "dp2": {},
     **{f"{layout} late": {**settings, "training__log_interval": 100} for layout, settings in LATE.items()},
@@ -64,7 +64,7 @@ CASES = [
     *((layout, "data", policy) for layout in ("dist_opt", "fsdp") for policy in ("skip", "rewind")),
     *(("experts", "data", policy) for policy in ("skip", "rewind")),
     *((f"{layout} late", "data", "skip") for layout in LATE),
-    # There the backward pass of a micro-batch follows the forward pass of the next one.
+    # With pipeline parallelism, a micro-batch's backward pass comes after the next one's forward pass.
     ("pp2", "first stage", "skip"),
     # Gradients are reduced while the backward pass runs.
     *((layout, "weight", "skip") for layout in ("overlap", "fsdp", "fsdp_grads")),
@@ -73,7 +73,7 @@ CASES = [
 
 
 def arguments(run_dir: Path, layout: str, **settings: Any) -> list[str]:
-    """Return the arguments of a run on packs of a few samples, two micro-batches of each replica in a step."""
+    """Return the arguments of a run with small packs and two micro-batches per replica and step."""
     own = {
         "logging__tensorboard": False,
         "model__num_layers": 2,
@@ -97,12 +97,12 @@ SPIKES = {"training__spike_threshold": 30}
 
 
 def micro_batches(layout: str) -> int:
-    """Return those of each replica in a step."""
+    """Return the number of micro-batches of each replica in a step."""
     return 4 if layout.startswith(("tp2", "pp2")) else 2
 
 
 def bad_step(layout: str, fault: str) -> int:
-    """Return the step with the fault. Steps may be read late after the checks of the first 20 updates."""
+    """Return the step with the fault. Losses are read late only after the first 20 updates."""
     return SPIKE_AT if fault == "spike" or layout.endswith("late") else BAD
 
 
@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-    """Do the runs of the selected cases, and those in which the same was done by hand."""
+    """Run the selected cases, and runs in which the same was done by hand."""
     jobs: dict[str, Job] = {}
 
     def add(name: str, layout: str, fault: Any = None, at: str = "", **settings: Any) -> None:
@@ -150,7 +150,7 @@ SPIKE_AT = 23  # after the history of 16 steps that a spike needs
 def test_a_bad_step_is_recovered_from_as_by_hand(
     ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str
 ) -> None:
-    """Weights, average and Adam's state are to the bit those of a run that left the update, or the data, out."""
+    """Weights, average and Adam's state equal those of a run that omitted the update (skip) or the data (rewind)."""
     name, bad = f"{layout} {fault} {policy}", bad_step(layout, fault)
     assert [run.code for run in ended[name]] == [0, 0], ended[name][0].err
     by_hand = folder / f"{layout} {bad} {policy} by hand"
@@ -169,7 +169,7 @@ def test_a_bad_step_is_recovered_from_as_by_hand(
 
 @pytest.mark.parametrize(("layout", "fault", "policy"), rows(CASES, is_quick))
 def test_the_culprit_is_named(ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str) -> None:
-    """One incident for the step, with the ranks and samples; and where it began: layer, rank, sample."""
+    """One incident for the step, with its ranks and samples, and the first bad layer, rank and sample."""
     name, bad = f"{layout} {fault} {policy}", bad_step(layout, fault)
     assert ended[name]
     records = read_records(folder / name / "metrics.jsonl")
@@ -186,7 +186,7 @@ def test_the_culprit_is_named(ended: dict[str, Any], folder: Path, layout: str, 
     assert NAMED[fault] in details["began"], details["began"]
     first = report["first"]
     assert first["rank"] == FAULTS[fault].get("rank", 1)
-    if fault == "weight":  # of all samples of a micro-batch
+    if fault == "weight":  # the gradient is a sum over all samples of a micro-batch
         return
     samples = details["samples"].get(str(first["rank"])) or details["samples"]["0"]
     assert first["samples"] == [samples[1]], "it is the second sample of the step"
@@ -198,7 +198,7 @@ WEIGHT = {"place": "weight", "layer": "layers.1.mlp.linear_fc1", "times": 1}
 
 @pytest.fixture(scope="module")
 def endings(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-    """Do runs on two replicas that end, are killed, or have a fault that does not repeat."""
+    """Run on two replicas: runs that stop, are killed, or have a fault that does not repeat."""
     jobs: dict[str, Job] = {}
 
     def add(name: str, *faults: Any, at: str = "", **settings: Any) -> None:
@@ -217,7 +217,7 @@ def endings(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     for saved in (False, True):
         name = "killed after" if saved else "killed before"
         add(f"{name}, first", bad(BAD), partial(injections.killed_at_rewind, saved=saved), at=name, **rewind)
-        # The sample spoils the numbers again, if it is read again.
+        # The sample would be bad again if the run read it again.
         add(name, bad(BAD) if not saved else None, at=name, **rewind)
     spikes = {**skip, **SPIKES, "training__num_steps": SPIKE_AT + 5}
     add("one go", bad(3, SPIKE_AT, factor=1e4), bad(5), **spikes)
@@ -227,7 +227,7 @@ def endings(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
 
 def together(*faults: Any) -> Any:
-    """Return the context manager of several faults; None among them is none."""
+    """Return the context manager of several faults, without those that are None."""
     from tests.support import faults as support
 
     return partial(support.together, *(fault for fault in faults if fault is not None))
@@ -284,7 +284,7 @@ def test_a_run_that_dies_while_it_goes_back_makes_the_same_choice(
 
 @pytest.mark.slow
 def test_the_history_of_the_guard_survives_a_resume(endings: dict[str, Any], folder: Path) -> None:
-    """Skips before and after the break: the same spikes are seen as in one go, by the same limits."""
+    """Steps are skipped before and after the resume; the same spikes are detected as in an uninterrupted run."""
     assert [run.code for run in (*endings["one go"], *endings["resumed"])] == [0] * 4, endings["one go"][0].err
     last = SPIKE_AT + 5
     assert_same_bits(*(read_tensors(checkpoint(folder / name, last)) for name in ("one go", "resumed")))

@@ -1,4 +1,4 @@
-"""Steps that are computed twice: a fault of the machine is seen, its rank is named, and nothing wrong is trained on."""
+"""Steps that are computed twice: a machine fault is detected, its rank is named, and no wrong number is trained on."""
 
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.integration.runs import assert_same_bits, checkpoint, outcome, read_t
 from tests.support.ranks import Job, rows, run_jobs, selected
 
 STEPS, DUE = 5, 4
-TINY = 1 + 2.0**-20  # changes the last bits of a number: no loss and no norm would tell
+TINY = 1 + 2.0**-20  # changes the last bits of a number, which no loss or norm would show
 FAULTS: dict[str, dict[str, Any]] = {
     "forward": {"place": "forward", "layer": "layers.1.mlp"},
     "backward": {"place": "backward", "layer": "layers.1.mlp"},
@@ -22,15 +22,15 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 TIMES: dict[str, tuple[tuple[float, int], ...]] = {
     "first": ((TINY, 1),),
-    "second": ((2.0, 1), (0.5, 2)),  # the first time both: the right number
+    "second": ((2.0, 1), (0.5, 2)),  # both factors act in the first computation and cancel
     "all": ((TINY, 1), (1.01, 2)),
 }
-"""The factors of a number, and how often each acts: which of three times are wrong."""
+"""Factors, and how many times each acts: one of three computations is wrong, or all three differ."""
 
 ROW = ("layout", "fault", "times")
 LAYOUTS = ("dp2", "overlap", "dist_opt", "fsdp", "fsdp_grads", "experts", "ep2", "tp2", "pp2")
 ALONE = ("dp2", "overlap", "dist_opt", "fsdp", "fsdp_grads", "experts")
-"""Layouts in which no rank computes with what another one has computed, before gradients are summed."""
+"""Layouts in which no rank uses another rank's results before gradients are summed."""
 CASES = [
     *((layout, "forward", "first") for layout in LAYOUTS),
     *((layout, "weight", "first") for layout in ("overlap", "fsdp", "fsdp_grads", "tp2")),
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
-    """Do the selected cases, and for each layout a run that computes nothing twice, and one that computes all twice."""
+    """Run the selected cases, and for each layout a run without repeated steps and one that repeats all."""
     jobs: dict[str, Job] = {}
     for layout, fault, times in sorted(selected(request, ROW)):
         for name, interval in ((f"{layout} once", 0), (f"{layout} twice", 1)):

@@ -1,4 +1,4 @@
-"""Deaths under torchrun: of a rank, after which `--max-restarts` starts all again, and of torchrun."""
+"""Deaths under torchrun: of a rank, after which `--max-restarts` restarts all ranks, and of torchrun itself."""
 
 import json
 import os
@@ -20,11 +20,11 @@ from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcom
 pytestmark = pytest.mark.slow
 
 STEPS = 60
-SLOWEST_S = 60.0  # of a restart, on two busy cores
+SLOWEST_S = 60.0  # limit for a restart on two busy cores
 
 
 def ranks_of(torchrun: subprocess.Popen) -> dict[int, int]:
-    """Return the processes of the ranks that torchrun has started, by rank."""
+    """Return the process ids of the ranks of torchrun, by rank."""
     found = {}
     for thread in Path(f"/proc/{torchrun.pid}/task").glob("*/children"):
         for child in map(int, thread.read_text().split()):
@@ -35,7 +35,7 @@ def ranks_of(torchrun: subprocess.Popen) -> dict[int, int]:
 
 
 def lock_of(run_dir: Path) -> dict[str, Any]:
-    """Return what the lock of the run says of its owner; empty while it is being written."""
+    """Return the owner recorded in the run's lock; empty while the lock is being written."""
     try:
         return json.loads((run_dir / "run.lock").read_text())
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(calm: Path, tmp
 
 
 def test_ranks_save_and_stop_when_torchrun_is_killed(tmp_path: Path) -> None:
-    """The same command goes on where they stopped: no step is lost or repeated."""
+    """The same command resumes after the last step: no step is lost or repeated."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     words = [*arguments(run_dir, is_async=True), "checkpoint.interval=1000", "training.num_steps=100000"]
     with started(words, log, ranks=2) as process:

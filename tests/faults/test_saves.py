@@ -1,4 +1,4 @@
-"""Killed saves and resumes: the campaign of docs/checkpoints.md."""
+"""Killed saves and resumes: the campaign described in docs/checkpoints.md."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from tests.integration import actions
 from tests.integration.runs import mock
 from tests.support.ranks import Job, run_jobs
 
-BLOCKING = 0.25  # of a synchronous save
+BLOCKING = 0.25  # of the duration of a synchronous save
 LARGE = {"model__hidden_size": 512, "model__num_layers": 3, "model__num_attention_heads": 8}
 
 
 @pytest.mark.slow
 def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
-    """`campaign` compares losses, samples and the last checkpoint, to the bit; every phase was struck in both modes."""
+    """`campaign` compares losses, samples and the last checkpoint to the bit; kills hit every phase in both modes."""
     rows = campaign(tmp_path, KILLS)
     print(table(rows))
     assert len(rows) == KILLS
@@ -23,7 +23,7 @@ def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: 
         struck = {row.phase for row in rows if row.mode == mode}
         seen_in_time = set(ENTERED) - (
             {"sealing"} if mode == "asynchronous" else set()
-        )  # the others may be over before
+        )  # the other phases may end before the kill
         assert struck >= {*RESUME, *phases} & seen_in_time, mode
         assert {row.what for row in rows if row.mode == mode} >= set(KINDS)
     assert any(row.what == "a writer" for row in rows)
@@ -31,7 +31,7 @@ def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: 
 
 @pytest.mark.slow
 def test_a_save_beside_training_blocks_a_quarter_of_a_synchronous_one_at_most(tmp_path: Path) -> None:
-    """In time and in work of the training process; medians of turns on a state of some 200 MB."""
+    """Applies to wall time and CPU time of the training process: medians of alternating saves of about 200 MB."""
     job = Job(actions.save_cost, {"arguments": mock(tmp_path, **LARGE), "rounds": 7, "folder": tmp_path / "disk"})
     found = run_jobs(tmp_path / "world", {"cost": job})["cost"]
     print(found)

@@ -1,4 +1,4 @@
-"""SIGTERM at random moments, start and last save included: saved within a step, and gone on from to the bit."""
+"""SIGTERM at random moments, including start and last save: the run saves within a step and resumes to the bit."""
 
 import os
 import random
@@ -20,7 +20,7 @@ MOMENTS = (*RESUME, "training", "beginning a save", "copying to the host", "writ
 
 
 def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random.Random) -> tuple[list[int], int]:
-    """Start the run, and ask all ranks to stop in a phase; return their codes, and the newest step at that moment."""
+    """Start the run and signal all ranks in a phase; return their exit codes, and the newest step at that moment."""
     with attempt(words, files) as ranks:
         deadline, since, skip = time.monotonic() + 240, time.time(), rng.randrange(1, 3)
         if phase == "starting":
@@ -46,7 +46,7 @@ def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random
 
 
 def test_a_run_that_is_asked_to_stop_saves_within_a_step_and_goes_on(tmp_path: Path) -> None:
-    """Saving beside training, every two steps; by both signals, to both ranks."""
+    """The run saves asynchronously every two steps; both ranks get the same random signal."""
     rng = random.Random(SEED)
     prepare_media(tmp_path)
     settings = {**SETTINGS, "training__num_steps": STEPS, "checkpoint__async_save": True}
@@ -59,13 +59,13 @@ def test_a_run_that_is_asked_to_stop_saves_within_a_step_and_goes_on(tmp_path: P
         files = Files(run_dir, number)
         codes, done = stop_at(words, files, phase, rng.choice([signal.SIGTERM, signal.SIGUSR1]), rng)
         steps = files.steps(0)
-        if not steps:  # there was nothing to save; before Python has the handler, the signal itself ends it
+        if not steps:  # there was nothing to save; before Python installs the handler, the signal kills the rank
             assert set(codes) <= {75, -signal.SIGTERM, -signal.SIGUSR1}, (phase, codes, files.log())
             continue
         assert codes == [75] * RANKS, (phase, codes, files.log())
         assert min(steps) == reached + 1, "it goes on where it was asked to stop"
         reached = max(steps)
-        assert reached <= done + 2  # the step under way, and one that ended while the signal was sent
+        assert reached <= done + 2  # the current step, and one that ended while the signal was sent
         assert checkpoints(run_dir)[-1] == checkpoint(run_dir, reached).name
         assert (outcome(run_dir)["code"], outcome(run_dir)["step"]) == (75, reached)
     assert 20 < reached < STEPS

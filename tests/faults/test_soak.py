@@ -1,4 +1,4 @@
-"""500 steps on two ranks with all that a run does beside them: memory does not grow, and nothing is left open."""
+"""500 steps on two ranks with validation, sampling and saves: memory does not grow, and no resource stays open."""
 
 import os
 from collections import Counter
@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def soaked(run_dir: Path, data: Path, steps: int, *, is_async: bool) -> Usage:
-    """Train, and return what this process uses afterwards."""
+    """Train, and return the resources that this process uses afterwards."""
     settings = {**SETTINGS, "data__path": data, "training__num_steps": steps, "checkpoint__async_save": is_async}
     noted = partial(usage_noted, run_dir.with_name(f"{run_dir.name}_{os.environ['RANK']}.jsonl"), EVERY)
     ended = actions.train(["--yes", "--factory", "tiny_dit", *overrides(run_dir, **settings)], noted)
@@ -58,7 +58,7 @@ def ended(folder: Path) -> dict[str, Any]:
     data = write_dataset(folder / "data", splits)
     jobs = {}
     for mode, is_async in MODES.items():
-        for name, steps in ((f"{mode} before", SHORT), (mode, STEPS)):  # the short run loads what a run needs
+        for name, steps in ((f"{mode} before", SHORT), (mode, STEPS)):  # the short run imports all modules
             case = {"run_dir": folder / name, "data": data, "steps": steps, "is_async": is_async}
             jobs[name] = Job(soaked, case, 2)
     return run_jobs(folder / "world", jobs, timeout_s=900)
@@ -79,7 +79,7 @@ def test_memory_does_not_grow(ended: dict[str, Any], folder: Path, mode: str, ra
 
 @pytest.mark.parametrize(("mode", "rank"), CASES)
 def test_nothing_is_left_open_from_step_to_step(ended: dict[str, Any], folder: Path, mode: str, rank: int) -> None:
-    """Threads, files and children at the last step are those of step 100."""
+    """The last step has no threads, files or children that step 100 did not have."""
     found = read_usage(folder / f"{mode}_{rank}.jsonl")
     first, last = found[WARM], found[STEPS]
     assert Counter(last["threads"]) - Counter(first["threads"]) == Counter()

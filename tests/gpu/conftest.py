@@ -23,7 +23,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Count a kernel as passed if none of its tests fails, and at least one runs."""
+    """Count a kernel as passed if at least one of its tests ran and none failed."""
     report = yield
     marker, results = item.get_closest_marker(MARKER), item.config.stash[RESULTS]
     if marker and (report.failed or (report.passed and report.when == "call")):
@@ -33,7 +33,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the record, unless tests were left out, or ran in another process (pytest-xdist)."""
+    """Write the record, unless tests were deselected or ran in another process (pytest-xdist)."""
     config, folder = session.config, Path(__file__).parent
     files = {item.path for item in session.items if item.path.parent == folder}
     complete = config.stash[COMPLETE] and not session.shouldstop and not any("::" in word for word in config.args)

@@ -1,4 +1,4 @@
-"""The block kernels of context parallelism on CUDA: one process stands for all ranks."""
+"""The block kernels of context parallelism on CUDA. One process computes the blocks of all ranks."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def real_cuda(monkeypatch: pytest.MonkeyPatch):
-    """Skip where an earlier CPU test has redirected this process's CUDA calls; keep TF32 out of the reference."""
+    """Skip if an earlier CPU test redirected this process's CUDA calls; disable TF32 in the reference."""
     if megatron_cpu.install.cache_info().currsize:
         pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
@@ -38,7 +38,7 @@ def test_eager_block_is_the_reference(case: AttentionCase):
 
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
 def test_flash_blocks_sum_to_full_attention(split: str):
-    """Ring attention: outputs are merged and gradients summed, also if a block has no token of a sample."""
+    """Ring attention: merged outputs and summed gradients are correct, also if a block has no token of a sample."""
     layout = SequenceLayout.from_lengths([120, 5, 333, 1], multiple_of=8, total_tokens=512, device=CUDA)
     rows, kernel = ContextPartition(layout, 4, split), FlashBlocks()
     generator = torch.Generator().manual_seed(0)

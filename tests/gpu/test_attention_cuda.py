@@ -1,4 +1,4 @@
-"""The attention cases of the CPU tests on CUDA, for every path that this machine has."""
+"""The attention cases of the CPU tests on CUDA, with every implementation that this machine supports."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, 
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-# Euclidean error of a full tensor: inputs are equal, so the error is the rounding of the probabilities and of
-# the result, about one ulp (2**-8 and 2**-11) each.
+# Euclidean error of a full tensor: both sides get equal inputs, so only the probabilities and the result are rounded,
+# by about one ulp (2**-8 and 2**-11) each.
 RTOL = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 2e-5}
 HALF = [torch.bfloat16, torch.float16]
 
@@ -27,21 +27,21 @@ LARGE_CASES = [
 
 @pytest.fixture(autouse=True)
 def real_cuda():
-    """Skip where an earlier CPU test has redirected this process's CUDA calls."""
+    """Skip if an earlier CPU test redirected this process's CUDA calls."""
     if megatron_cpu.install.cache_info().currsize:
         pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
 
 
 @pytest.fixture(autouse=True)
 def own_flash_attention():
-    """Undo the replacement of torch's kernels by FlashAttention 3 or 4."""
+    """Undo the replacement of torch's flash kernels by FlashAttention 3 or 4."""
     yield
     restore_flash_attention_impl(_raise_warn=False)
 
 
 @pytest.fixture(autouse=True)
 def full_precision_reference(monkeypatch: pytest.MonkeyPatch):
-    """Keep TF32 out of the reference's matrix products."""
+    """Disable TF32 in the reference's matrix products."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
@@ -58,7 +58,7 @@ def test_varlen_kernel_is_the_reference(case: AttentionCase, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES, *LARGE_CASES], ids=lambda case: case.name)
 def test_segment_sdpa_is_the_reference(case: AttentionCase, dtype: torch.dtype):
-    """Whatever backend torch picks by itself."""
+    """With the backend that torch selects."""
     check_on_cuda(segment_sdpa, case, dtype)
 
 
@@ -74,7 +74,7 @@ def test_segment_sdpa_is_the_reference(case: AttentionCase, dtype: torch.dtype):
     ids=lambda backend: backend.name.lower(),
 )
 def test_every_sdpa_backend_is_the_reference(backend: SDPBackend, case: AttentionCase):
-    """Each backend alone, in bf16; one that does not know a case says so and is skipped, never replaced."""
+    """Only this backend, in bf16. A case that it does not support is skipped and not computed by another one."""
     with sdpa_kernel(backend):
         try:
             check_on_cuda(segment_sdpa, case, torch.bfloat16)
@@ -87,7 +87,7 @@ def test_every_sdpa_backend_is_the_reference(backend: SDPBackend, case: Attentio
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dtype):
-    """What training takes on this machine."""
+    """The implementation that training uses on this machine."""
     target = Target(torch.device("cuda"), dtype, case.head_size)
     check_on_cuda(choose(ATTENTION, target).load(), case, dtype)
 
@@ -102,7 +102,7 @@ def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dt
     ],
 )
 def test_an_implementation_on_request_is_the_reference(one: Implementation[Attention], case: AttentionCase):
-    """`auto` may select it after this has passed."""
+    """After this test has passed, `auto` may select the implementation."""
     reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
     if reason:
         pytest.skip(f"{one.name} {reason}")
@@ -110,7 +110,7 @@ def test_an_implementation_on_request_is_the_reference(one: Implementation[Atten
 
 
 def test_varlen_padding_may_hold_anything():
-    """NaN in padding rows reaches no output row and no gradient of a real row."""
+    """NaN in padding rows must not reach any output row or the gradient of a real row."""
     case = AttentionCase("padded", (50, 3, 17), multiple_of_q=16, tail_q=32, head_size=64)
     device = torch.device("cuda")
     layout, _ = case.layouts(device)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_a_micro_batch_is_copied_without_waiting_for_the_device():
-    """Copies from ordinary memory would wait until earlier steps are done."""
+    """Copies from pageable memory would wait for earlier steps."""
     if megatron_cpu.install.cache_info().currsize:
         pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
     conditions = (replace(LABEL, num_classes=10), replace(CONTEXT, shape=(64,)))

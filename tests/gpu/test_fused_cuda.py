@@ -1,4 +1,4 @@
-"""The fused kernels on CUDA, beside the eager ones in float64, at widths and packs of published models."""
+"""The fused kernels on CUDA against the eager ones in float64, at widths and packs of published models."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 PACK = SequenceLayout.from_lengths([1000, 77, 2048, 300], multiple_of=64, total_tokens=3584, device=CUDA)
-# Euclidean error of a whole tensor beside float64: about half an ulp of bf16, and sums of float32.
+# Euclidean error of a full tensor compared with float64: about half an ulp of bf16, and sums in float32.
 RTOL = {torch.bfloat16: 4e-3, torch.float32: 5e-6}
 
 
 @pytest.fixture(autouse=True)
 def real_cuda():
-    """Skip where an earlier CPU test has redirected this process's CUDA calls."""
+    """Skip if an earlier CPU test redirected this process's CUDA calls."""
     if megatron_cpu.install.cache_info().currsize:
         pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
 
@@ -44,7 +44,7 @@ def run(function, leaves):
 
 
 def check(operation, leaves, dtype):
-    """Compare the fused form in a precision with the eager one in float64, and two runs with each other."""
+    """Compare the fused form in `dtype` with the eager one in float64; two fused runs must be equal to the bit."""
     rounded = [x.to(dtype) for x in leaves]
     fused = layer_kernels.fused()
     got, again = (run(lambda *x: operation(fused, *x), rounded) for _ in range(2))
@@ -101,7 +101,7 @@ def test_group_norm(channels, side, dtype):
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "not_aligned"])
 def test_adamw(half, shift):
-    """Every element of every tensor within some ulps of the reference in float64."""
+    """Every element of every tensor is within some ulps of the reference in float64."""
     from dit.kernels.fused.adamw import adamw
 
     clip = torch.tensor(0.37, device=CUDA)
@@ -124,7 +124,7 @@ def test_adamw(half, shift):
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "not_aligned"])
 def test_addition_of_gradients(half, shift):
-    """That of torch to the bit, in one rounding."""
+    """Equal to torch's addition to the bit, with one rounding."""
     from dit.kernels.fused.gradients import add_gradients
 
     mains = [draws((size + shift,))[0].float()[shift:] for size in (5, 16384 * 3 + 77, 1 << 22)]
@@ -137,7 +137,7 @@ def test_addition_of_gradients(half, shift):
 @pytest.mark.verifies("noise.triton")
 @pytest.mark.parametrize("channels", [10, 16, 64])
 def test_noise(channels):
-    """That of the eager form, whose angles are rounded to float32 before the sine."""
+    """Equal to the eager form, which rounds angles to float32 before the sine."""
     from dit.kernels.fused.noise import mix
 
     ids = torch.tensor([3, 2**62 + 5, -41, 9], device=CUDA)

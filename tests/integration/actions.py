@@ -1,4 +1,4 @@
-"""What a worker process can be asked to do."""
+"""Functions that tests run in worker processes."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ from tests.support import faults
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: exit code and output."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -28,7 +28,7 @@ class Ended:
 
 
 def command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> Ended:
-    """Run the `main` of a command and catch what it prints."""
+    """Run the `main` of a command and capture its output."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main(arguments)
@@ -37,7 +37,7 @@ def command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> E
 
 
 def train(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ended:
-    """Train as `python -m launch.train` does, with something going wrong."""
+    """Run `python -m launch.train`, optionally with a fault."""
     from launch.train import main
 
     with contextlib.nullcontext() if fault is None else fault():
@@ -45,7 +45,7 @@ def train(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> End
 
 
 def draw(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ended:
-    """Do as `python -m launch.sample` does."""
+    """Run `python -m launch.sample`, optionally with a fault."""
     from launch.sample import main
 
     with contextlib.nullcontext() if fault is None else fault():
@@ -53,42 +53,42 @@ def draw(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ende
 
 
 def import_weights(arguments: Sequence[str]) -> Ended:
-    """Do as `python -m launch.import_weights` does."""
+    """Run `python -m launch.import_weights`."""
     from launch.import_weights import main
 
     return command(main, arguments)
 
 
 def export(arguments: Sequence[str]) -> Ended:
-    """Do as `python -m launch.export` does."""
+    """Run `python -m launch.export`."""
     from launch.export import main
 
     return command(main, arguments)
 
 
 def average(arguments: Sequence[str]) -> Ended:
-    """Do as `python -m launch.average` does."""
+    """Run `python -m launch.average`."""
     from launch.average import main
 
     return command(main, arguments)
 
 
 def prepare(arguments: Sequence[str]) -> Ended:
-    """Do as `python -m energon_data.prepare` does."""
+    """Run `python -m energon_data.prepare`."""
     from energon_data.prepare.__main__ import main
 
     return command(main, arguments)
 
 
 def evaluate(arguments: Sequence[str]) -> Ended:
-    """Do as `python -m launch.evaluate` does."""
+    """Run `python -m launch.evaluate`."""
     from launch.evaluate import main
 
     return command(main, arguments)
 
 
 def make_run(run_dir: Path, model: ModelConfig, objective: Objective, class_names: Sequence[str]) -> None:
-    """Make a run folder of random weights, which were never trained."""
+    """Make a run folder with random, untrained weights."""
     from dit.checkpoint.full_weights import write_imported
     from dit.convert.diffusers_format import TrainedModel
     from dit.parallel.build import parameter_shapes
@@ -101,7 +101,7 @@ def make_run(run_dir: Path, model: ModelConfig, objective: Objective, class_name
 
 
 def benchmark(arguments: Sequence[str]) -> Ended:
-    """Do as `python -m benchmarks.step` does."""
+    """Run `python -m benchmarks.step`."""
     from benchmarks.step import main
 
     return command(main, arguments)
@@ -117,12 +117,12 @@ def sample(run_dir: Path, requests: Sequence[dict[str, Any]], **options: Any) ->
 
 
 def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int, str, list[str]]]:
-    """Save once, then again and again while no file may grow beyond a limit (bytes), and at last without one.
+    """Save once without a file size limit, once for each limit (bytes), and once more without.
 
-    Each failed save raises its error, also the first.
+    Every failed save raises its error, also the first one.
 
     Returns:
-        Of each failed save: exit code, message, and the folders that are left.
+        For each limit: exit code, message, and the remaining checkpoint folders.
     """
     from dit.backends import process_groups
     from dit.checkpoint import saves
@@ -147,7 +147,7 @@ def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int
 
 
 def save_cost(arguments: Sequence[str], rounds: int, folder: Path) -> dict[str, Any]:
-    """Return what `python -m benchmarks.checkpoint` measures."""
+    """Return the results of `python -m benchmarks.checkpoint`."""
     from benchmarks.checkpoint import measure
     from launch import cli, config_file
     from launch.train import resolve
@@ -157,7 +157,7 @@ def save_cost(arguments: Sequence[str], rounds: int, folder: Path) -> dict[str, 
 
 
 def open_run(arguments: Sequence[str]) -> Run:
-    """Build a run as `pretrain` does, without its loop and logs."""
+    """Build a run as `pretrain` does, without loop and logs."""
     from dit.backends import process_groups
     from launch import cli, config_file
     from launch.train import resolve
@@ -168,12 +168,12 @@ def open_run(arguments: Sequence[str]) -> Run:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return every file under a folder by relative name."""
+    """Return the content of every file in a folder by relative path."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def state_at_start(arguments: Sequence[str], folder: Path) -> None:
-    """Build a run as `pretrain` does, and write its state before the first step into a folder."""
+    """Build a run as `pretrain` does, and save its state before the first step to a folder."""
     from dit.backends import process_groups
     from dit.checkpoint.sharded_state import save_state
 

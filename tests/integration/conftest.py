@@ -1,4 +1,4 @@
-"""Real letters, rendered once: few, small, from the fonts that every installation has."""
+"""Small data set of real letters, rendered once per session with fonts that every installation has."""
 
 from pathlib import Path
 

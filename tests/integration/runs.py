@@ -1,4 +1,4 @@
-"""Small real runs: command lines of the letters recipe, processes of their own, and what they leave behind."""
+"""Small real runs: command lines, processes, and readers of their outputs."""
 
 import json
 import os
@@ -33,21 +33,21 @@ TINY = {
     "logging.tensorboard": False,
     "data.background": False,
 }
-"""Overrides that make a step of `letters_dit` take milliseconds; a worker needs seconds to start."""
+"""Overrides that make a step of `letters_dit` take milliseconds; data workers would need seconds to start."""
 
 SLOTS = ("weight", "ema", "exp_avg", "exp_avg_sq")
 
 
 def overrides(run_dir: Path, **settings: Any) -> list[str]:
-    """Return `key=value` words; a double underscore stands for the dot of a path, later words win."""
+    """Return `key=value` words. A double underscore in a key stands for a dot; later settings override earlier ones."""
     named = {key.replace("__", "."): value for key, value in settings.items()}
     named = {"training.run_dir": run_dir, **named}
-    # A part that is replaced must come before the settings of its fields.
+    # Replace a part before setting its fields.
     return [f"{key}={value}" for key, value in sorted(named.items(), key=lambda item: "." in item[0])]
 
 
 def letters(data: Path, run_dir: Path, **settings: Any) -> list[str]:
-    """Return the arguments of a tiny `letters_dit` run on the given data."""
+    """Return the arguments of a tiny `letters_dit` run on a data set."""
     tiny = {key.replace(".", "__"): value for key, value in TINY.items()}
     words = overrides(run_dir, **{**tiny, "data__path": data, **settings})
     return ["--yes", "--factory", "letters_dit", *words]
@@ -71,11 +71,11 @@ SMALL_PACKS: dict[str, Any] = {
     "model__num_attention_heads": 2,
     "training__micro_batch_size": 1,
 }
-"""A run on packs of two background streams of real shards, with a network that takes no time."""
+"""Packs from two background streams of real shards, with a network that costs almost no time."""
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """Return the environment of a run on CPU, free of what a launcher around the tests may have set."""
+    """Return the environment of a CPU run, without variables that a launcher of the tests may have set."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TORCHELASTIC"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
@@ -87,7 +87,7 @@ def environment(**changes: str) -> dict[str, str]:
 def started(
     arguments: Sequence[str], log: Path, *, ranks: int = 0, torchrun: Sequence[str] = ()
 ) -> Iterator[subprocess.Popen]:
-    """Start `launch.train` in a session of its own, under torchrun if `ranks` is given; nothing of it stays.
+    """Start `launch.train` in a new session, under torchrun if `ranks` is positive; kill all its processes at the end.
 
     `torchrun` has further flags of torchrun.
     """
@@ -109,9 +109,9 @@ def started(
 
 
 def kill_session(process: subprocess.Popen) -> None:
-    """Kill a process and all below it at once, as `kill -9` and a dying machine do."""
+    """Kill a process and all its descendants at once, like a machine that loses power."""
     try:
-        below = psutil.Process(process.pid).children(recursive=True)  # torchrun's ranks have sessions of their own
+        below = psutil.Process(process.pid).children(recursive=True)  # torchrun's ranks have separate sessions
     except psutil.NoSuchProcess:
         below = []
     with suppress(ProcessLookupError):
@@ -124,10 +124,10 @@ def kill_session(process: subprocess.Popen) -> None:
 
 
 def wait_for(process: subprocess.Popen, moment: Callable[[], bool], log: Path, *, timeout_s: float = 240.0) -> None:
-    """Wait until `moment` has come.
+    """Wait until `moment` returns true.
 
     Raises:
-        RuntimeError: the process ended or the time ran out before.
+        RuntimeError: the process ended or the time ran out first.
     """
     deadline = time.monotonic() + timeout_s
     while not moment():
@@ -137,7 +137,7 @@ def wait_for(process: subprocess.Popen, moment: Callable[[], bool], log: Path, *
 
 
 def steps_logged(run_dir: Path) -> int:
-    """Return the newest step of a run that may be writing at this moment; 0 if there is none."""
+    """Return the newest step logged by a run, which may still be writing; 0 if there is none."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return 0
@@ -145,7 +145,7 @@ def steps_logged(run_dir: Path) -> int:
 
 
 def losses(run_dir: Path) -> dict[int, set[str]]:
-    """Return every loss that any attempt logged for each step, to the bit."""
+    """Return for each step the set of losses that all attempts logged, as exact hexadecimal numbers."""
     found: dict[int, set[str]] = {}
     for record in read_records(run_dir / "metrics.jsonl"):
         if "loss_hex" in record:
@@ -154,10 +154,10 @@ def losses(run_dir: Path) -> dict[int, set[str]]:
 
 
 def loss_values(run_dir: Path) -> list[float]:
-    """Return the losses by step, of a run whose attempts agree to the bit.
+    """Return the losses by step.
 
     Raises:
-        AssertionError: two attempts differ.
+        AssertionError: two attempts differ in a bit.
     """
     found = losses(run_dir)
     assert all(len(values) == 1 for values in found.values()), found
@@ -179,12 +179,12 @@ def checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[str]:
-    """Return the names of everything in the folder of checkpoints."""
+    """Return the names of all entries in the folder of checkpoints."""
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
 def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every tensor of a checkpoint in full, by its index and safetensors alone: no layout, no optimizer."""
+    """Read every full tensor of a checkpoint from its index and safetensors, without any code for layouts."""
     index = json.loads((folder / "state.json").read_text())
     files = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
     tensors = {}
@@ -197,7 +197,7 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """Check that two checkpoints have the same tensors to the bit, signs of zeros included."""
+    """Check that two checkpoints have the same tensors to the bit, including signs of zeros."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The adversarial loss in runs: it starts at its step also after a resume, and leaves no trace in exported weights."""
+"""The adversarial loss in runs: it starts at its step, also after a resume, and exported weights do not contain it."""
 
 import json
 import re
@@ -70,7 +70,7 @@ def test_every_run_ends_well(done: dict[str, Any]) -> None:
 
 
 def test_the_terms_start_at_their_step(done: dict[str, Any], folder: Path) -> None:
-    """In fp16 too. A run that ends before does not report that the discriminator had no gradient."""
+    """Also in fp16. A run that ends before that step does not report that the discriminator had no gradient."""
     for name in ("full", "fp16"):
         for term in ("generator", "discriminator"):
             values = scalars(folder / name, f"loss_{term}")
@@ -90,7 +90,7 @@ def test_a_new_run_does_not_load_the_discriminator_and_reports_this(done: dict[s
 
 
 def test_a_resume_before_the_start_changes_no_bit(done: dict[str, Any], folder: Path) -> None:
-    """Weights, average and Adam's state of both networks."""
+    """The weights, average and Adam's state of both networks stay the same."""
     full, again = (read_tensors(checkpoint(folder / name, STEPS)) for name in ("full", "stopped"))
     assert full.keys() == again.keys()
     for slot in SLOTS:

@@ -1,4 +1,4 @@
-"""Avatars end to end: the data are drawn and captioned, the recipe trains a few steps, and the metric reads samples."""
+"""Avatars end to end: draw and caption the data, train the recipe a few steps, and evaluate samples."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever is wrong, a run says what, ends with the code that stands for it, and leaves nothing half-written."""
+"""For every kind of bad input, a run names the problem, exits with its code, and leaves nothing half-written."""
 
 import json
 import os
@@ -35,13 +35,13 @@ from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.small_data import npy, write_dataset
 
-ROUNDING = 1e-5  # relative, fp32: on two ranks sums are taken in another order
+ROUNDING = 1e-5  # relative, fp32: two ranks sum in another order
 LIMITS = [0, 100, 1_000, 4_000, 16_000, 64_000, 200_000]
-"""Bytes after which the disk refuses: inside the header, the metadata, the loader's position, and the tensors."""
+"""File sizes in bytes at which writing fails: in the header, the metadata, the loader's position, and the tensors."""
 
 
 class Executed:
-    """A pickle that leaves a mark when it is loaded."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -63,7 +63,7 @@ def flip_a_bit(data: Path, copy: Path, key_number: int = 0) -> tuple[Path, str, 
 
 
 def one_bad_sample(folder: Path, metadata: dict[str, Any], parts: dict[str, bytes]) -> Path:
-    """Write a data set whose ninth sample of 32 has the given metadata and further parts."""
+    """Write a data set of 32 samples, of which the ninth has additional metadata and parts."""
 
     def samples() -> Iterator[tuple[str, dict[str, Any], dict[str, bytes]]]:
         for i in range(32):
@@ -96,7 +96,7 @@ def damaged(letters_data: Path, folder: Path) -> tuple[Path, str, str]:
 
 @pytest.fixture(scope="module")
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A real disk with space for two of our checkpoints; a plain folder where mounting is not allowed."""
+    """Yield a disk with space for two checkpoints, or a plain folder if mounting is not allowed."""
     disk = folder / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)]
@@ -108,7 +108,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], small_disk: Path) -> dict[str, Any]:
-    """Every mistake, one after the other, in one start."""
+    """Run with every mistake in order, in one start of the ranks."""
     marker = folder / "executed"
     pickled = one_bad_sample(folder / "pickled", {}, {"extra.pkl": pickle.dumps(Executed(marker))})
     objects = npy(np.array([Executed(marker)], dtype=object))
@@ -135,7 +135,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("pickled", pickled)
     add("hidden", hidden)
     add("label", label)
-    # Those in which the save fails have workers, which start in a process with what a failed run has left behind.
+    # Runs whose save fails have data workers, which inherit the process state that a failed run left.
     add("sound", training__stop_at_step=4, data__background=True)
     add("another model", at="sound", model__hidden_size=64)
     add("never", at="sound", checkpoint__resume="never")
@@ -181,14 +181,14 @@ def test_a_mistake_is_reported_with_its_code_and_cure(
 ) -> None:
     run = ended[name]
     assert run.code == code
-    # The settings are not shown before a mistake in them, or in the data folder.
+    # Settings are printed only after the checks of settings and data folder.
     assert (run.out == "") == (name in ("missing", "empty", "impossible", "fewer classes", "no text"))
     assert run.err.startswith("error: ")
     assert "Traceback" not in run.err
     for word in words:
         assert word in run.err
     run_dir = folder / ("sound" if name in ("another model", "never") else name)
-    if name not in ("another model", "never"):  # whose folder went on to be used
+    if name not in ("another model", "never"):  # later runs used that folder
         record = outcome(run_dir)
         assert record["code"] == code
         assert words[-1] in record["error"]
@@ -196,7 +196,7 @@ def test_a_mistake_is_reported_with_its_code_and_cure(
 
 
 def test_a_run_folder_that_cannot_be_made_is_reported_at_once(ended: dict[str, Any], folder: Path) -> None:
-    """In one line, before anything else is printed: the exit record has no place to be."""
+    """The only output is one line, because an exit record has no folder."""
     assert ended["no folder"].code == 2
     assert ended["no folder"].out == ""
     printed = ended["no folder"].err
@@ -224,7 +224,7 @@ def test_a_flipped_bit_ends_the_run_and_names_sample_and_shard(
 def test_lost_samples_within_the_budget_are_counted_wherever_they_were_met(
     ended: dict[str, Any], folder: Path, damaged: tuple[Path, str, str]
 ) -> None:
-    """The damaged shard belongs to one of two ranks, the log to the other; small data come round many times."""
+    """The damaged shard is read by one rank and logged by the other; the data set is small and read many times."""
     _, shard, key = damaged
     assert [run.code for run in ended["budget"]] == [0, 0]
     skipped = [json.loads(line) for line in (folder / "budget" / "data_skipped.jsonl").read_text().splitlines()]
@@ -233,7 +233,7 @@ def test_lost_samples_within_the_budget_are_counted_wherever_they_were_met(
 
 
 def test_clips_longer_than_a_pack_are_announced_and_counted(ended: dict[str, Any], folder: Path) -> None:
-    """A line before step 1 with the setting to raise, then one for each doubling, over both ranks; rank 0 prints."""
+    """A line before step 1 names the setting to raise; then rank 0 prints a line for each doubling over both ranks."""
     assert [run.code for run in ended["long clips"]] == [0, 0]
     log = (folder / "world" / "rank_0.log").read_text()
     assert (
@@ -258,7 +258,7 @@ def test_clips_longer_than_a_pack_are_announced_and_counted(ended: dict[str, Any
 
 
 def test_waiting_for_data_takes_at_most_the_time_of_the_steps(ended: dict[str, Any], folder: Path) -> None:
-    """Reading the first micro-batch, which builds the loader, is not in the time of step 1."""
+    """Step 1 does not include reading the first micro-batch, which builds the loader."""
     shares = [share for name in ("sound", "long clips") for share in scalars(folder / name, "data_wait_share").values()]
     assert 0 < max(shares) <= 1
 
@@ -267,7 +267,7 @@ def test_waiting_for_data_takes_at_most_the_time_of_the_steps(ended: dict[str, A
 def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged: tuple[Path, str, str]) -> None:
     """One rank reads the damaged shard; the other one only loses its peer.
 
-    torchrun turns the rank's code 3 into 1; nemo-run's own main would make it 0, a success.
+    torchrun turns the rank's exit code 3 into 1; nemo-run's main would turn it into 0, a success.
     """
     data, shard, key = damaged
     run_dir, log = folder / "torchrun", folder / "torchrun.log"
@@ -279,19 +279,19 @@ def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged
     assert shard in record["error"]
     assert f"rank {record['rank']}: error: dropped damaged sample '{key}'" in log.read_text()
     assert f"rank {1 - record['rank']}: unexpected error" not in log.read_text()
-    root_cause = log.read_text().partition("Root Cause")[2]  # the last lines of torchrun
+    root_cause = log.read_text().partition("Root Cause")[2]  # the end of torchrun's output
     assert re.search(r"exitcode +: 3 ", root_cause)
     assert f"traceback : error: dropped damaged sample '{key}'" in root_cause
 
 
 def accusation(message: str) -> tuple[str, list[str]]:
-    """Return the rank and the samples that a message about a loss names."""
+    """Return the rank and the samples that an error about a loss names."""
     who, _, names = message.partition("The loss of ")[2].partition(" is not finite, on the samples ")
     return who, names.partition("; look at these")[0].split(", ")
 
 
 def own_records(run_dir: Path) -> list[dict[str, Any]]:
-    """Return what each failed rank wrote."""
+    """Return the exit record of each failed rank."""
     return [json.loads(path.read_text()) for path in sorted(run_dir.glob("exit.rank*.json"))]
 
 
@@ -299,7 +299,7 @@ def own_records(run_dir: Path) -> list[dict[str, Any]]:
 def test_nan_stops_every_rank_before_the_update(
     ended: dict[str, Any], folder: Path, name: str, step: int, file: str
 ) -> None:
-    """The weights in memory are those of the last good step, to the bit; so is the newest checkpoint."""
+    """The weights in memory and in the newest checkpoint are those of the last good step, to the bit."""
     runs = ended[name] if isinstance(ended[name], list) else [ended[name]]
     assert [run.code for run in runs] == [4] * len(runs)
     record = outcome(folder / name)
@@ -312,14 +312,14 @@ def test_nan_stops_every_rank_before_the_update(
 
 
 def test_nan_names_the_samples_of_that_step(ended: dict[str, Any]) -> None:
-    """Eight samples were in the step, and eight are named, no older ones."""
+    """The step had eight samples, and the error names eight, all from this step."""
     accused, named = accusation(ended["nan"].err)
     assert (accused, len(named)) == ("rank 0", 8)
     assert all(name.startswith("train_") for name in named)
 
 
 def test_nan_on_one_rank_accuses_that_rank_and_its_samples_alone(ended: dict[str, Any], folder: Path) -> None:
-    """Whichever rank writes the record, it says the same; rank 0 prints it, once."""
+    """All exit records have the same error, whichever rank wrote them; only rank 0 prints it."""
     read = [json.loads((folder / f"nan_2.rank{rank}.json").read_text()) for rank in range(2)]
     assert not set(read[0]) & set(read[1])
     for record in [outcome(folder / "nan on one rank"), *own_records(folder / "nan on one rank")]:
@@ -330,7 +330,7 @@ def test_nan_on_one_rank_accuses_that_rank_and_its_samples_alone(ended: dict[str
 
 
 def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], folder: Path) -> None:
-    """Alone, on either of two ranks, in the tensors or in rank 0's index: all ranks fail, none waits for the others."""
+    """All ranks fail and none waits, if a disk is full on one rank, on either of two, or at rank 0's index."""
     outputs = [ended["disk"], ended["disk of rank 0"][0], ended["disk of rank 1"][1], ended["disk at the index"][0]]
     for run in outputs:
         for words in ("checkpoint of step 6 was not written", "the checkpoint of step 4 is intact"):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Two steps of each model, a resume of one, and what the cascade draws from a text."""
+    """Two steps of each model, a resumed run, and samples of the cascade for a text."""
     folder = tmp_path_factory.mktemp("cascade")
     np.save(folder / "words.npy", np.random.default_rng(0).standard_normal((3, 32), np.float32))
     jobs = {}
@@ -53,7 +53,7 @@ def latents(folder: Path, name: str) -> torch.Tensor:
 
 
 def test_every_stage_writes_its_pictures(done: dict[str, Any]) -> None:
-    """The second stage's are four times as large."""
+    """Pictures of the second stage are four times as large."""
     assert [done[name].code for name in ("tiny_imagen", "tiny_imagen_sr", "resumed", "drawn")] == [0] * 4
     folder = done["folder"]
     assert {path.name for path in folder.glob("x_*.png")} == {"x_base.png", "x_sr.png"}

@@ -1,4 +1,4 @@
-"""A tiny recipe trains, resumes from its own record and draws."""
+"""A tiny recipe trains, resumes from its recorded settings and draws samples."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.support.ranks import Job, run_jobs
 
 
 def test_a_recipe_trains_resumes_and_draws(tmp_path):
-    """The newcomer's path: train on two ranks, continue from the run's own record on one, look at samples."""
+    """The path of a new user: train on two ranks, continue on one from the run's `config.yaml`, draw samples."""
     run_dir = tmp_path / "run"
     short = ["training.num_steps=2", "schedule.warmup_steps=1"]
     first = ["--yes", "--factory", "tiny_dit", f"training.run_dir={run_dir}", *short, "objective=edm"]

@@ -1,4 +1,4 @@
-"""Weights are imported, trained under tensor parallelism, and exported again, without changing a bit in between."""
+"""Weights are imported, trained with tensor parallelism and exported; conversions do not change a bit."""
 
 from itertools import combinations
 from pathlib import Path
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, torch.Tensor]:
-    """A published state dict with a learned variance, as a safetensors file and as a training checkpoint."""
+    """A published state dict with a learned variance, saved as safetensors and as a training checkpoint."""
     state = random_state(**SIZES, out_channels=8)
     save_file(state, folder / "theirs.safetensors")
     torch.save({"ema": state, "model": {}, "step": 7}, folder / "theirs.pt")
@@ -148,7 +148,7 @@ def test_what_comes_in_goes_out_as_it_was(done: dict, folder: Path, theirs: dict
 
 
 def test_imported_weights_are_sampled_with_or_without_their_variance(done: dict, folder: Path):
-    """The mean is the same with the variance left behind; the run's own sampling draws with the learned one."""
+    """Dropping the variance does not change the mean; by default, a run samples with the learned variance."""
     assert done["draw"].code == 0, done["draw"].err
     assert (folder / "x.png").is_file()
     (_, [small, learned, own]), (_, [without]) = done["latents"], done["mean latents"]
@@ -159,14 +159,14 @@ def test_imported_weights_are_sampled_with_or_without_their_variance(done: dict,
 
 
 def test_a_run_trains_on_with_their_variance(done: dict, folder: Path, theirs: dict):
-    """After a step of next to nothing the head has its variance's rows, too."""
+    """After one tiny step, the head still has the imported rows of the variance."""
     assert done["go on"].code == 0, done["go on"].err
     found = load_file(folder / "learned.safetensors")["final_layer.linear.weight"]
     torch.testing.assert_close(found, theirs["final_layer.linear.weight"], rtol=0, atol=TINY_STEP)
 
 
 def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs: dict):
-    """After a step of next to nothing on two ranks, every weight is still what was imported; of the head, the mean."""
+    """After one tiny step on two ranks, all weights are still the imported ones; the head has only the mean."""
     assert all(ended.code == 0 for ended in done["start"]), done["start"]
     found = load_file(folder / "raw.safetensors")
     assert found.keys() == theirs.keys()
@@ -179,7 +179,7 @@ def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs
 
 
 def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
-    """The average of a run, exported and imported again, has the same bits; the difference in time is reported."""
+    """A run's average, exported and imported, has the same bits; a difference in the time embedding is reported."""
     assert done["diffusers"].code == done["reimport"].code == 0
     assert "time_frequency_shift=0" in done["diffusers"].err
     average = {
@@ -194,7 +194,7 @@ def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
 @pytest.mark.parametrize("kind", ["diffusers", "dit"])
 @pytest.mark.parametrize("name", [name for name, *_ in RUNS])
 def test_what_comes_back_is_sampled_as_the_run_itself(done: dict, folder: Path, name: str, kind: str):
-    """Objective, sampling defaults, latent size, names and the frequencies of time: samples have the same bits."""
+    """Objective, sampling defaults, latent size, names and time frequencies return, so samples have the same bits."""
     run, back = folder / f"made/{name}", folder / f"made/{name}_{kind}"
     assert done[f"{name} to {kind}"].code == done[f"{name} from {kind}"].code == 0
     (_, [expected]), (_, [found]) = done[f"latents of {run}"], done[f"latents of {back}"]
@@ -208,7 +208,7 @@ def test_what_comes_back_is_sampled_as_the_run_itself(done: dict, folder: Path, 
 
 
 def test_the_objectives_draw_different_samples(done: dict, folder: Path):
-    """Else equal samples would prove nothing about the objective."""
+    """Otherwise equal samples would not show that the objective was restored."""
     latents = [done[f"latents of {folder / 'made' / name}"][1][0] for name, *_ in RUNS]
     assert all((a - b).abs().max() > 0.01 for a, b in combinations(latents, 2))
 

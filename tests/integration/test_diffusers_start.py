@@ -1,4 +1,4 @@
-"""A run starts from a folder of diffusers as it is: to the bit as from the converted copy, on every layout."""
+"""A run starts directly from a diffusers folder, with the bits of the converted copy, on every layout."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.support.ranks import Job, run_jobs
 pytestmark = pytest.mark.slow
 
 STEPS = 2
-LARGEST_GROWTH = 1.2  # of a rank's resident memory, in units of its part of the weights
+LARGEST_GROWTH = 1.2  # of a rank's resident memory, relative to its shard of the weights
 TP = {"parallel__tensor_model_parallel_size": 2}
 PP = {"parallel__pipeline_model_parallel_size": 2}
 CP = {"parallel__context_parallel_size": 2}
@@ -46,9 +46,9 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "flux_tp2_cp2": ("flux", 4, {**SP, **CP}),
     "flux_distributed_optimizer2": ("flux", 2, {"parallel__data_parallel": "distributed_optimizer"}),
 }
-"""Network, ranks and settings of the layouts."""
+"""Network, ranks and settings of each layout."""
 STEPPED = ("flux_fsdp2", "flux_tp2_cp2")
-"""Layouts on which two steps are compared, too; equal states give equal steps on the others."""
+"""Layouts on which two steps are compared as well; on the others, equal states imply equal steps."""
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +191,7 @@ def test_diffusers_loads_an_exported_run_in_shards(ended: dict[str, Any], folder
 
 
 def test_a_rank_needs_little_more_host_memory_than_its_part(tmp_path: Path) -> None:
-    """Its part is first touched while it is read. `benchmarks.start --gigabytes 6` measures a larger model."""
+    """Reading fills the shard's memory for the first time. `benchmarks.start --gigabytes 6` measures a larger model."""
     for record in measure(tmp_path, 600e6, ranks=2):
         assert record["shard_bytes"] > 200e6
         assert 0.5 * record["shard_bytes"] < record["growth_bytes"] < LARGEST_GROWTH * record["shard_bytes"]

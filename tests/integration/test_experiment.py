@@ -1,4 +1,4 @@
-"""A grid as one nemo-run experiment on this machine, and nemo-run's own command on our recipes; both end truly."""
+"""A grid as a nemo-run experiment on this machine, and nemo-run's command with our recipes; exit codes are correct."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def ended(*command: str, **environ: str) -> subprocess.CompletedProcess:
-    """Run a command to its end; its output goes to the test's."""
+    """Run a command to its end, and print its output."""
     done = subprocess.run(
         command, env=environment(**environ), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -23,7 +23,7 @@ def ended(*command: str, **environ: str) -> subprocess.CompletedProcess:
 
 
 def test_a_grid_runs_to_its_end_and_fails_if_one_run_does(tmp_path):
-    """The first run is refused by its rank, the second still trains; the command fails and names the first."""
+    """The first run refuses its layout and the second one still trains; the command fails and names the first."""
     done = ended(
         *(sys.executable, "-m", "launch.experiment", "--executor", "torchrun(ranks=1)"),
         *("--folder", str(tmp_path / "nemo_run"), "--runs", str(tmp_path / "runs")),
@@ -38,7 +38,7 @@ def test_a_grid_runs_to_its_end_and_fails_if_one_run_does(tmp_path):
 
 @pytest.fixture
 def entry_point(tmp_path) -> str:
-    """The path of a folder that declares our entry point as an installed copy does."""
+    """Return a path with a folder that declares our entry point as an installed copy does."""
     folder = tmp_path / "site" / "entry_point_of_this_tree-0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: entry-point-of-this-tree\nVersion: 0\n")
@@ -47,7 +47,7 @@ def entry_point(tmp_path) -> str:
 
 
 def test_nemo_runs_own_command_trains_our_recipes(tmp_path, entry_point):
-    """`nemorun dit pretrain`: recipe, settings and a part by name; a mistake ends with 1, nemo-run's code for all."""
+    """`nemorun dit pretrain` takes recipe, settings and a part by name; mistakes exit with 1, nemo-run's only code."""
     nemorun = [str(Path(sys.executable).parent / "nemorun"), "dit", "pretrain", "--factory", "tiny_dit", "--yes"]
     words = [f"training.run_dir={tmp_path / 'run'}", "training.num_steps=3", "objective=edm"]
     environ = {"PYTHONPATH": entry_point, "NEMORUN_HOME": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""docs/fine-tuning.md: every command works as shown, in order, on a tiny PixArt; training and sampling in few steps."""
+"""docs/fine-tuning.md: all commands work as shown, in order, on a tiny PixArt; training and sampling take few steps."""
 
 import shlex
 from pathlib import Path
@@ -21,7 +21,7 @@ SHORT = {
     "launch.sample": "--count 3 --steps 2",
     "energon_data.prepare": "--multiple-of 16 --processes 1",
 }
-"""What a command gets besides: later words win."""
+"""Words added to a command; later words override earlier ones."""
 MADE = (
     *("runs/pixart", "data/mine", "runs/direct", "runs/finetune_lora", "runs/finetune", "lora.png", "lora.safetensors"),
     *("lora/pytorch_lora_weights.safetensors", "lora/adapter_config.json", "lora/adapter_model.safetensors"),
@@ -32,7 +32,7 @@ MADE = (
 
 
 def models_and_pictures(folder: Path) -> None:
-    """Write what the page's reader has: a published model with its encoders, and pictures."""
+    """Write the files that the page assumes: published models with their encoders, and pictures."""
     sizes = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 1, "cross_attention_dim": 48}
     model = PixArtTransformer2DModel(**sizes, out_channels=4, sample_size=8, caption_channels=T5_WIDTH)
     model.load_state_dict(random_weights({n: tuple(x.shape) for n, x in model.state_dict().items()}))

@@ -1,6 +1,6 @@
-"""Fine-tuning as people do it: imported weights, five pictures with one caption, adapters or all weights, and out.
+"""Fine-tuning end to end: import weights, train adapters or all weights on five captioned pictures, and export.
 
-The base is a PixArt of diffusers with random weights. Its run folder is never written to.
+The base is a diffusers PixArt with random weights. No command writes to its run folder.
 """
 
 from pathlib import Path
@@ -20,10 +20,10 @@ from tests.parity.convert_cases import random_weights, relative_error
 from tests.support.encoders import T5_WIDTH, save_t5
 from tests.support.ranks import Job, run_jobs, selected
 
-pytestmark = pytest.mark.slow  # quick starts follow the page: test_fine_tuning_page.py
+pytestmark = pytest.mark.slow  # test_fine_tuning_page.py runs the page's commands
 STEPS, LONG = 6, 40
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
-MERGED = 1e-3  # W + B A rounds at another place than W x + B (A x); at most noise, DDPM's x0 has 150 times that error
+ROUNDING = 1e-5  # relative, fp32: sums in another order
+MERGED = 1e-3  # W + B A rounds differently from W x + B (A x); at high noise, DDPM's x0 has 150 times that error
 LAYOUTS = {
     "tp2_sp": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
     "fsdp2": {"parallel__data_parallel": "fsdp"},
@@ -42,7 +42,7 @@ def pictures(folder: Path, count: int, colour: tuple[int, int, int]) -> Path:
 
 
 def published(folder: Path) -> None:
-    """Save a PixArt for pictures of 16 x 16 pixels as diffusers does."""
+    """Save a PixArt for pictures of 16 x 16 pixels with diffusers."""
     sizes = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": 48}
     inputs = {"in_channels": 3, "out_channels": 3, "sample_size": 16, "patch_size": 4, "caption_channels": T5_WIDTH}
     model = PixArtTransformer2DModel(**sizes, **inputs)
@@ -93,7 +93,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
     blend = f"[{{path: {folder}/subject, weight: 1}}, {{path: {folder}/class, weight: 1}}]"
     long = {"training__num_steps": LONG, "training__global_batch_size": 8}
-    # The other rank reads the base as soon as it starts, so it is made before; adapters that come back, too.
+    # Both ranks read the base when they start, so an earlier world makes the base, and another one re-imports adapters.
     made = {
         "subject": prepare("subject", "a red circle"),
         "class": prepare("class", "a circle"),
@@ -166,7 +166,7 @@ def test_commands_end_well(ended: dict[str, Any], name: str) -> None:
 
 
 def test_the_base_is_not_touched_and_not_copied(ended: dict[str, Any], folder: Path) -> None:
-    """Its files stay; a run of adapters samples with the base's bits, and saves adapters alone."""
+    """No file of the base changes. A run with adapters samples with the base's bits, and saves only adapters."""
     assert ended["files before"] == ended["files after"]
     base, adapted = ended["sample base"][0], ended["sample adapters"][0]
     assert_same_bits({name: x for name, x in adapted.items() if "lora_" not in name}, base)
@@ -191,19 +191,19 @@ def test_the_base_is_read_on_every_layout(ended: dict[str, Any], folder: Path, l
 
 @pytest.mark.parametrize("name", ["long", "dreambooth"])
 def test_the_loss_falls(ended: dict[str, Any], folder: Path, name: str) -> None:
-    """Adapters on five pictures; all weights on five pictures and eight of the class."""
+    """`long` trains adapters on five pictures; DreamBooth trains all weights, also on eight pictures of the class."""
     assert code(ended, name) == 0
     losses = loss_values(folder / name)
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
 
 
 def test_the_first_loss_is_that_of_the_base(ended: dict[str, Any], folder: Path) -> None:
-    """Adapters start as nothing: the same first loss as that of all weights, to the bit."""
+    """New adapters have no effect, so the first loss equals that of full fine-tuning to the bit."""
     assert loss_values(folder / "adapters")[:1] == loss_values(folder / "full")[:1]
 
 
 def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: Path) -> None:
-    """Also through diffusers' file of adapters: W + B A are the merged weights."""
+    """So do the adapters exported for diffusers: W + B A equals the merged weight."""
     (here,), (there,) = ended["sample adapters"][1], ended["sample back"][1]
     assert relative_error(there, here) <= MERGED
     base = load_file(folder / "published" / "diffusion_pytorch_model.safetensors")
@@ -222,14 +222,14 @@ def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: P
 
 
 def test_adapters_that_come_back_are_the_same(ended: dict[str, Any], folder: Path) -> None:
-    """To the bit: out, in and out again. They draw the same, and a run goes on with them on any layout."""
+    """Adapters are equal to the bit after export, import and export, draw the same samples, and train on any layout."""
     there, again = (load_file(folder / name / "pytorch_lora_weights.safetensors") for name in ("lora", "lora_again"))
     assert_same_bits(again, there)
     here, back = (ended[f"sample {run}"] for run in ("adapters", "lora_back"))
     assert_same_bits(back[0], here[0])
     assert torch.equal(back[1][0], here[1][0])
     first, trained = loss_values(folder / "go_on")[0], loss_values(folder / "adapters")[0]
-    assert first != trained  # that of a fresh adapter
+    assert first != trained  # `trained` is the first loss of new adapters
     assert code(ended, "go on in two") == [0, 0], ended["go on in two"][0].err
     assert loss_values(folder / "go_on_tp2") == pytest.approx(loss_values(folder / "go_on")[:STEPS], rel=ROUNDING)
     base = ended["sample go_on"][0]
@@ -237,7 +237,7 @@ def test_adapters_that_come_back_are_the_same(ended: dict[str, Any], folder: Pat
 
 
 def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], folder: Path) -> None:
-    """Their values: tests/parity/test_convert_lora.py."""
+    """tests/parity/test_convert_lora.py tests the values."""
     assert code(ended, "comfyui") == 0, ended["comfyui"].err
     tensors = load_file(folder / "comfyui.safetensors")
     assert tensors["diffusion_model.blocks.1.attn.qkv.lora_up.weight"].shape == (144, 16)

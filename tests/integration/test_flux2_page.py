@@ -1,4 +1,4 @@
-"""examples/flux2/README.md: every command works as shown, in order; training and sampling in few steps."""
+"""examples/flux2/README.md: all commands work as shown, in order; training and sampling take few steps."""
 
 import shlex
 from pathlib import Path
@@ -15,11 +15,11 @@ SHORT = {
     "launch.sample": "--steps 2",
     "energon_data.prepare": "--count 4",
 }
-"""Words added to a command: later words win."""
+"""Words added to a command; later words override earlier ones."""
 
 
 def test_every_command_of_the_page_works(tmp_path: Path) -> None:
-    """The last one compares the pictures of both code bases."""
+    """The last command compares the pictures of both code bases."""
     jobs = {
         line: Job(run_line, {"line": f"{line} {SHORT.get(shlex.split(line)[2], '')}", "folder": tmp_path})
         for line in shown_commands(Path("examples/flux2/README.md"))

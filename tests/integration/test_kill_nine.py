@@ -1,4 +1,4 @@
-"""Kill -9 at random moments of a run on pictures and clips: every step consumes what an undisturbed run's step does."""
+"""Kill -9 at random moments of a run on pictures and clips: every step consumes the samples of an undisturbed run."""
 
 import json
 import os
@@ -27,10 +27,10 @@ from tests.support import faults
 
 pytestmark = pytest.mark.slow
 
-KILLS, GROWTH = 10, [2, 2, 4, 4]  # kills on one rank, and ranks of each attempt after them
+KILLS, GROWTH = 10, [2, 2, 4, 4]  # number of kills on one rank, then the number of ranks of each later attempt
 NUM_STEPS, CLIPS_FROM = 60, 12
 SEED = 9
-ROUNDING = 1e-4  # relative, fp32: more ranks sum in another order, and the updates carry it on
+ROUNDING = 1e-4  # relative, fp32: more ranks sum in another order, and updates amplify the difference
 SETTINGS: dict[str, Any] = {
     **SMALL_PACKS,
     "data__flip": 0.5,
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare_media(folder: Path) -> Path:
-    """Prepare 48 pictures of three sizes and 16 clips, of which the second half are longer."""
+    """Prepare 48 pictures of three sizes and 16 clips; the second half of the clips is longer."""
     rng = np.random.default_rng(0)
 
     def pixels(height: int, width: int) -> Image.Image:
@@ -71,7 +71,7 @@ def prepare_media(folder: Path) -> Path:
 
 
 def arguments(folder: Path, run_dir: Path, **settings: Any) -> list[str]:
-    """Return a run on a blend whose first steps are pictures only."""
+    """Return the arguments of a run on a blend that starts with pictures only."""
     blend = f"[{{path: {folder / 'pictures'}, weight: [1, 3]}}, {{path: {folder / 'films'}, weight: [0, 1]}}]"
     mixed = {"data__blend": blend, "data__blend_steps": [CLIPS_FROM]}
     return ["--yes", "--factory", "tiny_dit", *overrides(run_dir, **{**SETTINGS, **mixed, **settings})]
@@ -79,12 +79,12 @@ def arguments(folder: Path, run_dir: Path, **settings: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A started run: one process for each rank, each in a session of its own with its workers."""
+    """A started run: one process per rank, each with its workers in a separate session."""
 
     ranks: list[BaseProcess]
 
     def kill(self, *, workers: bool) -> None:
-        """Kill all ranks at once, with their workers or leaving those behind."""
+        """Kill all ranks at once, with their workers or without."""
         left = [child for rank in self.ranks for child in _children(rank)]
         for rank in self.ranks:
             (os.killpg if workers else os.kill)(rank.pid, signal.SIGKILL)
@@ -97,16 +97,16 @@ class Attempt:
 
 
 def _children(process: BaseProcess) -> list[int]:
-    """Return the numbers of the processes that the threads of a process have started."""
+    """Return the process ids of the children of a process."""
     found: list[int] = []
     for thread in Path(f"/proc/{process.pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended since
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             found += map(int, thread.read_text().split())
     return found
 
 
 def _runs(process: int) -> bool:
-    """Return whether a process is alive, and no zombie whose parent has not asked for its exit code."""
+    """Return whether a process is alive and not a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def _runs(process: int) -> bool:
 
 
 def _train(words: list[str], steps: Path, log: Path, world: dict[str, str]) -> None:
-    """Train in this process, a fork of one that has imported everything, in a session of its own."""
+    """Train in this process, which was forked with all modules imported, in a new session."""
     os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -125,7 +125,7 @@ def _train(words: list[str], steps: Path, log: Path, world: dict[str, str]) -> N
 
 @contextmanager
 def started(words: list[str], run_dir: Path, number: int, ranks: int = 1) -> Iterator[Attempt]:
-    """Start an attempt at a run; nothing of it stays."""
+    """Start an attempt at a run; kill all its processes at the end."""
     port, processes = str(free_port()), []
     for rank in range(ranks):
         world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_PORT": port}
@@ -143,7 +143,7 @@ def started(words: list[str], run_dir: Path, number: int, ranks: int = 1) -> Ite
 
 
 def steps_of(run_dir: Path, number: int, rank: int = 0) -> dict[int, list[str]]:
-    """Return the keys of the samples by step, of one attempt on one rank; a line that was cut off is left out."""
+    """Return the sample keys by step of one attempt on one rank, without a line that the kill cut off."""
     file = run_dir.with_name(f"{run_dir.name}_steps_{number}_{rank}")
     lines = file.read_text().split("\n")[:-1] if file.exists() else []
     return {record["step"]: record["keys"] for record in map(json.loads, lines)}
@@ -155,7 +155,7 @@ def log_of(run_dir: Path, number: int, rank: int = 0) -> str:
 
 
 def kill_one(words: list[str], run_dir: Path, number: int, rng: random.Random, ranks: int = 1) -> None:
-    """Start the run again, and kill it some steps later, at no particular moment of a step."""
+    """Start the run again, and kill it a few steps later at a random time within a step."""
     after, moment, workers = rng.randrange(3), 0.1 * rng.random(), rng.random() < 0.5
     with started(words, run_dir, number, ranks) as attempt:
         deadline = time.monotonic() + 120
@@ -176,7 +176,7 @@ def finish(words: list[str], run_dir: Path, number: int, ranks: int = 1) -> None
 
 
 def test_a_run_killed_at_many_moments_consumes_what_an_undisturbed_run_does(folder: Path) -> None:
-    """Two workers, packs, flips, a blend that changes its weights; then on 2 and 4 ranks, and back on one."""
+    """The run has two workers, packs, flips and a blend with changing weights, on 1, 2 and 4 ranks and on one again."""
     rng = random.Random(SEED)
     calm, killed = folder / "calm", folder / "killed"
     finish(arguments(folder, calm), calm, 0)
@@ -205,7 +205,7 @@ def test_a_run_killed_at_many_moments_consumes_what_an_undisturbed_run_does(fold
     reached = {step for number in range(last + 1) for step in steps_of(killed, number)}
     assert reached == set(expected)
     found = losses(killed)
-    for step, loss in enumerate(loss_values(calm), 1):  # several numbers of ranks may have made it
+    for step, loss in enumerate(loss_values(calm), 1):  # attempts with different numbers of ranks may have logged it
         for value in found.pop(step):
             assert float.fromhex(value) == pytest.approx(loss, rel=ROUNDING), step
     assert not found

@@ -1,4 +1,4 @@
-"""The same run on other ranks: the same losses, and checkpoints that move between layouts without a bit changing."""
+"""The same run on other layouts has the same losses, and checkpoints move between layouts without changing a bit."""
 
 import json
 from functools import cache, partial
@@ -29,13 +29,13 @@ from tests.support.ranks import Job, run_jobs
 
 pytestmark = pytest.mark.slow
 
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+ROUNDING = 1e-5  # relative, fp32: sums in another order
 DDP = {"parallel__data_parallel": "ddp"}
 TP = {"parallel__tensor_model_parallel_size": 2}
 PP = {"parallel__pipeline_model_parallel_size": 2}
 TP_SP = {**TP, "parallel__sequence_parallel": True}
 FSDP = {"parallel__data_parallel": "fsdp"}
-# One run that stops and goes on, from the same folder, on the next layout: (ranks, settings).
+# One run that stops after each layout and resumes from its folder on the next one: (ranks, settings).
 WAY = {
     "tp2sp": (2, TP_SP),
     "one": (1, DDP),
@@ -56,8 +56,8 @@ GRIDS = {"training__sample_interval": 1, "sampling__num_steps": 2, "sampling__ra
 STOPS = {name: PART * (i + 1) for i, name in enumerate(WAY)}
 
 CP = {"parallel__context_parallel_size": 2}
-# The same on packs of pictures and clips of several sizes, which two worker processes read. A step has four packs, so
-# that four replicas share the two streams.
+# The same with packs of pictures and clips of several sizes from two worker processes. A step has four packs, so
+# that up to four replicas can share the two streams.
 PACKED_WAY = {
     "one": (1, {}),
     "dp2": (2, {}),
@@ -94,7 +94,7 @@ tensors = cache(read_tensors)
 
 @pytest.fixture(scope="module")
 def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on one rank, and the run that moves through all layouts."""
+    """A run on one rank, and a run that moves through all layouts."""
     folder = tmp_path_factory.mktemp("layouts")
     shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
     shared |= {"training__ema_decay": 0.7, **GRIDS}
@@ -113,7 +113,7 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_losses_are_those_of_one_rank(runs: Path) -> None:
-    """For the same global batch, on a different layout every two steps."""
+    """The layout changes every two steps; the global batch stays the same."""
     losses = loss_values(runs / "moving")
     assert len(losses) == NUM_STEPS
     assert losses == pytest.approx(loss_values(runs / "one"), rel=ROUNDING)
@@ -122,7 +122,7 @@ def test_losses_are_those_of_one_rank(runs: Path) -> None:
 
 @pytest.mark.parametrize(("before", "after"), list(zip(WAY, list(WAY)[1:])))
 def test_a_checkpoint_moves_between_layouts_without_a_bit_changing(runs: Path, before: str, after: str) -> None:
-    """What the second layout loads and writes again is what the first one wrote: weights, average, Adam's state."""
+    """The second layout loads the exact weights, average and Adam's state that the first one saved."""
     step = STOPS[before]
     folders = checkpoint(runs / "moving", step), runs / f"loaded_{step}"
     saved, loaded = map(tensors, folders)
@@ -139,21 +139,21 @@ def test_checkpoints_of_all_layouts_hold_the_same_model(runs: Path, name: str) -
 
 
 def assert_same_model(folder: Path, step: int) -> None:
-    """Compare the checkpoints of the moving run and of the run on one rank."""
+    """Compare checkpoints of the moving run with those of the run on one rank."""
     found, expected = (tensors(checkpoint(folder / run, step)) for run in ("moving", "one"))
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].shape == tensor.shape
         error = (found[key] - tensor).norm()
-        # Adam's direction of a weight whose gradient is rounding noise is noise, too.
+        # If a weight's gradient is rounding noise, so is the direction of its Adam update.
         assert error <= 1e-3 * tensor.norm() + 1e-6, f"{key}: {error / tensor.norm():.1e}"
 
 
 @pytest.mark.parametrize("name", DRAWN)
 @pytest.mark.parametrize("weights", ["ema", "raw"])
 def test_grids_of_both_weights_are_the_same_on_every_layout(runs: Path, name: str, weights: str) -> None:
-    """To one unit of 255, a rounding; the grids of the two weights differ by more."""
-    step = STOPS[name] - 1  # the last step of a part is followed by a stop
+    """Grids are equal within rounding, 1 of 255; those of the other kind of weights differ by more."""
+    step = STOPS[name] - 1  # the run stops at the last step of a layout
     grids = [grid(runs / run, step, weights) for run in ("moving", "one")]
     assert grids[0].std() > 10
     assert np.abs(grids[0] - grids[1]).max() <= 1
@@ -167,7 +167,7 @@ def grid(run: Path, step: int, weights: str) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def packed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on one rank, and one that moves through layouts with other paddings and other numbers of replicas."""
+    """A run on one rank, and one that moves through layouts with other padding and other numbers of replicas."""
     folder = prepare_media(tmp_path_factory.mktemp("packed"))
     blend = f"[{{path: {folder / 'pictures'}, weight: 2}}, {{path: {folder / 'films'}, weight: 1}}]"
 
@@ -190,7 +190,7 @@ def packed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_packs_of_several_sizes_are_the_same_on_every_layout(packed_runs: Path) -> None:
-    """Losses and samples of every step, and the held-out loss on 13 samples, a number that no layout divides."""
+    """Losses and samples of every step, and the held-out loss on 13 samples, which no number of ranks divides."""
     one, moving = packed_runs / "one", packed_runs / "moving"
     assert samples_by_step(packed_runs / "moving_samples.jsonl") == samples_by_step(packed_runs / "one_samples.jsonl")
     assert loss_values(moving) == pytest.approx(loss_values(one), rel=ROUNDING)
@@ -201,7 +201,7 @@ def test_packs_of_several_sizes_are_the_same_on_every_layout(packed_runs: Path) 
 
 
 def samples_by_step(file: Path) -> dict[int, set[str]]:
-    """Return the names of the samples of each step on all ranks."""
+    """Return the sample keys of each step on all ranks."""
     samples = {step: set[str]() for step in range(1, PART * len(PACKED_WAY) + 1)}
     for line in file.read_text().splitlines():
         record = json.loads(line)
@@ -212,12 +212,12 @@ def samples_by_step(file: Path) -> dict[int, set[str]]:
 
 @pytest.mark.parametrize("name", PACKED_WAY)
 def test_packs_of_several_sizes_train_the_same_model_on_every_layout(packed_runs: Path, name: str) -> None:
-    """After the steps on a layout that continued from the checkpoint of the layout before."""
+    """After the steps on this layout, which continued from the previous layout's checkpoint."""
     assert_same_model(packed_runs, PACKED_STOPS[name])
 
 
 def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) -> None:
-    """It would repeat samples or lose them on another number of ranks, and would not say so."""
+    """With another number of ranks, such a source would repeat or lose samples without an error."""
     jobs = {}
     for kind in ("keyed", "unkeyed"):
         fault = partial(faults.data_state_by_rank, has_streams=kind == "keyed")

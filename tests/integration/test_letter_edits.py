@@ -1,4 +1,4 @@
-"""`make demo-edit`, in few steps: its commands as the Makefile has them, from fonts to edited held-out letters."""
+"""`make demo-edit` in few steps: the commands of the Makefile, from fonts to edits of held-out letters."""
 
 import re
 import shutil
@@ -28,7 +28,7 @@ FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold", "ST
 
 
 def commands(target: str) -> list[str]:
-    """Return the lines that make would run for a target without any data."""
+    """Return the commands that make would run for a target if no data existed."""
     shown = subprocess.run(
         [
             "make",

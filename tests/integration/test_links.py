@@ -1,4 +1,4 @@
-"""Links in a run folder lead to no file outside of it: a resumed run refuses or replaces them."""
+"""A run never writes outside of its folder through a link: a resumed run refuses links or replaces them."""
 
 import os
 import shutil
@@ -15,11 +15,11 @@ CONTENT = "a file that no run may change\n"
 REPLACED = ["heartbeats/rank_0.json", "heartbeats/rank_0.part", "profile/rank_0.json.gz"]
 """Links with these names are replaced."""
 REFUSED = ["stacks/rank_0.txt", "samples/step_0000006"]
-"""Links below the top of the folder that end the run; at the top, any link does."""
+"""Links below the top of the folder that end the run; at the top, every link does."""
 
 
 def resumed_with_link(run_dir: Path, name: str, arguments: list[str]) -> dict[str, Any]:
-    """Put a link to a file, or to a folder, at `name`, and resume the run; the run folder is restored after that."""
+    """Resume the run with a link to a file or folder at `name`; restore the run folder afterwards."""
     place, victim = run_dir / name, run_dir.parent / "victim"
     is_folder = place.is_dir()
     if is_folder:
@@ -39,7 +39,7 @@ def resumed_with_link(run_dir: Path, name: str, arguments: list[str]) -> dict[st
 
 
 def every_name(run_dir: Path, arguments: list[str]) -> dict[str, dict[str, Any]]:
-    """Resume with a link in the place of each entry of the run folder but `checkpoints`."""
+    """Resume with a link in place of each entry of the run folder, except `checkpoints`."""
     names = sorted(path.name for path in run_dir.iterdir() if path.name != "checkpoints")
     return {name: resumed_with_link(run_dir, name, arguments) for name in names}
 
@@ -60,7 +60,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "first": Job(actions.train, {"arguments": first}),
         "top": Job(every_name, {"run_dir": folder / "run", "arguments": first}),
     }
-    for number, name in enumerate([*REFUSED, *REPLACED]):  # each trains two steps more
+    for number, name in enumerate([*REFUSED, *REPLACED]):  # each job trains two more steps
         arguments = mock(folder / "run", **settings, training__num_steps=4 + 2 * number)
         jobs[name] = Job(resumed_with_link, {"run_dir": folder / "run", "name": name, "arguments": arguments})
     moved = {"src": folder / "run" / "checkpoints", "dst": folder / "scratch"}
@@ -72,7 +72,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_name_at_the_top_is_refused_as_a_link(done: dict[str, Any]) -> None:
-    """The message names the link and the cure, and neither file nor folder outside is touched."""
+    """The message names the link and the solution; the target of the link is not changed."""
     assert done["first"].code == 0, done["first"].err
     assert {"run.lock", "metrics.jsonl", "heartbeats", "stacks", "samples", "profile", "events"} <= done["top"].keys()
     for name, result in done["top"].items():

@@ -1,6 +1,6 @@
-"""Options of the loop against what they say, from the files of small runs: averages, validation, hooks, resuming.
+"""Options of the training loop, tested with the files of small runs: averages, validation, hooks, resuming.
 
-The stability study trains in the same start of ranks.
+The stability study runs in the same worker process.
 """
 
 import json
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
-    """Runs of synthetic data in one start of a rank, each with a checkpoint of every step."""
+    """Runs on synthetic data in one start of the ranks; each saves a checkpoint at every step."""
     jobs: dict[str, Job] = {}
 
     def add(name: str, at: str = "", ranks: int = 1, fault: Any = None, **settings: Any) -> None:
@@ -93,7 +93,7 @@ def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def test_the_average_follows_its_formula_after_its_start(done: dict[str, Any], folder: Path) -> None:
-    """From the files of every step: equal to the weights until the start."""
+    """Until its start, the average equals the weights. Every step's checkpoint is compared."""
     assert done["options"].code == 0, done["options"].err
     before = state(folder / "options", START)
     for name in [name for name in before if name.startswith("weight.")]:
@@ -107,7 +107,7 @@ def test_the_average_follows_its_formula_after_its_start(done: dict[str, Any], f
 
 
 def test_averages_of_a_run_make_one_of_another_length(done: dict[str, Any], folder: Path) -> None:
-    """It is the sum of the weights after every step, each with its share of the integral of the power function."""
+    """The result is the sum of the weights after every step, weighted by integrals of the power function."""
     assert [rank.code for rank in done["powers"]] == [0, 0]
     assert done["new length"].code == 0, done["new length"].err
     assert "combined 14 averages of steps 1 to 7 to sigma_rel=0.15 at step 7" in done["new length"].err
@@ -130,14 +130,14 @@ def test_training_has_negatives_and_the_held_out_loss_has_none(done: dict[str, A
 
 
 def test_a_stopped_run_goes_on_to_the_bit(done: dict[str, Any], folder: Path) -> None:
-    """With the average in host memory from then on, which changes no number."""
+    """The resumed run keeps the average in host memory, which changes no number."""
     assert (done["stopped"].code, done["goes on"].code) == (75, 0), done["goes on"].err
     assert_same_bits(state(folder / "stopped", NUM_STEPS), state(folder / "options", NUM_STEPS))
     assert losses(folder / "stopped") == losses(folder / "options")
 
 
 def test_what_is_looked_at_changes_no_number(done: dict[str, Any], folder: Path) -> None:
-    """Validation of the average, and hooks; the held-out loss is that of the average if there is one."""
+    """Validation of the average, and hooks; the held-out loss is the average's if there is an average."""
     assert done["no average"].code == 0, done["no average"].err
     assert losses(folder / "options") == losses(folder / "no average")
     raw = scalars(folder / "no average", "held_out/loss")
@@ -152,7 +152,7 @@ def test_two_ranks_with_fsdp_give_the_same_numbers(done: dict[str, Any], folder:
 
 
 def test_hooks_see_every_step_and_validation(done: dict[str, Any], folder: Path) -> None:
-    """The numbers of the record, in the order of the steps."""
+    """The values equal those of `metrics.jsonl`, in the order of the steps."""
     calls = [json.loads(line) for line in (folder / "hooks.jsonl").read_text().splitlines()]
     assert [call.get("step", call.get("validated")) for call in calls] == [1, 2, 3, 3, 4, 5, 6, 6, 7]
     norms = {call["step"]: call["grad_norm"] for call in calls if "step" in call}
@@ -171,7 +171,7 @@ def test_the_hook_of_the_page_prints(done: dict[str, Any]) -> None:
 
 
 def test_a_run_goes_on_from_a_named_checkpoint_to_the_bit(done: dict[str, Any], folder: Path) -> None:
-    """In a folder of its own, with the optimizer and the data; the same command then resumes that folder."""
+    """The new run has its own folder, and loads optimizer and data position; the same command then resumes it."""
     assert (done["named"].code, done["named again"].code) == (0, 0), done["named"].err
     assert_same_bits(state(folder / "named", NUM_STEPS), state(folder / "options", NUM_STEPS))
     expected = losses(folder / "options")
@@ -185,7 +185,7 @@ def test_a_run_goes_on_from_a_named_checkpoint_to_the_bit(done: dict[str, Any], 
 
 
 def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) -> None:
-    """There is none, it is of another experiment, or two starts are named."""
+    """The checkpoint does not exist, has other settings, or `start_from` is set as well."""
     assert [done[name].code for name in ("nowhere", "two starts", "other")] == [5, 2, 2]
     assert "checkpoint.resume_from" in done["nowhere"].err
     assert "remove one of the two" in done["two starts"].err
@@ -193,11 +193,11 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) ->
 
 
 def test_the_stability_study(done: dict[str, Any], folder: Path) -> None:
-    """Arms of one seed are equal until what sets them apart acts; an outlier is in its step alone."""
+    """Arms with one seed are equal until their difference takes effect; an outlier affects the loss of one step."""
     assert done["study"].code == 0, done["study"].err
     arms = [json.loads(line) for line in (folder / "arms.jsonl").read_text().splitlines()]
     assert len(arms) == 2 * 1 * 4 + 3
-    assert len({arm["losses"][0] for arm in arms}) == 1  # before the first update all arms are one
+    assert len({arm["losses"][0] for arm in arms}) == 1  # before the first update all arms are equal
     clean, scaled, clipped = arms[-3:]
     assert clean["losses"][:2] == scaled["losses"][:2] == clipped["losses"][:2]
     assert scaled["losses"][2] == clipped["losses"][2] > 1e4 * clean["losses"][2]

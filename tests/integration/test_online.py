@@ -1,4 +1,4 @@
-"""Pixels and captions encoded while training: the losses of stored latents and embeddings, on every layout."""
+"""Training on pixels and captions that are encoded online has the losses of stored latents, on every layout."""
 
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from tests.support.ranks import Job, run_jobs, selected
 pytestmark = pytest.mark.slow
 
 STORED = 1e-3  # relative: stored latents and embeddings are float16
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+ROUNDING = 1e-5  # relative, fp32: sums in another order
 STEPS = 4
-# Context-parallel ranks divide the encoding as tensor-parallel ones do, and then the tokens of what was encoded.
+# Context-parallel ranks divide the encoding like tensor-parallel ones, and then divide the tokens of the latents.
 LAYOUTS = {
     "tp2": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
     "cp2": {"parallel__context_parallel_size": 2},
@@ -83,7 +83,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_online_losses_are_those_of_stored_latents_and_embeddings(runs: Path) -> None:
-    """Texts are dropped for the same samples; also the held-out loss is the same."""
+    """Texts are dropped for the same samples, and the held-out losses are equal, too."""
     stored, online = (loss_values(runs / name) for name in ("stored", "online"))
     assert len(online) == STEPS
     assert online == pytest.approx(stored, rel=STORED)
@@ -102,7 +102,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(runs: Path) -> None:
 
 
 def test_prompts_are_embedded_by_the_encoders_of_the_data(runs: Path) -> None:
-    """Of the stored ones by the data set's record, of the online ones by the run's: T5's tokens and CLIP's vector."""
+    """The encoders are recorded by the data set (stored) or by the run (online): T5's tokens and CLIP's vector."""
     stored, online = (np.asarray(Image.open(runs / f"{name}.png")).astype(int) for name in ("stored", "online"))
     assert stored.std() > 0
-    assert abs(stored - online).max() <= 8  # of 255, two runs whose data differ by float16
+    assert abs(stored - online).max() <= 8  # of 255; the data of the two runs differ by float16 rounding

@@ -1,6 +1,6 @@
 """docs/own-data.md: its commands, as shown, from pictures and videos to decoded samples, in few steps.
 
-The two that every reader runs are in the quick suite; all of them are run with the autoencoder that the page trains.
+The quick suite runs the two commands that every reader needs. The slow test runs all, including the autoencoder's.
 """
 
 import json
@@ -26,11 +26,11 @@ TRAINING = "training.num_steps=2 logging.tensorboard=False schedule.warmup_steps
 OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=48 model.num_layers=1"
 AUTOENCODER = f"{TRAINING} model.block_out_channels=[8,8,8,8] model.norm_num_groups=2"
 SHORT = {"launch.sample": "--steps 2", "energon_data.prepare": "--processes 1 --size 64"}
-"""What a command gets besides: later words win."""
+"""Words added to a command; later words override earlier ones."""
 
 
 def own_files(folder: Path) -> None:
-    """Write what the page's reader has: pictures and clips with captions, and the same in the forms of other tools."""
+    """Write the files that the page assumes: captioned pictures and clips, also in the formats of other tools."""
     for name in ("pictures", "tars", "hub", "kohya/10_sks dog", "films"):
         (folder / name).mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -76,7 +76,7 @@ def grid(folder: Path, name: str) -> Image.Image:
 
 
 def test_two_commands_lead_to_decoded_samples(tmp_path):
-    """An autoencoder of 4 x 4 pixels: the largest sample is 64 x 64 pixels, of which two captions are drawn."""
+    """The autoencoder compresses 4 x 4 pixels, so the largest sample has 64 x 64; the grid has two captions."""
     own_files(tmp_path)
     save_vae(tmp_path / "models" / "vae")
     prepare, train = (
@@ -85,7 +85,7 @@ def test_two_commands_lead_to_decoded_samples(tmp_path):
     ended = follow(tmp_path, [prepare, train])
     assert "skipped, other_kind: 3; clip0.mp4: `prepare folder` takes pictures and videos" in ended[prepare].out
     drawn = grid(tmp_path, "runs/mine/samples/step_0000002/ema.png")
-    assert drawn.size == (4 + 2 * (64 + 4), 4 + 64 + 2 * 16 + 4)  # captions of two lines
+    assert drawn.size == (4 + 2 * (64 + 4), 4 + 64 + 2 * 16 + 4)  # captions have two lines
     assert np.asarray(drawn)[24:80].std() > 0
 
 

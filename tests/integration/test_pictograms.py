@@ -1,4 +1,4 @@
-"""Pictograms end to end: an autoencoder is trained and exported, a model learns its latents, samples are judged."""
+"""Pictograms end to end: train and export an autoencoder, train a model on its latents, and evaluate samples."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ TRAINING: dict[str, Any] = {
     "logging__tensorboard": False,
 }
 ROUNDING = 1e-5  # relative, fp32
-SHUFFLED = 0.02  # of a deviation of 1: the buffer of the stream gives some drawings more often than others
+SHUFFLED = 0.02  # of a standard deviation of 1: the shuffle buffer returns some drawings more than once
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def drawings() -> torch.Tensor:
 
 
 def test_the_exported_latents_have_mean_zero_and_deviation_one(done: dict[str, Any], folder: Path) -> None:
-    """The data are these drawings."""
+    """The encoded drawings are those of the data set."""
     latents = VAE(str(folder / "vae")).encode(drawings())
     assert latents.shape == (COUNT, 4, 1, SIZE // 8, SIZE // 8)
     assert latents.mean().item() == pytest.approx(0.0, abs=SHUFFLED)
@@ -178,7 +178,7 @@ def test_latents_and_names_are_what_the_model_trains_on(done: dict[str, Any], fo
 def test_samples_are_ranked_beside_the_autoencoders_own(done: dict[str, Any], folder: Path) -> None:
     found = json.loads(done["judge"].out)
     assert (found["prompts"], found["pictograms"]) == (COUNT, COUNT)
-    assert found["samples"]["first_20"] == 1.0  # of 8
+    assert found["samples"]["first_20"] == 1.0  # there are only 8
     assert 0 < found["autoencoder"]["error"] < found["samples"]["error"]
     assert found["attribution"] == ATTRIBUTION
     assert (folder / "drawn.png").stat().st_size > 0

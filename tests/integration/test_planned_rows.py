@@ -1,4 +1,4 @@
-"""The time model compared with published measurements, and with systems that its fit has not seen."""
+"""The time model compared with published measurements, including systems left out of its fit."""
 
 from dataclasses import asdict
 from statistics import median

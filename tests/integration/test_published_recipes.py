@@ -1,4 +1,4 @@
-"""Small pipelines of diffusers are planned, trained for three steps, exported, and draw the same pictures there."""
+"""Small diffusers pipelines are planned, trained for three steps, exported, and draw the same pictures in diffusers."""
 
 import json
 from dataclasses import replace
@@ -37,13 +37,13 @@ RECIPES = {
     "chroma": "chroma",
     "hunyuan_video": "hunyuan video",
 }
-"""Case of tests/parity/test_pipelines.py by recipe."""
-RTOL = 1e-4  # float32; the encoders run in other batches
+"""Case of tests/parity/test_pipelines.py for each recipe."""
+RTOL = 1e-4  # float32; the encoders run with other batch sizes
 SHORT = "training.num_steps=3 training.precision=fp32 optimizer.lr=0.001 logging.tensorboard=False sampling.num_steps=4"
 
 
 def generator_of(run: Path, build_model: BuildModel, slot: str = "ema") -> Generator:
-    """Return the generator of the newest checkpoint of a run, with merged adapters."""
+    """Return a generator with the newest checkpoint of a run and merged adapters."""
     folder = candidates(run)[0]
     config, metadata = read_settings(folder)
     weights, model = read_run(folder, config, slot), config.model.without_adapters()
@@ -51,7 +51,7 @@ def generator_of(run: Path, build_model: BuildModel, slot: str = "ema") -> Gener
 
 
 def saved_by_diffusers(folder: Path, case: Case) -> tuple[Path, Path]:
-    """Return a run of random weights, and its pipeline as diffusers writes it, without our record."""
+    """Return a run with random weights, and its pipeline saved by diffusers, without our metadata."""
     run = a_run(folder / "made", case)
     exported = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder / "ours")]
     assert export(exported) == 0
@@ -67,7 +67,7 @@ def saved_by_diffusers(folder: Path, case: Case) -> tuple[Path, Path]:
 def test_a_small_pipeline_is_trained_and_drawn_in_diffusers(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """All weights, and adapters."""
+    """Tests full fine-tuning and adapters."""
     case = CASES[RECIPES[recipe]]
     run, base = saved_by_diffusers(tmp_path, case)
     (tmp_path / "in").mkdir()
@@ -108,7 +108,7 @@ def test_a_small_pipeline_is_trained_and_drawn_in_diffusers(
 def test_flux_learns_to_read_control_pictures(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a FLUX.1 without them: all weights, and adapters, which FluxControlPipeline also loads onto that FLUX.1."""
+    """From a FLUX.1 without control: full fine-tuning, and adapters that FluxControlPipeline loads onto that FLUX.1."""
     case = CASES["flux control"]
     plain = replace(case, pipeline="FluxPipeline", model=replace(case.model, control_channels=None))
     _, base = saved_by_diffusers(tmp_path, plain)

@@ -1,4 +1,4 @@
-"""Every tiny recipe through the full loop: synthetic images and clips, a loss that falls, and is the same anywhere."""
+"""Every tiny recipe trains on synthetic images and clips; losses fall, and are the same on every layout."""
 
 import json
 from collections.abc import Iterable
@@ -32,19 +32,19 @@ RUNS = {
     "tiny_sdxl_unet": {},
     "tiny_autoencoder": {},
     "tiny_stdit": TP2SP,
-    # Full attention on the ring, the others made local: the hybrid.
+    # Hybrid: full attention on the ring; spatial and temporal attention are local.
     "tiny_stdit_full": {"parallel__context_parallel_size": 2},
 }
 QUICK = ("tiny_dit", "tiny_moviegen", "tiny_stdit")
-"""The recipes that `make test` trains; the others run with `make test-parallel`."""
+"""Recipes that `make test` trains; the others run with `make test-parallel`."""
 FALLS = 0.95
 SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_tp2pp2cp2": 8}
-"""Recipes that are `tiny_dit` on another layout, with their ranks."""
+"""Recipes that are `tiny_dit` on another layout, with their number of ranks."""
 SAME_STEPS = 3
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+ROUNDING = 1e-5  # relative, fp32: sums in another order
 CURVES = json.loads(Path(__file__).with_name("loss_curves.json").read_text())
-"""Losses of one rank, written by `python -m benchmarks.loss_curves --layouts "one rank" --out FILE`."""
-CURVE_RTOL = 1e-3  # another machine's rounding, through 20 steps of Adam
+"""Losses on one rank, written by `python -m benchmarks.loss_curves --layouts "one rank" --out FILE`."""
+CURVE_RTOL = 1e-3  # rounding of another machine, amplified by 20 steps of Adam
 
 
 def train(names: Iterable[str], folder: Path) -> Path:
@@ -69,7 +69,7 @@ def other_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_dir(name: str, request: pytest.FixtureRequest) -> Path:
-    """The folder in which a recipe was trained."""
+    """Return the folder of a trained recipe."""
     return request.getfixturevalue("quick_runs" if name in QUICK else "other_runs") / name
 
 
@@ -85,7 +85,7 @@ def test_every_tiny_recipe_is_here() -> None:
 
 @pytest.mark.parametrize("name", each(RUNS))
 def test_tiny_recipe_trains_on_two_ranks(run_dir: Path) -> None:
-    """The last steps fit the data better than the first ones did."""
+    """The last steps have lower losses than the first ones."""
     losses = loss_values(run_dir)
     assert len(losses) == 20
     assert mean(losses[-5:]) < FALLS * mean(losses[:5])
@@ -93,9 +93,9 @@ def test_tiny_recipe_trains_on_two_ranks(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("name", each(CURVES))
 def test_losses_follow_the_recorded_curve(run_dir: Path, name: str) -> None:
-    """A change of numbers that all layouts share would pass every comparison of layouts; this one it does not pass.
+    """Comparisons of layouts miss a change of numbers that affects all layouts; this comparison does not.
 
-    The recorded curve is one rank's; the run is that of `RUNS`, on two. Who changes numbers on purpose records anew.
+    The curve was recorded on one rank; the runs of `RUNS` have two. Record it again after an intended change.
     """
     assert loss_values(run_dir) == pytest.approx(CURVES[name]["one rank"], rel=CURVE_RTOL)
 

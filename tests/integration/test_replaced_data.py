@@ -1,4 +1,4 @@
-"""Other data under the path of a run: refused at a resume, or read from their beginning if that is accepted."""
+"""Data replaced under the path of a run: a resume refuses them, or reads them from the start if accepted."""
 
 import shutil
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ STOP, STEPS = 4, 6
 
 
 def write(folder: Path, count: int, seed: int, held_out_seed: int = 0) -> None:
-    """Write a data set of random latents, in place of an older one."""
+    """Write a data set of random latents, and delete an older one."""
 
     def samples(count: int, seed: int) -> Iterator[tuple[str, dict[str, Any], dict[str, bytes]]]:
         rng = np.random.default_rng(seed)
@@ -33,7 +33,7 @@ def write(folder: Path, count: int, seed: int, held_out_seed: int = 0) -> None:
 
 
 def forget_identity(folder: Path) -> None:
-    """Make the manifest of a checkpoint that of an earlier version."""
+    """Turn the manifest of a checkpoint into one of an earlier version."""
     manifest = read_manifest(folder)
     meta = {name: value for name, value in manifest.meta.items() if name != DATA}
     (folder / MANIFEST).write_text(replace(manifest, meta=meta).to_text())

@@ -1,4 +1,4 @@
-"""Reports of a run: mirrors equal to the reference record, and a consistent benchmark."""
+"""Reports of a run: TensorBoard and wandb equal `metrics.jsonl`, and benchmark records are consistent."""
 
 import json
 from pathlib import Path
@@ -19,8 +19,8 @@ from tests.support.ranks import Job, run_jobs
 
 pytestmark = pytest.mark.slow
 
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
-FP32 = 1e-6  # relative; TensorBoard has single precision
+ROUNDING = 1e-5  # relative, fp32: sums in another order
+FP32 = 1e-6  # relative; TensorBoard has float32
 MIRRORS = {"logging__tensorboard": True, "logging__wandb": True}
 PAGE = {"logging__wandb_name": "the-page", "logging__wandb_group": "the-group"}
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(letters_data: Path, folder: Path) -> dict[str, Any]:
-    """A run with all mirrors, one whose mirror breaks, one with none, and a benchmark."""
+    """A run with all mirrors, one whose mirror breaks, one without mirrors, and benchmarks."""
     settings = {"training__num_steps": 6, "checkpoint__interval": 3, "sampling__num_steps": 2}
     settings |= {"training__validation_interval": 3, "training__sample_interval": 6}
 
@@ -54,13 +54,13 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
         ),
     }
     found = run_jobs(folder / "world", jobs)
-    found["split"] = found["split"][0]  # the first of two ranks reports
+    found["split"] = found["split"][0]  # rank 0 reports
     assert {ended.code for ended in found.values()} == {0}, found
     return found
 
 
 def test_the_micro_batch_that_fits_changes_no_loss(done: dict[str, Any], folder: Path) -> None:
-    """Of a global batch of 8, micro-batches of at most 3 are four of 2, not two of 4; the attempt says so."""
+    """A global batch of 8 with micro-batches of at most 3 uses four of 2, not two of 4; `env.json` records this."""
     sizes = {
         name: json.loads((folder / name / "env.json").read_text())[-1]["micro_batch_size"]
         for name in ("plain", "bounded")
@@ -91,7 +91,7 @@ def test_wandb_stays_in_the_run_folder(done: dict[str, Any], folder: Path) -> No
 
 
 def test_mirrors_change_nothing_in_the_record(done: dict[str, Any], folder: Path) -> None:
-    """With mirrors, with one that breaks at its first scalar, or with none: the same records, losses to the bit."""
+    """With mirrors, without, or with one that fails at its first scalar: the same records, and losses to the bit."""
     names = ("plain", "mirrored", "broken")
     records = [read_records(folder / name / "metrics.jsonl") for name in names]
     kinds = [[(r["kind"], r["step"], sorted(r)) for r in found] for found in records]
@@ -109,9 +109,9 @@ def test_mirrors_change_nothing_in_the_record(done: dict[str, Any], folder: Path
 def test_a_benchmark_adds_up(
     done: dict[str, Any], folder: Path, name: str, ranks: int, tokens: int, samples: int
 ) -> None:
-    """Rates times time are the tokens and operations of a step, counted anew; on the recipe's own data, or others.
+    """Rates times time equal the independently counted tokens and operations of a step, for two shapes of data.
 
-    Ranks that share a layer share its work; parameters are those of the full model.
+    Ranks that share a layer share its work; `parameters` counts the full model.
     """
     record = json.loads(done[name].out.splitlines()[-1])
     written = [json.loads(line) for line in (folder / "lines.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Stop a run on real data in every way; the same command then gives the numbers of an uninterrupted run."""
+"""A run on real data, stopped in every way and started again, has the numbers of an uninterrupted run."""
 
 import os
 import random
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 NUM_STEPS = 24
 INTERVAL = 2
 SEED = 20
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+ROUNDING = 1e-5  # relative, fp32: sums in another order
 BF16_RTOL = 2e-2  # a few ulps of bf16
 SETTINGS = {
     "training__num_steps": NUM_STEPS,
@@ -64,13 +64,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def command(letters_data: Path, folder: Path) -> Command:
-    """Return the arguments of the run of a given name; the runs differ in their folders only."""
+    """Return a function from the name of a run to its arguments; runs differ only in their folders."""
     return lambda name: letters(letters_data, folder / name, **SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def jobs(letters_data: Path, folder: Path, command: Command) -> "Future[dict[str, Any]]":
-    """Runs in a worker process, beside the ones that are killed: uninterrupted, asked to stop, and in bf16."""
+    """Runs in a worker process, concurrent with the killed runs: uninterrupted, signalled, and in bf16."""
     bf16 = partial(letters, letters_data, **BF16)
     runs = {
         "uninterrupted": Job(actions.train, {"arguments": command("uninterrupted")}),
@@ -85,7 +85,7 @@ def jobs(letters_data: Path, folder: Path, command: Command) -> "Future[dict[str
 
 
 def assert_same_run(found: Path, expected: Path, step: int) -> None:
-    """Check every loss that any attempt logged, the last checkpoint's tensors, and the position in the data."""
+    """Compare every logged loss, the tensors of the checkpoint at `step`, and the position in the data."""
     assert losses(found) == losses(expected)
     assert held_out(found) == held_out(expected)
     assert_same_bits(read_tensors(checkpoint(found, step)), read_tensors(checkpoint(expected, step)))
@@ -112,7 +112,7 @@ def held_out(run_dir: Path) -> dict[int, set[float]]:
 def test_killed_runs_become_the_run_that_was_never_killed(
     command: Command, folder: Path, jobs: "Future[dict[str, Any]]"
 ) -> None:
-    """Kill -9 at a random moment, and again while a checkpoint is being written, with the same command every time."""
+    """Kill -9 at a random moment, then during a save; the same command resumes every time."""
     rng = random.Random(SEED)
     run_dir, arguments = folder / "killed", command("killed")
 
@@ -148,7 +148,7 @@ def test_killed_runs_become_the_run_that_was_never_killed(
 
 
 def stop_while_saving(process: subprocess.Popen, run_dir: Path, step: int, log: Path) -> Path:
-    """Freeze the process group when, at `step` or later, a checkpoint is half-written; return its folder."""
+    """Stop the process group while a checkpoint at `step` or later is half-written; return the checkpoint's folder."""
     while True:
         wait_for(process, lambda: steps_logged(run_dir) >= step and any(run_dir.glob("checkpoints/*.tmp")), log)
         os.killpg(process.pid, signal.SIGSTOP)
@@ -159,7 +159,7 @@ def stop_while_saving(process: subprocess.Popen, run_dir: Path, step: int, log: 
 
 
 def test_a_run_asked_to_stop_saves_and_goes_on_later(folder: Path, jobs: "Future[dict[str, Any]]") -> None:
-    """SIGTERM is honoured at the end of the step or of the next one, with a checkpoint of that step."""
+    """After SIGTERM, the run saves and stops at the end of the current or the next step."""
     ended = jobs.result()
     assert (ended["asked"].code, ended["asked again"].code) == (75, 0)
     assert re.search("resumed at step [78]", ended["asked again"].out)
@@ -169,9 +169,9 @@ def test_a_run_asked_to_stop_saves_and_goes_on_later(folder: Path, jobs: "Future
 def test_torchrun_passes_the_request_on_and_two_ranks_continue(
     command: Command, folder: Path, jobs: "Future[dict[str, Any]]"
 ) -> None:
-    """SIGUSR1 to torchrun, as Slurm sends it: all ranks stop at one step; their losses are those of one rank.
+    """SIGUSR1 to torchrun, as Slurm sends it: all ranks stop at the same step, and have the losses of one rank.
 
-    The ranks' 75 is in exit.json, torchrun itself returns 1.
+    Exit code 75 of the ranks is in exit.json; torchrun itself returns 1.
     """
     run_dir, arguments, log = folder / "two_ranks", command("two_ranks"), folder / "two_ranks.log"
     with started(arguments, log, ranks=2, torchrun=["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]) as process:
@@ -202,13 +202,13 @@ def test_bf16_trains_on_cpu_with_fp32_masters_and_resumes_to_the_bit(
     assert_same_run(folder / "bf16_stopped", folder / "bf16", 8)
     for name, tensor in read_tensors(checkpoint(folder / "bf16", 8)).items():
         slot = name.partition(".")[0]
-        # Eight small updates of a bf16 weight would leave bf16 numbers.
+        # Weights that are updated in bf16 would still be bf16 numbers after eight steps.
         if slot in ("weight", "ema") and tensor.numel() > 1000:
             assert not torch.equal(tensor, tensor.bfloat16().float()), name
 
 
 def test_what_is_counted_between_two_log_lines_survives_a_stop(folder: Path, jobs: "Future[dict[str, Any]]") -> None:
-    """Lines come every three steps; there is one more before each checkpoint between two of them."""
+    """There is a log line every three steps and before each checkpoint."""
     jobs.result()
     assert scalars(folder / "bf16_stopped", "consumed_samples") == {step: 8 * step for step in (3, 4, 6, 8)}
     assert scalars(folder / "bf16", "consumed_samples") == scalars(folder / "bf16_stopped", "consumed_samples")

@@ -1,4 +1,4 @@
-"""A run folder has one owner, says where and how the run went, and says so when something is wrong with it."""
+"""A run folder has one owner, records the run and its outcome, and faults in it are reported."""
 
 import json
 import os
@@ -22,7 +22,7 @@ NONSENSE = (b"\0" * 200 + b"\n", b"[1]\n", b"\xff\xfe", b"[" * 100_000)
 
 
 def overwrite_records(folder: Path, content: bytes) -> list[str]:
-    """Overwrite every file of a run folder except its checkpoints; return their names."""
+    """Overwrite all files of a run folder except checkpoints; return their names."""
     files = [path for path in [*folder.iterdir(), *(folder / "heartbeats").iterdir()] if path.is_file()]
     for path in files:
         path.write_bytes(content)
@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
-    """Runs of synthetic data, one after the other, in one start of two ranks."""
+    """Runs on synthetic data, one after the other, in one start of two ranks."""
     jobs: dict[str, Job] = {}
 
     def add(name: str, at: Any = None, ranks: int = 1, fault: Any = None, **settings: Any) -> None:
@@ -74,19 +74,19 @@ def done(folder: Path) -> dict[str, Any]:
 
 
 def test_a_second_process_is_refused_and_touches_nothing(done: dict[str, Any]) -> None:
-    """Every rank learns who is there and ends with a usage code; its own settings do not matter."""
+    """All ranks exit with the usage code, and the error names the owner, even if the settings have mistakes."""
     runs = [*done["second process"], done["second process, other mistakes"]]
     assert [run.code for run in runs] == [2, 2, 2], [run.err for run in runs]
     who = (
         f"is in use by process {json.loads(done['after'].pop('run.lock'))['pid']} on {socket.gethostname()}, started 2"
     )
-    assert [who in run.err for run in runs] == [True, False, True]  # rank 0 says it
+    assert [who in run.err for run in runs] == [True, False, True]  # only rank 0 prints it
     done["before"].pop("run.lock")
     assert done["after"] == done["before"]
 
 
 def test_a_run_ends_with_how_it_went_and_how_to_draw(done: dict[str, Any], folder: Path) -> None:
-    """Times differ; the losses are those of the record, and the command is one that draws."""
+    """The printed losses equal those of `metrics.jsonl`, and the printed command draws samples."""
     records = scalars_by_step(read_records(folder / "run" / "metrics.jsonl"))
     held_out = {step: values["held_out/loss"] for step, values in records.items() if "held_out/loss" in values}
     assert sorted(held_out) == [2, 4]
@@ -141,7 +141,7 @@ def test_a_mistake_is_one_line_with_its_code_and_cure(
     assert run.err.count("\n") == 1
     for word in words:
         assert word in run.err
-    if name in ("port", "deleted", "start from"):  # the other folders cannot be, or went on to be used
+    if name in ("port", "deleted", "start from"):  # the other folders do not exist, or later runs used them
         assert outcome(folder / name)["code"] == code
         assert words[0] in outcome(folder / name)["error"]
 
@@ -152,7 +152,7 @@ def test_a_deleted_run_is_not_made_to_look_like_one(done: dict[str, Any], folder
 
 
 def test_ctrl_c_is_130_everywhere(done: dict[str, Any], folder: Path) -> None:
-    """For the shell and in the record."""
+    """The process returns it, and `exit.json` records it."""
     assert done["interrupted"].code == 130
     assert done["interrupted"].err.startswith("interrupted; a training continues from its last checkpoint")
     record = json.loads(done["interrupted run"]["exit.json"])
@@ -160,7 +160,7 @@ def test_ctrl_c_is_130_everywhere(done: dict[str, Any], folder: Path) -> None:
 
 
 def test_damaged_checkpoints_stop_a_run_unless_it_is_asked_to_start_anew(done: dict[str, Any], folder: Path) -> None:
-    """Each loss of the second start is that of the first: it begins at step 0."""
+    """The second run starts at step 0 and has the same losses as the first."""
     assert done["anew"].code == 0
     assert {step: len(values) for step, values in losses(folder / "interrupted").items()} == dict.fromkeys(
         range(1, 5), 1

@@ -1,4 +1,4 @@
-"""Out of a latent run: decoded pictures while it trains and on command, and measurements; the same on two ranks."""
+"""Output of a latent run: pictures decoded during training and on command, and metrics; the same on two ranks."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ METRICS = ("loss", "fid", "kid")
 
 
 class Colours(torch.nn.Module):
-    """Features of a picture: the mean and the spread of each colour."""
+    """Features of a picture: mean and standard deviation of each colour."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         pixels = images.float() / 255
@@ -57,7 +57,7 @@ def done(folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     kind(**config).save_pretrained(folder / "vae")
     torch.jit.script(Colours()).save(str(folder / "colours.pt"))
-    (folder / "run").mkdir()  # the second rank looks for it at once, and then waits for the first one
+    (folder / "run").mkdir()  # the second rank checks for the folder at once, before it waits for the first rank
     run = mock(folder / "run", **SETTINGS, sampling__vae=folder / "vae")
     jobs: dict[str, Job] = {"train": Job(actions.train, {"arguments": run})}
     for ranks in (1, 2):
@@ -80,7 +80,7 @@ def done(folder: Path) -> dict[str, Any]:
 
 
 def test_pictures_are_the_decoded_latents_and_the_same_on_two_ranks(done: dict[str, Any], folder: Path) -> None:
-    """To the byte: files, grid and latents; each file is what the autoencoder makes of its latent."""
+    """Files, grid and latents are equal to the byte; each file is the decoded latent."""
     one, two = (folder / f"on {ranks}" for ranks in (1, 2))
     names = sorted(path.name for path in one.iterdir())
     assert names == [*(f"{i:06d}.png" for i in range(6)), "samples.jsonl", "x.png", "x.safetensors"]
@@ -98,7 +98,7 @@ def test_pictures_are_the_decoded_latents_and_the_same_on_two_ranks(done: dict[s
 
 
 def test_a_run_keeps_its_autoencoder_and_decodes_what_it_shows(done: dict[str, Any], folder: Path) -> None:
-    """The grid while training has the size of decoded samples, 32 pixels a side, 64 enlarged; no line on colours."""
+    """The grid has the size of decoded samples (32 pixels, enlarged to 64); no message mentions false colours."""
     metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
     assert metadata["autoencoder"] == str(folder / "vae")
     assert "false colours" not in done["train"].out + done["train"].err
@@ -108,13 +108,13 @@ def test_a_run_keeps_its_autoencoder_and_decodes_what_it_shows(done: dict[str, A
 
 
 def test_a_size_is_drawn_in_pixels(done: dict[str, Any], folder: Path) -> None:
-    """Two samples of 64 x 48 pixels in a row, enlarged until the shorter side has 64."""
+    """The grid has two samples of 64 x 48 pixels in a row, enlarged until the shorter side has at least 64."""
     with Image.open(folder / "large.png") as image:
         assert image.size == (2 * (96 + 4) + 4, 128 + 16 + 2 * 4)
 
 
 def test_the_loss_is_that_of_the_run(done: dict[str, Any], folder: Path) -> None:
-    """As the last validation of the run, which had the same weights, data, noise and precision."""
+    """The evaluated loss equals the run's last validation, which had the same weights, data, noise and precision."""
     found = json.loads(done["loss on 1"].out)
     (recorded,) = scalars(folder / "run", "held_out/loss").values()
     assert found["loss"] == pytest.approx(recorded, rel=1e-6)
@@ -123,7 +123,7 @@ def test_the_loss_is_that_of_the_run(done: dict[str, Any], folder: Path) -> None
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_several_ranks_measure_what_one_does(done: dict[str, Any], metric: str) -> None:
-    """Though the micro-batches, of two sizes, are not dealt evenly."""
+    """Although the two ranks have different numbers of micro-batches, of two sizes."""
     one, (two, silent) = json.loads(done[f"{metric} on 1"].out), done[f"{metric} on 2"]
     assert silent.out == ""
     two = json.loads(two.out)

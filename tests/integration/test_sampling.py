@@ -1,4 +1,4 @@
-"""Every objective trains the letters recipe by one override, and every solver draws from what it has learned."""
+"""One override trains the letters recipe with any objective, and every solver draws from the trained model."""
 
 import statistics
 from pathlib import Path
@@ -29,7 +29,7 @@ REQUESTS = {
     "other letters": {"labels": [0, 1, 2], "solver": "euler", **SHORT, "guidance_scale": 0.0},
     "as the run": {"labels": LABELS},
 }
-SOLVED_ALIKE = 0.1  # relative: eighty steps of one ordinary differential equation
+SOLVED_ALIKE = 0.1  # relative: 80 steps of the same ordinary differential equation
 
 
 def text(seed: int, length: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(letters_data: Path, folder: Path) -> dict[str, Any]:
-    """A short training by each objective, of models that take text or a frame rate, of one without average; samples."""
+    """Short runs with each objective, with text, with a frame rate and without average, and their samples."""
     np.save(folder / "words.npy", TEXTS[0].numpy())
     jobs = {}
     for name in OBJECTIVES:
@@ -107,7 +107,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_one_override_trains_letters_by_another_objective(done: dict[str, Any], folder: Path, name: str) -> None:
-    """The loss falls, on what the run has seen and on font families that it has not."""
+    """The loss falls on the training data and on held-out font families."""
     losses = loss_values(folder / name)
     assert len(losses) == NUM_STEPS
     assert statistics.mean(losses[-10:]) < 0.95 * statistics.mean(losses[:10])
@@ -132,7 +132,7 @@ def test_every_solver_draws_from_every_objective(drawn: dict, name: str) -> None
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_seed_addresses_the_noise_of_each_sample(drawn: dict, name: str) -> None:
-    """The same seed gives the same latents to the bit, another one others; neighbours do not matter."""
+    """A seed gives the same latents to the bit, another seed gives others; the other samples do not matter."""
     found = drawn[name]
     assert torch.equal(found["again"], found["ancestral"])
     assert distance(found["another seed"], found["ancestral"]) > 0.1
@@ -141,7 +141,7 @@ def test_the_seed_addresses_the_noise_of_each_sample(drawn: dict, name: str) -> 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_guidance_scales_between_unconditional_and_conditional(drawn: dict, name: str) -> None:
-    """At scale 0 the labels do not matter; at 1 they do, and more at 1.5."""
+    """At scale 0 the labels have no effect; at 1 they have one, and at 1.5 a larger one."""
     found = drawn[name]
     assert found["unconditional"] == pytest.approx(found["other letters"], rel=1e-4, abs=1e-4)
     away = distance(found["unguided"], found["unconditional"])
@@ -166,7 +166,7 @@ def test_without_an_average_the_command_says_so(done: dict[str, Any], folder: Pa
 
 
 def test_text_steers_samples_and_negative_text_steers_away(drawn: dict) -> None:
-    """Led away from itself a text has no guidance left; led away from another text it has."""
+    """If both texts are equal, guidance has no effect; with another negative text it has one."""
     found = drawn["text"]
     for name in ("no texts", "other texts", "negative", "unguided"):
         assert distance(found[name], found["texts"]) > 1e-4, name
@@ -175,7 +175,7 @@ def test_text_steers_samples_and_negative_text_steers_away(drawn: dict) -> None:
 
 
 def test_clips_are_drawn_at_the_frame_rate_of_the_training_data(drawn: dict) -> None:
-    """A model conditioned on the frame rate, trained on clips of 8 frames per second beside images."""
+    """The model is conditioned on the frame rate, and trained on clips of 8 frames per second and on images."""
     found = drawn["slow"]
     assert found["own rate"].shape[2] > 1
     assert torch.equal(found["own rate"], found["8 per second"])

@@ -1,4 +1,4 @@
-"""Saves beside training: the same checkpoints as synchronous ones, and a run that goes on when one of them fails."""
+"""Asynchronous saves write the same checkpoints as synchronous ones, and the run continues if a save fails."""
 
 import re
 import shutil
@@ -72,13 +72,13 @@ def ended(folder: Path) -> dict[str, Any]:
 
 
 def log_of(folder: Path, name: str, rank: int = 0) -> str:
-    """Return what a rank has logged during one job."""
+    """Return the log of a rank during one job."""
     parts = re.split(r"^--- (.*)$", (folder / "world" / f"rank_{rank}.log").read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2]))[name]
 
 
 def saved(folder: Path, name: str) -> list[int]:
-    """Return the steps of the checkpoints of a run, which verify; nothing else is left beside them."""
+    """Return the steps of a run's checkpoints, which must all verify; there may be no other files."""
     names = checkpoints(folder / name)
     for one in names:
         verify_folder(folder / name / "checkpoints" / one)
@@ -86,7 +86,7 @@ def saved(folder: Path, name: str) -> list[int]:
 
 
 def copies(there: Path) -> dict[str, bytes]:
-    """Return the content of the copies at an address."""
+    """Return the content of all copies in a folder."""
     return {name: content for name, content in actions.contents(there).items() if name not in (INDEX, OWNER)}
 
 
@@ -96,7 +96,7 @@ def codes(ended: dict[str, Any], name: str) -> list[int]:
 
 @pytest.mark.parametrize("step", ALL)
 def test_a_save_beside_training_is_the_synchronous_one(ended: dict[str, Any], folder: Path, step: int) -> None:
-    """File by file, to the byte; the settings differ by what was asked for. Held-out losses are attached to both."""
+    """All files are equal to the byte, except the intended settings. Both get held-out losses."""
     assert codes(ended, "sync") == codes(ended, "async") == [0, 0], ended["async"][0].err
     one, other = (actions.contents(checkpoint(folder / name, step)) for name in ("sync", "async"))
     assert one.keys() == other.keys()
@@ -119,7 +119,7 @@ def test_a_save_beside_training_is_the_synchronous_one(ended: dict[str, Any], fo
 def test_a_save_that_fails_leaves_training_running(
     ended: dict[str, Any], folder: Path, name: str, expected: list[int]
 ) -> None:
-    """It is said as an error, with the count; the weights are those of the run without it."""
+    """The failure is logged as an error with a count; the losses are those of a run without failures."""
     assert codes(ended, name) == [0, 0], ended[name]
     assert saved(folder, name) == expected
     assert losses(folder / name) == losses(folder / "sync")
@@ -132,7 +132,7 @@ def test_a_save_that_fails_leaves_training_running(
     if "disk" in name:
         assert "File too large" in log_of(folder, name, 0 if name == "disk of rank 0" else 1)
     else:
-        assert any("save_timeout_s=1" in log_of(folder, name, rank) for rank in range(2))  # of the first to see it
+        assert any("save_timeout_s=1" in log_of(folder, name, rank) for rank in range(2))  # the first rank to detect it
 
 
 def test_three_failures_in_a_row_end_the_run_on_all_ranks(ended: dict[str, Any], folder: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_save_waits_for_the_one_before(ended: dict[str, Any], folder: Path) ->
 
 
 def test_waiting_for_a_save_is_no_hang(ended: dict[str, Any], folder: Path) -> None:
-    """It has a limit of its own, `checkpoint.save_timeout_s`."""
+    """Saves have a separate limit, `checkpoint.save_timeout_s`."""
     assert codes(ended, "watched") == [0, 0], ended["watched"]
     assert saved(folder, "watched") == list(ALL)
 
@@ -183,7 +183,7 @@ def test_a_run_that_fails_lets_its_save_finish(ended: dict[str, Any], folder: Pa
 
 
 def test_a_run_stops_before_its_time_is_up_and_goes_on_later(ended: dict[str, Any], folder: Path) -> None:
-    """On all ranks, with the code that is requeued."""
+    """All ranks return the exit code for requeueing."""
     assert codes(ended, "late") == [75, 75]
     assert outcome(folder / "late")["code"] == 0
     assert "resumed at step 1" in ended["late, again"][0].out
@@ -192,7 +192,7 @@ def test_a_run_stops_before_its_time_is_up_and_goes_on_later(ended: dict[str, An
 
 
 def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(ended: dict[str, Any], folder: Path) -> None:
-    """As if nothing had happened; the copies are those that the rules select, to the byte."""
+    """The losses are those of an undisturbed run, and the copies equal the kept checkpoints to the byte."""
     assert codes(ended, "copied") == [75, 75]
     assert codes(ended, "copied, again") == [0, 0], ended["copied, again"][0].err
     assert "fetching checkpoint of step 5" in log_of(folder, "copied, again")
@@ -208,7 +208,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(ended: dict[str, Any],
     ("name", "change"), [("sibling", " -> 0.0003; training.run_dir: "), ("other seed", "training.seed: 1234 -> 5")]
 )
 def test_another_run_takes_no_copies(ended: dict[str, Any], folder: Path, name: str, change: str) -> None:
-    """It is refused before anything is copied, so it starts from step 0 when it has an address of its own."""
+    """The run is refused before it copies anything, so with another address it starts from step 0."""
     assert codes(ended, name) == [2, 2]
     run = (folder / "lost" / "run_id").read_text().strip()
     for words in (f"/elsewhere/a has the copies of run {run} in training.run_dir={folder / 'copied'}", change):

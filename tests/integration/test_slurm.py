@@ -1,6 +1,6 @@
-"""`sbatch launch/train.sh` from its first step to its last, on a Slurm of one machine (tests/support/slurm.py).
+"""`sbatch launch/train.sh` from first to last step, on a substitute for Slurm (tests/support/slurm.py).
 
-Two nodes of one rank each: a real torchrun per node, which meet on the first. The nodes are processes of this machine.
+Two nodes of one rank each, which are processes on this machine. Each node starts a real torchrun.
 """
 
 import os
@@ -24,7 +24,7 @@ def arguments(run_dir: Path, **settings: object) -> list[str]:
 
 
 def environ() -> dict[str, str]:
-    """The environment of a run, with this Python and its torchrun first."""
+    """Return the environment of a run, with this Python and its torchrun first in PATH."""
     return environment(PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -37,7 +37,7 @@ def ended(job: subprocess.Popen, folder: Path) -> int:
 
 
 def test_a_preempted_job_of_two_nodes_is_requeued_and_goes_on(tmp_path):
-    """Slurm's signal reaches the ranks; the requeued job resumes at the next step and ends with 0."""
+    """The ranks receive Slurm's signal; the requeued job resumes at the next step and exits with 0."""
     slurm.commands(tmp_path)
     run_dir = tmp_path / "run"
     job = slurm.sbatch(tmp_path, FLAGS, arguments(run_dir), environ())

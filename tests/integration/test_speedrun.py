@@ -1,4 +1,4 @@
-"""`examples.letters.speedrun`: a run of a few steps is a record, replays to the bit, and a false claim is found."""
+"""`examples.letters.speedrun`: a run of a few steps writes a record, replays to the bit, and a false claim fails."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def words(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A tiny run; beside a copy of its data is a reader that has learnt little."""
+    """Settings of a tiny run on a copy of the letters, with a reader next to them that was trained for 5 steps."""
     data = shutil.copytree(letters_data, tmp_path_factory.mktemp("race") / "letters")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(letter_reader, "train_reader", partial(letter_reader.train_reader, num_steps=5))
@@ -38,8 +38,8 @@ def test_a_record_replays_to_the_bit_and_a_false_one_does_not(tmp_path, words, c
     assert record.row() in capsys.readouterr().out
     assert record.weights_sha256[:16] in record.row()
 
-    # Of another seed, which gives other losses and weights, and of a reader who saw more.
-    slow = 100 * record.process_s  # seconds of start-up vary more than those of a race
+    # A false claim: losses and weights of another seed, and one more letter read.
+    slow = 100 * record.process_s  # start-up times vary more than the time of a short run
     false = replace(record, losses_sha256="0" * 64, read=record.read + 1, process_s=slow)
     claim = tmp_path / "claim.json"
     claim.write_text(json.dumps(asdict(false)))
@@ -47,7 +47,7 @@ def test_a_record_replays_to_the_bit_and_a_false_one_does_not(tmp_path, words, c
     printed = capsys.readouterr().out
     assert "not confirmed" in printed
     assert [line.partition(":")[0] for line in printed.splitlines()[2:]] == ["losses_sha256", "read"]
-    # Its weights and letters are those of the true one: nothing else differs from it.
+    # All other fields equal those of the true record.
     assert speedrun.differences(replace(record, process_s=slow), Record.load(again / FILE)) == []
 
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion end to end: a tiny UNet of XL's form is trained and sampled, and a published v1 gets adapters."""
+"""Stable Diffusion end to end: a tiny XL UNet is trained and sampled, and a published v1 gets adapters."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_prepared_pictures_train_a_model_that_is_asked_for_sizes_and_crops(tmp_path: Path):
-    """Offset noise and v from a table that ends at pure noise; the crop that is asked for changes the picture."""
+    """The run uses offset noise and v-prediction with zero terminal SNR; the requested crop changes the picture."""
     folder, run = prepare_sdxl(tmp_path), tmp_path / "run"
     settings = {"data": "energon", "data__path": folder / "joined", "data__num_streams": 1, "data__background": False}
     settings |= {"data__bucket_by_shape": True, "model__context_size": 2 * CLIP_WIDTH, "model__pooled_size": PROJECTION}
@@ -55,11 +55,11 @@ def test_prepared_pictures_train_a_model_that_is_asked_for_sizes_and_crops(tmp_p
     assert list((run / "samples").glob("step_*/*.png"))
     plain, cut, both = (next(x for x in load_file(f).values() if x.dim() == 5) for f in files)
     assert (plain - cut).abs().max() > 1e-4
-    torch.testing.assert_close(both[:1], cut, rtol=0, atol=1e-5)  # of another batch
+    torch.testing.assert_close(both[:1], cut, rtol=0, atol=1e-5)  # drawn in another batch
 
 
 def test_adapters_trained_here_draw_the_same_in_diffusers(tmp_path: Path):
-    """Import, `finetune_lora`, sampling and export by commands; in diffusers by both examples of the exported page."""
+    """Commands import, run `finetune_lora`, sample and export; diffusers runs both examples of the exported README."""
     betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
     steps = {"timestep_spacing": "trailing", "clip_sample": False}
     published = save_stable_diffusion(tmp_path / "published", DDIMScheduler(**betas, **steps))
@@ -73,7 +73,7 @@ def test_adapters_trained_here_draw_the_same_in_diffusers(tmp_path: Path):
 
     settings = {"data__path": tmp_path / "data", "data__bucket_by_shape": True, "data__background": False}
     settings |= {"training__num_steps": 6, "training__precision": "fp32", "optimizer__lr": 0.01}
-    settings |= {"model__lora__alpha": 32.0}  # a scale of 2
+    settings |= {"model__lora__alpha": 32.0}  # scales the adapters by 2
     settings |= {"logging__tensorboard": False}
     read = ["--in", tmp_path / "in", "--out", tmp_path / "data", "--caption", "a red circle", "--multiple-of", 16]
     read += ["--vae", published / "vae", "--text-encoder", f"{published}/text_encoder:padded"]

@@ -1,4 +1,4 @@
-"""A new run starts from another run's averaged weights: stages of a training, and fine-tuning."""
+"""A new run starts from another run's averaged weights: later stages of training, and fine-tuning."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,9 +39,9 @@ def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.
 
 
 def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_world):
-    """Step, optimizer and data start afresh; the weights are the other run's average, to the last step's tiny lr.
+    """The weights start as the other run's average (lr is tiny); step, optimizer and data start again.
 
-    What an objective learns beside the network starts afresh, too, and is left out where the next one does not.
+    Parameters added by an objective are newly initialised; the third run, whose objective has none, drops them.
     """
     first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
     jobs = {

@@ -1,4 +1,4 @@
-"""The tiny ST-DiT trains from the command line, on one rank and on two that share every clip's frames."""
+"""The tiny ST-DiT trains from the command line on one rank, and on two that split the frames of every clip."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.support.ranks import Job, run_jobs
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 20
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+ROUNDING = 1e-5  # relative, fp32: sums in another order
 FULL_STEPS = 3
 CP2 = {"parallel__context_parallel_size": 2}
 FULL = {"training__num_steps": FULL_STEPS, "schedule__warmup_steps": 1}
@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["hybrid", "ring"])
 def test_two_ranks_train_as_one(runs: Path, name: str) -> None:
-    """Mixed packs of images and clips, 20 steps, the same losses."""
+    """20 steps on mixed packs of images and clips have the same losses."""
     one, two = loss_values(runs / "one"), loss_values(runs / name)
     assert len(one) == NUM_STEPS
     assert two == pytest.approx(one, rel=ROUNDING)
@@ -45,7 +45,7 @@ def test_two_ranks_train_as_one(runs: Path, name: str) -> None:
 
 
 def test_layers_with_full_attention_train_as_one(runs: Path) -> None:
-    """Full attention on the ring beside spatial and temporal attention made local, in one layer: the same losses."""
+    """Layers with ring attention over all tokens and local spatial and temporal attention have the same losses."""
     one, two = loss_values(runs / "full_one"), loss_values(runs / "full_hybrid")
     assert len(one) == FULL_STEPS
     assert two == pytest.approx(one, rel=ROUNDING)

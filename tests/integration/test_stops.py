@@ -1,4 +1,4 @@
-"""A run that is stopped, fails, or is started with other settings at an awkward moment loses no step and no record."""
+"""A run that stops, fails or starts with other settings at an awkward moment loses no step and no record."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ LOOP = {
     "checkpoint__interval": 3,
     "checkpoint__keep_last": 9,
 }
-# Two of the settings are refused, the number of steps is not.
+# All changes are refused, except that of the number of steps.
 OTHERS = {
     "objective": ("objective: FlowMatching -> EDM", {"objective": "edm"}),
     "seed": ("training.seed: 1234 -> 7", {"training__seed": 7, "training__num_steps": 5}),
@@ -39,7 +39,7 @@ ACCEPTED = {
 
 
 def packs(run_dir: Path, **settings: Any) -> list[str]:
-    """Return the arguments of a run on packs of images and clips, of which the larger ones come late."""
+    """Return the arguments of a run on packs of images of three sizes."""
     shapes = '["1x4x4","1x4x8","1x8x8"]'
     small = {
         "model__hidden_size": 32,
@@ -81,7 +81,7 @@ def ended(folder: Path) -> dict[str, Any]:
     inside, store = partial(partial, faults.terminated_inside), "dit.checkpoint.store.CheckpointStore"
     loop = "dit.training.pretrain"
     add("uninterrupted", fault=partial(faults.flushes_counted, folder / "uninterrupted", folder / "flushes.json"))
-    # Between two validations, and where one is due: in the step, and while its checkpoint is saved.
+    # Stops between two validations, and where validation is due: in the step, and during the save.
     for name, fault in {
         "between": partial(faults.terminated, 7),
         "in the step": partial(faults.terminated, 6),
@@ -89,14 +89,14 @@ def ended(folder: Path) -> dict[str, Any]:
     }.items():
         add(name, fault=fault)
         add(f"{name}, again", at=name)
-    # Both are due at the last step, but the run was asked to stop.
+    # Validation and pictures are due at the last step, but the run has received a signal.
     last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
     stuck = partial(faults.stuck_inside, f"{store}.newest_first", 9.0)
     add("last save", fault=partial(faults.together, inside(f"{store}.publish"), stuck), **last)
     add("looks fail", fault=partial(faults.out_of_memory, f"{loop}.Run.validate"))
     add("pictures fail", fault=partial(faults.out_of_memory, f"{loop}.Run.sample"), training__sample_interval=3)
     add("no pictures", sampling__num_steps=0)
-    # Before the first step: of a new run, and of one that would resume.
+    # Signals before the first step, of a new run and of resumed ones.
     short = {"at": "finished", "training__num_steps": 3}
     add("finished", **short)
     add("building", ranks=2, fault=inside(f"{loop}.build_state"))
@@ -111,7 +111,7 @@ def ended(folder: Path) -> dict[str, Any]:
 
 
 def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the metadata of a checkpoint: that of its manifest, and that for sampling."""
+    """Return the metadata of a checkpoint in its manifest, and its metadata for sampling."""
     return {**read_manifest(checkpoint_folder).meta, "run": ""}, json.loads(
         (checkpoint_folder / "metadata.json").read_text()
     )
@@ -129,7 +129,7 @@ def held_out(run_dir: Path) -> dict[int, set[float]]:
 def test_a_stopped_run_keeps_its_held_out_loss_and_its_largest_sample(
     ended: dict[str, Any], folder: Path, name: str, step: int
 ) -> None:
-    """All that checkpoints say is what those of the undisturbed run say; so is what validation found, and when."""
+    """Validation results and all checkpoint metadata equal those of the undisturbed run at every step."""
     assert (ended[name].code, ended[f"{name}, again"].code, ended["uninterrupted"].code) == (75, 0, 0)
     stopped = {record["step"] for record in read_records(folder / name / "metrics.jsonl") if record["attempt"] == 1}
     assert max(stopped) == step
@@ -149,7 +149,7 @@ def test_a_checkpoint_says_when_its_held_out_loss_was_measured(ended: dict[str, 
 
 
 def test_a_request_during_the_last_save_costs_nothing(ended: dict[str, Any], folder: Path) -> None:
-    """The save is finished, the target is reached, and no time is spent on validation and pictures."""
+    """The save finishes and the run is complete; it skips validation and pictures."""
     assert ended["last save"].code == 0, ended["last save"].err
     assert [outcome(folder / "last save")[key] for key in ("code", "reason", "step")] == [0, "completed", 6]
     assert checkpoints(folder / "last save") == ["iter_0000006"]
@@ -158,14 +158,14 @@ def test_a_request_during_the_last_save_costs_nothing(ended: dict[str, Any], fol
 
 
 def test_a_start_that_hangs_leaves_its_stacks(ended: dict[str, Any], folder: Path) -> None:
-    """Here it only takes long, in looking for a checkpoint; the run goes on as ever."""
+    """Here the search for a checkpoint is only slow, so the run continues normally."""
     stacks = (folder / "last save" / "stacks" / "rank_0.txt").read_text()
     assert " in resume\n" in stacks
     assert ended["last save"].code == 0
 
 
 def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, Any], folder: Path) -> None:
-    """On one rank and on two, of a run that begins and of one that would resume: nothing was logged or saved."""
+    """Nothing is logged or saved, on one rank and on two, in a new run and in a resumed one."""
     assert [run.code for run in ended["building"]] == [75, 75]
     for name in ("hashing", "loading"):
         assert ended[name].code == 75
@@ -192,7 +192,7 @@ def test_impossible_pictures_are_refused_at_once(ended: dict[str, Any], folder: 
 
 
 def test_metrics_are_on_the_disk_before_the_checkpoint(ended: dict[str, Any], folder: Path) -> None:
-    """A resume writes no line again that is older than its checkpoint."""
+    """So a resume does not write lines again that are older than its checkpoint."""
     found = json.loads((folder / "flushes.json").read_text())
     assert len(found) == 4
     for flushed, size in found:
@@ -201,7 +201,7 @@ def test_metrics_are_on_the_disk_before_the_checkpoint(ended: dict[str, Any], fo
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, Any], folder: Path, name: str) -> None:
-    """With both values and the cure; the run folder's own settings stay what they were."""
+    """The error has both values and the solution; the recorded settings in the run folder do not change."""
     assert ended[name].code == 2
     change, _ = OTHERS[name]
     for words in (
@@ -215,7 +215,7 @@ def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, A
 
 
 def test_a_record_that_cannot_be_written_stays_the_former_one(ended: dict[str, Any], folder: Path) -> None:
-    """The settings of the run are those of its checkpoint, after all attempts that were refused and this one."""
+    """After refused attempts and a failed write, the recorded settings are still those of the checkpoint."""
     assert ended["no room"].code == 5
     assert f"{folder / 'finished' / 'config.yaml'} cannot be written" in ended["no room"].err
     assert "Traceback" not in ended["no room"].err
@@ -223,7 +223,7 @@ def test_a_record_that_cannot_be_written_stays_the_former_one(ended: dict[str, A
 
 
 def test_accepted_changes_are_listed_and_the_data_start_afresh(ended: dict[str, Any], folder: Path) -> None:
-    """The model has done four steps, and the data one."""
+    """The model continues to step four; the data restart and have read only one step."""
     assert ended["accepted"].code == 0, ended["accepted"].err
     log = (folder / "world" / "rank_0.log").read_text()
     for line in (

@@ -1,4 +1,4 @@
-"""`benchmarks.sweep` on two gloo ranks, of a layout and a refused one; the same as a nemo-run experiment."""
+"""`benchmarks.sweep` on two gloo ranks with a valid and a refused layout, directly and as a nemo-run experiment."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ LAYOUTS = ("cp2", "pp4")
 
 
 def sweep(out: Path, layouts: tuple[str, ...], *words: str) -> list[dict]:
-    """Run the sweep in a process of its own and return its rows."""
+    """Run the sweep in a separate process and return its rows."""
     grid = ["--factory", "tiny_dit", "--layouts", *layouts, "--steps", "2", "--warmup", "1", "--out", str(out)]
     command = [sys.executable, "-m", "benchmarks.sweep", *grid, *words]
     done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -25,7 +25,7 @@ def sweep(out: Path, layouts: tuple[str, ...], *words: str) -> list[dict]:
 
 
 def test_a_sweep_here_is_the_sweep_as_an_experiment(tmp_path):
-    """Same cells and layouts, same tokens, same loss to the bit; only times differ. The refused layout is a row."""
+    """Both have the same layouts, tokens and losses to the bit; only times differ. A refused layout is a row, too."""
     here = sweep(tmp_path / "here", LAYOUTS, "--ranks", "2")
     again = ("--executor", "torchrun(ranks=2)", "--folder", str(tmp_path / "nemo_run"))
     there = sweep(tmp_path / "there", LAYOUTS, *again)

@@ -1,4 +1,4 @@
-"""Letters by text and letters that move, from shards to files one can look at: a short run of each recipe."""
+"""Letters drawn from text and moving letters, from shards to pictures and films: a short run of each recipe."""
 
 import json
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ from tests.support.ranks import Job, run_jobs
 
 pytestmark = pytest.mark.slow
 
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+ROUNDING = 1e-5  # relative, fp32: sums in another order
 ENCODER = "all-minilm-l6-v2"
 needs_encoder = pytest.mark.skipif(
     any(find_spec(package) is None for package in ("transformers", ENCODERS[ENCODER].package)),
@@ -69,7 +69,7 @@ def clips(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
     data = prepare_moving_letters(folder / "data", fonts=[font], **sizes).folder
     run_dir = folder / "run"
     jobs = {
-        # A clip is 12 tokens, a still 4.
+        # A clip has 12 tokens, a still 4.
         "train": train(
             "letters_dit",
             data,
@@ -94,7 +94,7 @@ def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dic
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
     metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
     assert metadata.pop("guard")["bad_steps"] == []
-    # Stills and clips share packs; what is sampled is a clip.
+    # Packs mix stills and clips; samples are clips.
     unnamed = {"text_encoder": None, "autoencoder": None, "attributions": []}
     assert metadata == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, **unnamed}
     with Image.open(folder / "x.gif") as film, Image.open(folder / "x.png") as row:
@@ -121,7 +121,7 @@ def test_the_samples_of_a_run_on_clips_move(clips: tuple[Path, dict[str, Any]]) 
 
 
 def fake_texts(captions: Iterable[str], _: Optional[str]) -> dict[str, dict[str, bytes]]:
-    """Stand in for the text encoder, of the width that the recipes read: each caption as a few vectors of its own."""
+    """Replace the text encoder: embed each caption as random vectors of the width that the recipes expect."""
 
     def embed(caption: str) -> bytes:
         rng = np.random.default_rng(sample_id(caption))
@@ -132,7 +132,7 @@ def fake_texts(captions: Iterable[str], _: Optional[str]) -> dict[str, dict[str,
 
 @pytest.fixture(scope="module")
 def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """`moving_letters_mixed` on its data and on a blend with letters, which have other classes; one rank and two."""
+    """`moving_letters_mixed` on its data on one rank and two, and on a blend with letters, which have other classes."""
     folder = tmp_path_factory.mktemp("mixed")
     with pytest.MonkeyPatch.context() as patch:
         for module in ("stills", "moving"):
@@ -167,7 +167,7 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
 
 
 def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tuple[Path, dict[str, Any]]) -> None:
-    """Stills fill a patch of two frames; letters of other classes join a model that takes none."""
+    """A patch has two frames, so stills are padded in time; letters with other classes join a model without classes."""
     folder, done = mixed
     ends = [e for ended in done.values() for e in (ended if isinstance(ended, list) else [ended])]
     assert [e.code for e in ends] == [0, 0, 0, 0, 0, 0, 0, 2], done
@@ -182,7 +182,7 @@ def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tup
 
 
 def test_padding_and_the_work_of_the_slowest_rank_are_logged(mixed: tuple[Path, dict[str, Any]]) -> None:
-    """Counted anew from the packs: on two ranks one of which waits, and on one rank that takes both packs of a step."""
+    """The logged values are computed again from the packs: one pack per rank on two ranks, both packs on one rank."""
     folder, _ = mixed
     config = RunConfig.from_record(yaml.safe_load((folder / "moving_2" / "config.yaml").read_text()))
     _, spec = config.check(2)
@@ -212,7 +212,7 @@ def test_a_mixed_run_draws_a_still_or_a_clip(mixed: tuple[Path, dict[str, Any]])
 
 @needs_encoder
 def test_prompts_are_drawn_while_training_and_on_command(font: Path, tmp_path: Path) -> None:
-    """The encoder of the data set goes with the checkpoint; other words or a negative prompt change the picture."""
+    """The checkpoint records the data set's encoder; other prompts or a negative prompt change the picture."""
     data = prepare_letters(tmp_path / "data", fonts=[font], variations=1, text_encoder=ENCODER).folder
     run_dir, prompts = tmp_path / "run", ["the letter Q", "the letter R in a sans font"]
     jobs = {
@@ -226,7 +226,7 @@ def test_prompts_are_drawn_while_training_and_on_command(font: Path, tmp_path: P
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(jobs, 0), done
     pictures = {name: (tmp_path / f"{name}.png").read_bytes() for name in "abcd"}
     assert len({pictures[name] for name in "abc"}) == 3
-    assert pictures["d"] == pictures["a"]  # nothing asked for: the run's own prompts
+    assert pictures["d"] == pictures["a"]  # without arguments, the run's prompts are drawn
     metadata = json.loads(next(run_dir.rglob("metadata.json")).read_text())
     assert metadata["text_encoder"] == ENCODER
     (path,) = (run_dir / "samples").rglob("ema.png")

@@ -1,4 +1,4 @@
-"""benchmarks.unets compares what its table says: the same network twice, and options that change their own cost."""
+"""benchmarks.unets compares equal networks, and options that change only the cost."""
 
 import pytest
 
@@ -15,14 +15,14 @@ def rows(one_rank_world: ProcessGroups) -> dict[str, Row]:
 
 
 def test_diffusers_builds_the_network_of_ours(rows: dict[str, Row]) -> None:
-    """As many operations, and as many parameters but for our null token."""
+    """Equal operations, and equal parameters except the null token, which only ours has."""
     ours, theirs = rows["latent diffusion"], rows["diffusers UNet2DConditionModel"]
     assert ours.parameters == theirs.parameters + TEXT_WIDTH
     assert ours.gflop == pytest.approx(theirs.gflop, rel=1e-3)
 
 
 def test_options_have_the_parameters_of_the_network_itself(rows: dict[str, Row]) -> None:
-    """Checkpointing adds operations, most of a forward pass."""
+    """Checkpointing adds most of a forward pass."""
     own = rows["Imagen"]
     for option in ("stable attention", "checkpointed"):
         assert rows[f"Imagen, {option}"].parameters == own.parameters

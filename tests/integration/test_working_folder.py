@@ -1,4 +1,4 @@
-"""Tests run outside of the clone: data sets, runs and pictures that commands left there change no result."""
+"""Tests run outside of the clone, so data sets, runs and pictures left there by commands do not affect them."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ def folder_of_module() -> Path:
 
 
 def test_fixtures_tests_and_children_run_outside_of_the_clone(folder_of_module, tmp_path):
-    """And children import the same source, wherever another copy of it is installed."""
+    """Child processes import the same source, even if another copy is installed."""
     assert outside(folder_of_module)
     assert Path.cwd() == tmp_path
     child = [sys.executable, "-c", "import dit, os, tests; print(os.getcwd(), dit.__file__)"]
@@ -53,7 +53,7 @@ def test_new_deleted_and_changed_outputs_in_the_clone_are_seen(tmp_path):
     assert changed(empty, before) == names
     assert changed(before, outputs(tmp_path)) == []
     data, metrics, picture, other = files
-    data.write_text("new")  # as long as before
+    data.write_text("new")  # same size as before
     metrics.write_text("longer")
     os.utime(metrics, ns=(0, 0))
     picture.unlink()

@@ -1,4 +1,4 @@
-"""A recipe of a user's own, whose network states the sharding of one parameter wrongly."""
+"""A user's recipe whose network declares a wrong sharding for one parameter."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Optional
@@ -15,13 +15,13 @@ from recipes.tiny import tiny_dit_pack
 
 @dataclass(kw_only=True)
 class WrongConfig(DiTConfig):
-    """A DiT with a mistake."""
+    """A DiT with this mistake."""
 
     model_path: ClassVar[Optional[str]] = f"{__name__}:Wrong"
 
 
 class Wrong(DiT):
-    """The bias of its head meets the tokens of one sequence shard, and is stated to meet all of them."""
+    """The head's bias is applied to the tokens of one sequence shard, but declared as applied to all tokens."""
 
     def __init__(self, config: WrongConfig, provider: LayerProvider, attention: Any, stage: Stage) -> None:
         super().__init__(config, provider, attention, stage)

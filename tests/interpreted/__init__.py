@@ -1,7 +1,7 @@
-"""Tests of Triton kernels in Triton's interpreter, which is on for a whole process or not at all.
+"""Tests of Triton kernels in Triton's interpreter, which a process enables for all kernels or for none.
 
 Two defects of Triton's interpreter are corrected here. In Triton 3.6, `range` over tensors calls `int` on arrays of one
-element, an error since NumPy 2.5. In Triton 3.9, `block & scalar` gives integers, which loads and stores refuse.
+element, an error since NumPy 2.5. In Triton 3.9, `block & scalar` returns integers, which loads and stores reject.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The operations of the fused kernels as formulas in float64, and what a kernel may differ from them by."""
+"""The operations of the fused kernels as formulas in float64, and the comparison of a kernel with its formula."""
 
 from collections.abc import Callable, Sequence
 from typing import Optional
@@ -10,7 +10,7 @@ from dit.kernels.rope import Heads
 from dit.layout import SequenceLayout
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
-"""Distance of neighbouring numbers from 1 on."""
+"""Spacing of floating-point numbers in [1, 2)."""
 
 
 def residual_norm(
@@ -24,7 +24,7 @@ def residual_norm(
     weight: Optional[Tensor],
     eps: float,
 ) -> list[Tensor]:
-    """x' = x + gate (y + bias); norm(x') weight (1 + scale) + shift, an RMS norm where there is a weight."""
+    """x' = x + gate (y + bias); norm(x') weight (1 + scale) + shift. RMS norm if there is a weight, else layer norm."""
     of_token = layout.segment_ids_T
     if y is not None:
         added = y if bias is None else y + bias
@@ -46,7 +46,7 @@ def heads(
     angles: Optional[Tensor],
     bias: Optional[Tensor] = None,
 ) -> list[Tensor]:
-    """RMS norm of each query and key head, and its features (i, i + H / 2) as complex numbers turned by an angle."""
+    """RMS norm of each query and key head, then rotation of its features (i, i + H / 2) as complex numbers."""
     if bias is not None:
         x = x + bias.view(x.shape[1:])
     parts = []
@@ -76,7 +76,7 @@ def swiglu(x: Tensor, bias: Optional[Tensor]) -> list[Tensor]:
 
 
 def geglu(x: Tensor, bias: Optional[Tensor]) -> list[Tensor]:
-    """GELU of the gate, times up, of alternating features."""
+    """GELU(gate) * up of alternating features."""
     x = x if bias is None else x + bias
     return [gelu(x[:, 0::2], None)[0] * x[:, 1::2]]
 
@@ -85,13 +85,13 @@ Function = Callable[..., Sequence[Tensor]]
 
 
 def run(function: Function, leaves: Sequence[Optional[Tensor]]) -> list[Tensor]:
-    """Return outputs and the gradients of all leaves, of a sum with fixed weights; in float64."""
+    """Return in float64 the outputs, and the gradients of a sum of the outputs with fixed weights."""
     inputs = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
     out = function(*inputs)
     loss = torch.zeros((), dtype=torch.float64)
     for i, part in enumerate(out):
         weights = torch.linspace(-3, 4 + i, part.numel(), dtype=torch.float64).sin().view(part.shape)
-        # Rounded first: the kernel's gradients come in its own precision.
+        # Round the weights first, because the kernel receives its output gradients in its own precision.
         loss = loss + (part.double() * weights.to(torch.bfloat16).double()).sum()
     gradients = torch.autograd.grad(loss, [x for x in inputs if x is not None])
     return [x.detach().double() for x in (*out, *gradients)]
@@ -100,7 +100,7 @@ def run(function: Function, leaves: Sequence[Optional[Tensor]]) -> list[Tensor]:
 def check(
     kernel: Function, formula: Function, leaves: Sequence[Optional[Tensor]], dtype: torch.dtype, ulps: float
 ) -> None:
-    """Compare a kernel with a formula: outputs and gradients to some ulps of the largest number of their rows."""
+    """Compare a kernel's outputs and gradients with a formula; errors are in ulps of the largest number of each row."""
     rounded = [None if x is None else x.to(dtype) for x in leaves]
     got = run(kernel, rounded)
     want = run(formula, [None if x is None else x.double() for x in rounded])
@@ -112,6 +112,6 @@ def check(
 
 
 def draws(*shapes: Optional[tuple[int, ...]]) -> list[Optional[Tensor]]:
-    """Draw normal numbers, the same every time; None for None."""
+    """Draw normal numbers, the same in every call; None for a shape of None."""
     generator = torch.Generator().manual_seed(5)
     return [None if s is None else torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]

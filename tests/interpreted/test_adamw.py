@@ -1,4 +1,4 @@
-"""The fused AdamW with average and copy, element by element against its formula in float64."""
+"""The fused AdamW, which also updates the average and the model's copy, against its formula in float64."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ from dit.kernels.fused import adamw as fused
 from dit.kernels.fused.gpu.adamw import BLOCK, CHUNK
 from tests.interpreted.formulas import ULP
 
-ULPS = 2.5  # of the largest number that an element's update adds: four roundings, and those of the root's factor
+ULPS = 2.5  # of the largest number that an element's update adds: four roundings, and those of the square root
 RATES = Rates(lr=3e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=3, clip=torch.tensor(0.37), average=0.3)
 SIZES = (1, 5, BLOCK, BLOCK + 3, CHUNK + BLOCK - 1)
 FIELDS = ("main", "exp_avg", "exp_avg_sq", "average")
 
 
 def parameters(sizes=SIZES, *, average=True, model=True, shift=0):
-    """Parameters of some sizes side by side in one buffer, `shift` elements from a multiple of 16 bytes."""
+    """Return random parameters of these sizes; each tensor starts `shift` elements after the start of its storage."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for size in sizes:
@@ -37,7 +37,7 @@ def copied(found, dtype=None):
 
 
 def formula(p: Elements, r: Rates) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return each new value in float64, and the size of the numbers it is made of."""
+    """Return each new value in float64, and the magnitude of its summands."""
     g, w, m, v, a = (t.double() for t in (p.gradient * r.clip, p.main, p.exp_avg, p.exp_avg_sq, p.average))
     m_new, v_new = r.beta1 * m + (1 - r.beta1) * g, r.beta2 * v + (1 - r.beta2) * g**2
     corrected = (m_new / (1 - r.beta1**r.step)) / ((v_new / (1 - r.beta2**r.step)).sqrt() + r.eps)
@@ -61,7 +61,7 @@ def assert_is_the_formula(found, before, rates, ulps=ULPS):
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not_aligned"])
 def test_every_element_is_the_formula(step, shift):
-    """Sizes around a block and a chunk; the copy is the master weight, within the rounding of the interpreter."""
+    """Sizes just below and above a block and a chunk. The copy is the main weight, as the interpreter rounds it."""
     rates, found = replace(RATES, step=step), parameters(shift=shift)
     before = copied(found)
     fused.adamw(found, rates)
@@ -81,7 +81,7 @@ def test_the_eager_form_is_the_formula():
 
 @pytest.mark.parametrize("form", [fused.adamw, eager.adamw], ids=["fused", "eager"])
 def test_nothing_changes_if_the_factor_is_nan(form):
-    """Also if the gradients are not finite: the step is bad."""
+    """A NaN clip factor marks a bad step; its gradients may be NaN too."""
     found = [replace(p, gradient=p.gradient * torch.nan, model=p.main.bfloat16()) for p in parameters()]
     before = copied(found)
     form(found, replace(RATES, clip=torch.tensor(torch.nan)))
@@ -109,7 +109,7 @@ def test_the_copy_may_be_fp16():
 
 
 def test_neighbours_in_one_buffer_stay_as_they_are():
-    """Nothing is written past the last element of a parameter, and each element is written once."""
+    """The kernel writes no element before the first or after the last one of a parameter."""
     buffers = torch.randn(5, 300).abs()
     inner = Elements(*(row[7:190] for row in buffers), torch.zeros(300, dtype=torch.bfloat16)[7:190])
     before = buffers.clone()
@@ -125,7 +125,7 @@ def test_a_weight_of_one_copies_the_weights_into_the_average():
 
 
 def test_twenty_updates_stay_beside_torchs_adamw():
-    """Errors do not add up: after 20 updates with changing rates the weights are within some ulps of torch's."""
+    """Errors do not accumulate: after 20 updates with changing rates the weights are within 16 ulps of torch's."""
     found = parameters((100,))
     weight = torch.nn.Parameter(found[0].main.clone())
     found[0].exp_avg.zero_()

@@ -1,4 +1,4 @@
-"""The fused addition to main gradients: that of torch, for any sizes and addresses."""
+"""The fused addition to main gradients equals torch's, for any size and alignment."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def drawn(dtype, shift=0, sizes=SIZES):
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not_aligned"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_sums_are_those_of_torch_to_the_bit(dtype, shift):
-    """Also the element after each main gradient, which is another parameter's."""
+    """The element after each main gradient belongs to another parameter and must not change."""
     mains, gradients = drawn(dtype, shift)
     want = [
         torch.cat([main[:-1].double() + g.double(), main[-1:].double()]).float() for main, g in zip(mains, gradients)

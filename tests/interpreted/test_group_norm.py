@@ -10,8 +10,8 @@ from tests.interpreted import formulas
 
 DTYPES = {"fp32": (torch.float32, 8.0), "bf16": (torch.bfloat16, 1.5)}
 EPS = 1e-5
-# Pictures, channels, height and width, groups: odd sizes; one group; one channel in each; positions of one block
-# and of several, of which the last one is not full.
+# Pictures, channels, height and width, groups: odd sizes; one group; one channel per group; positions that fit one
+# block, and positions that need several blocks, of which the last one is not full.
 SIZES = {
     "small": (2, 6, 3, 5, 3),
     "one_group": (3, 10, 4, 4, 1),
@@ -35,7 +35,7 @@ def formula(x, weight, bias, scale, shift, groups, activate):
 
 
 def check(size, kind, precision="fp32"):
-    """Compare, with the largest number of each picture as the unit of its errors."""
+    """Compare kernel and formula; errors are relative to the largest number of each picture."""
     pictures, channels, height, width, groups = size
     scaled, activate = KINDS[kind]
     dtype, ulps = DTYPES[precision]
@@ -67,7 +67,7 @@ def test_every_kind_is_the_formula(kind, precision):
 
 
 def test_a_large_mean_cancels_no_digits():
-    """Squares are those of distances: a mean of 1000 standard deviations leaves the digits that the input has."""
+    """The variance is computed from distances to the mean, so a mean of 1000 standard deviations costs no precision."""
     size = (2, 8, 6, 7, 2)
     pictures, channels, height, width, groups = size
     x = 1000.0 + torch.randn(pictures, height, width, channels, generator=torch.Generator().manual_seed(0))

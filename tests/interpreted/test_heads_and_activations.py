@@ -27,7 +27,7 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
 
     def ours(x, weight_q, weight_k, b):
         of_heads = HeadNorm(weight_q, weight_k, EPS) if norm else None
-        given = x if b is None else x + b.detach().view(x.shape[1:])  # the projection adds it, and leaves the gradient
+        given = x if b is None else x + b.detach().view(x.shape[1:])  # as the projection does, without a gradient
         return fused.split_heads(given, heads, of_heads, rotation, b)
 
     def theirs(x, weight_q, weight_k, b):
@@ -43,7 +43,7 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
 
 
 BOTH, NORM, ROPE, NEITHER = (True, True), (True, False), (False, True), (False, False)
-# Each kind with and without both parts, in half of the combinations.
+# Each kind with two of the four combinations of norm and rotation.
 PARTS = {"qkv": (BOTH, NEITHER), "grouped": (NORM, ROPE), "queries": (NORM, ROPE), "keys_values": (BOTH, NEITHER)}
 
 
@@ -63,7 +63,7 @@ def test_a_head_of_an_odd_size_is_normalised():
 
 @pytest.mark.parametrize("norm", [True, False])
 def test_the_gradient_of_the_projections_bias_is_the_sum_over_tokens(norm):
-    """More tokens than one block has."""
+    """With more tokens than fit one block."""
     check("qkv", tokens=37, groups=5, size=8, norm=norm, rope=True, bias=True)
 
 
@@ -72,7 +72,7 @@ def test_bf16_is_the_formula():
 
 
 def test_values_and_unchanged_heads_are_views():
-    """Only what changes is copied."""
+    """Only changed parts are copied."""
     x = torch.randn(4, 3, 3, 8)
     q, k, v = fused.split_heads(x, Heads(1))
     assert {t.untyped_storage().data_ptr() for t in (q, k, v)} == {x.untyped_storage().data_ptr()}
@@ -86,12 +86,12 @@ def test_values_and_unchanged_heads_are_views():
     ("tokens", "width", "bias"), [(3, 2, False), (5, 250, True), (5, 250, False), (1, 4100, True), (37, 10, True)]
 )
 def test_activations_are_the_formulas(name, tokens, width, bias):
-    """Rows of one and of several blocks, columns of one and of several."""
+    """Rows in one block and in several, columns in one block and in several."""
     function = getattr(activations, {"gelu": "gelu_tanh", "geglu": "geglu_tanh"}.get(name, name))
     shapes = (tokens, width), (width,) if bias else None
     for precision in ("fp32", "bf16") if width == 250 else ("fp32",):
         dtype, ulps = DTYPES[precision]
-        ulps = 2 * ulps if tokens > 30 else ulps  # the gradient of the bias is a sum over them
+        ulps = 2 * ulps if tokens > 30 else ulps  # the gradient of the bias is a sum over all tokens
         formulas.check(lambda x, b: [function(x, b)], getattr(formulas, name), formulas.draws(*shapes), dtype, ulps)
 
 

@@ -1,4 +1,4 @@
-"""Whole backbones with the fused kernels, in float32: the eager numbers, on one rank and on any layout."""
+"""Complete backbones with fused kernels give the numbers of the eager ones in float32, on one rank and sharded."""
 
 import gc
 from dataclasses import replace
@@ -25,8 +25,8 @@ SANDWICH = {
     **{"hidden_size": 32, "num_attention_heads": 4, "num_joint_layers": 1, "num_single_layers": 1, "in_channels": 4},
     **{"context_size": 12, "ffn_hidden_size": 48, "rope_axes": [2, 4, 2]},
 }
-# One layer of each, or of each kind: the kernels of a layer are the same in the next one, and the interpreter is slow.
-# The last `DiTCrossConfig` has all kernels of a plain one.
+# One layer, or one of each kind: all layers of a kind use the same kernels, and the interpreter is slow.
+# The last `DiTCrossConfig` uses all kernels of a plain one.
 ALL = [
     *(
         config if isinstance(config, FluxConfig) else replace(config, num_layers=1)
@@ -39,12 +39,12 @@ ALL = [
     Lumina2Config(**SANDWICH, num_query_groups=2),
 ]
 RECOMPUTED = (DiTConfig, FluxConfig, Lumina2Config)
-"""Models that also recompute fused layers: modulated, of two streams, with norms after the layers."""
-SUM_RTOL = 2e-5  # float32 sums in another order, of each parameter's whole gradient
+"""Models that are also tested with recompute: modulated layers, two streams, and norms after the layers."""
+SUM_RTOL = 2e-5  # of the norm of each parameter's gradient: float32 sums in another order
 
 
 def step(config, groups, kernels: str, recompute: str = "none"):
-    """Return loss, gradients, and the bytes alive between forward and backward."""
+    """Return the loss, the gradients, and the bytes alive between forward and backward."""
     training = TrainingConfig(precision="fp32", kernels=kernels)
     chunks = build_model(config, ParallelConfig(), training, groups)
     disturb_constants(chunks, groups)
@@ -90,7 +90,7 @@ CPU = {"timeout_s": 1800.0}
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One rank and every layout; the ranks inherit the interpreter."""
+    """Train on one rank and under every layout; the ranks inherit the setting of the interpreter."""
     folder = tmp_path_factory.mktemp("worlds")
     common = {"recompute": {"kernels": "triton"}, "micro_batches": 2, "steps": 1, **CASE}
     (one,) = run_world(1, [{"parallel": {"data_parallel": "ddp"}, **common}], folder / "1", **CPU)

@@ -1,4 +1,4 @@
-"""Noise drawn inside a kernel: the words of `dit.philox` to the bit, and what is mixed of its numbers, in float64."""
+"""Noise drawn inside a kernel: its random words equal `dit.philox` to the bit; mixtures are compared in float64."""
 
 import math
 
@@ -27,7 +27,7 @@ LAYOUTS = {
     "many": SequenceLayout.from_lengths([200, 3, 111]),
 }
 SEEDS = {"pack": SEED, "negative": -7, "samples": torch.tensor([1, 2**45 + 3, -9])}
-# Of the radius of a Box-Muller pair: logarithm, root, sine or cosine by series, and two products.
+# Of the radius of a Box-Muller pair: logarithm, square root, sine or cosine by series, and two products.
 NORMAL_ULPS = 6
 
 
@@ -43,7 +43,7 @@ def words_kernel(k0, k1, element, step, address, out, COUNT: tl.constexpr):
 
 
 def test_the_words_are_those_of_philox_to_the_bit():
-    """Over all of 32 bits, with addresses of 64."""
+    """Counters and keys include 0 and the maximum of 32 bits; addresses have 64 bits."""
     generator = torch.Generator().manual_seed(4)
     draws = [torch.randint(0, 2**32, (64,), generator=generator) for _ in range(6)]
     for given in draws:
@@ -59,14 +59,14 @@ def noise_of(layout, seed=SEED, kernel=mix):
 
 
 def words_of(noise, step, ids, seed, element):
-    """Return the words of elements of samples."""
+    """Return the random words for these elements of these samples."""
     counter = element, torch.tensor(step), ids & MASK32, (ids >> 32) & MASK32
     e, s, low, high = torch.broadcast_tensors(*counter)
     return philox((e, s, low, high), noise.key("eps", seed))
 
 
 def normals(layout, seed, channels):
-    """Return the Box-Muller transform of the same words in float64, and the radius of each number."""
+    """Return the Box-Muller transform of the eager words in float64, and the radius of each number."""
     eager = noise_of(layout, seed, None)
     blocks = -(-channels // 4)
     element = layout.token_index_T[:, None] * blocks + torch.arange(blocks)
@@ -80,8 +80,8 @@ def normals(layout, seed, channels):
     return (torch.stack(x, -1).flatten(1)[:, :channels] for x in (numbers, radii))
 
 
-# Each layout, kind of seed and number of channels, in pairs: one channel and two programs, channels that four divides
-# and does not, a number of counters per token that is no power of two.
+# Each layout and kind of seed at least once. Channels: one; enough for two programs; multiples of four and others;
+# a number of counters per token that is not a power of two.
 PURE_NOISE = [
     *(("tokens", "pack", 770), ("ragged_padded", "samples", 10), ("any_order", "negative", 16)),
     *(("many", "samples", 1), ("many", "pack", 3), ("dense", "negative", 64)),
@@ -90,7 +90,7 @@ PURE_NOISE = [
 
 @pytest.mark.parametrize(("layout", "seed", "channels"), PURE_NOISE)
 def test_pure_noise_is_the_transform_of_the_words(layout, seed, channels):
-    """With x0 times 0 and noise times 1."""
+    """Mixed with coefficient 0 for x0 and 1 for the noise."""
     layout, seed = LAYOUTS[layout], SEEDS[seed]
     zeros, ones = torch.zeros(3), torch.ones(3)
     x0 = torch.randn(layout.num_local_tokens, channels)
@@ -107,7 +107,7 @@ def radius_kernel(u, out, COUNT: tl.constexpr):
 
 
 def test_the_ends_of_the_logarithm_have_their_digits():
-    """The 2,048 numbers u next to 0, and those next to 1, where the radius is small and cancellation costs digits."""
+    """The 2,048 numbers closest to 0 and to 1; close to 1 the radius is small and cancellation costs digits."""
     steps = torch.arange(2048) + 0.5
     u = torch.cat([steps, 2**23 - steps]).float() * 2.0**-23
     radius = torch.empty(4096)
@@ -117,7 +117,7 @@ def test_the_ends_of_the_logarithm_have_their_digits():
 
 
 def test_mixtures_have_the_coefficients_of_noise_levels():
-    """Two levels and clean tokens in a sample, whose noise is that of one level; local tokens in any order."""
+    """Equal to the eager form for samples with two levels and clean tokens, and for local tokens in any order."""
     layout = with_levels(PADDED, [[(4, CLEAN), (5, 0)], [], [(3, 0), (9, 1), (1, CLEAN)]])
     layout = layout.select(torch.randperm(37, generator=torch.Generator().manual_seed(1))[:21])
     x0, offset = torch.randn(21, 6), torch.randn(3, 6)
@@ -129,7 +129,7 @@ def test_mixtures_have_the_coefficients_of_noise_levels():
 
 
 def test_mixtures_of_one_noise_in_bf16_latents():
-    """Three: the kernel mixes two, then the third."""
+    """For three mixtures, the kernel computes two, then the third."""
     generator = torch.Generator().manual_seed(2)
     x0 = torch.randn(37, 6, generator=generator).bfloat16()
     pairs = [tuple(torch.randn(2, 3, generator=generator)) for _ in range(3)]

@@ -25,13 +25,13 @@ LAYOUTS = {
     "window": PADDED.select(torch.arange(8, 30), gathered=True, window=(8, 22)),
     "without_a_sample": RAGGED.select(torch.arange(12, 19)),
 }
-DTYPES = {"fp32": (torch.float32, 6.0), "bf16": (torch.bfloat16, 1.5)}  # the interpreter's bf16 stores cut off digits
+DTYPES = {"fp32": (torch.float32, 6.0), "bf16": (torch.bfloat16, 1.5)}  # the interpreter truncates in bf16 stores
 EPS = 1e-5
 SLOW = pytest.mark.slow
 
 
 def call(layout, x, y, gate, bias, shift, scale, weight):
-    """Call the function that has these parts, and return what the formula returns."""
+    """Call the fused function for these parts, and return its results in the order of the formula."""
     into = None if shift is None else NormModulation(shift, scale, EPS, weight)
     if into is None:
         return [fused.residual(x, y, gate, bias, layout)]
@@ -81,7 +81,7 @@ def test_every_part_is_the_formula(parts, precision):
 
 @pytest.mark.parametrize("width", [5, 77, 1152, *(pytest.param(n, marks=SLOW) for n in (128, 3072, 4096, 5120)), 4100])
 def test_every_width_is_the_formula(width):
-    """The bias of widths above 4096 is added before the kernel."""
+    """The bias is added before the kernel for widths above 4096."""
     few = SequenceLayout.from_lengths([2, 1], total_tokens=4)
     check(few, width, ALL, "fp32")
     if width < 2000:
@@ -89,7 +89,7 @@ def test_every_width_is_the_formula(width):
 
 
 def test_modulation_may_be_a_part_of_a_wider_tensor():
-    """Chunks of one projection are neither copied nor mixed up."""
+    """Chunks of one projection are passed as views, and each gets its own gradient."""
     (x, wide) = formulas.draws((18, 16), (3, 96))
     whole = wide.float().requires_grad_()
     chunks = whole.chunk(6, -1)
@@ -106,7 +106,7 @@ def test_modulation_may_be_a_part_of_a_wider_tensor():
 
 
 def test_the_same_bits_every_time_and_for_a_sample_in_any_pack():
-    """Sums are added in one order; a sample's gradients do not depend on what is packed beside it."""
+    """Sums have a fixed order, so a sample's outputs do not depend on the other samples of its pack."""
     x, y, gate, bias, shift, scale, _ = (None if t is None else t.float() for t in leaves(RAGGED, 24, ALL.split()))
     run = partial(formulas.run, partial(call, RAGGED))
     first, again = (run([x, y, gate, bias, shift, scale, None]) for _ in range(2))
@@ -118,7 +118,7 @@ def test_the_same_bits_every_time_and_for_a_sample_in_any_pack():
 
 
 def test_the_last_residual_may_be_unused():
-    """The head of a network reads the normalised tokens alone."""
+    """The head of a network reads only the normalised tokens."""
     x, _, _, _, shift, scale, _ = (None if t is None else t.float() for t in leaves(DENSE, 24, ALL.split()))
     x.requires_grad_()
     fused.norm_modulate(x, NormModulation(shift, scale, EPS), DENSE)[1].square().sum().backward()
@@ -139,7 +139,7 @@ def test_less_than_half_of_a_tile_is_masked(size):
 @pytest.mark.parametrize("multiprocessors", [132, 148])
 @pytest.mark.parametrize("tokens", [16, 4096, 8192, 20000, 1 << 20])
 def test_every_multiprocessor_has_four_or_five_blocks_with_sums(tokens, multiprocessors):
-    """Five, except for the rest of the tokens: 132 multiprocessors that have 4.1 blocks each take the time of 5."""
+    """Usually five, because 132 multiprocessors with 4.1 blocks each take the time of 5."""
     rows = rows_of_blocks(tokens, multiprocessors)
     assert FEWEST_ROWS <= rows <= MOST_ROWS
     assert rows == FEWEST_ROWS or tokens >= 4 * multiprocessors * rows

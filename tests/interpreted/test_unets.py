@@ -1,4 +1,4 @@
-"""Whole UNets with the fused group norms, in float32: the eager numbers."""
+"""Complete UNets with fused group norms give the numbers of the eager ones in float32."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ CASES = {
     "efficient": EfficientUNetConfig(**SMALL),
     "latent": LDM,
 }
-RTOL = 2e-5  # float32 sums in another order, of each parameter's whole gradient
+RTOL = 2e-5  # of the norm of each parameter's gradient: float32 sums in another order
 
 
 def synthetic(config):
@@ -39,7 +39,7 @@ def synthetic(config):
 
 
 def step(config, groups, kernels):
-    """Return loss and gradients."""
+    """Return the loss and the gradients."""
     chunks = build_model(config, ParallelConfig(), TrainingConfig(precision="fp32", kernels=kernels), groups)
     disturb_constants(chunks, groups)
     batch = pack(config, (3, 5)) if isinstance(config, ImagenConfig) else synthetic(config)

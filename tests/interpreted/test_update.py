@@ -1,4 +1,4 @@
-"""Runs with the fused update: the state of runs with the eager one, for every kind of data parallelism."""
+"""Runs with the fused update have the state of runs with the eager one under all kinds of data parallelism."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from tests.interpreted.formulas import ULP
 from tests.parallel.test_fsdp import assert_close
 from tests.parallel.test_optimizer import DDP, DISTRIBUTED, EXPERTS, FSDP, SETTINGS
 
-RTOL = 1e-5  # of each whole tensor: float32 roundings of 5 updates, and what gradients make of them
+RTOL = 1e-5  # of each tensor: float32 roundings of 5 updates, and their effect on later gradients
 EP2 = {**DISTRIBUTED, "expert_model_parallel_size": 2}
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE = {"ddp1": DDP, "distributed1": DISTRIBUTED}
 TWO = {"ddp2": DDP, "distributed2": DISTRIBUTED, "overlapped2": OVERLAPPED, "fsdp2": FSDP}
 ONE_LAYER = {**SETTINGS, "model": {**SETTINGS["model"], "num_layers": 1}}
-"""A layer has a parameter of every kind, and the interpreter is slow."""
+"""One layer has every kind of parameter, and the interpreter is slow."""
 OFFLOADED = {"training": {**SETTINGS["training"], "ema_offload": True}}
 STEPS, SAVED_AT = 5, 3
 CPU = {"timeout_s": 1800.0}
@@ -26,7 +26,7 @@ def case(parallel, precision, kernels, steps=STEPS, settings=ONE_LAYER, **option
 
 
 def pairs(name, parallel, **options):
-    """Every precision with both updates; in bf16 one step, as the interpreter rounds its copies towards zero."""
+    """Every precision with both updates; one step in bf16, because the interpreter truncates its bf16 copies."""
     return {
         (name, precision, kernels): case(parallel, precision, kernels, steps, **options)
         for precision, steps in (("fp32", STEPS), ("bf16", 1))
@@ -36,7 +36,7 @@ def pairs(name, parallel, **options):
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory):
-    """Both updates on one rank, and a run that goes on with the other update."""
+    """Runs with both updates on one rank, and runs that resume with the other update."""
     folder = tmp_path_factory.mktemp("one")
     cases = {key: c for name, parallel in ONE.items() for key, c in pairs(name, parallel).items()}
     cases |= pairs("offloaded", DISTRIBUTED, **OFFLOADED)
@@ -49,7 +49,7 @@ def one_rank(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """Both updates on two ranks, also with experts, which have an optimizer of their own."""
+    """Runs with both updates on two ranks, also with experts, which have a separate optimizer."""
     cases = {key: c for name, parallel in TWO.items() for key, c in pairs(name, parallel).items()}
     cases |= pairs("experts", EP2, settings=EXPERTS)
     return dict(zip(cases, run_world(2, list(cases.values()), tmp_path_factory.mktemp("two"), **CPU)))
@@ -79,7 +79,7 @@ def test_runs_of_two_ranks_have_the_eager_state(two_ranks, name, precision):
 
 @pytest.mark.parametrize("first", ["eager", "triton"])
 def test_a_run_may_go_on_with_the_other_update(one_rank, first):
-    """The checkpoint is the same: moments, average and Adam's step count are found."""
+    """Both updates save and load the same checkpoint: moments, average and Adam's step count."""
     resumed = one_rank[first, "resumed"]
     assert resumed["resumed_at"] == SAVED_AT
     assert_close(resumed["after"], one_rank["distributed1", "fp32", "eager"]["after"], RTOL)

@@ -1,4 +1,4 @@
-"""What one rank of a test of the fused update runs; cases name these functions."""
+"""Functions that one rank runs in a test of the fused update; cases name them."""
 
 import torch
 
@@ -9,7 +9,7 @@ from tests.parallel.fsdp_worker import start, state_of
 
 
 def train(case: dict) -> dict:
-    """Train with eager layers, and the update that the case names; report the state, and the model's own weights."""
+    """Train with eager layers and the requested update; return the final state and the model's weights."""
     run = start(case)
     state, config = run.state, run.config
     target, built = target_of(config.model, config.training.precision), (state.optimizer, state.shards, state.ema)
@@ -19,7 +19,7 @@ def train(case: dict) -> dict:
     norms = [run.step(loss_sums) for _ in range(case["steps"])]
     result = {"resumed_at": resumed_at, "grad_norms": norms, "after": state_of(run)}
     if config.parallel.data_parallel != "fsdp":
-        # All of each weight: where it is sharded, it was gathered after the update.
+        # Full weights: sharded ones are gathered after the update.
         result["model"] = {s.name: s.parameter.detach().float().clone() for s in state.shards}
     if case.get("save"):
         run.save()

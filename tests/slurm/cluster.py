@@ -1,6 +1,6 @@
-"""A Slurm of this machine: munged, slurmctld and two slurmd on loopback, each a node with one GPU that nothing uses.
+"""A real Slurm on this machine: munged, slurmctld and two slurmd on loopback. Each node has one GPU that is not used.
 
-All files are below one folder, and all processes end with the context manager. On Debian: `apt-get install slurm-wlm`.
+All files are in one folder, and the context manager ends all processes. On Debian: `apt-get install slurm-wlm`.
 """
 
 import os
@@ -18,7 +18,7 @@ import psutil
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 SEARCH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"))
 NODES = ("0x7f000001", "0x7f000002")
-"""127.0.0.1 and 127.0.0.2: torchruns meet at the first node by its name, which must resolve without /etc/hosts."""
+"""127.0.0.1 and 127.0.0.2: torchrun connects to the first node by name, which must resolve without /etc/hosts."""
 SETTINGS = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -46,11 +46,11 @@ NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=
 NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 Gres=gpu:1
 PartitionName=all Nodes={nodes[0]},{nodes[1]} Default=YES MaxTime=INFINITE
 """
-"""`cred_expire` is also the pause before a requeued job starts again."""
+"""`cred_expire` is also the delay before a requeued job starts."""
 
 
 def lacks() -> str:
-    """Return why this machine cannot be a Slurm; empty if it can."""
+    """Return why Slurm cannot run on this machine; empty if it can."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=SEARCH) is None]
     if missing:
         return f"{missing[0]} is not installed; apt-get install slurm-wlm munge"
@@ -66,14 +66,14 @@ def free_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """The running Slurm: commands that use it."""
+    """The running Slurm, and commands that use it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.environ = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCH}
 
     def command(self, *words: str, cwd: Path | None = None, check: bool = True, **environ: str) -> str:
-        """Run a command, and return what it prints."""
+        """Run a command and return its output."""
         environ = {**os.environ, **self.environ, **environ}
         done = subprocess.run(words, env=environ, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 or not check, (words, done.stdout, done.stderr)
@@ -84,11 +84,11 @@ class Cluster:
         return self.command("sinfo", "--noheader", "--Node", "--format=%T", check=False).split()
 
     def job(self, number: str) -> dict[str, str]:
-        """Return the fields of a job, as `scontrol show job` names them."""
+        """Return the fields of a job by their names in `scontrol show job`."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", number)))
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of this Slurm: daemons and steps, which have its folder, and those of jobs."""
+        """Return all processes of this Slurm: daemons and steps (by working directory) and jobs (by environment)."""
         processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -98,10 +98,10 @@ class Cluster:
         return processes
 
     def wait_for(self, moment: Callable[[], bool], timeout_s: float = 300.0) -> None:
-        """Wait until `moment` has come.
+        """Wait until `moment` returns true.
 
         Raises:
-            TimeoutError: it did not; with the end of every log.
+            TimeoutError: `moment` stays false; the message has the end of every log.
         """
         deadline = time.monotonic() + timeout_s
         while not moment():
@@ -113,13 +113,13 @@ class Cluster:
 
 @contextmanager
 def running(folder: Path) -> Iterator[Cluster]:
-    """Start the daemons, and wait until both nodes are idle; end them, and what jobs have left."""
+    """Start the daemons and wait until both nodes are idle; at the end stop them and all jobs."""
     host = socket.gethostname().split(".")[0]
     (folder / "slurm.conf").write_text(SETTINGS.format(host=host, folder=folder, nodes=NODES, ports=free_ports(3)))
     (folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File=/dev/null\n")
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    folder.chmod(0o755)  # munged refuses a folder that others can write
+    folder.chmod(0o755)  # munged rejects a folder that others can write
     for name in ("state", *NODES):
         (folder / name).mkdir()
     cluster = Cluster(folder)

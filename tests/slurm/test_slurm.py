@@ -1,4 +1,4 @@
-"""`sbatch launch/train.sh` and nemo-run's Slurm executor, on a real Slurm of two nodes of one rank each."""
+"""`sbatch launch/train.sh` and nemo-run's Slurm executor, on a real Slurm with two nodes of one rank each."""
 
 import os
 import subprocess
@@ -43,18 +43,18 @@ def sbatch(cluster: Cluster, folder: Path, *arguments: str) -> str:
 
 
 def ended(cluster: Cluster, number: str) -> Mapping[str, str]:
-    """Wait for the end of a job, also of one that is requeued, and return its fields."""
+    """Wait until a job has ended for the last time (it may be requeued), and return its fields."""
     cluster.wait_for(lambda: cluster.job(number)["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"))
     return cluster.job(number)
 
 
 def ranks(cluster: Cluster) -> list[psutil.Process]:
-    """Return the processes that torchrun has started."""
+    """Return the processes started by torchrun."""
     return [process for process in cluster.processes() if "LOCAL_RANK" in process.environ()]
 
 
 def test_a_preempted_job_of_two_nodes_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
-    """Slurm signals the steps of the job, as it does before the time limit; no step is lost or repeated."""
+    """Slurm signals the job's steps as it does before the time limit; no training step is lost or repeated."""
     run_dir = tmp_path / "run"
     number = sbatch(cluster, tmp_path, *words(run_dir))
     cluster.wait_for(lambda: steps_logged(run_dir) >= 2)
@@ -70,7 +70,7 @@ def test_a_preempted_job_of_two_nodes_is_requeued_and_goes_on(cluster: Cluster, 
 
 
 def test_a_job_that_is_preempted_while_python_imports_is_requeued(cluster: Cluster, tmp_path: Path) -> None:
-    """The signal ends ranks that have no handler yet and leave no record."""
+    """The signal kills ranks that have no handler yet, so they leave no `exit.json`."""
     run_dir = tmp_path / "run"
     number = sbatch(cluster, tmp_path, *words(run_dir, training__num_steps=2))
     cluster.wait_for(lambda: len(ranks(cluster)) == 2)
@@ -96,7 +96,7 @@ def test_a_job_that_must_not_run_again_ends_with_its_code(
 
 
 def test_an_experiment_of_nemo_run_trains_on_two_nodes(cluster: Cluster, tmp_path: Path) -> None:
-    """Its script lies in the one folder that is given, and `sbatch` finds it there."""
+    """The job script is written to `job_dir`, and `sbatch` submits it from there."""
     executor = f"slurm(account='lab', job_dir='{tmp_path / 'scripts'}', nodes=2, ranks=1)"
     command = [sys.executable, "-m", "launch.experiment", "--executor", executor, "--detach", "--runs", str(tmp_path)]
     settings = ["training.num_steps=2", "logging.tensorboard=false"]

@@ -14,7 +14,7 @@ from dit.patchify import grid_positions
 
 @dataclass(frozen=True)
 class Sample:
-    """An image or clip: its grid, the number of its text tokens (None for no text), frame rate, class."""
+    """An image or clip: grid, number of text tokens (None for no text), frame rate, class."""
 
     grid: tuple[int, int, int]
     text_tokens: Optional[int] = None
@@ -28,7 +28,7 @@ class Sample:
         return torch.randn(self.text_tokens, width, generator=generator)
 
     def pooled(self, width: int) -> Optional[Tensor]:
-        """Return the text as one vector; it is no function of the tokens."""
+        """Return a pooled text vector, which does not depend on the text tokens."""
         if self.text_tokens is None:
             return None
         return torch.randn(width, generator=torch.Generator().manual_seed(sum(self.grid) * 7 + self.text_tokens))
@@ -46,7 +46,7 @@ DENSE = [Sample((2, 2, 3), n, fps=12.0, label=n) for n in (2, 4, 1)]
 
 
 def pooled_size(config: Any) -> Optional[int]:
-    """Return the width of the pooled text that the model takes, None for none."""
+    """Return the width of the model's pooled text, or None."""
     pooled = config.batch_spec().condition("pooled")
     return None if pooled is None else pooled.shape[0]
 
@@ -54,7 +54,7 @@ def pooled_size(config: Any) -> Optional[int]:
 def pack(
     samples: list[Sample], config: Any, *, multiple_of: int = 1, tail: int = 0, context_multiple_of: int = 1
 ) -> PackedBatch:
-    """Pack samples as the data side does; a sample without text gets a text that it must not be able to see."""
+    """Pack samples as the data side does; a sample without text gets large values, which the model must ignore."""
     lengths = [t * h * w for t, h, w in (sample.grid for sample in samples)]
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)

@@ -7,15 +7,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0  # what the tests run takes a second or two; without its bound it takes minutes or does not end
+SECONDS = 60.0  # the actions take a second or two; without the bounds that they test, minutes or forever
 MEMORY_BYTES = 1 << 30
 
 
 def bounded(action: Callable[[], Any], *, memory_bytes: int = MEMORY_BYTES) -> Any:
-    """Return what `action` returns, or raise what it raises; it runs in a fork of this process.
+    """Run `action` in a fork of this process; return its result or raise its exception.
 
     Args:
-        memory_bytes: that it may allocate.
+        memory_bytes: memory that it may allocate.
 
     Raises:
         TimeoutError: it takes longer than `SECONDS`.

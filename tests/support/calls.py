@@ -1,4 +1,4 @@
-"""Count what a step asks of torch, call by call, and where the host waits for the device."""
+"""Counts of the operators that a step calls, and of the places where the host waits for the device."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,11 +14,11 @@ _TO_HOST = ("tolist", "numpy", "cpu", "item")
 
 
 class CallCounter(TorchDispatchMode):
-    """Counts the calls that reach torch's operators, after autograd, views included.
+    """Counts calls of torch operators, after autograd, including views.
 
     Attributes:
-        by_operation: calls of each, by name.
-        waits: calls whose result the host must have before it goes on, on a GPU: a number, or a number of rows.
+        by_operation: number of calls by operator name.
+        waits: calls for which the host of a GPU must wait, because they return a number or a number of rows.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class CallCounter(TorchDispatchMode):
 
     @property
     def calls(self) -> int:
-        """All calls of aten."""
+        """Number of calls of aten operators."""
         return sum(self.by_operation.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +41,7 @@ class CallCounter(TorchDispatchMode):
 
 
 def _selects_by_mask(name: str, args: Any) -> bool:
-    """Tell whether rows are selected by a mask, whose True values must be counted first."""
+    """Return whether rows are selected by a mask, whose True values must be counted first."""
     if name not in ("index", "index_put", "index_put_"):
         return False
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
@@ -49,7 +49,7 @@ def _selects_by_mask(name: str, args: Any) -> bool:
 
 @contextmanager
 def copies_to_host() -> Iterator[Counter[str]]:
-    """Count calls of the methods that copy a tensor to the host, by name; on CPU they are no calls of an operator."""
+    """Count calls of the methods that copy a tensor to the host, by name; on CPU these call no operator."""
     found: Counter[str] = Counter()
 
     def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Small encoders with random weights, saved in the real formats, with tokenizers of a few words."""
+"""Small encoders with random weights, saved in the real formats, with tokenizers for a few words."""
 
 from pathlib import Path
 from string import ascii_lowercase
@@ -45,7 +45,7 @@ WORDS = ("a", "red", "blue", "circle", "square", "left", "of")
 
 
 def save_t5(folder: Path, tokenizer: Optional[Path] = None, *, width: int = T5_WIDTH) -> Path:
-    """Save a T5 of two layers, and its tokenizer beside it or in a folder of its own."""
+    """Save a T5 of two layers with its tokenizer, in one folder or two."""
     torch.manual_seed(1)
     sizes = {"d_model": width, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
     T5EncoderModel(T5Config(feed_forward_proj="gated-gelu", **sizes)).eval().save_pretrained(folder)
@@ -56,7 +56,7 @@ def save_t5(folder: Path, tokenizer: Optional[Path] = None, *, width: int = T5_W
 
 
 def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool = False) -> Path:
-    """Save a CLIP text model of three layers with its tokenizer; with `projected` as SDXL's second encoder."""
+    """Save a CLIP text model of three layers with its tokenizer; with `projected`, like SDXL's second encoder."""
     torch.manual_seed(4 if projected else 2)
     sizes = {"hidden_size": CLIP_WIDTH, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3}
     marks = {"vocab_size": 80, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
@@ -85,9 +85,9 @@ def byte_tokenizer(chat: Optional[str] = None, *, side: str = "right", adds_star
     """Return a tokenizer of bytes and special tokens.
 
     Args:
-        chat: its chat template.
-        side: of padding.
-        adds_start: it adds a start token to every text, except if it is told not to.
+        chat: chat template.
+        side: side of the padding.
+        adds_start: add a start token to every text by default.
     """
     tokenizer = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate([*MARKS, *BYTES])}, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
@@ -100,7 +100,7 @@ def byte_tokenizer(chat: Optional[str] = None, *, side: str = "right", adds_star
 
 
 def save_byt5(folder: Path) -> Path:
-    """Save a T5 with a token for each byte."""
+    """Save a T5 with one token per byte."""
     torch.manual_seed(8)
     sizes = {"d_model": T5_WIDTH, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
     T5EncoderModel(T5Config(**sizes)).eval().save_pretrained(folder)
@@ -116,7 +116,7 @@ LANGUAGE_MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "gemma2": (3, {"side": "left", "adds_start": True}),
     "t5gemma": (3, {"side": "left", "adds_start": True}),
 }
-"""Layers and settings of the tokenizer of each kind of language model, as the pipelines need them."""
+"""Number of layers and tokenizer settings of each language model, as the pipelines require them."""
 
 
 def save_language_model(kind: str, folder: Path) -> Path:
@@ -128,7 +128,7 @@ def save_language_model(kind: str, folder: Path) -> Path:
 
 
 def language_model(kind: str, layers: int) -> Any:
-    """Return a random language model, whose layers change their input clearly."""
+    """Return a random language model with layers that change their input clearly."""
     torch.manual_seed(5)
     sizes = {"hidden_size": LANGUAGE_WIDTH, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 4, "num_hidden_layers": layers, "vocab_size": len(MARKS) + len(BYTES), "pad_token_id": 0}
@@ -152,13 +152,13 @@ def language_model(kind: str, layers: int) -> Any:
 
 
 def prepare_twice(root: Path) -> Path:
-    """Make `vae`, `t5`, `clip`, and of twelve pictures of two sizes with captions the data `pixels` and `latents`."""
+    """Save `vae`, `t5` and `clip`; prepare twelve captioned pictures of two sizes as `pixels` and `latents`."""
     save_vae(root / "vae"), save_t5(root / "t5"), save_clip(root / "clip")
     (root / "in").mkdir()
     rng = np.random.default_rng(1)
     for i in range(12):
         Image.fromarray(rng.integers(0, 256, (16, 16 + 16 * (i % 2), 3), np.uint8)).save(root / f"in/{i}.png")
-        (root / f"in/{i}.txt").write_text(" ".join(WORDS[: 1 + i // 2]))  # two pictures share each
+        (root / f"in/{i}.txt").write_text(" ".join(WORDS[: 1 + i // 2]))  # two pictures share each caption
     common = ["images", "--in", str(root / "in"), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
     texts = ["--text-encoder", f"text={root}/t5", "--text-encoder", f"pooled={root}/clip"]
     assert prepare([*common, "--out", str(root / "pixels")]) == 0
@@ -172,12 +172,12 @@ SDXL_PICTURES = {
     "square": ((48, 48), 1, [48, 48, 0, 0, 16, 16]),
     "odd": ((17, 16), 1, [16, 17, 0, 0, 16, 16]),
 }
-"""Width and height as stored, EXIF orientation, and the six lengths after `--size 16 --aspect square`, by name."""
+"""By name: stored width and height, EXIF orientation, and the six size conditions for `--size 16 --aspect square`."""
 SDXL_OPTIONS = "layer=penultimate:padded"
 
 
 def prepare_sdxl(root: Path) -> Path:
-    """Make encoders as those of Stable Diffusion XL, and of `SDXL_PICTURES` the data `joined`, `first` and `pixels`."""
+    """Save encoders like those of Stable Diffusion XL; prepare `SDXL_PICTURES` as `joined`, `first` and `pixels`."""
     save_vae(root / "vae"), save_clip(root / "clip"), save_clip(root / "projected", projected=True)
     (root / "in").mkdir()
     rng = np.random.default_rng(1)
@@ -198,7 +198,7 @@ def prepare_sdxl(root: Path) -> Path:
 
 
 def save_vae(folder: Path, blocks: int = 3) -> Path:
-    """Save an image autoencoder of 4 channels that halves the sides between its blocks; three compress 4 x 4 pixels."""
+    """Save an image autoencoder of 4 channels that halves the sides between blocks; three compress 4 x 4 pixels."""
     torch.manual_seed(3)
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * blocks, "up_block_types": ("UpDecoderBlock2D",) * blocks}
     sizes = {"block_out_channels": (8,) * blocks, "norm_num_groups": 4, "latent_channels": 4}
@@ -209,11 +209,11 @@ def save_vae(folder: Path, blocks: int = 3) -> Path:
 def save_stable_diffusion(
     root: Path, scheduler: Any, *, xl: bool = False, latent_side: int = 8, **settings: Any
 ) -> Path:
-    """Save a pipeline of Stable Diffusion v1 or XL, for pictures of eight times the side of its latents.
+    """Save a pipeline of Stable Diffusion v1 or XL for pictures with eight times the side of the latents.
 
     Args:
-        scheduler: of the pipeline.
-        settings: of XL's pipeline.
+        scheduler: scheduler of the pipeline.
+        settings: further arguments of the pipeline.
     """
     parts: dict[str, Any] = {"vae": AutoencoderKL.from_pretrained(save_vae(root / "vae", blocks=4))}
     for name, projected in {"text_encoder": False, **({"text_encoder_2": True} if xl else {})}.items():

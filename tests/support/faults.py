@@ -1,4 +1,4 @@
-"""What can be made to go wrong in a process that trains: context managers around a run."""
+"""Faults in a training process, as context managers around a run."""
 
 import contextlib
 import errno
@@ -38,7 +38,7 @@ Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
 @contextlib.contextmanager
 def no_file_beyond(limit: int) -> Iterator[None]:
-    """Let the kernel refuse to write any file of this process beyond `limit` bytes."""
+    """Limit every file that this process writes to `limit` bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -49,7 +49,7 @@ def no_file_beyond(limit: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def saving_fails(limit: int, rank: int) -> Iterator[None]:
-    """Let no file of this rank's checkpoints grow beyond `limit` bytes."""
+    """Limit the files of this rank's checkpoints to `limit` bytes."""
     original = Run.save
 
     def save(self: Run) -> None:
@@ -62,7 +62,7 @@ def saving_fails(limit: int, rank: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def index_refused() -> Iterator[None]:
-    """Let the disk be full when rank 0 writes the index of the checkpoint."""
+    """Raise a disk-full error when rank 0 writes the index of the checkpoint."""
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "state.json")
     with mock.patch.object(sharded_state, "write_index", side_effect=full):
         yield
@@ -70,9 +70,9 @@ def index_refused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def terminated_inside(method: str, call: int = 1) -> Iterator[None]:
-    """Send SIGTERM to this process at the start of the given call of a method, named `package.module.Class.method`.
+    """Send SIGTERM to this process at the start of call number `call` of a method, named `package.module.Class.method`.
 
-    Several ranks wait for each other there, so that none leaves before the others have been asked.
+    Ranks wait for each other there, so that no rank stops before the others have been signalled.
     """
     original, calls = pkgutil.resolve_name(method), itertools.count(1)
 
@@ -89,7 +89,7 @@ def terminated_inside(method: str, call: int = 1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def together(*faults: Fault) -> Iterator[None]:
-    """Let several things go wrong in one run."""
+    """Combine several faults in one run."""
     with contextlib.ExitStack() as stack:
         for fault in faults:
             stack.enter_context(fault())
@@ -100,7 +100,7 @@ def together(*faults: Fault) -> Iterator[None]:
 def stuck_inside(method: str, seconds: float) -> Iterator[None]:
     """Let every call of a method, named `package.module.Class.method`, take longer than the watchdog allows.
 
-    It allows more than a start needs: writing the stacks of a thread that runs, not waits, can crash Python.
+    `seconds` must exceed the duration of a start, because dumping the stack of a running thread can crash Python.
     """
     original = pkgutil.resolve_name(method)
 
@@ -114,14 +114,14 @@ def stuck_inside(method: str, seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def out_of_memory(method: str) -> Iterator[None]:
-    """Let a method, named `package.module.Class.method`, find no memory."""
+    """Raise an out-of-memory error in a method, named `package.module.Class.method`."""
     with mock.patch(method, side_effect=torch.OutOfMemoryError("tried to allocate 20.00 GiB")):
         yield
 
 
 @contextlib.contextmanager
 def no_room_for_logs(limit: int) -> Iterator[None]:
-    """Let no file that is opened with the logs grow beyond `limit` bytes."""
+    """Limit the log files to `limit` bytes."""
 
     def limited(*args: Any, **kwargs: Any) -> RunLog:
         with no_file_beyond(limit):
@@ -133,7 +133,7 @@ def no_room_for_logs(limit: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def flushes_counted(run_dir: Path, out: Path) -> Iterator[None]:
-    """Write down, for each checkpoint that is sealed, how many bytes of `metrics.jsonl` were flushed, and its size."""
+    """Record the flushed bytes and the size of `metrics.jsonl` when each checkpoint is published."""
     metrics, fsync, publish = run_dir / "metrics.jsonl", os.fsync, CheckpointStore.publish
     flushed, found = [0], []
 
@@ -152,7 +152,7 @@ def flushes_counted(run_dir: Path, out: Path) -> Iterator[None]:
 
 
 class _NaN:
-    """An objective whose target is not a number."""
+    """An objective with NaN targets."""
 
     def __init__(self, objective: Any) -> None:
         self.objective = objective
@@ -167,7 +167,7 @@ class _NaN:
 
 @contextlib.contextmanager
 def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
-    """Make the loss NaN on one rank in one step; write down the weights at the end, and each rank's last samples."""
+    """Make the loss NaN on one rank in one step; save the final weights, and each rank's last samples."""
     from dit.training import pretrain
 
     forward_step, close = pretrain.training_forward_step, Run.close
@@ -191,7 +191,7 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Let the process of rank 0 be at work in the run folder already, not be waited for, and hear of it first."""
+    """Lock the run folder as another process of rank 0 would; rank 0 detects it first and does not wait."""
     agree = RunLock.agree
 
     def late(self: RunLock) -> None:
@@ -205,7 +205,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def port_taken() -> Iterator[None]:
-    """Start as a launcher's only rank, at a port that somebody else listens on."""
+    """Start as a launcher's only rank, at a port that another socket listens on."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -216,7 +216,7 @@ def port_taken() -> Iterator[None]:
 
 @contextlib.contextmanager
 def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iterator[None]:
-    """Let something happen before a step."""
+    """Call a function before a step."""
     original = Run.step
 
     def disturbed(self: Run, loss_sums: Tensor, **options: Any) -> float:
@@ -230,7 +230,7 @@ def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iter
 
 @contextlib.contextmanager
 def samples_noted(file: Path) -> Iterator[None]:
-    """Append to a file, after every step, the keys of the samples that it has consumed on this rank."""
+    """After every step, append to a file the keys of the samples that it consumed on this rank."""
     original = Run.step
 
     def noted(self: Run, loss_sums: Tensor, **options: Any) -> float:
@@ -246,7 +246,7 @@ def samples_noted(file: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def data_state_by_rank(*, has_streams: bool) -> Iterator[None]:
-    """Key the state of the data by rank, which no data source may do, or return one of this rank without streams."""
+    """Key the data state by rank, which is not allowed, or, without streams, return a different state on each rank."""
     from energon_data.streams import StreamGroup
 
     def state_dict(self: StreamGroup) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def deleted(run_dir: Path) -> contextlib.AbstractContextManager[None]:
 
 
 def press_ctrl_c() -> None:
-    """Interrupt this process as a terminal does, also where a shell has started it with SIGINT ignored."""
+    """Raise KeyboardInterrupt as Ctrl-C does, also if a shell started this process with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.raise_signal(signal.SIGINT)
 
@@ -281,7 +281,7 @@ def terminated(step: int) -> contextlib.AbstractContextManager[None]:
 
 
 def cut_off(folder: Path, *, sealed: bool) -> None:
-    """Halve the files of tensors in all checkpoints of a run, and seal them anew so that their hashes agree."""
+    """Halve the tensor files in all checkpoints of a run; `sealed` updates the manifests so that their hashes match."""
     for checkpoint in (folder / "checkpoints").glob("iter_*"):
         for path in checkpoint.glob("*.safetensors"):
             os.truncate(path, path.stat().st_size // 2)
@@ -292,7 +292,7 @@ def cut_off(folder: Path, *, sealed: bool) -> None:
 
 @contextlib.contextmanager
 def resaved(folder: Path) -> Iterator[None]:
-    """Write what a resumed run has loaded, at once and unchanged, into a folder."""
+    """Save the state that a resumed run has loaded, unchanged, to a folder."""
     original = Checkpointer.resume
 
     def resume(self: Checkpointer, state: Any, mode: str) -> bool:
@@ -307,25 +307,25 @@ def resaved(folder: Path) -> Iterator[None]:
 
 
 def trusting(package: str) -> contextlib.AbstractContextManager[Any]:
-    """Let the user name a package of their own, whose settings records may name."""
+    """Trust a package of the user, so that settings records may name its classes."""
     return mock.patch.dict(os.environ, {TRUST_VARIABLE: package})
 
 
 @contextlib.contextmanager
 def own_package(folder: Path, package: str) -> Iterator[None]:
-    """Let a package of the user's own lie in `folder`, and trust it."""
+    """Make a user's package in `folder` importable, and trust it."""
     with trusting(package), mock.patch.object(sys, "path", [str(folder), *sys.path]):
         yield
 
 
 def hooked(record: Path) -> contextlib.AbstractContextManager[Any]:
-    """Trust the hooks of the tests, which write to `record`."""
+    """Trust the hook of the tests, which writes to `record`."""
     return mock.patch.dict(os.environ, {TRUST_VARIABLE: "tests", "HOOK_RECORD": str(record)})
 
 
 @contextlib.contextmanager
 def no_wandb() -> Iterator[None]:
-    """Let Weights & Biases fail at its first scalar."""
+    """Raise an error at the first scalar of Weights & Biases."""
     from dit.monitoring.wandb_sink import WandbSink
 
     with mock.patch.object(WandbSink, "scalars", side_effect=ConnectionError("the service is gone")):

@@ -1,6 +1,6 @@
 """Table of docs/fine-tuning.md: planned memory and time of the recipes of published models.
 
-`python -m tests.support.fine_tuning_table --write` writes it in ten minutes; without `--write` the page is printed.
+`python -m tests.support.fine_tuning_table --write` writes the page in ten minutes; without `--write` it is printed.
 """
 
 import re
@@ -30,14 +30,14 @@ ROWS: dict[str, tuple[str, dict[str, str], list[int]]] = {
     "FLUX.2 klein 9B": ("finetune_flux2_klein", {"size": "9b"}, [1, 64, 64]),
     "Qwen-Image": ("finetune_qwen_image", {}, [1, 64, 64]),
 }
-"""By model: recipe, its arguments, and patches of a sample."""
+"""By model: recipe, arguments of the recipe, and patch grid of a sample."""
 MACHINES = {"24 GB": (1, 24), "80 GB": (1, 80), "8 x 80 GB": (8, 80)}
 COLUMNS = [(lora, machine) for lora in (True, False) for machine in MACHINES]
 HEAD = ["model", "parameters", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
 
 
 def cell(title: str, lora: bool, machine: str) -> str:
-    """Return planned memory, seconds of a step and the way to store the state."""
+    """Return the planned memory, the seconds of a step and the letters of FSDP and offloading."""
     name, arguments, tokens = ROWS[title]
     gpus, memory = MACHINES[machine]
     try:
@@ -57,7 +57,7 @@ def cell(title: str, lora: bool, machine: str) -> str:
 
 
 def row(title: str) -> str:
-    """Return the line of a model."""
+    """Return the table row of a model."""
     name, arguments, _ = ROWS[title]
     words = "".join(f"({key}='{value}')" for key, value in arguments.items())
     docstring = re.sub(r"\s+", " ", getattr(finetune, name).__doc__)

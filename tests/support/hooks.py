@@ -1,4 +1,4 @@
-"""A user's own code that the loop calls: it writes what it is given."""
+"""A user-defined hook of the training loop that records its arguments."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from dit.training.hooks import Hook
 
 
 class Recorder(Hook):
-    """Write a line for every call to the file that `HOOK_RECORD` names."""
+    """Write a line for every call to the file named by `HOOK_RECORD`."""
 
     def on_step(self, state: TrainState, grad_norm: float) -> None:
         self._write(step=state.step, grad_norm=grad_norm)

@@ -1,6 +1,6 @@
-"""Which parts of the packages may import which, and where heavy packages are imported."""
+"""Allowed imports between parts of the packages, and the places where heavy packages may be imported."""
 
-# What each part may import besides itself. Imports go one way: the table has no cycle.
+# Parts that each part may import. The table has no cycle.
 MAY_IMPORT = {
     "dit.terminal": set(),
     "dit.errors": {"dit.terminal"},
@@ -179,11 +179,11 @@ MAY_IMPORT = {
     "recipes": {"dit", "energon_data"},
     "launch": {"dit", "energon_data", "recipes"},
     "benchmarks": {"dit", "energon_data", "recipes", "launch"},
-    # No row has `examples`: its names reach the commands through entry points.
+    # No other row has `examples`, because commands find its names through entry points.
     "examples": {"dit", "energon_data", "recipes", "launch", "benchmarks"},
 }
 
-# Narrower than the table: (files whose path starts so, what they must not import, unless it starts so).
+# Stricter than the table: (path prefix of the files, forbidden module prefix, exceptions from it).
 EXCEPTIONS = [
     ("dit/parallel/", "dit.models", ("dit.models.base", "dit.models.registry")),
     ("dit/layers/", "dit.models", ()),

@@ -12,7 +12,7 @@ from dit.levels import Segment, unmasked_clean, with_levels
 
 
 def segments_of(number: int, tokens: int) -> list[Segment]:
-    """Return segments by number: a clean start; one level; two; a level, a clean middle, another level; a mask."""
+    """Return one of five segmentations: clean start, one level, two levels, clean middle, mask."""
     first, second = max(1, tokens // 3), max(1, tokens // 4)
     return {
         0: [(first, CLEAN), (tokens - first, 0)],
@@ -24,7 +24,7 @@ def segments_of(number: int, tokens: int) -> list[Segment]:
 
 
 def references_of(number: int, tokens: int) -> list[Segment]:
-    """Return segments in which the last tokens are clean, as those of a reference; none in every third sample."""
+    """Return segments in which the last tokens are clean, like a reference image; none for every third sample."""
     clean = max(1, tokens // 3)
     return [(tokens - clean, 0), (clean, CLEAN)] if number % 3 else []
 

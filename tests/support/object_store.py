@@ -1,4 +1,4 @@
-"""An object store on this machine, as S3 has it: moto's server behind a door that can err, hang and cut answers off."""
+"""A local S3 object store: moto's server, with a function that can answer requests with errors or delay them."""
 
 import logging
 import os
@@ -23,14 +23,14 @@ class ObjectStore:
     """A running server.
 
     Attributes:
-        door: called with method and path of each request; returns None to pass it on, or a status to answer with.
-        requests: of all that came, method and path.
+        door: called with method and path of each request; returns an HTTP status, or None to let the server answer.
+        requests: method and path of all requests.
     """
 
     def __init__(self) -> None:
         self.door: Callable[[str, str], int | None] = lambda method, path: None
         self.requests: list[tuple[str, str]] = []
-        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # otherwise it logs every request
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -39,7 +39,7 @@ class ObjectStore:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What a client's process needs to find it."""
+        """Environment variables with which a client's process connects to the store."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._server.server_port}",
             "AWS_ACCESS_KEY_ID": "testing",
@@ -48,13 +48,13 @@ class ObjectStore:
         }
 
     def client(self) -> Any:
-        """Return boto3's client: another one than that of the code under test."""
+        """Return a boto3 client that is separate from that of the code under test."""
         if self._client is None:  # takes a tenth of a second
             self._client = boto3.client("s3", endpoint_url=self.environ["AWS_ENDPOINT_URL"])
         return self._client
 
     def clear(self) -> None:
-        """Delete all objects, open the door, and forget the requests."""
+        """Delete all objects, reset the door, and forget the requests."""
         self.door = lambda method, path: None
         for entry in self.client().list_objects_v2(Bucket=BUCKET).get("Contents", []):
             self.client().delete_object(Bucket=BUCKET, Key=entry["Key"])
@@ -83,13 +83,13 @@ class ObjectStore:
 
 @cache
 def _parsed(path: str) -> Any:
-    """Parse a file of botocore; every client would parse the same files again, for a tenth of a second."""
+    """Parse a file of botocore once; otherwise every client would parse it, which takes a tenth of a second."""
     return JSON_FILE(JSONFileLoader(), path)
 
 
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
-    """Start a store with one bucket, and tell this process and those it starts where it is."""
+    """Start a store with one bucket; set its address in the environment of this process and its children."""
     store = ObjectStore()
     cached = patch.object(JSONFileLoader, "load_file", lambda _, path: _parsed(path))
     with patch.dict(os.environ, store.environ), cached:
@@ -102,7 +102,7 @@ def object_store() -> Iterator[ObjectStore]:
 
 
 def hanging(seconds: float) -> Callable[[str, str], None]:
-    """Return a door that answers no upload for a while."""
+    """Return a door that delays every upload."""
 
     def door(method: str, path: str) -> None:
         if method == "PUT":

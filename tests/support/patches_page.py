@@ -1,4 +1,4 @@
-"""docs/patches.md: every patch of another library, and every private name that is used, read from the sources.
+"""Generator of docs/patches.md: every patch of another library, and every private name that the sources use.
 
 `python -m tests.support.patches_page --write` writes the page; without `--write` it is printed.
 """
@@ -90,7 +90,7 @@ def is_private(dotted: str) -> bool:
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """Return the private names of the libraries that a file uses; of longer names that share a prefix, the longest."""
+    """Return the private names of the libraries that a file uses, without names that are prefixes of others."""
     names = bindings(tree)
     used = {dotted_name(node, names) for node in ast.walk(tree)}
     private = {name for name in (*used, *names.values()) if name is not None and is_private(name)}

@@ -1,4 +1,4 @@
-"""Small networks of diffusers with random weights, in folders as `save_pretrained` writes them."""
+"""Small diffusers networks with random weights, saved in the format of `save_pretrained`."""
 
 from pathlib import Path
 
@@ -87,7 +87,7 @@ NETWORKS = {
 def save_network(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "60KB"
 ) -> ModelMixin:
-    """Write a network with random weights in shards, and return it."""
+    """Save a network with random weights in shards, and return it."""
     network = NETWORKS[name]()
     stored = {key: x for key, x in network.state_dict().items() if key != "pos_embed.pos_embed"}
     weights = random_weights({key: tuple(x.shape) for key, x in stored.items()}, seed=len(name))

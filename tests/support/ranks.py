@@ -1,4 +1,4 @@
-"""Worlds of ranks for tests: which rows run, jobs in worker processes, one start for many of them."""
+"""Ranks for tests: selection of parametrized cases, and jobs in worker processes that start once."""
 
 import logging
 import os
@@ -20,19 +20,19 @@ def rows(cases: Iterable[tuple], quick: Callable[..., bool]) -> list[Any]:
 
 
 def selected(request: pytest.FixtureRequest, names: tuple[str, ...]) -> set[tuple]:
-    """Return the values of these parameters in all tests of the asking module that this start of pytest will run."""
+    """Return the values of these parameters in all tests of the requesting module that this pytest session will run."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     return {tuple(call.params[n] for n in names) for call in calls if call and call.params.keys() >= set(names)}
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something to do in a worker process.
+    """A function call in a worker process.
 
     Attributes:
         action: a function of `tests.integration.actions`.
-        arguments: of the function.
-        ranks: of the world it is done in; the other worker processes wait meanwhile.
+        arguments: keyword arguments of the function.
+        ranks: world size; the other worker processes wait meanwhile.
     """
 
     action: Callable[..., Any]
@@ -41,16 +41,16 @@ class Job:
 
 
 def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0) -> dict[str, Any]:
-    """Do all jobs in order, in one start of as many worker processes as they need.
+    """Run all jobs in order; the worker processes start once.
 
     Returns:
-        By name, what the action returned; of a job of several ranks, the list of what each returned.
+        By name, the action's result; for a job of several ranks, the list of their results.
 
     Raises:
         RuntimeError: a worker failed; the message has the end of its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    # A port for each world: the store of the one before may linger.
+    # Each world has its own port, because the store of the previous one may linger.
     (folder / "jobs.pkl").write_bytes(pickle.dumps([(name, job, free_port()) for name, job in jobs.items()]))
     count = max(job.ranks for job in jobs.values())
     run_ranks(_work, count, folder, timeout_s=timeout_s)
@@ -62,7 +62,7 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
 
 
 def _work(folder: Path, rank: int) -> None:
-    """Be one worker process: do the jobs it is given, one after the other."""
+    """Run the jobs of one worker process in order."""
     from dit.backends import process_groups
 
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
@@ -78,6 +78,6 @@ def _work(folder: Path, rank: int) -> None:
                 os.environ.pop(variable, None)
         print(f"--- {name}", flush=True)
         results[name] = job.action(**job.arguments)
-        if dist.is_initialized():  # a run that failed leaves its groups behind
+        if dist.is_initialized():  # a failed run does not destroy its groups
             process_groups.destroy()
     (folder / f"results_{rank}.pkl").write_bytes(pickle.dumps(results))

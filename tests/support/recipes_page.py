@@ -1,4 +1,4 @@
-"""recipes/README.md: every recipe and component, generated from their docstrings.
+"""Generator of recipes/README.md, which lists every recipe and component, from their docstrings.
 
 `python -m tests.support.recipes_page --write` writes the page; without `--write` it is printed.
 """
@@ -64,7 +64,7 @@ def page() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page, or renew the file."""
+    """Print the page, or update the file."""
     return write_or_print("tests.support.recipes_page", page, README, argv)
 
 

@@ -1,4 +1,4 @@
-"""What a result is compared with, and by what measure."""
+"""Comparison of results with references, and measurement of memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from dit.optimizer.part_norms import part_of
 from dit.verify.compare import SUM_RTOL, compare_training
 
-# float32 against float64: a few hundred roundings of 6e-8 each, seen at most 4e-6.
+# float32 against float64: a few hundred roundings of 6e-8 each; the largest observed error is 4e-6.
 RTOL = 1e-5
 
 
@@ -22,9 +22,9 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
 
 
 def assert_equal_training(one: dict, many: dict) -> None:
-    """Compare what `dit.verify.trial.train` reports of one rank and of a layout, gradient norms of parts included."""
+    """Compare the results of `dit.verify.trial.train` on one rank and on several, including gradient norms of parts."""
     differences = compare_training(one, many).differences
-    assert not differences, "\n".join(differences)  # pytest explains the asserts of test files alone
+    assert not differences, "\n".join(differences)  # pytest explains asserts only in test files
     expected = part_norms(one["gradients"])
     for result in (one, many):
         found = result["part_norms"]
@@ -42,10 +42,10 @@ def part_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the storages made in its scope that are still alive; views of older ones are none.
+    """Adds up live storages that were allocated in its scope; views of older storages do not count.
 
     Attributes:
-        peak: the most bytes that were alive at any time.
+        peak: the largest number of live bytes.
     """
 
     def __init__(self) -> None:
@@ -55,10 +55,10 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
-            return NotImplemented  # a DTensor has no memory of its own; what is done to its shard comes here
+            return NotImplemented  # a DTensor has no memory; operations on its shard are dispatched separately
         given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
-        # On the meta device a tensor has a size and no memory.
+        # Tensors on the meta device have a size but no memory.
         made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not x.is_meta]
         made = [storage for storage in made if storage._cdata not in given]
         for storage in made:
@@ -69,9 +69,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def total(self) -> int:
-        # Asked once per storage: another thread (gloo's, autograd's) may drop one between two questions.
+        # Look up each storage once: another thread (gloo's, autograd's) may free one between two lookups.
         storages = {cdata: torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self.made}
         alive = {cdata: storage for cdata, storage in storages.items() if storage is not None}
         self.made = {cdata: self.made[cdata] for cdata in alive}
-        # FSDP frees a storage by giving it no bytes.
+        # FSDP frees a storage by resizing it to 0 bytes.
         return sum(storage.nbytes() for storage in alive.values())

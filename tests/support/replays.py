@@ -1,4 +1,4 @@
-"""A stand-in for CUDA graphs on CPU: records the operations of a function, and runs them again on the same tensors."""
+"""CUDA graphs emulated on CPU: the operations of a function are recorded, and run again on the same tensors."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +14,7 @@ READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_
 
 
 class Recording(TorchDispatchMode):
-    """Records operations with their tensors, which stay allocated, and the memory that they overwrite."""
+    """Records operations with their tensors, which stay allocated, and the original content of overwritten memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class Recording(TorchDispatchMode):
         return result
 
     def restore(self) -> None:
-        """Restore the memory that operations have overwritten."""
+        """Restore the memory that operations overwrote."""
         for storage, values in self.overwritten.values():
             storage.copy_(values)
         self.overwritten.clear()
 
     def replay(self) -> None:
-        """Run all operations again, with results in the same memory."""
+        """Run all operations again, and write the results to the same memory."""
         with torch._C._AutoDispatchBelowAutograd():  # as recorded
             for func, args, kwargs, results in self.operations:
                 leaves = tree_leaves(func(*args, **kwargs))
@@ -55,7 +55,7 @@ class Recording(TorchDispatchMode):
 
 
 def record(compute: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Record a function, as `capture_on_gpu` does: memory that existed before does not change."""
+    """Record a function, as `capture_on_gpu` does: memory that existed before keeps its content."""
     with Recording() as recording:
         result = compute()
     recording.restore()

@@ -1,4 +1,4 @@
-"""The clone that the tests belong to, and the outputs of commands in it."""
+"""The clone that contains these tests, and the outputs of commands in it."""
 
 from contextlib import suppress
 from itertools import chain
@@ -8,7 +8,7 @@ from stat import S_ISDIR
 REPOSITORY = Path(__file__).parents[2]
 
 Stamp = tuple[int, int]
-"""Size and time of the last change of a file; zeros for a folder."""
+"""Size and modification time of a file; zeros for a folder."""
 
 
 def outputs(folder: Path) -> dict[str, Stamp]:

@@ -1,4 +1,4 @@
-"""What can go wrong with single saves of a run: context managers around it."""
+"""Faults in single saves of a run, as context managers."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def around_saves(
     before: Optional[Callable[[Saves], Any]] = None,
     after: Optional[Callable[[Saves], Any]] = None,
 ) -> Iterator[None]:
-    """Let something happen on one rank before or after the call that saves some steps."""
+    """Call functions on one rank before or after the saves at some steps."""
     original = Saves.save
 
     def save(self: Saves, state: TrainState, metadata: dict[str, Any]) -> None:
@@ -46,13 +46,13 @@ def around_saves(
 
 
 def limit_files(saves: Saves, limit: int) -> None:
-    """Let no file of the process that writes grow beyond `limit` bytes: a full disk."""
+    """Limit the files of the writing process to `limit` bytes, as a full disk would."""
     process = os.getpid() if saves.writer is None else saves.writer.process.pid
     resource.prlimit(process, resource.RLIMIT_FSIZE, (limit, UNLIMITED))
 
 
 def disk_full(steps: Collection[int], rank: int, limit: int = 20_000) -> contextlib.AbstractContextManager[None]:
-    """Let the disk of one rank be full in some saves."""
+    """Let the disk of one rank be full in the saves at some steps."""
 
     def lift(saves: Saves) -> None:
         if saves.writer is None:
@@ -62,14 +62,14 @@ def disk_full(steps: Collection[int], rank: int, limit: int = 20_000) -> context
 
 
 def writer_killed(steps: Collection[int], rank: int) -> contextlib.AbstractContextManager[None]:
-    """Kill the writer of one rank when it has its order."""
+    """Kill the writer process of one rank after it has received its order."""
     return around_saves(steps, rank, after=lambda saves: saves.writer.process.kill())
 
 
 def writer_stopped(
     steps: Collection[int], rank: int, seconds: Optional[float] = None
 ) -> contextlib.AbstractContextManager[None]:
-    """Let the disk of one rank hang, for some seconds or for good."""
+    """Stop the writer of one rank, as a hanging disk would, for some seconds or forever."""
 
     def stop(saves: Saves) -> None:
         process = saves.writer.process
@@ -81,5 +81,5 @@ def writer_stopped(
 
 
 def out_of_time(margin_s: float) -> contextlib.AbstractContextManager[Any]:
-    """Let the end of a job need this long."""
+    """Reserve this many seconds before the time limit for the end of a job."""
     return mock.patch("dit.monitoring.time_limit.MARGIN_S", margin_s)

@@ -1,4 +1,4 @@
-"""docs/settings.md: every setting of every part, generated from the dataclasses.
+"""Generator of docs/settings.md, which lists every setting of every part, from the dataclasses.
 
 `python -m tests.support.settings_page --write` writes the page; without `--write` it is printed.
 """
@@ -57,7 +57,7 @@ _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
 
 def own_meanings(kind: type) -> dict[str, str]:
-    """Return the description of each field in the `Attributes` or `Args` of a class, without its bases."""
+    """Return the description of each field in the `Attributes` or `Args` of a class, without base classes."""
     texts: dict[str, str] = {}
     inside, names = False, list[str]()
     for line in inspect.cleandoc(vars(kind).get("__doc__") or "").splitlines():
@@ -74,7 +74,7 @@ def own_meanings(kind: type) -> dict[str, str]:
 
 
 def meanings(kind: type) -> dict[str, tuple[str, type]]:
-    """Return the description of each field of a class, and the nearest class of its bases that has it."""
+    """Return the description of each field of a class, and the nearest base class that describes it."""
     texts: dict[str, tuple[str, type]] = {}
     for base in reversed(kind.__mro__):
         texts |= {name: (text, base) for name, text in own_meanings(base).items()}
@@ -96,7 +96,7 @@ def _alternatives(annotation: object) -> tuple[str, ...]:
 
 
 SHARED = 2
-"""A setting that this many classes of a part have, with the same type and meaning, is described once."""
+"""A setting that at least this many classes of a part share, with the same type and meaning, is listed once."""
 
 
 Key: TypeAlias = tuple[str, tuple[str, ...], str]
@@ -120,12 +120,12 @@ class Row(NamedTuple):
 
     @property
     def assignment(self) -> str:
-        """The default as on the command line."""
+        """The default in the form of the command line."""
         return f"`{self.name}={str(self.default).replace(', ', ',')}`"
 
     @property
     def description(self) -> str:
-        """The meaning after the types and values that the default does not show."""
+        """The meaning, preceded by types and values that the default does not show."""
         shown = {f"`{self.default}`", str(self.default), type(self.default).__name__}
         others = [kind for kind in self.kind if kind.partition("[")[0] not in shown]
         types = f" ({', '.join(others)})" if others else ""
@@ -147,11 +147,11 @@ def rows(kind: type) -> Iterator[Row]:
 
 
 ANY_CLASS = "Shared settings"
-"""Title of the settings that classes without a common base describe in the same words."""
+"""Title of settings that classes without a common base describe in the same words."""
 
 
 def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
-    """Return the settings that several classes share, with title and the row of the most frequent default."""
+    """Return the settings that several classes share, each with its title and the row of its most frequent default."""
     by_key: dict[Key, list[Row]] = {}
     for row in chain.from_iterable(tables):
         by_key.setdefault(row.key, []).append(row)
@@ -165,9 +165,9 @@ def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
 
 
 def inherited(table: Iterable[Row], shared: Mapping[Key, tuple[str, Row]]) -> str:
-    """Return the line of a class about shared settings: their titles, and the defaults that differ.
+    """Return a class's line about shared settings: their titles, and the defaults that differ.
 
-    Shared settings without a common class are always listed, because not every class has all of them.
+    Shared settings without a common base are all listed, because not every class has all of them.
     """
     titles: dict[str, list[str]] = {}
     for row in table:

@@ -1,6 +1,6 @@
-"""A Slurm of one machine: `sbatch`, `srun` and `scontrol` that read what a script says and start its tasks here.
+"""A substitute for Slurm: `sbatch`, `srun` and `scontrol` that follow the script's directives on this machine.
 
-Nodes are processes of this machine, all named `localhost`. A job that requeues itself runs again, as Slurm does.
+Nodes are processes, all named `localhost`. A job that requeues itself runs again, as in Slurm.
 """
 
 import os
@@ -30,7 +30,7 @@ codes = [task.wait() for task in tasks]
 os.unlink("{folder}/tasks")
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
-"""Starts the command once per node, leaves the processes' numbers in `tasks`, and returns the highest code."""
+"""Starts the command once per node, writes the process ids to `tasks`, and returns the highest exit code."""
 
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
@@ -52,13 +52,13 @@ def commands(folder: Path, **more: str) -> Path:
 
 
 def directives(flags: Sequence[str] = ()) -> dict[str, str]:
-    """Return what the script asks Slurm for; flags of sbatch's command line win."""
+    """Return the script's directives for Slurm; flags of sbatch's command line take precedence."""
     lines = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?", SCRIPT.read_text(), re.MULTILINE)
     return dict(lines) | dict(flag.removeprefix("--").split("=", 1) for flag in flags)
 
 
 def environment(asked: Mapping[str, str], restarts: int) -> dict[str, str]:
-    """Return the variables that Slurm sets for a job that asked for this."""
+    """Return the variables that Slurm sets for a job with these directives."""
     return {
         "SLURM_JOB_ID": str(JOB_ID),
         "SLURM_NNODES": asked["nodes"],
@@ -72,7 +72,7 @@ def environment(asked: Mapping[str, str], restarts: int) -> dict[str, str]:
 def sbatch(
     folder: Path, flags: Sequence[str], arguments: Sequence[str], environ: Mapping[str, str], restarts: int = 0
 ) -> subprocess.Popen:
-    """Start the script as a job, in `folder` and a session of its own, its output appended to `folder/job.log`."""
+    """Start the script as a job in `folder`, in a new session; append its output to `folder/job.log`."""
     own = environment(directives(flags), restarts)
     with suppress(FileNotFoundError):
         (folder / "requeued").unlink()
@@ -89,11 +89,11 @@ def sbatch(
 
 
 def is_requeued(folder: Path) -> bool:
-    """Return whether the last job asked to run again."""
+    """Return whether the last job requeued itself."""
     return (folder / "requeued").exists()
 
 
 def tasks(folder: Path) -> list[int]:
-    """Return the processes that srun started and that have not ended."""
+    """Return the process ids of running tasks of srun."""
     path = folder / "tasks"
     return [int(word) for word in path.read_text().split()] if path.exists() else []

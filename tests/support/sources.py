@@ -1,4 +1,4 @@
-"""Streams that a worker process opens in tests; it imports this module, so it imports little."""
+"""Streams that worker processes of tests open. Workers import this module, so its imports are few."""
 
 import gc
 import time
@@ -11,13 +11,13 @@ from energon_data.streams import Position, StreamItem
 
 
 class Watched:
-    """Synthetic samples, and what a test wants to see or to happen.
+    """Synthetic samples, with faults and observations for tests.
 
     Args:
-        made: file that gets a byte for each delivery.
-        fails_at: delivery that is an error instead.
-        seconds: that each delivery takes longer.
-        collects: collect garbage before each.
+        made: file that gets a byte for each sample.
+        fails_at: number of the sample that raises an error instead.
+        seconds: delay of each sample.
+        collects: collect garbage before each sample.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a process uses, as Linux counts it: memory, threads, open files, children."""
+"""Resources of a process as Linux reports them: memory, threads, open files, children."""
 
 import contextlib
 import gc
@@ -21,13 +21,14 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """A look at a process.
+    """Resources of a process at one time.
 
     Attributes:
-        memory_mib: private memory (unique set size), garbage collected before.
-        threads: by name, of Python, and the number of all.
-        files: what its descriptors point to.
-        children: command lines of its child processes.
+        memory_mib: private memory (unique set size) after garbage collection.
+        threads: names of Python threads.
+        num_threads: number of all threads.
+        files: targets of the open descriptors.
+        children: command lines of child processes.
     """
 
     memory_mib: float
@@ -38,7 +39,7 @@ class Usage:
 
 
 def usage() -> Usage:
-    """Look at this process."""
+    """Measure this process."""
     gc.collect()
     rollup = Path("/proc/self/smaps_rollup").read_text().splitlines()
     private = sum(int(line.split()[1]) for line in rollup if line.startswith("Private_"))
@@ -46,14 +47,14 @@ def usage() -> Usage:
     threads = next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
     files = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
             files.append(_kind(os.readlink(f"/proc/self/fd/{descriptor}")))
     names = sorted(thread.name for thread in threading.enumerate())
     return Usage(private * 1024 / MIB, names, threads, sorted(files), sorted(_children()))
 
 
 def _kind(target: str) -> str:
-    """Return what a descriptor points to, without the number of a socket or pipe."""
+    """Return the target of a descriptor, without the number of a socket or pipe."""
     return target.partition("[")[0] if target.startswith(("socket:", "pipe:", "anon_inode:")) else target
 
 
@@ -66,7 +67,7 @@ def _children() -> Iterator[str]:
 
 
 def settled(quiet_s: float = 2.0, timeout_s: float = 30.0) -> Usage:
-    """Return the usage once the numbers of threads, files and children have not changed for a while."""
+    """Return the usage after the numbers of threads, files and children have been constant for a while."""
     deadline, seen, since = time.monotonic() + timeout_s, (-1, -1, -1), 0.0
     while True:
         found = usage()
@@ -80,7 +81,7 @@ def settled(quiet_s: float = 2.0, timeout_s: float = 30.0) -> Usage:
 
 @contextlib.contextmanager
 def usage_noted(file: Path, every: int) -> Iterator[None]:
-    """Append to a file, after every so many steps of a run, what this process uses."""
+    """Append the usage of this process to a file after every `every` steps of a run."""
     original = Run.step
 
     def noted(self: Run, loss_sums: Tensor, **options: Any) -> float:
@@ -95,5 +96,5 @@ def usage_noted(file: Path, every: int) -> Iterator[None]:
 
 
 def read_usage(file: Path) -> dict[int, dict[str, Any]]:
-    """Return what `usage_noted` wrote, by step."""
+    """Return the records of `usage_noted` by step."""
     return {record.pop("step"): record for record in map(json.loads, file.read_text().splitlines())}
