@@ -25,6 +25,7 @@ ROWS: dict[str, tuple[str, dict[str, str], list[int]]] = {
     "FLUX.2 klein 4B": ("finetune_flux2_klein", {}, [1, 64, 64]),
     "Wan 2.2 TI2V 5B": ("finetune_wan22_ti2v", {}, [31, 22, 40]),
     "Z-Image": ("finetune_z_image", {}, [1, 64, 64]),
+    "SD 3.5 large": ("finetune_sd35", {}, [1, 64, 64]),
     "HunyuanVideo 1.5": ("finetune_hunyuan_video", {}, [31, 44, 80]),
     "Chroma": ("finetune_chroma", {}, [1, 64, 64]),
     "FLUX.2 klein 9B": ("finetune_flux2_klein", {"size": "9b"}, [1, 64, 64]),
