@@ -1,4 +1,4 @@
-"""Packs encoded on the training device equal packs of what preparation stored, sample by sample."""
+"""Packs encoded on the training device equal packs of stored latents and embeddings, sample by sample."""
 
 from dataclasses import replace
 from itertools import islice
@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def packs(folder, kind, spec=SPEC, **settings):
-    """Return the first packs of a kind of data, as the loader makes them, and the encoding."""
+    """Return the first packs of a kind of data from the loader, and the encoding."""
     own = {"max_tokens_per_pack": 24, "pad_packs": True, "packing_buffer_size": 8, "shuffle_buffer": 0, **settings}
     if kind == "pixels":
         line = f"text={folder}/t5,pooled={folder}/clip"
@@ -47,7 +47,7 @@ def encoded(folder, group, spec=SPEC, **settings):
     ("settings", "patch_temporal"), [({}, 1), ({"max_text_tokens": 3}, 1), ({}, 2)], ids=["plain", "cut", "two frames"]
 )
 def test_an_encoded_pack_is_that_of_stored_latents_and_embeddings(folder, one_rank_world, settings, patch_temporal):
-    """Texts are cut alike; an image fills a patch of two frames by repetition, encoded once."""
+    """Texts are truncated alike; an image is encoded once and repeated to fill a patch of two frames."""
     spec = replace(SPEC, patch_temporal=patch_temporal)
     expected, _ = packs(folder, "latents", spec, **settings)
     for found, stored in zip(encoded(folder, one_rank_world.tp_cp, spec, **settings), expected, strict=True):
@@ -78,7 +78,7 @@ def test_stored_padding_has_the_lengths_of_encoded_texts(folder, one_rank_world,
 
 
 def test_one_part_is_encoded_while_the_other_is_stored(folder, one_rank_world):
-    """Captions with stored latents, and pixels with stored embeddings that the pixels' data lack."""
+    """Captions are encoded with stored latents, and pixels with stored embeddings that are not in the pixels' data."""
     texts, encoding = packs(folder, "latents", online_text_encoder=f"text={folder}/t5,pooled={folder}/clip")
     both = encoded(folder, one_rank_world.tp_cp)
     encode = OnlineEncoders(encoding, SPEC, CPU, one_rank_world.tp_cp)

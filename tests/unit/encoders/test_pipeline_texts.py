@@ -1,4 +1,4 @@
-"""The folder of a pipeline as a text encoder, against the prompt encoding of that pipeline in diffusers."""
+"""A pipeline's folder as text encoder, compared with the prompt encoding of this pipeline in diffusers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from tests.support.encoders import (
     save_t5,
 )
 
-ROUNDING = {"rtol": 1e-4, "atol": 2e-5}  # fp32: padded batches add in another order
+ROUNDING = {"rtol": 1e-4, "atol": 2e-5}  # fp32: padded batches sum in another order
 TEXTS = [
     "A red &amp;  circle",
     "blue",
@@ -46,7 +46,7 @@ Entries = dict[str, list[Tensor]]
 
 
 def rows(tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Return the tokens of each text that a mask selects."""
+    """Return the tokens of each text, without those that its mask excludes."""
     return [x if mask is None else x[m.bool()] for x, m in zip(tokens, tokens[..., 0] if mask is None else mask)]
 
 
@@ -104,7 +104,7 @@ def of_sdxl(pipeline: Any, options: dict[str, Any]) -> Entries:
 
 
 def of_one_tensor(pipeline: Any, options: dict[str, Any]) -> Entries:
-    """All rows: FLUX.2 stores padding, Wan zeros."""
+    """Return all rows: FLUX.2 stores padding, Wan zeros."""
     return {"text": list(pipeline.encode_prompt([*TEXTS, ""], device="cpu", **options)[0])}
 
 
@@ -113,14 +113,14 @@ def of_a_mask(pipeline: Any, options: dict[str, Any]) -> Entries:
 
 
 def of_hunyuan_video(pipeline: Any, options: dict[str, Any]) -> Entries:
-    """The shown text is that in quotes; most captions have none."""
+    """The second encoder gets the text in quotes; most captions have none."""
     tokens, mask, shown, shown_mask = pipeline.encode_prompt([*TEXTS, ""], device="cpu", batch_size=len(TEXTS) + 1)
     assert shown_mask.sum(1).gt(0).tolist() == ['"' in text for text in [*TEXTS, ""]]
     return {"text": rows(tokens, mask), "text_2": rows(shown, shown_mask)}
 
 
 def of_chroma(pipeline: Any, options: dict[str, Any]) -> Entries:
-    """With the padding token that the mask of the transformer selects."""
+    """The rows include the padding token that the mask of the transformer selects."""
     found = pipeline.encode_prompt([*TEXTS, ""], device="cpu", do_classifier_free_guidance=False, **options)
     return {"text": rows(found[0], found[2])}
 
@@ -140,7 +140,7 @@ def of_guidance(pipeline: Any, options: dict[str, Any]) -> Entries:
 
 
 def of_prx(pipeline: Any, options: dict[str, Any]) -> Entries:
-    """With lower case as the only change of a prompt; the pipeline also removes some words and signs."""
+    """Replace the pipeline's cleaning by lower case, because it also removes some words and signs."""
     pipeline.text_preprocessor.clean_text = lambda text: text.lower().strip()
     tokens, mask, negative, negative_mask = pipeline.encode_prompt(TEXTS, device="cpu")
     return {"text": [*rows(tokens, mask), rows(negative, negative_mask)[0]]}
@@ -226,7 +226,7 @@ def save_pipeline(root: Path, case: Case) -> Any:
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_folder_of_a_pipeline_encodes_prompts_as_the_pipeline(name: str, tmp_path: Path) -> None:
-    """Every entry, with the arguments that the call of the pipeline has by default; texts too long are truncated."""
+    """All entries are compared, with the pipeline's default arguments; long texts are truncated."""
     case = CASES[name]
     pipeline = save_pipeline(tmp_path, case)
     if name in ("flux", "sd3"):

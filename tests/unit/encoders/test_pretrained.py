@@ -1,4 +1,4 @@
-"""Encoders run no code of strangers, and are refused if weights are missing."""
+"""Encoders run no code from their folder, and are refused if weights are missing."""
 
 import builtins
 import json
@@ -51,7 +51,7 @@ def weights_file(folder: Path) -> Path:
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize("kept", ["none", "all but two", "all but four"])
 def test_missing_weights_are_named_and_counted(tmp_path, name, kept, monkeypatch):
-    """Random numbers would take their place, and every latent or text of a data set would be noise."""
+    """Otherwise random numbers would replace them, and every latent or text of a data set would be noise."""
     save, load = ENCODERS[name]
     folder = save(tmp_path / "encoder")
     load(folder)
@@ -67,7 +67,7 @@ def test_missing_weights_are_named_and_counted(tmp_path, name, kept, monkeypatch
     with pytest.raises(ConfigError) as caught:
         load(folder)
     said = str(caught.value)
-    shared = name == "t5" and kept == "none"  # its embeddings have two names, one of which is stored
+    shared = name == "t5" and kept == "none"  # T5's embeddings have two names, and only one of them is stored
     assert f"lack weights ({len(removed) + shared}): " in said
     assert said.count(", ...") == (len(removed) > 3)
     assert "\n" not in said
@@ -91,7 +91,7 @@ def test_weights_of_another_shape_are_named(tmp_path, name):
 @pytest.mark.parametrize("name", ["t5", "clip", "clip for scores"])
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_of_an_encoder_is_neither_run_nor_offered(tmp_path, monkeypatch, name, file):
-    """A stranger's data set can name it; on a terminal, transformers would ask whether to run the code."""
+    """A stranger's data set can name such an encoder; on a terminal, transformers would ask whether to run its code."""
     save, load = ENCODERS[name]
     folder = save(tmp_path / "encoder")
     marker = tmp_path / "ran"

@@ -1,4 +1,4 @@
-"""Features of a teacher: those of transformers' class, from the shard to the token of a pack."""
+"""Features of a teacher network equal those of transformers' class, from the shard to the token of a pack."""
 
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def save_teacher(folder: Path, *, registers: bool = False) -> PreTrainedModel:
 
 
 def direct(model: PreTrainedModel, pixels_CHW: Tensor, skipped: int = 1) -> Tensor:
-    """Return the features of a picture in [0, 1], `[h, w, D]`, by calls of torchvision's constants and transformers."""
+    """Return features `[h, w, D]` of a picture in [0, 1], computed with torchvision's constants and transformers."""
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     normalized = (pixels_CHW - mean[:, None, None]) / std[:, None, None]
     height, width = (side // PATCH for side in pixels_CHW.shape[1:])
@@ -66,7 +66,7 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 
 @pytest.mark.parametrize("registers", [False, True])
 def test_features_are_those_of_transformers(tmp_path: Path, registers: bool) -> None:
-    """Of each frame of clips that are not square; 224 of 256 pixels."""
+    """Clips are not square, and each frame has features; 256 pixels are scaled to 224."""
     model = save_teacher(tmp_path, registers=registers)
     teacher = Teacher(str(tmp_path), PATCH)
     frames = torch.stack([pixels_of([picture(64, 32, seed)]) for seed in range(4)])
@@ -79,7 +79,7 @@ def test_features_are_those_of_transformers(tmp_path: Path, registers: bool) -> 
 
 
 def test_prepared_features_reach_the_tokens_of_their_patches(tmp_path: Path) -> None:
-    """Pictures of two sizes, packed and padded; without `objective.alignment` they are not read."""
+    """Pictures have two sizes and are packed with padding; without `objective.alignment` no features are read."""
     model, condition = save_teacher(tmp_path / "dino"), Alignment(features=WIDTH).condition
     (tmp_path / "pictures").mkdir()
     sizes = [(64, 32), (32, 48), (32, 32)]  # width and height

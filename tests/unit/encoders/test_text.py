@@ -1,4 +1,4 @@
-"""Laws of the text encoder: the embedding of a text is the same in any batch and in any process."""
+"""The text encoder returns the same embedding of a text in any batch and in any process."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -10,7 +10,7 @@ from dit.encoders import text, text_config
 from dit.errors import ConfigError
 
 NAME = "all-minilm-l6-v2"
-BATCH_ATOL = 1e-4  # matrix products of another batch size add in another order
+BATCH_ATOL = 1e-4  # matrix products of another batch size sum in another order
 installed = pytest.mark.skipif(
     any(find_spec(package) is None for package in ("transformers", text_config.ENCODERS[NAME].package)),
     reason="needs the extra 'text'",
@@ -41,7 +41,7 @@ def test_a_new_encoder_gives_the_same_bits(encoder):
 
 @installed
 def test_a_text_has_its_true_length(encoder):
-    """Beginning, four words, end; no padding, whatever the longest text of the call is."""
+    """A start token, four words and an end token; no padding, whatever the longest text of the call."""
     rows = encoder.encode(["the letter Q moving", "the letter Q moving left and then to the right"])["text"]
     width = text_config.check_text_encoder(NAME).width
     assert [r.shape for r in rows] == [(6, width), (12, width)]
@@ -53,7 +53,7 @@ def test_another_word_changes_its_row_most(encoder):
     change = (bold - light).norm(dim=1)
     assert bold.shape == light.shape
     assert change.argmax() == 6  # [CLS] the letter q in a BOLD
-    assert change.min() > 0  # the others see it
+    assert change.min() > 0  # the other tokens attend to it
 
 
 @installed

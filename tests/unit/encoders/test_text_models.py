@@ -1,4 +1,4 @@
-"""T5 and CLIP against transformers' and diffusers' own use of the same weights; lines of several encoders."""
+"""T5 and CLIP, compared with transformers and diffusers on the same weights; settings of several encoders."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from tests.support.encoders import (
 
 TEXTS = ["a red circle left of a blue square", "", "a circle", "a red circle", "blue"]
 LONG = "a red circle left of a blue square of a red square"
-ROUNDING = {"rtol": 1e-4, "atol": 1e-5}  # fp32: sums of another batch size are taken in another order
+ROUNDING = {"rtol": 1e-4, "atol": 1e-5}  # fp32: another batch size sums in another order
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def same(found, expected) -> None:
 
 
 def test_t5_gives_the_real_tokens_of_a_masked_batch(folder):
-    """As transformers with an attention mask; each text has its own length."""
+    """Equal to transformers with an attention mask; each text has its length without padding."""
     tokenizer = AutoTokenizer.from_pretrained(folder / "t5")
     model = T5EncoderModel.from_pretrained(folder / "t5").eval()
     inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
@@ -58,7 +58,7 @@ def test_t5_gives_the_real_tokens_of_a_masked_batch(folder):
 
 
 def test_flux_takes_t5_tokens_and_the_pooled_vector_of_clip(folder):
-    """With `padded`, all numbers of diffusers' `FluxPipeline.encode_prompt`; the tokenizers are next to the models."""
+    """With `padded`, equal to diffusers' `FluxPipeline.encode_prompt`; the tokenizers are next to the models."""
     pipeline = FluxPipeline(
         scheduler=None,
         vae=None,
@@ -82,7 +82,7 @@ def test_flux_takes_t5_tokens_and_the_pooled_vector_of_clip(folder):
 
 
 def test_zeros_follow_the_tokens_of_wan(folder):
-    """As in diffusers' `WanPipeline.encode_prompt`: the encoder masks padding, and its place is filled with zeros."""
+    """Equal to diffusers' `WanPipeline.encode_prompt`: the encoder masks padding, and zeros replace its outputs."""
     pipeline = WanPipeline(
         scheduler=None,
         vae=None,
@@ -106,7 +106,7 @@ def test_zeros_follow_the_tokens_of_wan(folder):
 
 
 def test_clip_gives_the_tokens_of_stable_diffusion(folder):
-    """Of each text those up to its end mark; with `padded` all of them."""
+    """Each text has its tokens up to the end token; with `padded`, all tokens."""
     pipeline = StableDiffusionPipeline(
         vae=None,
         text_encoder=CLIPTextModel.from_pretrained(folder / "text_encoder").eval(),
@@ -123,8 +123,8 @@ def test_clip_gives_the_tokens_of_stable_diffusion(folder):
     same(TextEncoders(f"{line}:padded").encode([*TEXTS, LONG])["text"], padded)
     made = TextEncoders(line).encode([*TEXTS, LONG])["text"]
     lengths = [len(rows) for rows in made]
-    assert lengths[1] == 2  # the empty text: beginning and end
-    assert lengths[-1] == max(lengths) == CLIP_TOKENS  # cut, with its end mark
+    assert lengths[1] == 2  # the empty text: start and end
+    assert lengths[-1] == max(lengths) == CLIP_TOKENS  # truncated, with its end token
     same(made, [rows[:length] for rows, length in zip(padded, lengths)])
     same(made[1:2], empty[:1, :2])
 

@@ -1,4 +1,4 @@
-"""Autoencoders against diffusers' own use of them: sizes by arithmetic, latents and pixels to rounding."""
+"""Autoencoders, compared with diffusers: sizes computed by hand, latents and pixels up to rounding."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ SCALED = ("hunyuan", "hunyuan 1.5", "vq", "dc")
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Return a function from a name to a saved autoencoder with random weights: its folder and the model."""
+    """Return a function that saves a named autoencoder with random weights, and returns its folder and the model."""
 
     @cache
     def save(name):
@@ -104,7 +104,7 @@ def scale_and_shift(name, model):
 
 
 def test_latents_of_flux2_are_those_of_its_pipeline(saved):
-    """Its pipeline normalises patches of 2 x 2 with channels first; ours come from the network's own patches."""
+    """The pipeline normalises patches of 2 x 2 with channels first; our latents have the network's patch order."""
     folder, model = saved("flux2")
     pipeline = Flux2Pipeline(scheduler=None, vae=model, text_encoder=None, tokenizer=None, transformer=None)
     pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -171,7 +171,7 @@ def test_clips_of_any_shapes_are_encoded_in_batches_and_come_back_in_order(saved
 
 
 def test_a_vq_model_decodes_quantised_latents_and_has_no_tiles(saved):
-    """Latents that are nearest to the same entries have the same pixels; other autoencoders tile such sides."""
+    """Latents close to the same codebook entries decode to the same pixels; other autoencoders tile such sides."""
     folder, model = saved("vq")
     with torch.no_grad():
         model.quantize.embedding.weight.normal_(generator=torch.Generator().manual_seed(5))

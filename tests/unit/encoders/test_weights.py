@@ -1,4 +1,4 @@
-"""The weights of online encoders are counted without loading them: the same number of bytes as loaded ones."""
+"""Weights of online encoders are counted without loading, with the same result as for loaded encoders."""
 
 import re
 
@@ -37,7 +37,7 @@ def test_the_count_is_that_of_loaded_encoders(tmp_path, precision):
 
 
 def test_encoders_that_are_not_loaded_are_not_counted(tmp_path):
-    """The model takes only tokens; the identity encoder has no network."""
+    """The model takes only tokens, so CLIP is not loaded; the identity encoder has no network."""
     t5, clip = save_t5(tmp_path / "t5"), save_clip(tmp_path / "clip")
     line = f"text={t5},pooled={clip}"
     assert set(weight_bytes(OnlineEncoding(text_encoder=line), (CONTEXT,))) == {str(t5)}
@@ -50,7 +50,7 @@ def test_the_hub_is_not_contacted(tmp_path):
 
 
 def test_the_dry_run_adds_them_to_the_memory(tmp_path):
-    """If they are unknown, a line says so."""
+    """If their size is unknown, the report has a line about it."""
     task = call_recipe("own_data")
     text = dry_run.report(task, world_size=1)
     alone = float(re.search(r"total +([\d.]+) GiB", text)[1])

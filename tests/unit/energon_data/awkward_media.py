@@ -1,4 +1,4 @@
-"""Pictures and clips as phones, editors and downloads leave them in a folder, made by code."""
+"""Pictures and clips, made by code, in the forms in which phones, editors and downloads leave them in a folder."""
 
 import io
 import struct
@@ -13,7 +13,7 @@ from PIL import Image
 RED, GREY = (200, 30, 30), (90, 90, 90)
 WIDTH, HEIGHT = 96, 64
 FIXED_POINT = 1 << 16
-MATRICES = {  # how players display a clip: a, b, c, d of x' = a x + c y, y' = b x + d y
+MATRICES = {  # how players display a clip: the values a, b, c, d of x' = a x + c y, y' = b x + d y
     "as stored": (1, 0, 0, 1),
     "90": (0, 1, -1, 0),
     "180": (-1, 0, 0, -1),
@@ -22,7 +22,7 @@ MATRICES = {  # how players display a clip: a, b, c, d of x' = a x + c y, y' = b
     "transposed": (0, 1, 1, 0),
 }
 EXIF_ORIENTATION = {"as stored": 1, "90": 6, "180": 3, "270": 8, "mirrored": 2, "transposed": 5}
-"""The orientation of a picture that displays like a clip with this matrix."""
+"""The EXIF orientation of a picture that displays like a clip with this matrix."""
 
 
 def marked(width: int = WIDTH, height: int = HEIGHT) -> Image.Image:
@@ -95,7 +95,7 @@ def encoded(picture: Image.Image, kind: str) -> bytes:
 
 
 def awkward_folder(root: Path) -> Path:
-    """Make `root/in`, a folder with links to files and folders in `root/elsewhere`; `AWKWARD` says what becomes of it.
+    """Make `root/in` with links to files and folders in `root/elsewhere`; `AWKWARD` has the result for each file.
 
     Returns:
         The folder.
@@ -152,9 +152,9 @@ AWKWARD = {
     "broken.png": "not_a_file",
     "more": "linked_folder",
 }
-"""The reason for which `prepare folder --size 64` skips a file of `awkward_folder`, or `TAKEN`."""
+"""The reason why `prepare folder --size 64` skips a file of `awkward_folder`, or `TAKEN`."""
 FOLLOWED = {"linked.png": TAKEN, "more/one.png": TAKEN, "more/two.png": TAKEN, "more/loop": "linked_folder"}
-"""What changes with `--follow-links`, which reads the folder `more`."""
+"""Changes with `--follow-links`, which reads the folder `more`."""
 
 
 def black(width: int, height: int, rows: int) -> bytes:

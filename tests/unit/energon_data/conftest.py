@@ -10,7 +10,7 @@ from energon_data.dataset import EnergonData
 
 @pytest.fixture(autouse=True)
 def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read in this process, unless a test asks for workers: processes take time to start."""
+    """Read in this process by default, because worker processes take time to start."""
     monkeypatch.setitem(EnergonData.__init__.__kwdefaults__, "background", False)
 
 

@@ -1,4 +1,4 @@
-"""Pictures that are prepared, and the shards and samples that they become."""
+"""Preparation of pictures for tests, and access to the shards and samples that it writes."""
 
 import io
 import tarfile

@@ -1,4 +1,4 @@
-"""Laws of worker processes: messages are exact, positions need no worker, and nothing outlives the stream."""
+"""Worker processes: messages are exact, positions do not depend on workers, and no worker outlives its stream."""
 
 import gc
 import multiprocessing
@@ -97,7 +97,7 @@ def test_a_message_has_every_tensor_to_the_bit(ends: tuple[Sender, Connection]) 
 
 
 def test_memory_is_freed_with_the_last_view_of_a_message(ends: tuple[Sender, Connection]) -> None:
-    """And no descriptor stays open, in either process."""
+    """No descriptor remains open, in either process."""
     sender, connection = ends
 
     def mapped() -> int:
@@ -120,7 +120,7 @@ def test_memory_is_freed_with_the_last_view_of_a_message(ends: tuple[Sender, Con
 
 
 def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Sender, Connection]) -> None:
-    """What was sent before is received."""
+    """Messages that were sent before are received."""
     sender, connection = ends
     sender.send("last")
     sender._connection.close()
@@ -134,7 +134,7 @@ def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Sender, Connection]) -
 
 
 def test_a_worker_has_no_part_of_the_training_process(opened: Open, tmp_path: Path) -> None:
-    """A fork of this process would collect the group, and die or wait for its threads, which a fork does not have."""
+    """A fork of this process would collect the group, and crash or wait for threads, which a fork does not have."""
     gc.disable()
     try:
         file = os.open(tmp_path / "open", os.O_CREAT)
@@ -160,7 +160,7 @@ def test_a_worker_has_no_part_of_the_training_process(opened: Open, tmp_path: Pa
 def test_every_position_continues_to_the_bit(
     mixed_folder: Path, packing: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A position comes with every third delivery; any number of deliveries since is continued, by both ways to read."""
+    """Every third delivery has a position; a resumed stream reads later deliveries again, with or without worker."""
     monkeypatch.setattr(background, "POSITION_EVERY", 3)
     mbs = 1 if packing else 4
     common: dict[str, Any] = {"path": str(mixed_folder), "num_streams": 2, "shuffle_buffer": 10, **packing}
@@ -186,7 +186,7 @@ def test_every_position_continues_to_the_bit(
 def test_the_position_of_a_resumed_stream_is_that_of_one_that_was_never_stopped(
     mixed_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So checkpoints of both are equal."""
+    """So checkpoints of both streams are equal."""
     monkeypatch.setattr(background, "POSITION_EVERY", 4)
     data = EnergonData(path=str(mixed_folder), background=True, shuffle_buffer=10)
     calm, stopped = build(data), build(data)
@@ -210,7 +210,7 @@ def test_the_position_is_there_while_the_worker_is_not(opened: Open) -> None:
 
 
 def test_a_worker_runs_ahead_and_stops(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Two deliveries are waiting, and one is made that is to follow them; but 32 while they are small."""
+    """Two deliveries wait (32 if they are small), and the worker has made the next one."""
     made = tmp_path / "made"
     for small_bytes, ahead in ((1, 2), (2**25, 32)):
         monkeypatch.setattr(background, "AHEAD", Ahead(small_bytes=small_bytes))
@@ -236,9 +236,9 @@ def test_a_killed_worker_is_named(opened: Open) -> None:
 
 @pytest.mark.parametrize(("how", "longer"), [("exit", 0), ("kill", 1)])
 def test_workers_end_with_the_training_process(how: str, longer: int) -> None:
-    """Also if it is killed while they work on an item; a run that ends prints nothing about them.
+    """They also end if the process is killed while they work on an item; a run that ends prints nothing about them.
 
-    The address of the fork server's socket has at most 107 bytes, so it is not in a temporary folder of a longer name.
+    The path of the fork server's socket has at most 107 bytes, so it is not in a temporary folder with a long name.
     In a new process, the first use of multiprocessing starts a resource tracker, which unblocks signals; signals to all
     processes of a run do not end the fork server.
     """
@@ -288,7 +288,7 @@ if __name__ == "__main__":
 
 
 def test_close_ends_a_worker_whose_fork_server_was_killed(opened: Open) -> None:
-    """Its exit code is unknown then, and it counts as ended while it still runs."""
+    """The exit code of the worker is unknown then, so multiprocessing reports it as ended while it still runs."""
     stream = opened(seconds=600)
     stream._start()
     os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
@@ -304,7 +304,7 @@ def test_close_ends_a_worker_whose_fork_server_was_killed(opened: Open) -> None:
 
 
 def test_the_fork_server_imports_modules_for_all_workers(tmp_path: Path) -> None:
-    """Processes that import the module of a user's data: this one and the server, but neither of two workers."""
+    """This process and the fork server import the module of a user's data; the two workers do not."""
     (tmp_path / "users_data.py").write_text("""
 import os, warnings
 from pathlib import Path
@@ -331,7 +331,7 @@ if __name__ == "__main__":
     command = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert len(set((tmp_path / "imports").read_text().split())) == 2
-    assert done.stderr.count("no accelerator") == 1  # of this process, which does not hide warnings
+    assert done.stderr.count("no accelerator") == 1  # printed by this process, which does not hide warnings
 
 
 def test_a_stream_whose_worker_cannot_start_can_be_closed() -> None:
@@ -352,7 +352,7 @@ def test_a_fault_in_the_worker_comes_as_a_delivery(opened: Open, fails_at: int) 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
 def test_a_worker_ends_with_its_stream(how: str) -> None:
-    """Signals to all processes of a run leave it alone; what ends it is the end of the stream."""
+    """Signals to all processes of a run do not end a worker; the end of its stream does."""
     stream = BackgroundSource(partial(Watched, spec()), "stream 0 of a test")
     stream.next()
     worker = stream._worker
@@ -370,7 +370,7 @@ def test_a_worker_ends_with_its_stream(how: str) -> None:
 
 
 def test_the_loader_knows_its_own_speed(opened: Open) -> None:
-    """Samples by the seconds of work on them, of both workers at once; what training does meanwhile does not count."""
+    """Samples per second of work, added over both workers; the time of training between deliveries does not count."""
     for workers, most in ((1, 4 / 0.02), (2, 2 * 4 / 0.02)):
         sources = {s: opened(seconds=0.02) for s in range(workers)}
         group = StreamGroup(sources, num_streams=workers, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")
@@ -384,10 +384,10 @@ def test_the_loader_knows_its_own_speed(opened: Open) -> None:
 
 
 def test_a_micro_batch_is_late_if_it_is_asked_for_before_it_is_there(opened: Open) -> None:
-    """A stream that training reads by itself is always late, and a worker that was given time never."""
+    """A stream without worker is always late, and a worker with enough time never is."""
     source = opened(seconds=0.05)
     group = StreamGroup({0: source}, num_streams=1, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")
-    take(group, 1)  # it may have been made while the worker started
+    take(group, 1)  # the worker may have made it while starting
     group.late()
     deadline = time.monotonic() + 60
     for _ in range(2):
@@ -396,7 +396,7 @@ def test_a_micro_batch_is_late_if_it_is_asked_for_before_it_is_there(opened: Ope
             time.sleep(0.01)
         take(group, 1)
     assert group.late() == 0
-    take(group, 40)  # those that are ahead by now, and then as they are made
+    take(group, 40)  # first those that are ready, then each as soon as the worker has made it
     assert 1 <= group.late() <= 40
     assert group.late() == 0
     inline = StreamGroup({0: Watched(spec())}, num_streams=1, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")

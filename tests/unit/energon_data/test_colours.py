@@ -1,4 +1,4 @@
-"""Pictures of wider colour spaces are converted to sRGB, or the preparation counts and names them."""
+"""Preparation converts pictures of wider colour spaces to sRGB, or counts and names those that it cannot convert."""
 
 import io
 import json
@@ -24,7 +24,7 @@ from tests.unit.energon_data.colour_profiles import (
     srgb_curve,
 )
 
-ROUNDING = 1.5  # of 255: the conversion in 16 bits, and the result in 8
+ROUNDING = 1.5  # of 255: rounding of the conversion in 16 bits, and of the result in 8
 
 
 def grey_values(gamma: float, values: np.ndarray) -> np.ndarray:
@@ -33,7 +33,7 @@ def grey_values(gamma: float, values: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("primaries", [DISPLAY_P3, ADOBE_RGB], ids=["Display P3", "Adobe RGB"])
 def test_a_profile_is_converted_to_srgb(primaries):
-    """Against matrices and gammas written out; the colours differ by up to 20 of 255 from unconverted ones."""
+    """Expected colours are computed with explicit matrices and gammas; unconverted ones differ by up to 20 of 255."""
     chart = colour_chart()
     opened = open_picture(as_file(chart, icc_profile=rgb_profile(primaries)))
     expected = in_srgb(np.asarray(chart), primaries)
@@ -71,7 +71,7 @@ def test_alpha_palettes_and_greys_are_converted_too():
 
 
 def test_inks_are_converted_by_their_profile():
-    """Without a profile, full ink is black; here it is the grey of L* = 50, which is 119 in sRGB."""
+    """Without a profile, full ink is black; with this one it is the grey of L* = 50, which is 119 in sRGB."""
     inks = Image.new("CMYK", (16, 16), (255, 255, 255, 0))
     opened = open_picture(as_file(inks, "JPEG", icc_profile=cmyk_profile(50), quality=100))
     assert np.abs(np.asarray(opened).astype(int) - 119).max() <= 3
@@ -140,7 +140,7 @@ def test_the_preparation_counts_colours_and_names_a_file_of_each_kind(tmp_path, 
 
 
 def test_training_reads_a_stored_file_with_its_profile():
-    """A data set that was written before has files with their profiles."""
+    """Older data sets contain files with their profiles."""
     chart = colour_chart()
     pixels = read_pixels(as_file(chart, icc_profile=rgb_profile(DISPLAY_P3)), "png")
     expected = in_srgb(np.asarray(chart), DISPLAY_P3)

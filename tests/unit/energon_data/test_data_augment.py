@@ -1,4 +1,4 @@
-"""Laws of augmentation: windows of the resized picture, drawn evenly and by address; and of limits: exact counts."""
+"""Augmentation draws crops of the resized picture evenly and by address; limits on samples have exact counts."""
 
 from collections import Counter
 from dataclasses import replace
@@ -223,7 +223,7 @@ def test_settings_without_what_they_modify_are_refused(settings, needed):
 
 
 def test_one_caption_of_each_sample_is_reported_if_captions_are_not_to_vary(mixed_folder: Path) -> None:
-    """What the data hold is no reason to refuse a recipe."""
+    """A recipe is not refused because of the captions in the data."""
     line = f"data.vary_captions=False has no effect: none of the samples read from {mixed_folder} has several captions"
     data = EnergonData(path=str(mixed_folder))
     assert (data.remarks(spec()), replace(data, vary_captions=False).remarks(spec())) == ([], [line])

@@ -1,4 +1,4 @@
-"""Laws of blends given as a setting: shares by weight, stages by step, held-out data once; resumed to the bit."""
+"""Blends as a setting: shares by weight, stages by step, each held-out sample once, resumes bit for bit."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ STEP = 4
 
 @pytest.fixture(scope="module")
 def members(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Three folders; each value of a sample is 100 times the folder's number plus the sample's own."""
+    """Three folders; each value of a sample is 100 times the folder's number plus the number of the sample."""
     root = tmp_path_factory.mktemp("members")
     return {
         name: write_dataset(
@@ -83,7 +83,7 @@ def test_weights_change_at_their_steps(members: dict[str, Path]) -> None:
 @pytest.mark.parametrize("before", [0, 5, 11, 12, 13, 19, 27])
 @pytest.mark.parametrize("background", [False, True])
 def test_a_resumed_curriculum_continues_bit_for_bit(members: dict[str, Path], before: int, background: bool) -> None:
-    """At the start, inside a stage, at its last micro-batch, at and behind its end."""
+    """Resumes at the start, inside a stage, at its last micro-batch, at its end and after it."""
     if background and before not in (11, 13):
         pytest.skip("a worker process is started for two of the places")
     _, stream = build(members, STAGES, blend_steps=[3, 5], background=background)
@@ -157,7 +157,7 @@ def test_a_blend_is_written_on_the_command_line() -> None:
 def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
     mixed_folder: Path, letters: LettersReport, tmp_path: Path
 ) -> None:
-    """Of one data set of letters among others; where there is none, the members are named, and the flag."""
+    """The blend must have one data set of letters; otherwise the error names the members and the flag."""
 
     def found(*members: Path, data: str | None = None) -> str:
         blend = [{"path": str(member)} for member in members]
@@ -173,9 +173,9 @@ def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
 def test_a_blend_need_agree_only_on_what_the_model_takes(
     letters: LettersReport, bundled_fonts: Path, tmp_path: Path
 ) -> None:
-    """Letters and moving letters have other classes: a model that takes none trains on both, one that does on neither.
+    """Letters and moving letters have different classes: only a model without classes trains on a blend of both.
 
-    The same is true for the encoders of their texts. Latents of two autoencoders are never one thing.
+    The same holds for the encoders of their texts. Latents of two autoencoders are always refused.
     """
     still = Path(shutil.copytree(letters.folder, tmp_path / "letters"))
     (tmp_path / "fonts").mkdir()

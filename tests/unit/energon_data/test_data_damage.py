@@ -1,4 +1,4 @@
-"""Damaged data is refused or counted, by name; nothing in a data set can execute code or lead out of it."""
+"""Damaged data are refused or counted, by name; no data set can execute code or point outside of its folder."""
 
 import json
 import math
@@ -23,7 +23,7 @@ Copy = Callable[[Path], Path]
 
 
 def patch_member(shard: Path, key: str, part: str, change: Callable[[bytearray], None]) -> None:
-    """Change the content of one member in place; offsets, sizes and headers stay."""
+    """Change the content of one member in place, without changing offsets, sizes and headers."""
     with tarfile.open(shard) as tar:
         member = tar.getmember(f"{key}.{part}")
     data = bytearray(shard.read_bytes())
@@ -281,7 +281,7 @@ WRONG_PARTS = {
 
 
 def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path: Path) -> None:
-    """Each such sample costs one of the samples that may be lost; its line in the skip log names reason and entry."""
+    """Each such sample counts as one lost sample; its line in the skip log has the reason and the entry."""
     wrong: dict[str, tuple[str, str]] = {}
 
     def samples() -> Any:
@@ -298,7 +298,7 @@ def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path
                 yield f"{part}{i}", usual, sound | {f"{part}.npy": npy(np.zeros(shape, dtype))}
         for i, (key, _, parts) in enumerate(clips(8, sizes=[(1, 4, 4)])):
             weights = {"loss_weight": (0, 1000, 0.25, 7)[i]} if i < 4 else {}
-            yield key, {**usual, "label": float(i), "fps": 23.976, **weights}, parts  # 3.0 is a whole number
+            yield key, {**usual, "label": float(i), "fps": 23.976, **weights}, parts  # 3.0 is an integer
 
     folder = write_dataset(tmp_path / "data", {"train": samples()}, per_shard=999)
     settings = {"min_aesthetic_score": 1.0, "log_dir": tmp_path / "run"}
@@ -316,7 +316,7 @@ def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path
 
 
 def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:
-    """A model that takes a pooled text gets each sample's own, and refuses samples without or of another width."""
+    """A model with pooled text gets the vector of each sample; a missing vector or another width is refused."""
 
     def with_pooled() -> Any:
         for i, (key, meta, parts) in enumerate(clips(12, sizes=[(1, 4, 4)])):
@@ -437,7 +437,7 @@ def test_ledger_hands_out_each_entry_once() -> None:
 def test_damage_after_the_check_is_counted_not_fatal_to_the_budget(
     mixed_folder: Path, copy_of: Copy, background: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Headers overwritten behind the check's back: the samples under them are lost by name, the others are read."""
+    """Headers are overwritten after the check: the error names the lost samples, and all others are read."""
     folder = copy_of(mixed_folder)
     shard = folder / "train-000002.tar"
     with tarfile.open(shard) as tar:
@@ -461,7 +461,7 @@ def test_writer_refuses_names_it_could_not_read_back(tmp_path: Path) -> None:
 
 
 def test_two_samples_of_one_name_are_refused(tmp_path: Path) -> None:
-    """At once within a split; between splits by the indexer, which says so on its way out of the process."""
+    """The writer refuses this within a split, and the indexer between splits."""
     writer = ShardWriter(tmp_path, "train", 4)
     writer.add("same", {}, {})
     with pytest.raises(DataError, match=r"two samples of split 'train' are called 'same'; use different names"):
@@ -475,7 +475,7 @@ def test_two_samples_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_samples_are_counted_by_kind_and_after_a_resume(tmp_path: Path) -> None:
-    """Clips of more tokens than a pack are dropped, so no clip is used."""
+    """Clips with more tokens than a pack are dropped, so only images count as used."""
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(1, 4, 4), (4, 8, 8), (1, 4, 4)])})
     data = EnergonData(path=str(folder), shuffle_buffer=0, max_tokens_per_pack=32, packing_buffer_size=8)
     s = spec(micro_batch_size=1)

@@ -1,4 +1,4 @@
-"""Several text encoders beside each other in shards, and packs of pixels and captions whose sizes are arithmetic."""
+"""Several text encoders in the same shards, and packs of pixels and captions with sizes computed by hand."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def spec(**changes):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Encoders, their configurations alone, and data of both kinds."""
+    """Encoders, copies of only their configurations, and data of both kinds."""
     root = prepare_twice(tmp_path_factory.mktemp("encoders"))
     for name in ("vae", "t5", "clip"):
         (root / "configs" / name).mkdir(parents=True)
@@ -44,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def online(root: Path, **changes) -> EnergonData:
-    """Data whose encoders have no weights: reading must not need them."""
+    """Data with encoders that have no weights: reading must not need weights."""
     line = f"text={root}/configs/t5,pooled={root}/configs/clip"
     settings = {"online_vae": f"{root}/configs/vae", "online_text_encoder": line}
     return EnergonData(path=str(root / "pixels"), **{**PACKS, **settings, **changes})
@@ -60,7 +60,7 @@ def first(data: EnergonData, wanted):
 
 
 def test_texts_of_several_encoders_lie_beside_each_other_and_are_recorded(folder):
-    """Training reads T5's tokens and CLIP's vector, as FLUX does; the record finds the encoders again."""
+    """Training reads T5's tokens and CLIP's vector, as FLUX does, and finds the encoders in the record."""
     data = EnergonData(path=str(folder / "latents"), **PACKS)
     record = json.loads((folder / "latents" / "dataset.json").read_text())
     line = f"text={folder}/t5,pooled={folder}/clip"
@@ -78,7 +78,7 @@ def test_texts_of_several_encoders_lie_beside_each_other_and_are_recorded(folder
 
 
 def test_values_beyond_float16_are_stored_as_float32():
-    """Middle layers of language models have some; the other texts keep their size."""
+    """Middle layers of language models have such values; other texts are stored in float16."""
     parts = text_parts({"text": [torch.tensor([[1.0, 7e4]]), torch.tensor([[1.0, 6e4]])]})
     large, small = (np.load(io.BytesIO(part["text.npy"])) for part in parts)
     assert (large.dtype, small.dtype) == (np.float32, np.float16)
@@ -139,7 +139,7 @@ def test_stored_latents_are_not_encoded_again(folder):
 
 
 def test_a_sample_that_cannot_be_encoded_is_skipped_with_its_reason(folder, tmp_path):
-    """No picture, a size that the autoencoder does not take, no caption; one sample is sound."""
+    """Samples without picture or caption, or with a size that cannot be encoded, are skipped; one sample is valid."""
     picture, odd = (folder / "in" / "0.png").read_bytes(), tmp_path / "odd.png"
     Image.new("RGB", (18, 16)).save(odd)
     samples = [
@@ -170,7 +170,7 @@ CAPTIONS = ["a red circle", "blue", "square of red left"]
 
 @pytest.fixture(scope="module")
 def several(folder) -> Path:
-    """Four pictures with three captions each and two with one, and embeddings of all by two encoders."""
+    """Four pictures with three captions each and two with one, all captions embedded by two encoders."""
     source = folder / "several"
     source.mkdir()
     for i in range(6):
@@ -184,7 +184,7 @@ def several(folder) -> Path:
 
 
 def read_captions(data: EnergonData, samples: int, held_out: bool = False) -> list[tuple[str, str]]:
-    """Return key and caption of each sample read; its embeddings must all be those of one of its captions."""
+    """Return key and caption of each sample read, and check that its embeddings belong to one of its captions."""
     known = [f"{letter} {caption}" for letter in "abcdef" for caption in CAPTIONS]
     made = TextEncoders(data.text_encoder()).encode(known)
     wanted = spec(in_channels=3)
@@ -218,7 +218,7 @@ def read_captions(data: EnergonData, samples: int, held_out: bool = False) -> li
 
 @pytest.mark.parametrize("kind", ["stored", "online"])
 def test_each_reading_draws_one_of_the_captions(folder, several, kind):
-    """Every caption of a sample, all its embeddings alike; one caption is always read; held out, the first."""
+    """Training draws every caption of a sample, with both embeddings from the same one; held-out data use the first."""
     settings = {"max_tokens_per_pack": 256, "packing_buffer_size": 1, "shuffle_buffer": 0, "validation_split": "train"}
     if kind == "online":
         settings["online_text_encoder"] = f"text={folder}/t5,pooled={folder}/clip"
@@ -237,7 +237,7 @@ def test_each_reading_draws_one_of_the_captions(folder, several, kind):
 
 @pytest.mark.parametrize("read", [Geometry.read, check_text_encoder])
 def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, capsys, read):
-    """Not after a minute of retries, and not as a missing config.json."""
+    """The error comes immediately, not after a minute of retries, and does not blame a missing config.json."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(ConfigError, match=r"owner/model is not a local folder and .* cannot be reached \(.*refused\)"):

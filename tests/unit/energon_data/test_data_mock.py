@@ -1,4 +1,4 @@
-"""Laws of the mock data: a sample is a function of seed and number, and packs are full and legal."""
+"""Mock data: a sample depends only on seed and number, and packs are full and valid."""
 
 import math
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_a_sample_is_a_function_of_its_number() -> None:
 
 
 def test_a_still_fills_a_patch_in_time() -> None:
-    """As in real data: beside clips of two patches, its tokens are those of a clip in which nothing moves."""
+    """As in real data: with a temporal patch of 2, a still has the tokens of a clip without motion."""
     data = MockData(shapes=["1x8x8", "4x8x8"])
     batch = source(data, spec(patch_temporal=2)).next().batch.validate()
     assert set(batch.grids) == {(1, 4, 4), (2, 4, 4)}
@@ -69,7 +69,7 @@ def test_numbers_are_drawn_between_their_limits_and_half_of_the_optional_ones_ar
 
 
 def test_pooled_texts_are_drawn_where_the_model_takes_them() -> None:
-    """They change nothing else, and are one for each sample."""
+    """Pooled texts differ between samples and change nothing else."""
     plain, pooled = (source(MockData(), spec(pooled_size=size)).next() for size in (None, 6))
     assert "pooled" not in plain.batch.conditions
     assert pooled.batch.conditions["pooled"].values.shape == (4, 6)

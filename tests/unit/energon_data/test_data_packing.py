@@ -1,4 +1,4 @@
-"""Laws of packing: every sample once, no pack over the limit, little padding; packs have the values of the samples."""
+"""Packing: every sample once, no pack over the limit, little padding; packs contain the values of the samples."""
 
 from fractions import Fraction
 from itertools import groupby, pairwise
@@ -31,7 +31,7 @@ def test_every_item_in_exactly_one_bin_and_no_bin_too_full(lengths: list[int], c
     assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in items) <= capacity for items in bins)
     assert bins == greedy_knapsack(lengths, capacity)
-    # No two bins could have been one: the greedy choice never leaves room for an item it meets later.
+    # No two bins could be merged: the greedy choice never leaves room for an item of a later bin.
     for first, second in pairwise(bins):
         assert sum(lengths[i] for i in first) + min(lengths[i] for i in second) > capacity
 
@@ -48,7 +48,7 @@ def test_waste_is_small_on_a_realistic_mix() -> None:
 def test_no_bin_costs_more_than_its_longest_sample_may(
     lengths: list[int], capacity: int, attention: int, longest: int
 ) -> None:
-    """Tokens, and n + n^2 / attention in fractions."""
+    """Costs are tokens, and n + n^2 / attention in exact fractions."""
     bins = balanced_packs(lengths, capacity, CostLimit(longest, attention))
     assert bins == balanced_packs(lengths, capacity, CostLimit(longest, attention))
     assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
@@ -61,14 +61,14 @@ def test_no_bin_costs_more_than_its_longest_sample_may(
 
 
 def test_equal_items_are_shared_out_equally() -> None:
-    """Twelve packs of 100 tokens and one item in four twice as long: the same of each kind in every pack."""
+    """24 items of 20 tokens and 60 of 10 make twelve packs, each with two of the long and five of the short items."""
     lengths = [20] * 24 + [10] * 60
     bins = balanced_packs(lengths, 100, CostLimit(100, 50))
     assert {tuple(sorted(lengths[i] for i in items)) for items in bins} == {(10,) * 5 + (20,) * 2}
 
 
 def test_few_packs_hold_what_fits_where_tokens_are_scarce() -> None:
-    """On pictures of many resolutions both limits matter; the packs' room is at most 6 % more than their tokens."""
+    """With pictures of many resolutions both limits matter; packs have at most 6 % more room than tokens."""
     for seed in range(4):
         lengths = many_resolutions(np.random.default_rng(seed), 1000)
         capacity = 20_480
@@ -77,7 +77,7 @@ def test_few_packs_hold_what_fits_where_tokens_are_scarce() -> None:
 
 
 def test_a_limit_of_cost_lets_ranks_wait_less() -> None:
-    """The bars: 0.5 % of padding, and these times the tokens in the time of the slowest of 64 ranks, on three mixes."""
+    """Greedy packing pads less than 0.5 %; two budgets raise the throughput of 64 ranks by these factors."""
     for mix, bar in zip(MIXES, (1.05, 1.15, 1.15), strict=True):
         rows = {row["way"].partition(" (")[0]: row for row in measure(mix, 1000, 8, 64, ATTENTION)}
         assert rows["greedy"]["padding"] < 0.005
@@ -87,7 +87,7 @@ def test_a_limit_of_cost_lets_ranks_wait_less() -> None:
 
 
 def test_the_tokens_of_equal_work_are_those_of_the_program() -> None:
-    """A sample of n tokens costs a + b n + c n^2 in the layers, traced at three lengths; b / c is the number."""
+    """A sample of n tokens costs a + b n + c n^2 in the layers, traced at three lengths; the model states b / c."""
     for component in (components.dit_s, components.dit_cross_s, components.moviegen_1b):
         model = fiddle.build(component())
         lengths = (64, 256, 1024)
@@ -169,7 +169,7 @@ def test_conditions_the_model_does_not_take_are_left_out() -> None:
 
 
 def test_the_order_of_packs_does_not_depend_on_their_lengths() -> None:
-    """No two samples fit into one pack, whichever of them are long."""
+    """Every sample is longer than half a pack, so each pack has one; the order ignores which of them are long."""
     encoder = DiffusionTaskEncoder(spec(), EncoderOptions(max_tokens_per_pack=16), SkipCounter(budget=0))
 
     def order(lengths: list[int]) -> list[int]:
@@ -183,7 +183,7 @@ def test_the_order_of_packs_does_not_depend_on_their_lengths() -> None:
 
 
 def test_copies_of_a_pack_are_apart_when_a_buffer_holds_few_samples_many_times() -> None:
-    """Six samples, each forty times in the buffer, each a pack of its own: no run of one of them is long."""
+    """Six samples, each forty times in the buffer and each filling a pack: no sample is repeated in a long run."""
     clips = [_clip(i % 6, (1, 4, 4), 1) for i in range(240)]
     for clip in clips:
         clip.grid, clip.id = (1, 4, 4), sample_id(clip.__key__)

@@ -1,4 +1,4 @@
-"""What `energon_data/README.md` and `docs/data.md` show works as shown; their tables are those of recipes and code."""
+"""Examples of `energon_data/README.md` and `docs/data.md` run as shown; their tables match recipes and code."""
 
 import ast
 import io
@@ -35,13 +35,13 @@ LOADER_PAGE = ROOT / "docs" / "data.md"
 
 
 def spec(**changes) -> BatchSpec:
-    """Return what tiny_dit_cross asks of its data."""
+    """Return the batch spec of tiny_dit_cross."""
     values = {"patch_temporal": 1, "patch_spatial": 2, "latent_channels": 4, "num_classes": None, "context_size": 32}
     return small_data.spec(**{**values, "micro_batch_size": 1, **changes})
 
 
 def command(start: str) -> list[str]:
-    """Return the words of the page's one command that starts so."""
+    """Return the words of the only command of the page with this start."""
     lines = PAGE.read_text().replace("\\\n", "").splitlines()
     (line,) = (line for line in lines if line.startswith(start))
     return shlex.split(line)
@@ -59,7 +59,7 @@ def written(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_example_is_read_as_it_was_written(written):
-    """Every sample of both splits comes back once, with its own numbers, grid, text and frame rate."""
+    """Every sample of both splits is read once, with its values, grid, text and frame rate."""
     rng = np.random.default_rng(0)
     data = EnergonData(path=str(written), max_tokens_per_pack=128)
     for split, count in {"train": 60, "val": 12}.items():
@@ -80,7 +80,7 @@ def test_the_example_is_read_as_it_was_written(written):
             text = torch.from_numpy(rng.standard_normal((5 + i % 4, 32)).astype(np.float16)).float()
             grid, tokens, context = found[f"{split}_{i:05d}"]
             assert tuple(grid) == (shape[1], shape[2] // 2, shape[3] // 2)
-            # The order inside a token is the patchifier's; the numbers of the sample are the same.
+            # The patchifier sets the order inside a token; the values are the same.
             assert torch.equal(tokens.flatten().sort().values, latent.flatten().sort().values)
             assert torch.equal(context.float(), text)
 
@@ -128,7 +128,7 @@ def test_pictures_of_ones_own_are_prepared_and_trained_on_as_the_page_says(tmp_p
 
 
 def test_pictures_are_encoded_beforehand_and_while_training_as_the_page_says(tmp_path, monkeypatch):
-    """With small encoders in the places that the page names, and a model of their widths."""
+    """Small encoders are saved at the paths of the page, and the model has their widths."""
     red_pictures(tmp_path, monkeypatch)
     for place in ("vae", "flux/vae"):
         encoders.save_vae(tmp_path / "models" / place)
@@ -152,7 +152,7 @@ def test_pictures_are_encoded_beforehand_and_while_training_as_the_page_says(tmp
 
 
 def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_path, monkeypatch):
-    """Shards of plain tar files without checksums, texts or labels: first refused, then read as the messages say."""
+    """Shards are plain tar files without checksums, texts or labels: first refused, then read as the errors suggest."""
     folder = tmp_path / "data" / "theirs"
     folder.mkdir(parents=True)
     for shard in range(4):
@@ -197,7 +197,7 @@ def test_the_limits_are_those_of_the_loader():
 
 
 def test_every_reason_of_a_damaged_sample_is_explained():
-    """As the code spells them; one reason is the condition's own name."""
+    """Reasons are those in the code; a condition's name can also be a reason."""
     calls = [
         node
         for file in (ROOT / "energon_data").rglob("*.py")

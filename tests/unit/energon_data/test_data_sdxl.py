@@ -1,4 +1,4 @@
-"""Data of Stable Diffusion XL, from pictures to packs: two encoders side by side, sizes and crops."""
+"""Data of Stable Diffusion XL, from pictures to packs: two text encoders, sizes and crops."""
 
 from itertools import islice
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_pack_has_both_texts_side_by_side_and_the_true_sizes_and_crops(folder)
 
 
 def test_the_crop_is_where_the_scaled_picture_was_cut(folder):
-    """The stored pixels are those of a crop made by hand at these numbers."""
+    """The stored pixels equal a crop at these numbers, made by hand."""
     line = f"text={folder}/clip:padded,text+pooled={folder}/projected:padded:joined"
     pack, _ = read(folder / "pixels", spec(3), online_text_encoder=line)
     for i, key in enumerate(names(pack)):
@@ -93,7 +93,7 @@ def test_encoders_on_the_training_device_give_what_is_stored(folder, one_rank_wo
 
 
 def test_pictures_that_are_cut_while_they_are_read_have_their_own_sizes(folder):
-    """A mirrored picture has those that were stored."""
+    """A mirrored picture has the stored sizes."""
     line = f"text={folder}/clip:padded,text+pooled={folder}/projected:padded:joined"
     cut, _ = read(folder / "pixels", spec(3), online_text_encoder=line, crop_size=[8, 8])
     assert set(map(tuple, lengths(cut).values())) == {(64, 64, 0, 0, 64, 64)}  # 8 pixels for a position

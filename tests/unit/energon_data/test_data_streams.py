@@ -1,4 +1,4 @@
-"""Laws of the streams: the order does not depend on the ranks, and a resumed run continues bit for bit."""
+"""Streams: the order does not depend on the number of ranks, and a resumed run continues bit for bit."""
 
 import shutil
 import tarfile
@@ -80,7 +80,7 @@ def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) 
 
 @pytest.mark.parametrize("worlds", [(1, 2, 3, 8), (8, 1, 6)])
 def test_resume_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
-    """A step has 24 micro-batches; four streams are read by more and by fewer ranks, in turn."""
+    """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn."""
     data, mbs = case
     alone, state = build(data, mbs=mbs), None
     for dp in worlds:
@@ -165,7 +165,7 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
 ) -> None:
     """A resumed run may raise `pack_multiple_of`: every sample is used once, and no pack is above the limit."""
     data_set = {"path": str(mixed_folder)} if source == "folder" else {"blend": [{"path": str(mixed_folder)}]}
-    # 12 is the longest sample, also where a pack has more room for it.
+    # 12 is the longest sample, even if a pack has room for a longer one.
     limits = {"pad_packs": False, "max_tokens_per_sample": 12}
     one = {**data_set, "shuffle_buffer": 0, "num_streams": 1, **PACKED, **limits}
     before = EnergonData(**one | {"pack_multiple_of": 1}, background=background)
@@ -186,7 +186,7 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
         resumed.close()
     dense = EnergonData(**data_set, shuffle_buffer=0, num_streams=1, background=False)
     order = [key for batch in take(build(dense, mbs=1), len(read) + 24) for key in batch.keys]
-    # All samples that were read from disk, except for the buffer of 24, and each as often as it was read.
+    # All samples that were read from disk, except for the buffer of 24, each once for every time that it was read.
     assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
 
 
@@ -207,7 +207,7 @@ def test_background_reads_the_same_and_resumes_anywhere(
         same(expected[:5], take(stream, 5))
         resumed.load_state_dict(through_disk(stream.state_dict()))
         same(expected[5:], take(resumed, 10))
-        # A state taken before and after the first micro-batch of a resumed run is as good.
+        # States taken before and after the first micro-batch of a resumed run are equivalent.
         third = build(EnergonData(**common), mbs=mbs)
         third.load_state_dict(through_disk(resumed.state_dict()))
         same(take(resumed, 4), take(third, 4))
@@ -287,7 +287,7 @@ def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, 
 
 
 def test_a_position_that_cannot_be_read_again_is_not_converted(damaged_after: Callable[[int], Path]) -> None:
-    """The deliveries between a state and its position are read once more; none of them may be missing."""
+    """The deliveries between a position and its state are read again, and none of them may be missing."""
     folder = damaged_after(0)
     before, after = (
         EnergonData(
@@ -305,7 +305,7 @@ def test_a_position_that_cannot_be_read_again_is_not_converted(damaged_after: Ca
 def test_ranks_that_share_a_stream_report_its_samples_once(
     damaged_after: Callable[[int], Path], tmp_path: Path, dp: int
 ) -> None:
-    """Also after resumes: the counts of all ranks add up to those of one rank, and so do the lines of the file."""
+    """After resumes, too, the counts of all ranks and the lines of the file add up to those of one rank."""
     data = EnergonData(
         path=str(damaged_after(60)), shuffle_buffer=0, num_streams=2, max_lost_samples=100, background=False
     )
@@ -326,7 +326,7 @@ def test_ranks_that_share_a_stream_report_its_samples_once(
 
 @pytest.fixture
 def damaged_after(mixed_folder: Path, tmp_path: Path) -> Callable[[int], Path]:
-    """Copy a data set, and damage every other sample of the training shards from a number on."""
+    """Copy a data set, and damage every second training sample, starting at the sample with this number."""
 
     def copied(first: int) -> Path:
         folder = tmp_path / "damaged"

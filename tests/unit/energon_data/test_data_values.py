@@ -1,4 +1,4 @@
-"""What a loader does to every value and byte, by all ways to do it."""
+"""Functions of the loader on values and bytes: the largest magnitude, and checksums."""
 
 import math
 import zlib
@@ -14,7 +14,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_largest_magnitude_is_that_of_any_value(dtype: torch.dtype) -> None:
-    """Of either sign, at any place; zeros of both signs, numbers below the smallest normal one, and infinities."""
+    """Values of either sign at any place; zeros of both signs, subnormal numbers and infinities."""
     small = torch.finfo(dtype).smallest_normal / 4
     x = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
     rows = [x, x.abs(), -x.abs(), x[:, ::7], x[:1].expand(5, -1), 0 * x, -0.0 * x.abs(), x.sign() * small]
@@ -35,7 +35,7 @@ def test_one_nan_of_either_sign_is_seen(dtype: torch.dtype) -> None:
 
 
 def test_a_checksum_is_that_of_the_standard() -> None:
-    """The check value of CRC-32/ISO-HDLC, and zlib's numbers for every length around the steps of fast versions."""
+    """Compared with the check value of CRC-32/ISO-HDLC, and with zlib at all lengths near steps of fast versions."""
     assert checksum(b"123456789") == "cbf43926"
     data = torch.randint(0, 256, (4200,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()
     for length in (*range(300), *range(1000, 4200, 101)):

@@ -1,4 +1,4 @@
-"""Nonsense around the shards of a data set is refused by name, and costs no memory."""
+"""Invalid entries in the files around the shards of a data set are refused by name, and use no memory."""
 
 import json
 import re

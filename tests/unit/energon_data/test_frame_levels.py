@@ -1,4 +1,4 @@
-"""Clips whose first frame is clean, or whose frames have their own noise level, as settings of the data."""
+"""Data settings for clips with a clean first frame, or with a noise level for each frame."""
 
 from dataclasses import replace
 from itertools import islice
@@ -66,7 +66,7 @@ def test_every_frame_has_its_level() -> None:
 
 
 def test_the_share_is_that_of_the_clips_on_any_number_of_ranks() -> None:
-    """Draws depend on the sample and its draw only."""
+    """A draw depends only on the sample and the draw's number."""
     settings = {"clean_first_frame": 0.25, "inpaint": 0.5}
     one = levels_by_draw(packs(160, **settings))
     two = [levels_by_draw(packs(80, dp_size=2, dp_rank=rank, **settings)) for rank in range(2)]

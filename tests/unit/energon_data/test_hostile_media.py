@@ -1,4 +1,4 @@
-"""Files that only claim to be pictures and videos are refused; those that users have are read, within a time limit."""
+"""Files that only claim to be pictures or videos are refused; users' files are read, within a time limit."""
 
 import io
 import json
@@ -59,7 +59,7 @@ def hostile_files() -> dict[str, bytes]:
 
 @pytest.fixture
 def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Offer what attacks look for: private files, a Ghostscript. At the end, check that none was used."""
+    """Provide the targets of attacks, private files and a Ghostscript, and check at the end that none was used."""
     place = tmp_path / "working_folder"
     place.mkdir()
     (place / "private.mp4").write_bytes(video_bytes(film(), 8.0))
@@ -115,7 +115,7 @@ def test_prepare_refuses_files_that_only_claim_to_be_media(tmp_path: Path, comma
 
 
 def read(folder: Path, parts: dict[str, bytes], log_dir: Path) -> dict[str, str]:
-    """Train on eight pictures and on samples of one part each; return the reason for which each of these is lost."""
+    """Train on eight pictures and on samples with one part each; return the reason why each of these is lost."""
     good = [(f"good{i}", {}, {"pixels.png": picture_bytes(noise(32), "png")}) for i in range(8)]
     bad = [(f"bad{i}", {}, {f"pixels.{name.rpartition('.')[2]}": data}) for i, (name, data) in enumerate(parts.items())]
     write_dataset(folder, {"train": [*good[:4], *bad, *good[4:]]}, per_shard=99)
@@ -137,7 +137,7 @@ def test_training_refuses_files_that_only_claim_to_be_media(tmp_path: Path):
     assert read(tmp_path / "data", hostile_files(), tmp_path / "run") == reasons
 
 
-# Files that users have.
+# Files of users.
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_other_pictures_are_refused(kind: str):
 
 @pytest.mark.parametrize("size", [(16385, 16384), (32769, 1), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
 def test_a_header_with_too_many_pixels_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path):
-    """Pillow has other limits, and an error without numbers; preparation counts such a picture."""
+    """Pillow has other limits, and an error without numbers; preparation counts such a picture as skipped."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "bomb.png").write_bytes(black(*size, rows=0))
     noise(32).save(tmp_path / "in" / "good.png")
@@ -238,7 +238,7 @@ def test_bands_of_rows_change_no_pixel(mode: str, monkeypatch: pytest.MonkeyPatc
     assert opened.std() > 10
 
 
-# Damage that once ended in a traceback.
+# Damage that used to end in a traceback.
 
 
 def unknown_codec() -> bytes:
@@ -300,7 +300,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_video_has_a_time_limit_for_each_of_its_clips(clock: list[float]):
-    """The time between two clips does not count: preparation encodes the first one before it decodes the second."""
+    """The time between two clips does not count, because preparation encodes a clip before it decodes the next."""
     data = video_bytes(film(24), 8.0)
     with pytest.raises(SampleError, match="more than 15 s") as caught:
         list(clips_of(data, Cut()))

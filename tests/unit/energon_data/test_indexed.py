@@ -1,4 +1,4 @@
-"""A data source with random access: its order, packs, held-out samples and positions on any number of ranks."""
+"""Data sources with random access: order, packs, held-out samples and positions, on any number of ranks."""
 
 import errno
 import math
@@ -75,7 +75,7 @@ def test_a_missing_value_is_the_default(shape: tuple[int, ...]) -> None:
 
 
 def test_values_of_undeclared_conditions_are_reported() -> None:
-    """A condition of the table that the model does not take has a line of `match_conditions`."""
+    """A condition of the table that the model does not take gets a line from `match_conditions`."""
 
     class Scored(Numbers):
         def __getitem__(self, index: int) -> Sample:
@@ -115,7 +115,7 @@ class Stored(Samples):
 
 
 def test_the_identity_changes_with_the_samples() -> None:
-    """Latents, their shapes, conditions, damage and the number of samples."""
+    """It depends on latents, their shapes, conditions, damage and the number of samples."""
     values = [float(i) for i in range(20)]
     ((name, text),) = Stored(values=values).identity()[""].items()
     assert name == "Stored"
@@ -140,7 +140,7 @@ def test_the_identity_reads_a_few_samples(count: int) -> None:
 
 @dataclass(kw_only=True)
 class Unusual(Samples):
-    """Two samples, of which the second is not a usual one.
+    """Two samples, of which the second is unusual.
 
     Attributes:
         second: the second sample, or the error when it is read.
@@ -165,7 +165,7 @@ def picture(**conditions: Any) -> Sample:
 
 @pytest.mark.parametrize("kind", [object, type(None)])
 def test_the_identity_does_not_depend_on_addresses(kind: Callable[[], object]) -> None:
-    """A process has None at another address than the process that saved the checkpoint."""
+    """None has another address in this process than in the process that saved the checkpoint."""
 
     def samples() -> list[Any]:
         conditions = kind(), np.array(kind(), dtype=object), np.array([kind()], dtype=object)
@@ -177,7 +177,7 @@ def test_the_identity_does_not_depend_on_addresses(kind: Callable[[], object]) -
 
 
 def test_a_disk_error_is_not_the_identity_of_a_sample() -> None:
-    """A decoder's error and a missing file are: such a sample is damaged in every start."""
+    """A decoder's error or a missing file is part of the identity, because such a sample is damaged in every run."""
     with pytest.raises(OSError, match="Input/output error"):
         Unusual(second=OSError(errno.EIO, "Input/output error")).identity()
     damaged = [OSError("image file is truncated"), FileNotFoundError(errno.ENOENT, "no such file"), None, picture()]
@@ -237,7 +237,7 @@ def test_packs_stay_below_their_limit_and_have_every_sample_once() -> None:
 @pytest.mark.parametrize(("settings", "spec"), [({}, SPEC), (PACKS, PACK_SPEC)], ids=["dense", "packs"])
 @pytest.mark.parametrize("taken", [3, 4, 13])
 def test_a_resumed_run_continues_on_another_number_of_ranks(settings: dict, spec: BatchSpec, taken: int) -> None:
-    """From a position inside a packing buffer, too; draws of repeated samples keep their numbers."""
+    """This includes positions inside a packing buffer; draws of repeated samples keep their numbers."""
     data = Numbers(**settings)
     whole = list(islice(stream(data, spec), 4 * taken + 16))
     before = [stream(data, spec, rank=rank, ranks=4) for rank in range(4)]
@@ -276,7 +276,7 @@ def test_a_position_of_other_data_is_refused() -> None:
 def test_a_resumed_run_may_change_the_grouping(
     settings: dict, spec: BatchSpec, new_settings: dict, new_spec: BatchSpec, taken: int, background: bool
 ) -> None:
-    """No sample is repeated or lost, also after two changes within one buffer."""
+    """No sample is repeated or lost, even after two changes within one buffer."""
     count = 499
     data = Numbers(**settings, num_streams=1, count=count, background=background)
     changed = replace(data, **new_settings)

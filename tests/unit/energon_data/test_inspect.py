@@ -1,4 +1,4 @@
-"""What `energon_data.inspect` says of a folder is what was written into it, and what the loader makes of it."""
+"""The report of `energon_data.inspect` matches the data in the folder and the packs of the loader."""
 
 import io
 import json
@@ -25,7 +25,7 @@ from tests.support.encoders import prepare_twice
 
 
 def page(capsys: pytest.CaptureFixture, *words: str) -> dict[str, list[str]]:
-    """Run the command; return each heading's line and the lines below it."""
+    """Run the command; return the text after each heading and the lines below it."""
     assert main(list(words)) == 0
     found, heading = dict[str, list[str]](), ""
     for line in capsys.readouterr().out.splitlines():
@@ -66,7 +66,7 @@ def test_samples_that_patches_do_not_divide_are_reported(mixed_folder: Path, cap
 
 @pytest.mark.parametrize(("capacity", "multiple_of"), [(24, 1), (16, 1), (20, 8)])
 def test_packs_fill_as_those_of_the_loader(mixed_folder: Path, capacity: int, multiple_of: int):
-    """In one buffer of all samples both pack the same; tokens are real where no padding is."""
+    """With all samples in one buffer, the estimate and the loader pack the same; all tokens except padding are real."""
     info = check_dataset(str(mixed_folder), "train")
     lengths = [one.tokens((1, 2, 2)) for one in survey(info, limit=None).seen]
     expected = expected_packing(lengths, capacity, buffer=75, multiple_of=multiple_of)
@@ -86,7 +86,7 @@ def test_packs_fill_as_those_of_the_loader(mixed_folder: Path, capacity: int, mu
 
 
 def test_packing_of_few_samples_repeats_them_and_leaves_long_ones_out():
-    """5 + 3 fill a pack of 8; of a buffer of five samples 5, 3, 5, 3, 5 the last is alone."""
+    """5 + 3 fill a pack of 8; in a buffer of the five samples 5, 3, 5, 3, 5 the last one gets a separate pack."""
     packing = expected_packing([5, 3, 9], 8, buffer=5)
     assert (packing.packs, packing.samples, packing.real) == (3, 5, 21 / 24)
     assert packing.too_long == pytest.approx(1 / 3)
@@ -103,10 +103,10 @@ def test_a_part_of_a_large_folder_is_read_evenly(mixed_folder: Path, capsys: pyt
 def test_damage_is_counted_as_training_counts_it(
     mixed_folder: Path, copy_of: Callable[[Path], Path], capsys: pytest.CaptureFixture
 ):
-    """Changed values of a latent lose one sample, named with its shard; with nothing left there is no page."""
+    """Changed values of a latent lose one sample, named with its shard; if no sample is left, the command fails."""
     folder = copy_of(mixed_folder)
     shard = folder / "train-000001.tar"
-    written = np.full(4, 20, np.float32).tobytes()  # sample 20 is all 20
+    written = np.full(4, 20, np.float32).tobytes()  # all values of sample 20 are 20
     shard.write_bytes(shard.read_bytes().replace(written, bytes(16), 1))
     found = page(capsys, str(folder))
     assert found["read"] == ["75 of them"]
@@ -139,7 +139,7 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def test_captions_and_pictures(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Each tile of the sheet has its picture in the middle, at the largest size that fits, undistorted."""
+    """Each tile of the sheet has its picture in the centre, at the largest size that fits, undistorted."""
     sheet = tmp_path / "sheet.png"
     found = page(capsys, str(pictures), "--sheet", str(sheet))
     assert found["captions"] == [
@@ -163,7 +163,7 @@ def test_latents_are_shown_in_false_colours(mixed_folder: Path, tmp_path: Path, 
 
 
 def test_latents_are_decoded_where_an_autoencoder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Each tile is what the autoencoder makes of the latent of its sample; of others the channels are named."""
+    """Each tile is the decoded latent of its sample; data with another number of channels are refused."""
     root = prepare_twice(tmp_path)
     sheet, vae = tmp_path / "sheet.png", root / "vae"
     capsys.readouterr()
@@ -222,7 +222,7 @@ def test_bins_cover_every_value_once():
 def test_the_scale_of_latents_is_said_and_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture, scale: int, warns: bool
 ):
-    """By the preparation and by `inspect`, as numpy computes it. The autoencoder `identity` returns the pixels."""
+    """Preparation and `inspect` print the numbers of numpy. The autoencoder `identity` returns the pixels."""
     source, out = tmp_path / "in", tmp_path / "out"
     source.mkdir()
     pixels = np.random.default_rng(0).integers(0, 2, (4, 16, 16, 3)) * scale
@@ -295,7 +295,7 @@ def test_drops_are_expected_before_training(tmp_path: Path, settings: dict[str, 
 
 
 def test_few_of_many_samples_are_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are evenly distributed, and fewer if they take long."""
+    """They are evenly distributed, and fewer are read if reading is slow."""
     monkeypatch.setattr("energon_data.report.survey.MOST_BEFORE_TRAINING", 16)
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(4, 8, 8)] + [(1, 4, 4)] * 3)})
     data = EnergonData(path=str(folder), max_tokens_per_pack=32)

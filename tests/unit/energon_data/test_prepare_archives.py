@@ -1,4 +1,4 @@
-"""Which archives of a folder `prepare webdataset` reads: links, equal names."""
+"""Archives that `prepare webdataset` reads: links, and equal names."""
 
 import io
 import json
@@ -26,7 +26,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 
 def test_archives_of_one_name_and_samples_of_one_name(tmp_path: Path) -> None:
-    """Those of two folders are different samples; the second of one archive is counted."""
+    """Equal names in two folders are two samples; the second of the same name in an archive is counted as skipped."""
     for folder in ("a", "b"):
         (tmp_path / "in" / folder).mkdir(parents=True)
         write_tar(tmp_path / "in" / folder / "0.tar", {"1.png": PICTURE, "2.png": PICTURE})

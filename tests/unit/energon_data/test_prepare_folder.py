@@ -1,4 +1,4 @@
-"""Pictures and videos of one folder or archive, their captions, and what `dataset.json` says of them."""
+"""Pictures and videos of one folder or archive, their captions, and their description in `dataset.json`."""
 
 import hashlib
 import io
@@ -39,7 +39,7 @@ def described(source: Path, out: Path, command: str, *words: str) -> dict:
 
 
 def test_a_folder_of_both_is_read_in_one_command(tmp_path, capsys):
-    """Clips of 3 frames: two of the video with 6, one of each other."""
+    """Clips have 3 frames: two come from the video with 6 frames, and one from each other video."""
     found = described(mixed(tmp_path / "in"), tmp_path / "out", "folder", "--frames", "3")
     assert found["shapes"] == {"3x1x16x32": 6, "3x3x16x16": 5}
     assert "skipped" not in capsys.readouterr().out
@@ -54,7 +54,7 @@ def test_files_of_another_kind_are_counted(tmp_path, capsys, command, count, fir
 
 @pytest.mark.parametrize(("command", "count"), [("images", 5), ("folder", 9)])
 def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, count):
-    """Those that the command would read; a complete list says nothing."""
+    """Files that the command would otherwise read are counted; a complete list prints nothing."""
     source = mixed(tmp_path / "in")
     (source / "metadata.jsonl").write_text('{"file_name": "p00.png"}\n')
     described(source, tmp_path / "out", command)
@@ -80,7 +80,7 @@ def test_a_dry_run_counts_the_files_of_the_folder_and_the_samples_that_it_tried(
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):
-    """Of different ones, whatever the shards: a sample at random that does not depend on the order of the files."""
+    """Examples are distinct and do not depend on shards or file order; the hash makes them a random sample."""
     source = mixed(tmp_path / "in", pictures=40, videos=0)
     (source / "p39.txt").write_text("picture 0")
     captions = {f"picture {i}" for i in range(39)}
@@ -102,7 +102,7 @@ def test_classes_are_counted_by_the_largest_label(tmp_path):
 
 
 def metadata_of(folder: Path) -> dict[str, dict]:
-    """Return what the shards say of each sample, by its source."""
+    """Return the metadata of each sample in the shards, by its source."""
     found = {}
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as archive:
@@ -203,14 +203,14 @@ def change_caption(source: Path) -> None:
 
 
 def change_picture(source: Path) -> None:
-    """Another one of as many bytes, some time later."""
+    """Change the modification time, as another picture of the same size would."""
     about = (source / "p05.png").stat()
     os.utime(source / "p05.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
 
 
 @pytest.mark.parametrize("change", [change_list, change_caption, change_picture])
 def test_an_interrupted_preparation_does_not_go_on_with_other_captions_or_files(tmp_path, change):
-    """Half of the samples would have the old caption and half the new one."""
+    """Otherwise half of the samples would have the old caption and half the new one."""
     source = mixed(tmp_path / "in", videos=0)
     if change is change_list:
         rows = [{"file_name": f"p{i:02d}.png", "text": "old"} for i in range(6)]
@@ -263,7 +263,7 @@ def test_archives_of_one_name_in_two_folders_are_different_samples(tmp_path):
 
 @pytest.mark.parametrize("between", [("2.png", b""), ("1.txt", b"of the first")])
 def test_a_name_that_an_archive_has_twice_is_counted(tmp_path, between):
-    """Members of the first `1` are complete when another sample, or its own next picture, follows."""
+    """The first `1` is complete when another sample, or the next picture named `1`, follows."""
     archive = write_tar(tmp_path / "in" / "0.tar", ("1.png", png(1)), between, ("1.png", png(2)))
     found = described(archive, tmp_path / "out", "webdataset")
     assert found["skipped"]["duplicate"] == 1
@@ -301,7 +301,7 @@ def test_pictures_with_a_second_dot_are_samples_and_what_is_not_taken_is_counted
 
 
 def test_a_file_that_is_no_picture_has_the_same_name_in_every_run(tmp_path):
-    """The text of an error goes into `dataset.json`, whose bytes are the same in every run: no address in memory."""
+    """The text of an error goes into `dataset.json`, which must be equal in every run, so it has no memory address."""
     with pytest.raises(SampleError) as caught:
         open_picture(b"no picture")
     assert caught.value.reason == "bad_image"

@@ -1,4 +1,4 @@
-"""Data sets of the library `datasets` become shards: parquet with pictures inside, saved folders, folders of files."""
+"""Data sets of the library `datasets` become shards: parquet with pictures, saved folders, folders of files."""
 
 import io
 import json
@@ -25,7 +25,7 @@ COUNT = 6
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """A cache of its own, of which nothing remains."""
+    """Give the test an empty cache, which is removed afterwards."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", tmp_path / "cache")
 
@@ -94,7 +94,7 @@ def saved_splits(root: Path) -> Path:
 
 
 def image_folder(root: Path) -> Path:
-    """With a list, as of the library's `imagefolder`; its rows name files in the place of bytes."""
+    """Write a folder with a list for the library's `imagefolder`; its rows name files instead of containing bytes."""
     folder = root / "files"
     folder.mkdir()
     lines = []
@@ -116,7 +116,7 @@ def test_every_row_is_a_sample_with_its_file_its_caption_and_its_scalars(tmp_pat
 
 
 def test_columns_are_named_and_captions_may_be_lists(tmp_path):
-    """All captions are kept; training draws one of them. Plain bytes, as img2dataset writes them, are files too."""
+    """Shards have all captions, and training draws one. Plain bytes, as img2dataset writes them, are files, too."""
     columns = {
         "jpg": [png(i) for i in range(3)],
         "thumbnail": [png(0) for _ in range(3)],
@@ -248,7 +248,7 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
 
 @pytest.mark.parametrize("make", [parquet_folder, saved_split, saved_splits, image_folder])
 def test_links_out_of_the_folder_are_read_with_follow_links_only(tmp_path, capsys, make):
-    """Links to files, and to folders."""
+    """The folder has links to files, or to folders."""
     (tmp_path / "elsewhere").mkdir()
     source, linked = make(tmp_path / "elsewhere"), tmp_path / "in"
     linked.mkdir()
@@ -272,7 +272,7 @@ def test_a_saved_data_set_names_only_its_own_files(tmp_path, capsys):
 
 
 def test_a_name_on_the_hub_is_the_data_set_that_the_library_opens(tmp_path, monkeypatch):
-    """The builder of a folder stands for that of the repository, whose splits are those of a `DatasetDict`."""
+    """A local builder replaces that of the repository; its splits are those of a `DatasetDict`."""
     folder, names = parquet_folder(tmp_path), []
     write_parquet(folder / "data" / "test-00000-of-00001.parquet", rows(2))
     assert isinstance(datasets.load_dataset(str(folder)), datasets.DatasetDict)

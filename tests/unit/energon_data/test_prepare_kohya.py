@@ -28,7 +28,7 @@ def png(shade: int) -> bytes:
 
 
 def kohya_folder(root: Path) -> Path:
-    """Two pictures that are read five times, with tags, and four that are read once, one with a caption."""
+    """Two pictures with tags that are read five times, and four that are read once, one of them with a caption."""
     folder = root / "img"
     for name, count in (("5_sks dog", 2), ("1_dog", 4)):
         (folder / name).mkdir(parents=True)
@@ -68,7 +68,7 @@ def keys_of(stream: Iterator[PackedBatch], count: int) -> list[str]:
 
 
 def test_repeats_are_reads_not_copies(tmp_path, capsys):
-    """Each pass over the training data has every picture as often as its folder says, also after a resume."""
+    """In each pass over the training data, the folder sets how often a picture is read, even after a resume."""
     assert prepare(kohya_folder(tmp_path), tmp_path / "out", "--repeats") == EXIT_OK
     assert "train: 6 samples, read 14 times in one pass (repeats)" in capsys.readouterr().out
     assert len(list((tmp_path / "out").glob("*.tar"))) == 2

@@ -1,4 +1,4 @@
-"""Lists of files: several clips of a video by their times, lists elsewhere."""
+"""Lists of files: several clips of a video by their times, and lists outside of the folder."""
 
 import io
 import json
@@ -57,7 +57,7 @@ def prepare(source: Path, out: Path, *words: str, command: str = "videos") -> in
     [((0.0, 1.0), 0, 7), ((1.0, 2.5), 8, 19), ((2.3, 2.6), 19, 20), ((5.0, None), 40, 47), ((5.5, 99.0), 44, 47)],
 )
 def test_a_clip_has_the_frames_of_its_times(span, first, last, offset):
-    """Times count from the first frame, also where the file begins later; the frame at the end is not in the clip."""
+    """Times count from the first frame, even if the file starts later; the frame at the end is not in the clip."""
     [(frames, rate)] = clips_of(film(offset, "matroska" if offset else "mp4"), Cut(), span)
     assert numbers(frames) == list(range(first, last + 1))
     assert rate == RATE
@@ -109,7 +109,7 @@ def test_several_clips_of_one_film_have_their_own_captions(tmp_path, capsys):
 
 
 def test_clips_of_one_film_are_in_one_split(tmp_path):
-    """Otherwise a model would be tested on a film that it was trained on."""
+    """Otherwise a model would be tested on a film that it has seen in training."""
     (tmp_path / "in").mkdir()
     rows = []
     for name in ("one.mp4", "two.mp4", "three.mp4", "four.mp4"):

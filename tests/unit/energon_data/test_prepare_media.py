@@ -1,4 +1,4 @@
-"""A user's own pictures and videos become shards: sizes, conventions, damage, restarts, and the same bytes always."""
+"""A user's pictures and videos become shards: sizes, conventions, damage, restarts, and always the same bytes."""
 
 import io
 import json
@@ -197,7 +197,7 @@ def test_hidden_files_are_no_samples(tmp_path):
 
 
 def test_links_that_leave_the_folder_are_not_followed(tmp_path):
-    """Each costs its sample, which is counted; links inside the folder are read."""
+    """Each such link costs one sample, which is counted; links inside the folder are read."""
     outside = folder_of_pictures(tmp_path / "outside", 1)
     (outside / "p00.txt").write_text("secret")
     (outside / "p00.json").write_text('{"caption": "secret"}')
@@ -228,7 +228,7 @@ def test_a_link_to_a_video_outside_of_the_folder_is_not_followed(tmp_path):
 
 
 def test_a_list_of_files_does_not_lead_out_of_the_folder(tmp_path):
-    """Neither by a link that a row names, nor below a folder that is a link, nor by being a link itself."""
+    """A row may not name a link or a file in a linked folder, and the list may not be a link."""
     outside = folder_of_pictures(tmp_path / "outside", 2)
     source = folder_of_pictures(tmp_path / "in", 2)
     (source / "link.png").symlink_to(outside / "p00.png")
@@ -282,7 +282,7 @@ def test_clips_are_cut_at_the_rate_asked_for():
         [(found, rate)] = clips_of(data, Cut(fps=fps))
         assert len(found) == count
         assert rate == (fps or 24.0)
-        # Every instant shows the frame that was on display then.
+        # Every instant shows the frame that was displayed at that time.
         shown = [round(np.asarray(f)[..., 0].mean() / 8) for f in found]
         assert shown == [int(i * 24 / rate) for i in range(count)]
     clips = list(clips_of(data, Cut(frames=10)))
@@ -315,7 +315,7 @@ def test_videos_become_clips_that_training_reads(tmp_path):
 
 @pytest.mark.parametrize("how", MATRICES)
 def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path, how):
-    """A mark in one corner is where players show it, and the picture of the same orientation agrees."""
+    """The mark is in the corner where players show it, and a picture with the same orientation agrees."""
     source = tmp_path / "in"
     source.mkdir()
     original = turned_mp4(mp4(marked()), MATRICES[how])
@@ -329,7 +329,7 @@ def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path
         assert marked_corner(sample[:, 0].permute(1, 2, 0).numpy()) == corner.get(how, "top left")
     assert total.turned == (0 if how == "as stored" else 2)
     [stored] = [raw["pixels.mp4"] for _, _, _, raw in samples(tmp_path / "out") if "pixels.mp4" in raw]
-    assert (stored == original) == (how == "as stored")  # else it is encoded upright, for other readers
+    assert (stored == original) == (how == "as stored")  # otherwise it is encoded upright, for other readers
 
 
 def test_a_clip_that_is_turned_by_another_angle_is_refused():
@@ -356,7 +356,7 @@ def test_bad_files_are_counted_by_reason_and_nothing_else_is_lost(tmp_path):
     (source / "p05.txt").write_bytes(b"\xff\xfe\xff")
     (source / "p06.png").write_bytes(as_file(noise(8, 8)))
     os.unlink(source / "p07.png")
-    os.mkfifo(source / "p07.png")  # is no file
+    os.mkfifo(source / "p07.png")  # not a file
     total = prepare(source, tmp_path / "out")
     assert total.skipped.total() == 5
     assert set(total.skipped) <= {"bad_image", "too_large", "bad_caption", "too_small", "not_a_file"}
@@ -409,7 +409,7 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
         prepare(source, tmp_path / "out", samples_per_shard=4)
     prepare(source, tmp_path / "out")
     assert shards(tmp_path / "out") == shards(tmp_path / "undisturbed")
-    assert {n: (tmp_path / "out" / n).stat().st_mtime_ns for n in times} == times  # unit 0 was not made again
+    assert {n: (tmp_path / "out" / n).stat().st_mtime_ns for n in times} == times  # unit 0 was not written again
     with pytest.raises(ConfigError, match="exists already"):
         prepare(source, tmp_path / "out")
     prepare(source, tmp_path / "out", samples_per_shard=4, force=True)

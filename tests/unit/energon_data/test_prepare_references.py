@@ -1,4 +1,4 @@
-"""Pairs of pictures before and after an edit: prepared from folders, lists and tables, and read by training."""
+"""Pairs of pictures before and after an edit, prepared from folders, lists and tables, and read by training."""
 
 import json
 from dataclasses import replace
@@ -68,7 +68,7 @@ def pairs_of(folder: Path, spec: BatchSpec = SPEC, **settings: object) -> list[t
 
 
 def equal_one(pair: tuple[Tensor, Tensor], expected: list[tuple[Tensor, Tensor]]) -> list[int]:
-    """Return which of the expected pairs this is, in both pictures."""
+    """Return the indices of the expected pairs that equal this pair in both pictures."""
     return [
         i
         for i, both in enumerate(expected)
@@ -100,7 +100,7 @@ def test_pictures_of_the_same_name_are_a_pair(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path: Path) -> None:
-    """As latents of the size of their sample, in its order of tokens."""
+    """They are latents of the size of their sample, with its order of tokens."""
     edited, originals = write_pairs(tmp_path)
     vae = VAE(str(save_vae(tmp_path / "vae")))
     assert prepare(tmp_path / "out", "--in", edited, "--reference", originals, "--vae", tmp_path / "vae") == EXIT_OK
@@ -138,7 +138,7 @@ def test_flips_and_crops_are_the_same_for_both_pictures(tmp_path: Path) -> None:
 
 
 def test_a_list_names_the_original_of_each_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """One original may have several edits, and lie among them; a picture is not its own original."""
+    """Several edits may share an original from the same folder; a picture is not its own original."""
     pictures = tmp_path / "pictures"
     pictures.mkdir()
     for i in range(COUNT):
@@ -163,7 +163,7 @@ def test_an_autoencoder_encodes_both(tmp_path: Path) -> None:
 
 
 def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the published sets of edits on the hub."""
+    """The columns are those of published sets of edits on the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", tmp_path / "cache")
 
@@ -181,7 +181,7 @@ def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_changed_original_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The unfinished work of a command is not continued after it."""
+    """Unfinished work is not continued after such a change."""
     from energon_data.prepare.media import Options
     from energon_data.prepare.pictures import Fit
     from energon_data.prepare.preparation import Preparation

@@ -37,12 +37,12 @@ def test_sizes_are_multiples_within_the_area_and_cover_without_enlarging(width, 
     assert 0 < cut_wide <= wide
     assert 0 < cut_high <= high
     assert cut_wide * cut_high <= size * size
-    assert min(wide - cut_wide, high - cut_high) <= 1  # one side is filled exactly, to a pixel of rounding
+    assert min(wide - cut_wide, high - cut_high) <= 1  # one side fits exactly, up to a pixel of rounding
     scale = max(cut_wide / width, cut_high / height)
     assert abs(wide - width * scale) <= 1
     assert abs(high - height * scale) <= 1
     assert enlarge or (wide <= width and high <= height)
-    if aspect == "keep":  # of sizes with a side that cannot be longer, it has the largest area * kept**4
+    if aspect == "keep":  # of the sizes with a side that cannot be longer, it has the largest area * kept**4
 
         def is_allowed(w: int, h: int) -> bool:
             return w * h <= size * size and (enlarge or (w <= width and h <= height))
@@ -59,7 +59,7 @@ def test_sizes_are_multiples_within_the_area_and_cover_without_enlarging(width, 
 @pytest.mark.parametrize(
     ("picture", "stored", "cut"),
     [
-        ((200, 100), (80, 48), 0.17),  # once 80 x 32: 29 % lost
+        ((200, 100), (80, 48), 0.17),  # 80 x 32 would lose 29 %
         ((96, 64), (80, 48), 0.09),
         ((256, 144), (80, 48), 0.06),
         ((64, 64), (64, 64), 0),

@@ -1,4 +1,4 @@
-"""Every file of a folder becomes a sample, or is named with the reason why it does not."""
+"""Every file of a folder becomes a sample, or is listed with the reason why it does not."""
 
 import errno
 import json
@@ -92,7 +92,7 @@ def test_a_heic_file_of_a_rotated_camera_is_counted_and_upright(tmp_path, capsys
 
 @pytest.mark.parametrize("kind", ["HEIC", "AVIF"])
 def test_a_half_copied_picture_is_named_as_such(kind):
-    """The metadata of such a file lie at its end, so the reader does not recognize what is left."""
+    """The metadata are at the end of such a file, so the reader does not recognize the rest."""
     if kind == "HEIC" and not media.reads_heic():
         pytest.skip("needs pillow-heif")
     noise = Image.effect_noise((64, 64), 50).convert("RGB")
@@ -221,7 +221,7 @@ def pictures(folder: Path, count: int = 6) -> Path:
 
 
 def fail_at(monkeypatch, number: int, error: BaseException) -> None:
-    """Let the unit of this number raise an error instead of writing its shards."""
+    """Make the unit of this number raise an error instead of writing its shards."""
     make_unit = build._make_unit
 
     def make(job, unit, sources):

@@ -1,4 +1,4 @@
-"""Samples with a clean reference to edit from: in packs, in training, and in sampling."""
+"""Samples with a clean reference image: in packs, in training, and in sampling."""
 
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,7 +34,7 @@ REFERENCES = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(h)
 
 @dataclass(kw_only=True)
 class Edits(Samples):
-    """A picture and a clip, each with a picture of another shape to edit from; every third sample has none."""
+    """A picture and a clip, each with a reference of another shape; every third sample has none."""
 
     num_streams: Any = 1
     background: bool = False
@@ -98,7 +98,7 @@ def test_without_the_setting_references_are_not_read() -> None:
 
 
 def test_references_reach_the_network_clean(build_model: BuildModel) -> None:
-    """They change the prediction, and have no loss."""
+    """They change the prediction, and do not contribute to the loss."""
     batch = next(x for x in packs(6) if x.layout.levels is not None)
     network = build_model(MODEL, perturb=0.3)
     prepared = FlowMatching().prepare(batch, AddressedNoise(1, 0, batch.sample_ids_S, batch.layout))
@@ -112,7 +112,7 @@ def test_references_reach_the_network_clean(build_model: BuildModel) -> None:
 
 
 def test_samples_are_drawn_with_references(build_model: BuildModel) -> None:
-    """Of the size of the sample, not of the reference; the reference decides what is drawn."""
+    """Drawn samples have the size of the sample, not of the reference, and depend on the reference."""
     config = RunConfig(model=MODEL, data=Edits(), objective=FlowMatching(), sampling=SamplingConfig(num_steps=3))
     metadata = {"class_names": None, "latent_size": [1, 8, 4]}
     generator = Generator(config, metadata, build_model(MODEL, perturb=0.3), 0)

@@ -1,4 +1,4 @@
-"""Shards are indexed where they are prepared."""
+"""Preparation indexes the shards, and streams open and identify them."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from energon_data.prepare.shards import ShardWriter, npy_bytes, write_energon_me
 def test_indexing_starts_no_process_and_lists_every_sample_of_every_shard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forked child may hold a lock that nobody will release."""
+    """A forked child may inherit a lock that no process releases."""
 
     def refuse(self: object) -> None:
         raise AssertionError("a process was started")
@@ -45,14 +45,14 @@ def open_shards(folder: Path) -> list[str]:
     """Return the shards of a folder that this process has open."""
     found = []
     for descriptor in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
     return sorted(path for path in found if path.startswith(str(folder)))
 
 
 @pytest.mark.parametrize("limit", [None, 2])
 def test_no_shard_stays_open_after_it_was_read(mixed_folder: Path, tmp_path: Path, limit: int | None) -> None:
-    """A run validates thousands of times, and may open a thousand files."""
+    """A run validates thousands of times, but may open only about a thousand files."""
     folder = tmp_path / "data"
     shutil.copytree(mixed_folder, folder)  # other tests may have files of the shared folder open
     data = EnergonData(path=str(folder), validation_samples=limit)
@@ -73,7 +73,7 @@ def noise(count: int, seed: int) -> list[Any]:
 
 
 def test_the_identity_of_a_folder_changes_with_its_shards_and_not_with_its_place(tmp_path: Path) -> None:
-    """Number of samples, number of shards, or only the bytes of samples of the same sizes."""
+    """Folders differ in the number of samples and shards, or only in the bytes of samples of the same sizes."""
 
     def identity_of(name: str) -> str:
         return EnergonData(path=str(tmp_path / name)).identity()["path"][f"{tmp_path / name} (train)"]
@@ -91,7 +91,7 @@ def test_the_identity_of_a_folder_changes_with_its_shards_and_not_with_its_place
 
 
 def test_the_identity_changes_with_a_shard_that_was_rewritten_or_a_sha256(tmp_path: Path) -> None:
-    """Its size and `dataset.json` are the same, or only its SHA-256 is another one."""
+    """Size and `dataset.json` of the rewritten shard are unchanged; in the last case only the SHA-256 differs."""
     folder = write_dataset(tmp_path / "data", {"train": noise(40, 0)})
     description = json.loads((folder / "dataset.json").read_text())
     shard = sorted(folder.glob("*.tar"))[1]
@@ -108,7 +108,7 @@ def test_the_identity_changes_with_a_shard_that_was_rewritten_or_a_sha256(tmp_pa
 
 
 def without_digests(folder: Path) -> Path:
-    """Remove the SHA-256 of the shards from `dataset.json`, which other programs do not write."""
+    """Remove the SHA-256 of the shards from `dataset.json`, as if another program had written it."""
     description = json.loads((folder / "dataset.json").read_text())
     for shard in description["shards"].values():
         del shard["sha256"]
@@ -118,7 +118,7 @@ def without_digests(folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["dataset.json", "no dataset.json"])
 def test_the_identity_of_shards_without_sha256_changes_with_their_bytes(tmp_path: Path, name: str) -> None:
-    """Data of the same names and sizes are read at some offsets."""
+    """The identity includes bytes at some offsets, because names and sizes of the data are equal."""
     found = {}
     for place, seed in (("one", 0), ("same", 0), ("other", 1)):
         folder = without_digests(write_dataset(tmp_path / place, {"train": noise(40, seed)}))

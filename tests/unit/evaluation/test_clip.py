@@ -1,4 +1,4 @@
-"""CLIP scores and features against transformers' own logits, of a model with random weights in the real layout."""
+"""CLIP scores and features, compared with transformers' logits, for random weights in the published layout."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_scores_are_the_logits_of_the_model(folder: Path) -> None:
 
 
 def test_a_picture_of_another_size_is_resized_and_cut_in_the_centre(folder: Path) -> None:
-    """Twice as large, smooth, and wider by a border: the same features."""
+    """The same smooth picture, twice as large, and with borders at its sides, has about the same features."""
     model = ClipModel(folder, CPU)
     smooth = torch.nn.functional.interpolate(torch.rand(1, 3, 2, 2) * 2 - 1, size=(SIDE, SIDE), mode="bilinear")
     large = smooth.repeat_interleave(2, 2).repeat_interleave(2, 3)
@@ -83,7 +83,7 @@ class Halves(torch.nn.Module):
 
 
 def test_networks_of_one_name_and_other_weights_have_other_names(folder: Path, tmp_path: Path) -> None:
-    """Stored statistics have the name, so those of other weights are refused; a copy has the same."""
+    """Stored statistics contain this name, so those of other weights are refused; a copy has the same name."""
     names = []
     for i, number in enumerate((1.0, 1.0, 2.0)):
         module = torch.nn.Conv2d(3, 1, 1)

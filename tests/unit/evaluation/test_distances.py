@@ -1,4 +1,4 @@
-"""Distances between sets of features, against closed forms and written-out sums in float64."""
+"""Distances between sets of features, compared with closed forms and explicit sums in float64."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_the_kernel_distance_is_the_u_statistic(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_kernel_distance_is_unbiased_for_few_pictures() -> None:
-    """Halves of one set are at distance 0 on average over all ways to halve it, however small the set."""
+    """The distance between two halves of a set is 0 on average over all halvings, even for a small set."""
     x = random(6, 3)
     halves = [[i for i in range(6) if bits >> i & 1] for bits in range(64) if bits.bit_count() == 3]
     total = sum(kernel_distance(x[half], x[[i for i in range(6) if i not in half]]) for half in halves)

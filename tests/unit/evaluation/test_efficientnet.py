@@ -1,4 +1,4 @@
-"""The features of EfficientNet-Lite0, against the logits of its package."""
+"""Features of EfficientNet-Lite0, compared with the logits of its package."""
 
 import sys
 from importlib import import_module

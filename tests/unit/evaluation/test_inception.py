@@ -1,4 +1,4 @@
-"""Inception's features of random weights, against a forward pass written out from the published networks."""
+"""Inception's features with random weights, compared with an explicit forward pass of the published network."""
 
 import math
 from pathlib import Path
@@ -15,8 +15,8 @@ from dit.evaluation.inception import InceptionV3, resize
 
 CPU = torch.device("cpu")
 TRUNK = 27_161_264 - (2_048 * 1_000 + 1_000) - (768 * 128 + 256 + 128 * 768 * 25 + 2 * 768 + 768 * 1_000 + 1_000)
-"""Parameters that torchvision states of `inception_v3`, less its head and its auxiliary head."""
-RTOL = 1e-4  # fp32, another order of additions over 94 convolutions
+"""Number of parameters that torchvision documents for `inception_v3`, without its head and its auxiliary head."""
+RTOL = 1e-4  # fp32, another order of sums over 94 convolutions
 
 
 def state() -> dict[str, Tensor]:
@@ -36,7 +36,7 @@ def state() -> dict[str, Tensor]:
 
 
 class Plain:
-    """The network as it is published, step by step."""
+    """The published network, step by step."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         self.weights = weights
@@ -139,7 +139,7 @@ def pictures() -> Tensor:
 
 @pytest.mark.parametrize("has_counters", [True, False])
 def test_features_are_those_of_the_published_network(has_counters: bool, tmp_path: Path, pictures: Tensor) -> None:
-    """The counters of batches, which old files lack, do not matter."""
+    """Batch counters, which old files do not have, do not matter."""
     weights = state()
     kept = {name: x for name, x in weights.items() if has_counters or not name.endswith("num_batches_tracked")}
     torch.save(kept, tmp_path / "weights.pth")

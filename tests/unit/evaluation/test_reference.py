@@ -56,7 +56,7 @@ def test_published_statistics_are_those_of_the_features(tmp_path: Path, save: Ca
 
 
 def test_written_statistics_can_be_read(tmp_path: Path) -> None:
-    """Also by `numpy.load` without objects, as pytorch-fid reads it; features are rounded to float32."""
+    """`numpy.load` reads them without pickled objects, as pytorch-fid does; features are rounded to float32."""
     moments = Moments()
     moments.add(FEATURES)
     path = tmp_path / "x.npz"

@@ -1,4 +1,4 @@
-"""The repository's pages as data: fenced blocks, the files and commands that they show, and how a command is run."""
+"""The repository's pages as data: fenced blocks, files and commands in them, and a function that runs a command."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ def shown_commands(page: Path) -> list[str]:
 
 
 def without_assignments(line: str) -> tuple[dict[str, str], list[str]]:
-    """Return the variables that a command line sets for its command, and the command's words without a comment."""
+    """Return the variables that a command line sets for its command, and the words of the command without comments."""
     words = shlex.split(line, comments=True)
     count = next((i for i, word in enumerate(words) if not re.match(r"[A-Z_]+=", word)), len(words))
     return dict(word.split("=", 1) for word in words[:count]), words[count:]

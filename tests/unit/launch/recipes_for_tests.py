@@ -32,7 +32,7 @@ def pretrain(
     parallel: ParallelConfig,
     training: TrainingConfig,
 ) -> None:
-    """End as `training.run_dir` says; `RANK1:data` fails on rank 1 only."""
+    """Raise the error that `training.run_dir` names; `RANK1:data` fails on rank 1 only."""
     where, _, outcome = training.run_dir.rpartition(":")
     if outcome in OUTCOMES and where in ("", f"RANK{os.environ.get('RANK')}"):
         raise OUTCOMES[outcome]
@@ -41,7 +41,7 @@ def pretrain(
 
 @run.cli.factory(target=pretrain)
 def ending(num_steps: int = 1) -> run.Partial:
-    """End in a given way."""
+    """Return a recipe that ends with the outcome in `training.run_dir`."""
     return run.Partial(
         pretrain,
         model=dit_s(),

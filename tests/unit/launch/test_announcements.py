@@ -1,4 +1,4 @@
-"""Slow commands say what they do before they are slow."""
+"""Slow commands announce their work before it starts."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ import pytest
 from dit.encoders.pretrained import load_network
 from dit.terminal import announce
 
-MOST_CPU_S = 3.0  # until the first line, of which nemo-run takes most
+MOST_CPU_S = 3.0  # until the first line; nemo-run takes most of it
 STOPPED_AT_TORCH = """
 import os, runpy, sys, time
 
@@ -23,7 +23,7 @@ sys.meta_path.insert(0, Slow())
 sys.argv = sys.argv[1:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
-"""Ends a command where its first slow import would begin."""
+"""Ends a command where its first slow import would start."""
 
 
 @pytest.mark.parametrize(

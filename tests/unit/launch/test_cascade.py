@@ -1,4 +1,4 @@
-"""What `--cascade` and `--stage` mean, and which pictures a stage enlarges."""
+"""Cascades on the command line: `--cascade`, `--stage`, and the pictures that a stage enlarges."""
 
 import argparse
 from pathlib import Path
@@ -32,7 +32,7 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 def test_a_stage_has_its_own_settings_and_files() -> None:
-    """What it does not set is that of the command; the settings of another stage are not its own."""
+    """A setting that a stage does not set is taken from the command, never from another stage."""
     args = arguments(
         *(
             "--cascade",
@@ -73,7 +73,7 @@ def test_a_cascade_in_another_notation_is_refused(cascade: list[str], settings: 
 
 
 def test_a_stage_enlarges_the_picture_of_each_sample() -> None:
-    """By the factor of the model, at the level that is given, or else at its own."""
+    """The model sets the factor; the augmentation level is the requested one, or the model's default."""
     requests, size = with_pictures(generator_of(SUPER_RESOLUTION), REQUESTS, PICTURES, 0.1)
     assert size == {"frames": 1, "size": (16, 24)}
     for request, picture, asked in zip(requests, PICTURES, REQUESTS, strict=True):

@@ -1,4 +1,4 @@
-"""A configuration survives the way through YAML, and a file cannot name foreign code."""
+"""A configuration survives a round trip through YAML, and a file cannot name foreign code."""
 
 import os
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ def test_yaml_gives_the_same_configuration_back(
 
 
 def test_the_file_is_complete(tmp_path):
-    """Defaults are written out: a file still says what ran after a default has changed."""
+    """Defaults are written out, so a file records the settings of its run even after a default has changed."""
     text = config_file.dump(tiny_dit())
     assert "weight_decay: 0.0" in text
     assert "beta2: 0.999" in text
@@ -114,7 +114,7 @@ def test_a_wrong_setting_is_named_with_its_file(tmp_path):
 
 @pytest.mark.parametrize("trusted", ["", "other", "test", "tests.unit", ".", "tests.unit.launch"])
 def test_a_class_of_the_users_own_is_not_imported_unless_its_package_is_trusted(monkeypatch, trusted):
-    """Training finds it by --factory; what only reads a record needs the name, for the record may be a stranger's."""
+    """Training finds it by --factory. A record may come from a stranger, so reading one requires DIT_PACKAGES."""
     name = f"{OwnSettings.__module__}.{OwnSettings.__qualname__}"
     monkeypatch.setenv("DIT_PACKAGES", trusted)
     with pytest.raises(CheckpointError, match=r"DIT_PACKAGES=(\S+,)?tests$"):
@@ -124,7 +124,7 @@ def test_a_class_of_the_users_own_is_not_imported_unless_its_package_is_trusted(
 
 
 def test_the_packages_that_a_record_needs_are_those_of_its_classes_outside_this_project():
-    """Nested ones too; the prefix of a shell command names each once."""
+    """Nested classes count; the prefix of a shell command names each package once."""
     own = [{CLASS_KEY: "camera.Model"}, {CLASS_KEY: "dit.x.Y", "part": {CLASS_KEY: "a.b.C"}}, {CLASS_KEY: "camera.Z"}]
     assert trust_prefix({"parts": own}) == "DIT_PACKAGES=a,camera "
     assert trust_prefix({"model": {CLASS_KEY: "dit.x.Y", "text": "os.system"}}) == ""
@@ -149,7 +149,7 @@ def test_a_file_without_a_part_is_refused(tmp_path):
 
 
 def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
-    """YAML 1.1 reads 3e-4 as a text."""
+    """YAML 1.1 reads 3e-4 as a string."""
     (tmp_path / "config.yaml").write_text(config_file.dump(tiny_dit()).replace("  lr: 0.003\n", "  lr: 3e-4\n"))
     assert config_file.load(tmp_path / "config.yaml", pretrain, load_component).optimizer.lr == 3e-4
 

@@ -1,4 +1,4 @@
-"""`megatron-dit`: quick, the same code as `python -m`, and not misled by folders of the user's own."""
+"""`megatron-dit` starts fast, runs the same code as `python -m`, and is not confused by a user's folder names."""
 
 import ast
 import inspect
@@ -33,11 +33,11 @@ sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Finder)
 from {module} import {function} as main
 sys.exit(main())
 """
-"""What the installed script does, with an editable install: this project is found behind all of sys.path."""
+"""Code of the installed script for an editable install, which finds this project after everything on sys.path."""
 
 
 def python(*words: str, cwd: Path, path: str = str(REPOSITORY)) -> subprocess.CompletedProcess:
-    """Run Python in a folder, with `path` behind the current one."""
+    """Run Python in a folder, with `path` after this folder in the search path."""
     environ = {**os.environ, "PYTHONPATH": path}
     return subprocess.run([sys.executable, *words], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60)
 
@@ -106,7 +106,7 @@ def test_a_folder_with_a_package_name_does_not_hide_the_package_from_the_command
 
 
 def test_python_m_says_which_folder_hides_a_package(tmp_path: Path):
-    """In one line, with the way out."""
+    """One line names the folder and the fix."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").touch()
     ended = python("-m", "launch.train", "--list", cwd=tmp_path)
@@ -117,20 +117,20 @@ def test_python_m_says_which_folder_hides_a_package(tmp_path: Path):
 
 
 def test_python_m_goes_on_without_the_examples_if_a_folder_hides_them(tmp_path: Path):
-    """Many projects have a folder of this name, and few need the examples there."""
+    """Many projects have a folder named `examples`, and few need the examples of this project."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "__init__.py").touch()
     ended = python("-m", "energon_data.prepare", "--help", cwd=tmp_path)
     assert ended.returncode == EXIT_OK
     assert "images" in ended.stdout
-    # An editable installation finds submodules of our package nevertheless.
+    # An editable installation still finds submodules of our package.
     left_out = "letters of preparations is left out, because it cannot be imported: No module named 'examples"
     assert ("letters" in ended.stdout) != (left_out in ended.stderr)
 
 
 @pytest.mark.parametrize("file", ["not_ours/__init__.py", "not_ours/data.txt", "not_ours.py"])
 def test_a_package_found_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str):
-    """A package, a plain folder, a module."""
+    """The file is in a package or in a folder without `__init__.py`, or is a module."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     monkeypatch.syspath_prepend(tmp_path)
@@ -142,7 +142,7 @@ def test_a_package_found_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, t
 def test_an_own_recipe_in_the_current_folder_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-    """As with `python -m`: the folder counts, behind all packages."""
+    """As with `python -m`, the current folder is searched, but after all packages."""
     (tmp_path / "mine.py").write_text("def small():\n    return 5\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -152,7 +152,7 @@ def test_an_own_recipe_in_the_current_folder_is_found(
 
 
 def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """No text of the program spells a page's path itself; each page is package data, and named by where it is."""
+    """Messages take a page's path from `page_of` instead of spelling it; pages are installed as package data."""
     assert "README.md" in SETUPTOOLS["package-data"]["*"]
     spelt, named = [], set()
     for path in (file for package in console.PACKAGES for file in (REPOSITORY / package).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""Importing and exporting from the command line: wrong inputs are named, nothing in them runs, nothing stays behind."""
+"""Import and export on the command line: wrong inputs are named, run no code, and leave no files."""
 
 import argparse
 import json
@@ -92,7 +92,7 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path, capsys, content, messa
 
 
 def test_a_training_checkpoint_of_the_published_script_is_read(tmp_path):
-    """It holds its command line as a Namespace beside the weights; the average is taken."""
+    """The file has the command line, a Namespace, next to the weights; the averaged weights are read."""
     state = random_state(**SIZES)
     content = {"model": {"x": torch.zeros(1)}, "ema": state, "opt": {"state": {}}, "args": argparse.Namespace(lr=1)}
     torch.save(content, tmp_path / "0050000.pt")
@@ -138,7 +138,7 @@ def test_a_foreign_class_is_refused_with_the_known_ones(tmp_path, capsys):
 
 
 def test_weights_of_another_size_than_the_settings_are_refused(tmp_path, capsys):
-    """Small weights beside the settings of DiT-XL/2: every name of the difference is counted."""
+    """Small weights with the settings of DiT-XL/2: the message counts every tensor that differs."""
     source = folder_of(
         tmp_path / "in", {"_class_name": "DiTTransformer2DModel"}, {"proj_out_1.weight": torch.zeros(4, 2)}
     )
@@ -177,7 +177,7 @@ MODEL = {"hidden_size": 48, "num_layers": 1, "num_attention_heads": 4, "num_clas
 
 
 def a_record(**changes: Any) -> dict[str, Any]:
-    """Return the record of a run whose weights have `SIZES`, with parts changed or (None of `...`) left out."""
+    """Return the record of a run whose weights have `SIZES`, with entries changed, or removed if the value is `...`."""
     trained = TrainedModel(DiTConfig(**MODEL), FlowMatching(), (1, 4, 4), {"solver": "heun"}, class_names=list("abc"))
     return {name: value for name, value in {**to_record(trained), **changes}.items() if value is not ...}
 
@@ -223,14 +223,14 @@ def with_record(path: Path, text: str) -> Path:
     ids=lambda value: str(value)[:40],
 )
 def test_a_record_that_a_stranger_wrote_is_checked(tmp_path, capsys, change, message):
-    """It fills fields of known classes, by their types; whatever else it holds is one line."""
+    """Only fields of known classes are set, after a check of their types; anything else gives an error of one line."""
     source = with_record(tmp_path / "x.safetensors", json.dumps(a_record(**change)))
     assert message in refuse(capsys, tmp_path / "run", source)
 
 
 @pytest.mark.parametrize("form", formats(), ids=lambda form: form.class_name)
 def test_a_record_survives_json_for_each_format(form):
-    """The data's class names travel with a model that takes classes, and with no other."""
+    """The data's class names are recorded only for a model that takes classes."""
     model = form.config_class(**({"num_classes": 3} if form.samples_by_class else {}))
     sampling = SamplingConfig(prompts=["a", "b"])
     config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
@@ -276,7 +276,7 @@ def test_an_objective_that_cannot_be_is_refused(tmp_path, capsys, text, message)
 
 
 def test_a_flag_precedes_the_record_which_precedes_the_publication(tmp_path):
-    """And each is said: what was assumed, with the flag that changes it."""
+    """A note states each assumption and the flag that changes it."""
     plain, recorded = tmp_path / "plain.safetensors", tmp_path / "recorded.safetensors"
     save_file(random_state(**SIZES), plain)
     with_record(recorded, json.dumps(a_record()))
@@ -304,7 +304,7 @@ def test_a_flag_precedes_the_record_which_precedes_the_publication(tmp_path):
 
 
 def test_weights_with_a_variance_are_imported_as_trained_with_one(tmp_path):
-    """Objective and model fit each other, so that they can be trained on; sampling follows the authors' `sample.py`."""
+    """Objective and model match, so training can continue; sampling follows the authors' `sample.py`."""
     save_file(random_state(**{**SIZES, "out_channels": 8}), tmp_path / "sigma.safetensors")
     args = argparse.Namespace(num_attention_heads=4)
     trained, _ = import_weights.settle(import_weights.read_original(tmp_path / "sigma.safetensors", args), None)
@@ -319,7 +319,7 @@ def test_weights_with_a_variance_are_imported_as_trained_with_one(tmp_path):
 
 
 def test_the_names_of_objectives_are_those_of_recipes():
-    """What `objective=NAME` of training accepts, `--objective NAME` of an import does, too."""
+    """`--objective NAME` of an import accepts the same names as `objective=NAME` of training."""
     assert OBJECTIVES.keys() <= {entry.name for entry in registry.components()}
     assert [name_of(objective_of({"name": name})) for name in OBJECTIVES] == list(OBJECTIVES)
     learned = {"name": "ddpm", "discrete_steps": 1000, "variance": {"vlb_weight": 0.5}}
@@ -380,7 +380,7 @@ def test_exporting_what_is_no_run_is_a_checkpoint_error(tmp_path, capsys, make, 
 
 
 def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise():
-    """What is said of them holds of the installed ones; a release that changes it is to be looked at again."""
+    """The message is checked against the installed classes; if a release changes them, revise the message."""
     pytest.importorskip("diffusers")
     from diffusers.models.transformers import pixart_transformer_2d, transformer_cosmos, transformer_kandinsky
 
@@ -427,7 +427,7 @@ def test_an_import_says_what_guidance_leads_away_from(
 
 
 def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
-    """Other code bases do not have shifts by dimension."""
+    """Other code bases have no shift that depends on the dimension."""
     objective = FlowMatching(time_shift=1.5, shift_dimension=64)
     config: Any = SimpleNamespace(model=DiTConfig(in_channels=4), objective=objective, sampling=SamplingConfig())
     trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})

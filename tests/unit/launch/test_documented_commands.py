@@ -1,7 +1,7 @@
-"""Every command that a page names: its recipe plans at the world size it is started with, and no two runs share a port.
+"""Commands of the pages: each recipe plans at the world size of its command, and no two runs share a port.
 
-Every line of a fenced block is a command that some test checks, every Python block is run by one, every link leads
-somewhere. Pages are found, not listed: a new page or command is checked without anybody thinking of it.
+Some test checks every line of a fenced block, runs every Python block and follows every link. Pages are found by a
+search, so a new page or command is checked automatically.
 """
 
 import io
@@ -60,7 +60,7 @@ def variables(text: str) -> dict[str, list[str]]:
 
 
 def expanded(line: str, values: dict[str, list[str]]) -> Iterator[str]:
-    """Yield a command line for each combination of its variables; those that the page does not set are left."""
+    """Yield a command line for each combination of its variables; variables that the page does not set remain."""
     used = [name for name in values if re.search(rf"\$[({{]?{name}\b", line)]
     for choice in product(*(values[name] for name in used)):
         text = line
@@ -70,13 +70,13 @@ def expanded(line: str, values: dict[str, list[str]]) -> Iterator[str]:
 
 
 def parsed(page: Path, line: str) -> Optional[Command]:
-    """Read the recipe, its overrides and the number of ranks from a command line; None for a recipe not of ours."""
+    """Read the recipe, its overrides and the number of ranks from a command line; None for a reader's recipe."""
     before, _, after = line.partition("--factory ")
     text = after.partition("`")[0].partition("|")[0]
-    recipe, *rest = text.split() if page.suffix == ".py" else shlex.split(text)  # Python's lines hold prose, too
+    recipe, *rest = text.split() if page.suffix == ".py" else shlex.split(text)  # lines of Python contain prose, too
     if PLACEHOLDER.fullmatch(recipe) or "." in recipe:  # the reader's own: tests/unit/launch/test_extending_pages.py
         return None
-    # Arguments name folders of the reader's, which have the objective: test_fine_tuning_page.py.
+    # Arguments name folders of the reader, which contain the objective: test_fine_tuning_page.py.
     recipe, has_base, _ = recipe.partition("(")
     rest = [word for word in rest if not (has_base and word.startswith("objective."))]
     planned = re.search(r"--world-size (\d+)", line)
@@ -94,11 +94,11 @@ def started(line: str) -> int:
 
 
 def lines(page: Path) -> Iterator[str]:
-    """Yield the logical lines of a page; of Python, those that hold a command rather than a message about one."""
+    """Yield the logical lines of a page; of a Python file, only the lines with a command."""
     text = (ROOT / page).read_text()
     values = variables(text)
     for line in text.replace("\\\n", " ").splitlines():
-        if re.search(GRIDS, line):  # many recipes to a line: test_a_documented_grid_dry_runs
+        if re.search(GRIDS, line):  # a line starts many recipes: test_a_documented_grid_dry_runs
             continue
         if page.suffix != ".py" or re.search(r"(launch\.train|benchmarks\.step|megatron-dit) ", line):
             yield from expanded(line, values)
@@ -119,7 +119,7 @@ def test_a_documented_command_plans_at_its_world_size(command):
 
 
 def test_the_commands_of_all_pages_are_found():
-    """The four nodes of launch/README.md by torchrun and by Slurm, make's variables."""
+    """They include four nodes in launch/README.md, by torchrun and by Slurm, and variables of make."""
     found = {(str(c.page), c.recipe, c.world_size) for c in COMMANDS}
     assert ("README.md", "dit_xl2_imagenet", 8) in found
     assert ("Makefile", "letters_dit", 2) in found
@@ -129,7 +129,7 @@ def test_the_commands_of_all_pages_are_found():
 
 
 def test_two_runs_on_one_machine_take_two_ports():
-    """Only `--standalone` lets every torchrun take a free port; several nodes name theirs."""
+    """torchrun picks a free port only with `--standalone`; commands for several nodes set a port."""
     sharing = []
     for page in PAGES:
         for line in (ROOT / page).read_text().replace("\\\n", " ").splitlines():
@@ -140,9 +140,9 @@ def test_two_runs_on_one_machine_take_two_ports():
 
 
 def module_lines(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield each `python -m MODULE ...` of a page, in a block or in its text, with the module.
+    """Yield the module and the text of each `python -m MODULE ...` in the blocks and sentences of a page.
 
-    So does torchrun where it starts no recipe.
+    torchrun commands that start no recipe are included.
     """
     text = (ROOT / page).read_text()
     in_text = (" ".join(words.split()) for words in re.findall(r"`(python -m [^`]+)`", text))
@@ -158,7 +158,7 @@ MODULES = sorted({(page, *found) for page in MARKDOWN for found in module_lines(
 
 @pytest.mark.parametrize(("page", "module", "line"), MODULES, ids=lambda value: str(value)[:60])
 def test_a_documented_module_takes_the_flags_of_its_page(page, module, line, capsys):
-    """`--help` of the command names each of them."""
+    """`--help` of the command lists each flag."""
     found = import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
     words = [word for word in shlex.split(line.partition(" #")[0])[3:] if word not in ("...", "[...]")]
     try:
@@ -182,7 +182,7 @@ GRID_LINES = sorted(
 
 @pytest.mark.parametrize("line", GRID_LINES)
 def test_a_documented_grid_dry_runs(line, tmp_path, monkeypatch, capsys):
-    """It prints a command for every cell, each of which plans on as many ranks."""
+    """The output has a command for every cell, and each cell plans on the number of ranks that its command starts."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     _, _, module, *words = shlex.split(line)
@@ -201,7 +201,7 @@ def test_a_documented_grid_dry_runs(line, tmp_path, monkeypatch, capsys):
 
 
 def target_of(words: list[str]) -> list[str]:
-    """Return the targets that a `make` command names; its variables are set by `NAME=VALUE`."""
+    """Return the targets of a `make` command, without variables (`NAME=VALUE`)."""
     return [word for word in words[1:] if "=" not in word]
 
 
@@ -211,7 +211,7 @@ def extras_of(words: list[str]) -> list[str]:
 
 
 def checked_by(page: Path, line: str) -> str:
-    """Return which test checks a line of a fenced block, or an empty string where none does."""
+    """Return the name of the test that checks a line of a fenced block, or an empty string if none does."""
     _, words = without_assignments(line)
     start = " ".join(words[:2])
     if start == "python -m":
@@ -230,7 +230,7 @@ def checked_by(page: Path, line: str) -> str:
 
 
 def test_every_line_of_a_block_is_checked():
-    """A block without a language holds commands; anything else says what it is."""
+    """A block without a language contains commands; all other blocks name their language."""
     lines = [(page, line) for page in MARKDOWN for line in shown_commands(page)]
     assert len(lines) > 30
     assert [
@@ -246,7 +246,7 @@ def test_every_line_of_a_block_is_checked():
 
 
 def test_every_script_parses():
-    """Those that pages show, and files."""
+    """Scripts in pages, and `.sh` files."""
     scripts = [block.text for page in MARKDOWN for block in blocks(page) if block.language == "bash"]
     scripts += [(ROOT / path).read_text() for path in FILES if path.suffix == ".sh"]
     assert len(scripts) > 2
@@ -255,7 +255,7 @@ def test_every_script_parses():
 
 
 def test_targets_and_extras_exist():
-    """Of `make` and `pip` in blocks, in the text, in the workflow and in what it runs."""
+    """Targets of `make` and extras of `pip` in the pages, the Dockerfile, the workflow and its script."""
     rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = 0
@@ -307,7 +307,7 @@ RUNS_THE_PYTHON = {
     "docs/adding-a-condition.md": "test_extending_pages.py",
     "docs/adding-a-data-source.md": "test_extending_pages.py",
 }
-"""Which test runs the Python blocks of a page."""
+"""The test file that runs the Python blocks of each page."""
 
 
 def test_every_python_block_is_run():
@@ -318,7 +318,7 @@ def test_every_python_block_is_run():
 
 
 def test_the_python_of_the_readme_trains_and_draws(tmp_path):
-    """As a reader pastes it; in a process of its own, from an empty folder."""
+    """The example runs as a reader would paste it: in a new process, from an empty folder."""
     [program] = [block.text for block in blocks(Path("README.md")) if block.language == "python"]
     assert len(program.splitlines()) <= 10
     program += "\nprint(tuple(latents.shape))\n"

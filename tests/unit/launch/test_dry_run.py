@@ -1,4 +1,4 @@
-"""A plan without ranks or memory says what a run needs; what a rank really takes, tests/parallel/test_trace.py says."""
+"""Dry runs: memory and work of a run, planned without ranks; tests/parallel/test_trace.py compares with real ranks."""
 
 import re
 
@@ -19,14 +19,14 @@ from launch.train import call_recipe, load_component
 
 
 def laid_out(task, world_size=None):
-    """Return how the report says that a run is laid out."""
+    """Return the lines of the report that describe the layout."""
     config = built(task)
     dims, _ = config.check(world_size)
     return "\n".join(dry_run.layout_lines(config, dims, packed=False, requested=world_size is not None))
 
 
 def test_the_report_says_what_was_asked_for(capsys):
-    """Operations of the very sample, read from the program; state as a hand counts it: fp32 and Adam on one rank."""
+    """FLOPs come from the traced program; memory is computed by hand for fp32 and Adam on one rank."""
     task = call_recipe("tiny_dit")
     text = dry_run.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
     assert capsys.readouterr().err == "tracing a step: 1 rank = tensor 1 x data 1\n"
@@ -69,7 +69,7 @@ def test_the_report_lists_the_values_of_a_sample(recipe, values):
 
 
 def test_networks_of_the_objective_are_counted():
-    """A discriminator of convolutions 4 x 4 from 3 channels to one score, with one bias and three norms."""
+    """The discriminator has convolutions 4 x 4 from 3 channels to one score, with one bias and three norms."""
     task = call_recipe("pictogram_autoencoder")
     apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
     text = dry_run.report(task, world_size=1, tokens=(1, 4, 4))
@@ -86,7 +86,7 @@ def test_a_world_that_does_not_fit_is_refused():
 
 
 def test_the_micro_batch_is_the_largest_that_fits():
-    """The largest divisor of a replica's share of 256 that is at most 32."""
+    """It is the largest divisor of a replica's share of 256 that is at most 32."""
     task = call_recipe("dit_xl2_imagenet")
     for ranks, size in ((1, 32), (8, 32), (16, 16), (32, 8), (256, 1)):
         dims, _ = built(task).check(ranks)
@@ -154,7 +154,7 @@ def test_a_dry_run_refuses_settings_that_training_refuses(change):
 
 
 def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
-    """A clip of 24 x 32 x 32 patches, of whose pairs of tokens attention in frames and columns leaves most out."""
+    """A clip of 24 x 32 x 32 patches; attention in frames and columns leaves out most pairs of its tokens."""
     task = call_recipe("mock_stdit_xl")
     model = fiddle.build(task.model)
     assert planned_sample(fiddle.build(task.data), model) == Sample((24, 32, 32), 512)
@@ -174,13 +174,13 @@ def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
     ],
 )
 def test_real_data_is_planned_by_its_limits_or_its_crops(recipe, sample):
-    """Where only a number of tokens is known, they are a picture as square as can be, and the report says so."""
+    """If only a number of tokens is known, the plan assumes and reports a picture as square as possible."""
     task = call_recipe(recipe)
     assert planned_sample(fiddle.build(task.data), fiddle.build(task.model)) == sample
 
 
 def test_a_pack_holds_as_many_samples_as_fit():
-    """Nine images of 256 tokens and their texts, padded to what context and sequence parallelism split evenly."""
+    """Nine images of 256 tokens and their texts, padded to sizes that context and sequence parallelism split evenly."""
     task = call_recipe("pretrain_7b_pack")
     sample = planned_sample(fiddle.build(task.data), fiddle.build(task.model), tokens=(256,))
     shape = sample.shape(ParallelDims(16, 16, 1, 32, 8))
@@ -201,7 +201,7 @@ def test_a_pack_holds_as_many_samples_as_fit():
     ],
 )
 def test_a_plan_refuses_what_training_would(part, setting, value):
-    """A run would find out at its first pictures, or at once."""
+    """Otherwise a run would fail at its start or at its first pictures."""
     task = call_recipe("tiny_dit")
     setattr(getattr(task, part), setting, value)
     with pytest.raises(ConfigError, match=re.escape(f"{part}.{setting}={value!r}")):

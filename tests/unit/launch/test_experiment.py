@@ -1,4 +1,4 @@
-"""`launch.experiment`: grids, executors by name, and what a dry run prints; tests/integration runs one."""
+"""`launch.experiment`: grids, executors by name, and the output of a dry run; tests/integration runs an experiment."""
 
 import argparse
 import io
@@ -26,7 +26,7 @@ def parallel(layout: str) -> ParallelConfig:
 
 
 def test_a_layout_is_written_as_recipes_spell_it():
-    """Sizes that it does not name are 1, also where the recipe has others; `own` leaves them."""
+    """Sizes that the layout does not name are 1, even if the recipe sets them; `own` keeps the recipe's sizes."""
     tp, pp, cp, ep = grid.SIZES.values()
     assert parallel("tp2sp_cp4") == ParallelConfig(**{tp: 2, cp: 4}, sequence_parallel=True, data_parallel="ddp")
     assert parallel("tp2+pp3+distopt") == ParallelConfig(**{tp: 2, pp: 3}, data_parallel="distributed_optimizer")
@@ -92,7 +92,7 @@ OVERRIDES = ["training.num_steps=5", "data.shapes=['1x8x8', '1x8x16']"]
 
 
 def test_a_dry_run_on_this_machine_prints_command_lines(tmp_path, capsys):
-    """They are what torchrun and launch.train take, values with spaces in them included."""
+    """torchrun and launch.train parse them, including values with spaces."""
     out = dry_run(tmp_path, capsys, "--executor", "torchrun(ranks=2)")
     start = "python -m torch.distributed.run "
     commands = [line.removeprefix(start) for line in out.splitlines() if line.startswith(start)]
@@ -106,8 +106,8 @@ def test_a_dry_run_on_this_machine_prints_command_lines(tmp_path, capsys):
 
 
 def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
-    """Each is a script of bash that asks for four nodes, and warns the ranks before its limit."""
-    monkeypatch.setattr("sys.stdin", io.StringIO())  # nemo-run copies files by a library that reads it
+    """Each is a valid bash script that requests four nodes and signals the ranks before its time limit."""
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # nemo-run copies files with a library that reads stdin
     out = dry_run(tmp_path, capsys, "--executor", SLURM, "executor.qos=high")
     scripts = [text.partition("\n# tiny_dit.")[0] for text in out.split("#!/bin/bash")[1:]]
     assert len(scripts) == 2
@@ -125,7 +125,7 @@ def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("folder", [None, "", "/shared/scripts"])
 def test_scripts_are_written_where_slurm_reads_them(tmp_path, monkeypatch, folder):
-    """In `job_dir`, which `--folder` may repeat; other executors have the folder that is requested."""
+    """The folder is `job_dir`, and `--folder` may name it again; other executors use the folder of `--folder`."""
     monkeypatch.chdir("/")
     executor = experiment.executor_of(SLURM)
     requested = None if folder is None else Path(folder or "shared/scripts")
@@ -168,7 +168,7 @@ def test_an_executor_that_cannot_be_built_is_named(capsys, words, message):
 
 
 def test_one_failed_run_fails_the_command(capsys):
-    """A submitted one has not failed yet."""
+    """A submitted run has not failed yet."""
     states = {"a": "SUCCEEDED", "b": "FAILED", "c": "UNKNOWN"}
     assert experiment.conclude(states, detached=False) == EXIT_UNEXPECTED
     assert "2 of 3 runs did not succeed: b, c; without Slurm's accounting (sacct) only" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""docs/adding-a-*.md: the files that they show are written to a folder, and their commands do there what they say."""
+"""docs/adding-a-*.md: the files that they show are written to a folder, and their commands run there as described."""
 
 import shlex
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def pair_of(line: str) -> Pair:
-    """Return what a line with `launch.verify` compares."""
+    """Return the two runs that a `launch.verify` command compares."""
     args = build_parser().parse_args(shlex.split(line.removeprefix(VERIFY)))
     config = built(resolve(cli.Options(factory=args.factory, overrides=args.overrides)))
     return tiny_pair(config, world_size_of(config.parallel, args.world_size))
@@ -47,7 +47,7 @@ def pair_of(line: str) -> Pair:
 
 @pytest.fixture(scope="module")
 def verdicts(folder, tmp_path_factory):
-    """What each `launch.verify` of the pages finds; each world size starts once."""
+    """Verdict of each `launch.verify` command of the pages; each world size starts once."""
     lines = [line for line in LINES if line.startswith(VERIFY)]
     faulty = next(line for line in lines if "pipeline" in line and "side_by_side" in line)
     lines.append(faulty.replace("side_by_side", "not_stated"))
@@ -61,7 +61,7 @@ def verdicts(folder, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ended(folder, tmp_path_factory):
-    """How each other command of the pages ended; one process runs them in order, as a reader does."""
+    """Results of all other commands of the pages; one process runs them in order, as a reader does."""
     quick = {"launch.train": " logging.tensorboard=False", "launch.sample": " --steps 2"}
     jobs = {
         line: Job(
@@ -96,7 +96,7 @@ def test_the_layouts_of_the_page_equal_one_rank(verdicts, line):
 
 
 def test_a_copy_on_every_stage_that_is_not_stated_is_named_with_its_cure(verdicts):
-    """As the page says: the first parameter, that two stages have a copy, and what to call."""
+    """The verdict has the first wrong parameter, the number of stages with a copy, and the function to call."""
     (verdict,) = (verdicts[line] for line in verdicts if "not_stated" in line)
     assert verdict.wrong[0].row.name == "conditioner.label.weight"
     assert "2 pipeline stages have a copy" in verdict.reading()

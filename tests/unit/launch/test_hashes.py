@@ -1,6 +1,6 @@
-"""What `make` and the CPU image install: the versions of constraints.txt, by files whose hashes are in hashes.txt.
+"""Packages that `make` and the CPU image install: versions of constraints.txt, files with the hashes of hashes.txt.
 
-hashes-docs.txt has what `make docs` installs in addition.
+hashes-docs.txt has the additional packages of `make docs`.
 """
 
 import re
@@ -44,7 +44,7 @@ def test_every_requirement_is_pinned_and_has_hashes(file: str, least: int) -> No
 
 
 def test_the_pages_need_what_has_hashes() -> None:
-    """Every package that `make docs` needs, with the version of hashes.txt for those that are there."""
+    """hashes-docs.txt has every package that `make docs` needs, and none that hashes.txt has for every platform."""
     everywhere = {name for name, (r, _) in hashed().items() if "sys_platform" not in str(r.marker)}
     assert not everywhere & hashed("hashes-docs.txt").keys()
     metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -53,7 +53,7 @@ def test_the_pages_need_what_has_hashes() -> None:
 
 
 def test_the_versions_are_those_of_the_constraints() -> None:
-    """Torch comes from an index of the user's choice; setuptools only builds."""
+    """Torch comes from an index that the user selects; setuptools is needed only for builds."""
     found = {name: str(requirement.specifier)[2:] for name, (requirement, _) in hashed().items()}
     here = {
         name for name, (r, _) in hashed().items() if r.marker is None or r.marker.evaluate(dict(default_environment()))
@@ -67,7 +67,7 @@ def test_the_versions_are_those_of_the_constraints() -> None:
 
 
 def test_nothing_else_is_downloaded_without_a_hash() -> None:
-    """Nor built, in both files: only torch may be; the project itself is installed without its dependencies."""
+    """Everything else is a wheel with a hash, except this project, which is installed without its dependencies."""
     for name in ("Makefile", "Dockerfile"):
         text = (ROOT / name).read_text().split("FROM ${BASE}")[0].replace("\\\n", "")
         lines = [line for line in re.split(r"&&|\n", text) if re.search(r"\$\(INSTALL\)|pip install", line)]

@@ -1,4 +1,4 @@
-"""The picture that samples start from is the one that was named, in the form of the model's data."""
+"""Samples start from the picture that the user names, converted to the form of the model's data."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_a_picture_of_the_size_is_its_pixels(tmp_path: Path) -> None:
 
 
 def test_other_sizes_cover_the_sample_and_one_channel_is_brightness(tmp_path: Path) -> None:
-    """Of a picture twice as wide, black, white and black again, the white middle is left."""
+    """The picture is twice as wide as the sample: black, white, black. Only its white middle remains."""
     pixels = np.zeros((8, 16, 3), np.uint8)
     pixels[:, 4:12] = 255
     found = read_initial(picture(tmp_path, pixels), (1, 8, 8), 1, NOTHING)
@@ -59,7 +59,7 @@ def test_strength_needs_a_picture_and_lies_above_0() -> None:
 
 
 def test_a_patch_is_generated_if_a_pixel_of_it_is_in_the_mask(tmp_path: Path) -> None:
-    """The pixels outside the mask are those of the picture, also in such a patch."""
+    """Pixels outside the mask keep their values, even in such a patch."""
     rng = np.random.default_rng(0)
     pixels, mask = rng.integers(0, 256, (6, 4, 3), np.uint8), np.zeros((6, 4, 3), np.uint8)
     mask[3, 1] = 255

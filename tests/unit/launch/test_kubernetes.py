@@ -1,4 +1,4 @@
-"""launch/kubernetes.yaml: what belongs together does, and its script ends with the code of the run."""
+"""launch/kubernetes.yaml: names, limits and codes match, and the script ends with the exit code of the run."""
 
 import json
 import os
@@ -33,7 +33,7 @@ exit "$CODE"
 
 
 def started(folder: Path, recorded: int | None, **environ: str) -> subprocess.Popen:
-    """Start the container's script with a stand-in for torchrun that leaves a record and ends with `CODE`."""
+    """Start the container's script with a stand-in for torchrun that writes a record and exits with `CODE`."""
     torchrun, run_dir = folder / "torchrun", folder / "run"
     torchrun.write_text(TORCHRUN)
     torchrun.chmod(0o755)
@@ -58,7 +58,7 @@ def test_an_older_record_does_not_count(tmp_path):
 
 
 def test_a_pod_that_must_leave_lets_its_ranks_save(tmp_path):
-    """Kubernetes signals the shell alone."""
+    """Kubernetes sends the signal only to the shell."""
     pod = started(tmp_path, EXIT_PREEMPTED, WAITS="1")
     while not (tmp_path / "torchrun.words").exists():
         time.sleep(0.01)
@@ -79,7 +79,7 @@ def test_its_torchrun_takes_the_words_and_the_recipe_plans_on_its_ranks(tmp_path
 
 
 def test_names_time_limits_and_exit_codes_agree():
-    """Names of pods resolve through the Service; a save fits into the grace; codes are those of docs/runs.md."""
+    """Pod names resolve through the Service, a save fits into the grace period, and codes are those of docs/runs.md."""
     spec = JOB["spec"]
     assert spec["completionMode"] == "Indexed"
     assert POD["subdomain"] == SERVICE["metadata"]["name"]

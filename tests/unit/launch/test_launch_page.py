@@ -1,4 +1,4 @@
-"""launch/README.md: its commands are ones that torchrun and this launcher take, its images hold what they start."""
+"""launch/README.md: torchrun and the launcher accept its commands; its images contain the modules that they start."""
 
 import re
 import shlex
@@ -23,7 +23,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_torchrun_and_the_launcher_take_each_command(command):
-    """Every flag exists, the recipe too, and the overrides name settings of it."""
+    """Every flag, the recipe and every overridden setting exist."""
     parsed = get_args_parser().parse_args(shlex.split(command)[1:])
     assert (parsed.module, parsed.training_script) == (True, "launch.train")
     task = train.resolve(cli.parse(parsed.training_script_args))
@@ -31,7 +31,7 @@ def test_torchrun_and_the_launcher_take_each_command(command):
 
 
 def test_the_image_holds_what_on_gpu_starts():
-    """The modules that benchmarks/on_gpu.sh runs, those they start, the tests it begins with, and pytest."""
+    """The folders of the modules and tests that benchmarks/on_gpu.sh runs, of those that they start, and pytest."""
     images = (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert [image.splitlines()[0].rpartition(" AS ")[2] for image in images] == ["cpu", "cuda"]
     assert all(image.count("\nCMD ") == image.count("\nWORKDIR ") == 1 for image in images)

@@ -1,4 +1,4 @@
-"""The Docker image and benchmarks/on_gpu.sh: what they set and refuse, on a machine without a GPU."""
+"""The Docker image and benchmarks/on_gpu.sh on a machine without a GPU: variables, commands and errors."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_a_layout_gets_the_same_variables_in_the_image_as_outside(settings: dict
 
 
 def test_the_image_alone_lists_the_recipes(capsys: pytest.CaptureFixture):
-    """The default command of both images is the installed one and asks for no GPU."""
+    """The default command of both images is the installed program and needs no GPU."""
     assert "ENTRYPOINT" not in IMAGE
     [words] = set(re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE))
     program, *arguments = json.loads(words)
@@ -63,11 +63,11 @@ case "$*" in
   *) echo "the base image's Python cannot: $*" >&2; exit 1 ;;
 esac
 """
-"""What Ubuntu's Python 3.12 permits without the package python3-venv; the base image has it since torch 2.10."""
+"""Stand-in for Ubuntu's Python 3.12 without the package python3-venv, as in the base image since torch 2.10."""
 
 
 def test_the_python_of_the_cuda_image_can_do_what_its_build_runs(tmp_path: Path):
-    """Its pip refuses to install outside of a virtual environment, and `venv` has no pip to put into one."""
+    """The base image's pip refuses to install outside of a virtual environment, and its `venv` has no pip to add."""
     for name in ("mkdir", "chmod", "rm", "touch"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     (tmp_path / "python3").write_text(BASE_PYTHON)
@@ -84,7 +84,7 @@ def test_the_python_of_the_cuda_image_can_do_what_its_build_runs(tmp_path: Path)
 
 
 def test_on_gpu_is_refused_at_once_without_a_gpu(tmp_path: Path):
-    """Nothing is timed and no result is written: one line, and the code of a usage error."""
+    """The script writes one line and no result, and returns the code of a usage error."""
     without = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
     command = ["bash", str(REPOSITORY / "benchmarks" / "on_gpu.sh"), "--out", str(tmp_path / "out")]
     ended = subprocess.run(command, env=without, capture_output=True, text=True, timeout=60)

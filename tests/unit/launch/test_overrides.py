@@ -1,4 +1,4 @@
-"""Overrides reach the setting they name, with the type the signature asks for."""
+"""Overrides reach the setting that they name, with the type of its annotation."""
 
 import dataclasses
 import importlib
@@ -165,7 +165,7 @@ def test_a_misspelt_setting_is_answered_with_the_right_one(recipe):
 
 @pytest.mark.parametrize("part", registry.components(), ids=lambda part: part.name)
 def test_every_setting_of_every_part_has_its_value(part):
-    """What is printed and written is what is built, defaults included."""
+    """The configuration that is printed and written has the values of the built objects, including defaults."""
     config = getattr(importlib.import_module(part.module), part.function)()
     made = fiddle.build(config)
     for key in all_keys(config):
@@ -198,7 +198,7 @@ def test_a_wrong_argument_of_a_part_is_refused_beside_its_key():
 
 
 def test_a_run_folder_named_like_a_function_is_only_a_text():
-    """nemo-run takes a word for a factory first and would call `main` of the main module."""
+    """nemo-run first looks a word up as a factory, and would call `main` of the main module."""
     assert overridden("training.run_dir=main").training.run_dir == "main"
 
 

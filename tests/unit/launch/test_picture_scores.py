@@ -1,4 +1,4 @@
-"""The measurements of `launch.evaluate` on pictures, against the same computed by hand from a tiny model's samples."""
+"""Metrics of `launch.evaluate` on pictures, compared with values computed by hand from a tiny model's samples."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -154,7 +154,7 @@ def save_folder(folder: Path, pictures: Tensor) -> Path:
 def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
     build_model: BuildModel, colours: Path, tmp_path: Path
 ) -> None:
-    """The requested classes are drawn, by default each; statistics that were written give the same distances."""
+    """Samples have the requested classes, by default all classes; written statistics give the same distances."""
     generator, pictures = generator_of(CLASSES, build_model), some_pictures(70)
     real = colours_of(pictures.movedim(3, 1).float() / 127.5 - 1)
     labels = [i // 3 for i in range(9)]
@@ -291,7 +291,7 @@ def test_pictures_are_compared_with_their_own_prompts(
 def test_the_quoted_words_of_prompts_are_read_in_their_pictures(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two pictures of the first prompt show both of its words, the picture of the second one of three."""
+    """Both pictures of the first prompt show its two words; the picture of the second shows one of its three."""
     prompts = ['a sign that says "Open daily"', 'a poster, "Fresh fish today"']
     drawn = [([0], torch.stack([picture_of(["Open daily"])] * 2)), ([1], picture_of(["Fresh Paint"])[None])]
     generator = generator_of(TEXTS, build_model)

@@ -1,4 +1,4 @@
-"""`python -m launch.plan`: the search of a recipe's layout, from the command line."""
+"""`python -m launch.plan`: the layout search from the command line."""
 
 import json
 
@@ -13,7 +13,7 @@ SMALL = ["--factory", "tiny_dit", "--gpus", "4", "model.num_attention_heads=2"]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Return what the command prints, and its record."""
+    """Return the output of the command, and its record."""
     folder = tmp_path_factory.mktemp("plan")
     lines = []
     with pytest.MonkeyPatch.context() as patch:
@@ -36,7 +36,7 @@ def test_the_table_begins_with_the_fastest_and_accounts_for_all(written):
 
 
 def test_every_trace_is_announced_before_the_table(written):
-    """The layouts of 4 ranks and 2 heads have two tensor sizes; the last one is the fastest layout in full."""
+    """4 ranks and 2 heads give two tensor-parallel sizes; the last trace is of the fastest layout at full depth."""
     text, record = written
     *stages, last = [line for line in text.splitlines() if line.startswith("tracing ")]
     assert text.startswith("tiny_dit: importing torch and Megatron-Core\ntracing stage 1 of ")
@@ -48,7 +48,7 @@ def test_every_trace_is_announced_before_the_table(written):
 
 
 def test_rates_follow_from_the_time(written):
-    """Tokens per second, times the step and the GPUs, are the tokens of a step; recompute is work in one convention."""
+    """Tokens per second x step time x GPUs gives the tokens of a step; only hardware MFU counts recomputation."""
     _, record = written
     per_step = {row["tokens_per_s_per_gpu"] * row["step_s"] * 4 for row in record["fitting"]}
     assert max(per_step) == pytest.approx(min(per_step))
@@ -59,7 +59,7 @@ def test_rates_follow_from_the_time(written):
 
 
 def test_the_overrides_of_a_row_make_its_layout(written):
-    """Given to the recipe, they are the layout that the row names."""
+    """Applied to the recipe, they give the layout that the row names."""
     from launch.config_file import built
     from launch.overrides import apply_overrides
     from launch.train import call_recipe, load_component

@@ -1,4 +1,4 @@
-"""Nonsense in any numeric setting of any configuration class is refused by name, or is in the table of what may be."""
+"""Every numeric setting of every configuration class refuses invalid values by name, or the table allows the value."""
 
 import copy
 import inspect
@@ -119,7 +119,7 @@ def base(recipe: str, *overrides: str) -> Any:
 
 
 def number(annotation: Any) -> Optional[tuple[type, bool]]:
-    """Return the kind of number that a field is, and whether it is a list of them; None for any other field."""
+    """Return the numeric type of a field, and whether the field is a list; None for any other field."""
     accepted = (annotation, *typing.get_args(annotation))
     return next(((kind, list[kind] in accepted) for kind in NONSENSE if {kind, list[kind]} & {*accepted}), None)
 
@@ -146,7 +146,7 @@ def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:
 
 
 def test_nonsense_is_refused_by_name_or_is_in_the_table():
-    """About a thousand cases. A plan depends on what the data may be; it is made to the end, for all at once."""
+    """About a thousand cases. The accepted values of data settings are planned together, once for each recipe."""
     wrong = []
     planned: dict[tuple[str, ...], Any] = {}
     built = {words: config_file.built(base(*words)) for words in BASES}
@@ -167,7 +167,7 @@ def test_nonsense_is_refused_by_name_or_is_in_the_table():
 
 
 def test_every_configuration_class_is_tried():
-    """Those that recipes are made of, objectives and data included."""
+    """All classes that recipes contain, objectives and data included."""
     tried = {getattr(base(*words), part).__fn_or_cls__ for words, parts in BASES.items() for part in parts}
     for entry in registry.components():
         load_component(entry.name)

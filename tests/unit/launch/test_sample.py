@@ -1,4 +1,4 @@
-"""Sampling from the command line, on a generator small enough to know every pixel of."""
+"""Sampling from the command line, with a generator so small that every pixel is known."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -79,7 +79,7 @@ def draw(tmp_path, *arguments):
 def test_every_class_is_drawn_by_default(generator, tmp_path):
     assert draw(tmp_path) == 0
     assert generator.calls[0]["label"] == list(range(26))
-    # Settings that were not given are left to the run.
+    # Settings that are not passed are left to the run.
     given = ("solver", "num_steps", "variance", "guidance_scale", "guidance_channels", "thresholding", "seed", "fps")
     assert {generator.calls[0][k] for k in given} == {None}
 
@@ -139,7 +139,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
 
 
 def test_a_picture_is_drawn_inside_the_mask_only(generator, tmp_path, capsys):
-    """The generator gets the patches that the mask touches; files have the other pixels of the picture."""
+    """Only patches that the mask touches are generated; pixels outside the mask are the picture's."""
     pixels, mask = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8), np.zeros((6, 6, 3), np.uint8)
     mask[1:3, 4] = 255
     generator.channels = 3
@@ -167,7 +167,7 @@ def test_labels_are_names_or_numbers(text, labels):
 
 
 def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
-    """One picture is for all; other numbers are refused."""
+    """One picture is used for all prompts; otherwise each prompt needs a picture."""
     generator.channels = 3
     files = []
     for name, shade in (("dark", 0), ("bright", 255)):
@@ -316,7 +316,7 @@ def test_captions_keep_the_words_that_tell_prompts_apart():
 
 
 def test_attributions_reach_no_terminal_unfiltered(generator, tmp_path, capsys):
-    """They are texts of the data set."""
+    """Attributions come from the data set and may contain escape codes."""
     generator.attributions = ["Fonts by \x1b]0;title\x07\x1b[2J somebody"]
     assert draw(tmp_path, "--labels", "A") == 0
     said = capsys.readouterr().out
@@ -325,7 +325,7 @@ def test_attributions_reach_no_terminal_unfiltered(generator, tmp_path, capsys):
 
 
 def test_a_model_of_texts_takes_no_labels(generator, tmp_path, capsys):
-    """Class names of the data do not make it one of classes."""
+    """Class names in the data do not make a model class-conditional."""
     generator.num_classes = None
     assert draw(tmp_path, "--labels", "A") == 2
     assert "takes no class" in capsys.readouterr().err
@@ -345,7 +345,7 @@ def test_the_ending_chooses_a_film(generator, tmp_path, ending):
 def test_a_film_plays_at_the_rate_the_model_is_told(generator, tmp_path, flags, ms_per_frame):
     generator.frames = 3
     assert sample.main(["--checkpoint", "run", "--labels", "A", *flags, "--out", str(tmp_path / "x.gif")]) == 0
-    with Image.open(tmp_path / "x.gif") as clip:  # three equal frames, which a GIF keeps as one
+    with Image.open(tmp_path / "x.gif") as clip:  # three equal frames, which a GIF stores as one
         assert (clip.n_frames, clip.info["duration"]) == (1, 3 * ms_per_frame)
 
 
@@ -392,7 +392,7 @@ def test_wrong_flags_are_code_2(tmp_path, capsys):
 
 
 class Loaded:
-    """Stands for the generator of a folder."""
+    """Stand-in for the generator of a folder."""
 
     def __init__(self, *asked):
         self.asked, self.guide = asked, None
@@ -403,7 +403,7 @@ class Loaded:
 
 
 def test_a_guide_is_loaded_beside_the_model(tmp_path, monkeypatch):
-    """On the same ranks, and raw or averaged as the model is; a folder that is not there is named."""
+    """The guide has the same ranks and the same kind of weights, raw or averaged; an error names a missing folder."""
     monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: "ranks")
     monkeypatch.setattr(
         "dit.inference.generator.load_generator",

@@ -1,4 +1,4 @@
-"""docs/settings.md says what the dataclasses say, and every setting has a meaning."""
+"""docs/settings.md is up to date with the dataclasses, and every setting has a meaning."""
 
 from dataclasses import dataclass, field
 from typing import Literal, Optional

@@ -1,4 +1,4 @@
-"""PSNR and gradient energy of enlarged pictures, against the same written out, and cascades in `launch.evaluate`."""
+"""PSNR and gradient energy of enlarged pictures, compared with their definitions, and cascades in `launch.evaluate`."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def arguments(*words: str) -> Namespace:
 
 
 def psnr(pictures: np.ndarray, real: np.ndarray) -> float:
-    """Return it in dB by its definition on values from 0 to 1."""
+    """Return the PSNR in dB, by its definition on values from 0 to 1."""
     squares = sum(((p - t) / 2) ** 2 for p, t in zip(np.clip(pictures, -1, 1).ravel(), real.ravel(), strict=True))
     return -10 * math.log10(squares / real.size)
 
@@ -82,7 +82,7 @@ def test_the_minimum_is_of_the_gain_and_asks_for_sharper_pictures(
 def test_a_cascade_is_measured_after_each_of_its_stages(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each stage draws from what the stages before it draw, with their settings, in batches."""
+    """Each stage starts from samples of the previous stages, drawn with the settings of those stages, in batches."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
     monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
@@ -99,7 +99,7 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert found == [{"stage": "base", "side": 8}, {"stage": "larger", "side": 16}]
     cascade = Cascade(generators["b"], generators["a"], {"num_steps": 3}, level=0.5)
-    # Some processors convolve a batch of two in another order than one of three; wrong settings differ by 0.1 and more.
+    # Some processors add in another order for batches of two than of three; wrong settings differ by 0.1 or more.
     torch.testing.assert_close(drawn["a"], generators["a"].generate(labels, seed=4, num_steps=3), rtol=0, atol=1e-3)
     torch.testing.assert_close(drawn["b"], cascade.generate(labels, seed=4), rtol=0, atol=1e-2)
 
@@ -107,7 +107,7 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
 def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The pictures of a stage are compared at their own size, by features that are the mean of each colour."""
+    """The pictures of a stage are compared at their size; the features are the mean of each colour."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
     monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)

@@ -1,4 +1,4 @@
-"""What `launch.status` says of a run folder, from records written by hand."""
+"""Output of `launch.status` for a run folder, from records written by hand."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ def run_folder(folder: Path, *records: dict[str, Any], num_steps: int = 40) -> P
 
 
 def told(folder: Path) -> dict[str, str]:
-    """Return the lines by their first word."""
+    """Return the text of each line by the line's first word."""
     found = lines(read_status(folder))
     assert len(found) == 11
     return {"run": found[0], **{line.split()[0]: line[12:] for line in found[1:]}}
@@ -98,7 +98,7 @@ def test_a_run_that_failed_before_its_first_step_has_all_lines(tmp_path: Path) -
 
 
 def test_steps_that_a_run_went_back_behind_do_not_count(tmp_path: Path) -> None:
-    """The largest step of the log is not that of the run after a rewind; nor are losses of later steps its own."""
+    """After a rewind, the run's step is not the largest step of the log, and losses of later steps are dropped."""
     back = record("incident", 21, incident="rewind", details={"to_step": 8})
     again = [scalars(9, loss=0.5), scalars(10, loss=0.25)]
     status = read_status(run_folder(tmp_path / "run", *map(scalars, range(1, 21)), back, *again))
@@ -120,7 +120,7 @@ def attempt(number: int, steps: range, loss: float, began: float) -> list[dict[s
 
 
 def test_steps_of_a_killed_attempt_do_not_count(tmp_path: Path) -> None:
-    """Killed at 90, resumed at 80, now at 82: the curve and the trend are those of the steps that still count."""
+    """Killed at 90, resumed at 80, now at 82: the curve and the trend use only the steps that still count."""
     killed = attempt(1, range(1, 91), 4.0, NOW)
     killed[80:] = attempt(1, range(81, 91), 900.0, NOW + 160)
     folder = run_folder(tmp_path / "run", *killed, *attempt(2, range(81, 83), 4.0, NOW + 1000))
@@ -157,7 +157,7 @@ def test_an_attempt_that_has_logged_nothing_yet_drops_lost_steps(tmp_path: Path)
 
 
 def test_a_newer_checkpoint_of_an_attempt_that_went_on_from_an_older_one_does_not_count(tmp_path: Path) -> None:
-    """A damaged newest checkpoint is passed over: the run is behind it, and no number is negative."""
+    """A damaged newest checkpoint was skipped, so the run is at an earlier step; no number may be negative."""
     folder = run_folder(tmp_path / "run", *attempt(1, range(1, 21), 1.0, NOW), *attempt(2, range(9, 11), 1.0, NOW + 99))
     publish(folder, 16, NOW + 33)
     said = told(folder)
@@ -168,7 +168,7 @@ def test_a_newer_checkpoint_of_an_attempt_that_went_on_from_an_older_one_does_no
 
 
 def test_the_closing_line_of_a_run_has_the_losses_of_its_status(tmp_path: Path) -> None:
-    """Of a run that was killed after step 8, resumed after step 4, went back to step 5, and has a damaged line."""
+    """The run was killed after step 8, resumed after step 4 and rewound to step 5; its log has a damaged line."""
 
     def at(number: int, steps: range) -> list[dict[str, Any]]:
         held_out = {"held_out/loss": 1.0 / number}
@@ -194,7 +194,7 @@ def beat(folder: Path, age: float) -> None:
 
 
 def test_where_a_disk_has_no_locks_the_heartbeats_tell(half_done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A healthy run is not called dead, nor is a dead one called healthy."""
+    """A healthy run is not reported as ended, nor an ended run as healthy."""
 
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -1,4 +1,4 @@
-"""The training command: correct exit codes, and mistakes with their cure."""
+"""The training command: exit codes, and errors with their fix."""
 
 import json
 import subprocess
@@ -29,7 +29,7 @@ HEAVY = ("torch", "nemo_run", "megatron", "numpy", "yaml")
     ],
 )
 def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
-    """nemo-run's own main answers 0 to every one of these."""
+    """nemo-run's main function returns 0 in all of these cases."""
     assert train.main(["--factory", OWN, "--yes", f"training.run_dir={outcome}"]) == code
     out, err = capsys.readouterr()
     assert ("trained" in out) == (code == 0)
@@ -41,7 +41,7 @@ def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
     [("data", 1, "error: shard 7 is gone"), ("preempted", 0, "stopped on request; after a preemption, the same")],
 )
 def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, monkeypatch, outcome, age_s, message):
-    """Its root cause is the earliest second: a rank that fails states an earlier one than ranks that are stopped."""
+    """torchrun's root cause is the earliest failure, so a failed rank reports an earlier second than a stopped rank."""
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     monkeypatch.setattr("time.time", lambda: 1000.5)
@@ -127,7 +127,7 @@ def test_a_person_is_asked_and_may_decline(monkeypatch, capsys):
 
 
 def test_a_model_that_diffusers_lacks_is_named_before_the_first_step(monkeypatch, capsys):
-    monkeypatch.setattr(train, "_check_run", lambda task: None)  # there are no data
+    monkeypatch.setattr(train, "_check_run", lambda task: None)  # the test has no data
     monkeypatch.setattr("nemo_run.run", lambda task, direct: print("first step"))
     assert train.main(["--factory", "own_data(backbone='dit')", "--yes"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -153,7 +153,7 @@ def test_only_rank_0_prints(monkeypatch, capsys):
 
 
 def test_help_list_and_misspelt_settings_import_nothing_heavy():
-    """A newcomer's first commands and slips answer at once: no torch, no nemo-run."""
+    """A newcomer's first commands and typos must answer at once: no torch, no nemo-run."""
     slip = ["--factory", "letters_dit", "--yes", "training.num_stepz=3"]
     program = (
         "import sys; from launch import train; "

@@ -1,6 +1,6 @@
-"""launch/train.sh by what it starts and how it ends; tests/integration/test_slurm.py trains with it.
+"""launch/train.sh: the commands that it starts, and its exit codes; tests/integration/test_slurm.py trains with it.
 
-torchrun and the resolving of the command line are stand-ins here, which cost no time; the script is the real one.
+torchrun and the parsing of the command line are replaced by fast stand-ins; the script is the real one.
 """
 
 import json
@@ -82,14 +82,14 @@ def ends_with(folder: Path, code: int, recorded: Optional[int]) -> None:
     ],
 )
 def test_a_job_ends_with_the_code_of_its_run(tmp_path, torchrun, recorded, restarts, code, requeued):
-    """What goes on is requeued, whatever Slurm has counted; ranks that end without a record were killed, so retry."""
+    """A run that can continue is requeued, whatever Slurm's count; ranks without a record were killed, so retry."""
     ends_with(tmp_path, torchrun, recorded)
     ended = job(tmp_path, "--factory", "tiny_dit", restarts=restarts)
     assert (ended.code, ended.requeued) == (code, requeued), ended.log
 
 
 def test_unexpected_errors_are_counted_and_preemptions_are_not(tmp_path):
-    """Three errors are requeued, with any number of preemptions between them; Slurm's own count has both."""
+    """Three errors are requeued, with any number of preemptions between them; Slurm's count includes preemptions."""
     requeued = []
     for restarts, code in enumerate((75, 70, 75, 75, 70, 75, 70, 75, 70)):
         ends_with(tmp_path, 1, code)
@@ -106,7 +106,7 @@ def test_errors_of_another_job_in_the_folder_do_not_count(tmp_path):
 
 
 def test_an_error_before_there_is_a_folder_is_counted_and_one_that_cannot_be_is_not_requeued(tmp_path):
-    """A job that cannot keep its count would be requeued for ever."""
+    """A job that cannot store its count would be requeued forever."""
     ends_with(tmp_path, 1, None)
     assert job(tmp_path, "--factory", "tiny_dit", make_run=False).requeued
     assert (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").read_text() == "1\n"
@@ -117,7 +117,7 @@ def test_an_error_before_there_is_a_folder_is_counted_and_one_that_cannot_be_is_
 
 
 def test_a_link_in_place_of_the_count_is_not_followed(tmp_path):
-    """It would change a file outside of the run's folder."""
+    """Writing through it would change a file outside of the run's folder."""
     ends_with(tmp_path, 1, None)
     (tmp_path / "run").mkdir()
     (tmp_path / "victim").write_text("unchanged\n")
@@ -136,7 +136,7 @@ def test_the_record_of_an_earlier_attempt_does_not_count(tmp_path):
 
 
 def test_every_node_starts_a_torchrun_that_takes_the_words(tmp_path):
-    """Four nodes meet at the first; a word with spaces arrives as one; the signal and the time to save are Slurm's."""
+    """Four nodes use the first as rendezvous, a word with spaces stays one word, and signal and time match Slurm's."""
     ends_with(tmp_path, 0, 0)
     words = ("--factory", "dit_xl2_imagenet", "data.path=/data/with space", "training.run_dir=/shared/xl2")
     ended = job(tmp_path, *words, flags=("--nodes=4",), restarts=2)
@@ -172,7 +172,7 @@ def test_a_missing_requirement_of_a_node_is_named(tmp_path, environ, message):
 
 
 def test_numa_binding_is_torchruns_own(tmp_path):
-    """Where numactl is there; torchrun binds each rank to the cores near its GPU."""
+    """If numactl is installed, torchrun binds each rank to the cores near its GPU."""
     ends_with(tmp_path, 0, 0)
     numactl = tmp_path / "numactl"
     numactl.write_text("#!/bin/bash\n")

@@ -1,4 +1,4 @@
-"""Recipes of fine-tuning select where the state of a training is stored; MLPerf's FLUX.1 has its published numbers."""
+"""Recipes for fine-tuning select where the training state is stored; MLPerf's FLUX.1 has its published numbers."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_the_bytes_of_a_way_are_those_of_the_planner(way: Way, gpus: int) -> Non
 def test_the_fastest_way_that_fits_is_selected(
     monkeypatch: pytest.MonkeyPatch, gpus: int, share: float, expected: Way
 ) -> None:
-    """The model of 51 M needs 1.1 GB on one GPU; on eight its replicated weights and gradients need 0.3 GB."""
+    """The model of 51 M needs 1.1 GB on one GPU; on eight, replicated weights and gradients need 0.3 GB."""
     monkeypatch.setattr("recipes.finetune.SHARE", share)
     config = built(finetune(gpus=gpus, gpu_memory=1))
     assert (config.training.ema_offload, config.optimizer.offload) == (expected.average, expected.moments)

@@ -1,4 +1,4 @@
-"""The recipe `own_data` takes from a folder what the model must know, and trains on it as it is."""
+"""The recipe `own_data` reads the model's settings from a folder of data, and trains on these data unchanged."""
 
 import json
 from itertools import islice
@@ -53,7 +53,7 @@ def recipe(folder: Path, **arguments: Any) -> run.Partial:
 
 
 def first_packs(task: run.Partial, count: int = 6) -> list[PackedBatch]:
-    """Make every check of a run that needs the data, and read some packs of all streams."""
+    """Run every check of a training run that needs the data, and read some packs of all streams."""
     config = built(task)
     config.check(1)
     spec = fiddle.build(task.model).batch_spec(micro_batch_size=1)
@@ -71,7 +71,7 @@ def lengths(packs: list[PackedBatch]) -> set[int]:
 
 
 def test_latents_with_texts_are_trained_as_they_are_stored(tmp_path):
-    """An autoencoder of 4 x 4 pixels and 4 channels: 16 x 24 positions are 96 patches, in packs of 32 times that."""
+    """The autoencoder leaves 16 x 24 positions in 4 channels, so 96 patches; a pack has room for 32 times that."""
     fill(tmp_path / "in")
     vae, t5 = save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
     task = recipe(made(tmp_path, "--vae", str(vae), "--text-encoder", str(t5)))
@@ -108,7 +108,7 @@ def test_classes_without_names_are_counted(tmp_path):
 
 
 def test_a_class_of_one_sample_alone_makes_no_model_of_classes(tmp_path):
-    """Captions that nothing embeds are named, as without any class."""
+    """Captions without embeddings are refused by name, as without any class."""
     fill(tmp_path / "in", 3)
     (tmp_path / "in" / "p1.json").write_text('{"label": "3"}')
     folder = made(tmp_path)
@@ -129,7 +129,7 @@ def test_pictures_and_clips_of_one_folder_share_packs(tmp_path, capsys):
 
 
 def leaves(task: run.Partial) -> str:
-    """Return the pipeline, else the class, of diffusers that a recipe's model becomes."""
+    """Return the diffusers pipeline that can run the exported model, or the model class if there is none."""
     model = fiddle.build(task.model)
     trained = TrainedModel(model, fiddle.build(task.objective), (1, 16, 24), {})
     form = format_of_model(model)
@@ -152,7 +152,7 @@ def test_edits_are_trained_with_their_references(tmp_path):
 
 
 def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
-    """Pictures with texts, clips with texts, pictures of classes; captions that an encoder of T5 or BERT embeds."""
+    """Pictures with texts, clips with texts, pictures with classes; T5 or BERT embeds the captions."""
     t5 = save_t5(tmp_path / "t5")
     fill(tmp_path / "in")
     assert leaves(recipe(made(tmp_path), text_encoder=t5)) == "PixArtAlphaPipeline"
@@ -200,21 +200,21 @@ def test_captions_that_nothing_embeds_are_not_passed_over(tmp_path):
 
 
 def test_a_large_picture_of_pixels_gets_a_larger_patch(tmp_path):
-    """256 x 256 pixels are 1,024 tokens of 8 x 8, and 4 of them the longest pack."""
+    """A picture of 256 x 256 pixels has 1,024 tokens of 8 x 8, and the longest pack has four pictures."""
     (tmp_path / "in").mkdir()
     rng = np.random.default_rng(0)
     for i in range(3):
         Image.fromarray(rng.integers(0, 256, (256, 256, 3), np.uint8)).save(tmp_path / "in" / f"{i}.png")
     task = recipe(made(tmp_path))
     assert (task.model.patch_spatial, task.data.max_tokens_per_pack) == (8, 4096)
-    assert task.sampling.guidance_scale == 1.0  # nothing to be guided by
+    assert task.sampling.guidance_scale == 1.0  # the data have no condition
 
 
 def test_held_out_samples_are_validated_on(tmp_path):
     fill(tmp_path / "in", 40)
     folder = tmp_path / "data"
     words = ["--in", str(tmp_path / "in"), "--out", str(folder), "--validation", "0.3", "--processes", "1"]
-    assert prepare(["images", *words, "--labels"]) != 0  # they lie in no class folder
+    assert prepare(["images", *words, "--labels"]) != 0  # the pictures are not in class folders
     assert prepare(["images", *words]) == 0
     assert recipe(folder, text_encoder="none").training.validation_interval == 500
 

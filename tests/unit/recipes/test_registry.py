@@ -1,4 +1,4 @@
-"""The registry says, without importing, what importing would register; its page is up to date."""
+"""The registry lists, without importing recipes, what importing them would register; its page is up to date."""
 
 import importlib
 import re
@@ -40,7 +40,7 @@ imagen_600m_res_256_stacked imagen_400m_res_1024 imagen_400m_res_1024_doc427m im
 bench_imagen_500m_res_64 bench_imagen_2b_res_64 bench_imagen_400m_res_256 bench_imagen_600m_res_256
 bench_imagen_600m_res_1024 pretrain_ditllama30b_stage2 pretrain_ditllama30b_stage3
 """
-"""Names that users of other stacks look for, and those of the published tables."""
+"""Names that users of other stacks look for, and names in the published tables."""
 
 
 def test_no_promised_recipe_is_missing():
@@ -109,18 +109,18 @@ RANKS = re.compile(
 SIZES = ("each", "one", "of")
 AXES = ("tensor_model", "pipeline_model", "context", "expert_model")
 NEARLY_FULL = 0.9
-"""Share of a GPU's memory, in units of 1e9 bytes, above which a recipe's line says how much it needs."""
+"""Share of a GPU's memory, in units of 1e9 bytes, above which a recipe's line has to state how much it needs."""
 
 
 def stated_ranks(line: str) -> Optional[int]:
-    """Return the number of ranks at which a recipe's line says it runs."""
+    """Return the number of ranks in the description of a recipe."""
     match = RANKS.search(line)
     return match and ({"one": 1, "two": 2}.get(match["ranks"]) or int(match["ranks"]))
 
 
 @pytest.mark.parametrize("entry", registry.recipes(), ids=lambda entry: entry.name)
 def test_a_recipe_divides_into_the_ranks_that_its_line_names(entry):
-    """Each part can be constructed, and the layout divides model and batch."""
+    """Each part can be constructed, and model and batch can be divided by the layout."""
     task = call_recipe(entry.name)
     assert set(task.__arguments__) == set(fiddle.get_callable(task).__annotations__) - {"return"}
     for part in task.__arguments__:
@@ -133,7 +133,7 @@ ON_GPUS = [entry for entry in registry.recipes() if (match := RANKS.search(entry
 
 @pytest.mark.slow
 def test_recipes_fit_the_gpus_that_their_lines_name():
-    """One recipe of each class of model and layout: the planned step fits, or the line says how much it needs."""
+    """One recipe of each class of model and layout is planned: the step fits, or the line states how much it needs."""
     kinds = {}
     for entry in ON_GPUS:
         config = built(call_recipe(entry.name))

@@ -1,4 +1,4 @@
-"""Figures of avatars: right attributes, distances, and the minimum, on drawings with known errors."""
+"""Scores of avatars: right attributes, distances, and the minimum, for drawings with known errors."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ from examples.avatars.score import Score, distances, missed
 
 @pytest.fixture(scope="module")
 def score():
-    """Ten requested avatars; two of the pictures have one other value, and one shows a training picture."""
+    """Ten requested avatars; two pictures have one wrong value, and one shows a training picture."""
     trained, requested = choose("trained", 20), choose("new pair", 10)
     shown = [list(avatar) for avatar in requested]
     shown[0][0] = (shown[0][0] + 1) % 4

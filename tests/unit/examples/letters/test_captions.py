@@ -1,4 +1,4 @@
-"""Laws of captions: every word is a fact that the font file states, read here with another library than ours."""
+"""Captions: every word agrees with the font file, which this test reads with another library."""
 
 import json
 import re
@@ -34,7 +34,7 @@ FP16_RTOL = 2e-3  # one unit in the last place
 
 @cache
 def stated(path: Path) -> dict[str, bool]:
-    """Return what a font's tables say, by the words that captions use."""
+    """Return which words of captions apply to a font, according to its tables."""
     ttlib = pytest.importorskip("fontTools.ttLib")
     font = ttlib.TTFont(path)
     os2, panose = font["OS/2"], font["OS/2"].panose
@@ -49,11 +49,11 @@ def stated(path: Path) -> dict[str, bool]:
 
 
 def test_captions_say_what_the_font_file_states(letters: LettersReport, bundled_fonts: Path) -> None:
-    """In both directions for the plain wording; whatever other wordings say is true."""
+    """The plain wording has exactly the words of the tables; every word of other wordings is correct."""
     seen = set()
     for split in ("train", "val"):
         for _, meta in load_clips(letters.folder, split):
-            # Computer Modern's tables are wrong; its styles are written down by hand.
+            # Computer Modern's tables are wrong; its styles are set by hand.
             if meta["font"].startswith("cm"):
                 continue
             stated_words = stated(bundled_fonts / meta["font"])
@@ -70,7 +70,7 @@ def test_captions_say_what_the_font_file_states(letters: LettersReport, bundled_
 
 
 def test_where_the_tables_are_silent_captions_are_too(bundled_fonts: Path) -> None:
-    """STIX has an empty panose and a name without a kind; its letters have serifs all the same."""
+    """STIX has an empty panose and no kind in its name, so its captions omit the serifs of its letters."""
     faces = {face.path.name: face for face in find_faces([bundled_fonts]).faces}
     stix = faces["STIXGeneralBol.ttf"]
     assert (stix.style_class, stix.kind) == ("serif", None)
@@ -94,7 +94,7 @@ def test_wordings_differ_and_the_name_of_a_sample_addresses_one() -> None:
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> Path:
-    """Letters of two fonts with the embeddings of their captions."""
+    """Letters of two fonts, with embeddings of their captions."""
     folder = tmp_path_factory.mktemp("described")
     (folder / "fonts").mkdir()
     for name in ("DejaVuSans.ttf", "DejaVuSerif-Bold.ttf"):
@@ -114,7 +114,7 @@ def spec(context_size: int) -> BatchSpec:
 
 @needs_encoder
 def test_texts_come_back_as_the_encoder_gives_them(described: Path) -> None:
-    """Through shards, Energon and packing; each with its true length, each beside its own picture."""
+    """After shards, Energon and packing, each text has its length and belongs to its picture."""
     captions = {meta["key"]: meta["caption"] for _, meta in load_clips(described, "train")}
     pictures = {meta["key"]: latent for latent, meta in load_clips(described, "train")}
     data = EnergonData(path=str(described), shuffle_buffer=0)
@@ -141,7 +141,7 @@ def test_a_flipped_bit_in_a_text_is_refused(described: Path, copy_of) -> None:
     folder = copy_of(described)
     shard = next(folder.glob("train-*.tar"))
     data = bytearray(shard.read_bytes())
-    at = data.index(b".text.npy") + 512 + 1000  # behind the member's header, in the values
+    at = data.index(b".text.npy") + 512 + 1000  # after the member's header, in the values
     data[at] ^= 1
     shard.write_bytes(data)
     with pytest.raises(DataError, match=r"text.npy.*CRC32"):

@@ -1,4 +1,4 @@
-"""Measures of style and motion, on pictures small enough to know the answer."""
+"""Measures of style and motion, on pictures so small that the result is known."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def face(**style: str) -> dict:
 
 
 def test_only_what_the_fonts_have_is_asked():
-    """A kind must have both styles; of several, the one with most faces is taken."""
+    """A kind is used only if it has both styles; of several, the one with most faces is used."""
     assert checks.contrasts([face(), face(slant="italic", kind="sans"), face(weight="bold", kind=None)]) == []
     sans = [face(kind="sans"), face(kind="sans", weight="bold")]
     serif = [face(), face(weight="bold"), face(slant="italic")]
@@ -77,7 +77,7 @@ def test_the_centre_of_ink_follows_the_dot_and_not_faint_paper():
 
 
 def test_motion_counts_direction_speed_and_steadiness():
-    """Clips that stand, move sideways, too slowly or backwards fail; turning back is reported."""
+    """Clips that stand still, move sideways, too slowly or backwards fail; a change of direction is reported."""
     real = torch.stack([walk(d, 0.6) for d in checks.DIRECTIONS])
     back = clip([(4.0, 5.5), (5.0, 5.5), (6.0, 5.5), (5.5, 5.5), (7.0, 5.5)])
     cases = [

@@ -1,4 +1,4 @@
-"""Pairs of letters before and after an edit, and the measurement of edited letters."""
+"""Pairs of letters before and after an edit, and the scores of edited letters."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ def ink(path: Path) -> Tensor:
 
 
 def test_a_pair_is_one_letter_in_two_styles_of_a_family(folder: Path) -> None:
-    """The first variation of each is the letter of the font; the instruction names the change."""
+    """The first variation of a letter is that of the font; the instruction names the change of style."""
     drawings = read_drawings(folder)
     of = {(Path(d.file).parent.name, d.letter): d for d in drawings}
     rows = rows_of(folder)
@@ -66,7 +66,7 @@ def test_a_pair_is_one_letter_in_two_styles_of_a_family(folder: Path) -> None:
 
 
 def test_both_pictures_of_a_pair_have_the_same_variation(folder: Path) -> None:
-    """Shifts and turns move the ink of both by the same amount; styles move it less."""
+    """Shifts and rotations move the ink of both by the same amount; a change of style moves it less."""
 
     def centre(picture: Tensor) -> Tensor:
         dark = (picture[0] + 1) / 2
@@ -121,7 +121,7 @@ Draw = Callable[[edit_score.Edit, Sequence[Drawing], Tensor], Tensor]
 
 @pytest.fixture
 def judge(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Return a function that measures a generator which draws ink for a requested edit."""
+    """Return a function that scores a generator; the generator draws ink for a requested edit."""
 
     def run(draw: Draw, *arguments: str) -> int:
         drawings = read_drawings(folder)
@@ -166,7 +166,7 @@ def leaning(picture: Tensor, sign: int) -> Tensor:
 
 
 def test_the_letters_of_the_font_pass(judge: Callable[..., int], capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """Where the family lacks the style, a leaning original is an italic letter."""
+    """If the family lacks the style, a sheared original counts as an italic letter."""
 
     def true(edit: edit_score.Edit, drawings: Sequence[Drawing], inks: Tensor) -> Tensor:
         return leaning(inks[edit.original], 1) if edit.truth is None else inks[edit.truth]

@@ -1,4 +1,4 @@
-"""Laws of the moving letters: they go where the caption says, as fast as it says, and never leave the picture."""
+"""Moving letters have the direction and speed of their captions, and never leave the picture."""
 
 import re
 from pathlib import Path
@@ -24,14 +24,14 @@ from examples.letters.moving import (
     render,
 )
 
-PIXEL_ATOL = 0.3  # of a pixel: thin strokes change their grey between two pixels
-MEAN_ATOL = 0.06  # the same over seven steps
+PIXEL_ATOL = 0.3  # of a pixel: thin strokes change their grey value between two pixels
+MEAN_ATOL = 0.06  # the same, averaged over seven steps
 FRAMES, SIZE, STILLS = 8, 16, 4
 
 
 @pytest.fixture(scope="module")
 def moving(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> Path:
-    """Clips and stills of one font; with a single face, train and val have the same."""
+    """Clips and stills of one font; because it has a single face, train and val share it."""
     folder = tmp_path_factory.mktemp("moving")
     (folder / "fonts").mkdir()
     (folder / "fonts" / "f.ttf").write_bytes((bundled_fonts / "DejaVuSans.ttf").read_bytes())
@@ -50,7 +50,7 @@ def test_every_class_has_its_clips_and_stills(moving: Path) -> None:
 
 
 def test_a_clip_moves_as_its_metadata_say(moving: Path) -> None:
-    """Direction and speed in pixels per frame, measured on the pixels; evenly, and not aside."""
+    """Direction and speed, in pixels per frame, are measured on the pixels: even steps, without drift to the side."""
     speeds = set()
     for latent, meta in load_clips(moving, "train"):
         assert CLASS_NAMES[meta["label"]] == f"{meta['letter']} {meta['direction']}"
@@ -90,7 +90,7 @@ def test_a_path_is_straight_and_its_middle_is_that_of_the_picture(direction: str
 
 
 def test_rendering_puts_the_glyph_where_the_path_is() -> None:
-    """A round dot has its centre of ink there; its ink does not change."""
+    """The centre of ink of a round dot follows the path; the amount of ink does not change."""
     middle = (torch.arange(CANVAS) - (CANVAS - 1) / 2) ** 2
     dot = (middle[:, None] + middle < 12**2).float()
     path = torch.tensor([[-2.0, 1.0], [0.0, 0.0], [1.5, -2.5]])
@@ -103,7 +103,7 @@ def test_rendering_puts_the_glyph_where_the_path_is() -> None:
 
 @pytest.mark.parametrize("patch_temporal", [1, 2])
 def test_clips_and_stills_share_packs(moving: Path, patch_temporal: int) -> None:
-    """Every sample arrives once, complete, as tokens at (t, h, w); a still fills a patch in time by repetition."""
+    """Every sample is read once, complete, as tokens at (t, h, w); a still is repeated to fill a temporal patch."""
     model = DiTConfig(in_channels=1, patch_temporal=patch_temporal, patch_spatial=4, num_classes=len(CLASS_NAMES))
     spec = model.batch_spec()
     data = EnergonData(path=str(moving), max_tokens_per_pack=1088, packing_buffer_size=64, validation_samples=None)

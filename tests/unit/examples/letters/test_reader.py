@@ -1,4 +1,4 @@
-"""The judge of letters: learns shape, and is learnt anew when its data change."""
+"""The classifier of letters learns shapes, and is trained again if its data change."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def bars(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A stand-in for a prepared data set; `folder.seed` changes its content."""
+    """A stand-in for a prepared data set; `content["seed"]` changes its content."""
     content = {"seed": 1}
 
     def load(path, split):

@@ -1,4 +1,4 @@
-"""The metric `letters`, on generators that follow the conditions, or ignore them."""
+"""The metric `letters`, for generators that follow the conditions or ignore them."""
 
 import json
 from argparse import Namespace
@@ -25,7 +25,7 @@ SIZE = 6
 
 
 class PixelNetwork(nn.Module):
-    """Reads the letter whose pixel has most ink."""
+    """Reads the letter whose pixel has the most ink."""
 
     def forward(self, images):
         return images.flatten(1)[:, : len(LETTERS)]
@@ -44,7 +44,7 @@ def reader(network):
 
 
 def styled(prompt: str) -> torch.Tensor:
-    """Draw `the letter Q in a bold italic font`: its pixel; bold adds ink below, italic a pixel at the lower left."""
+    """Draw `the letter Q in a bold italic font`: Q's pixel; bold adds ink below, italic a pixel at the lower left."""
     words = prompt.split()
     image = torch.full((1, 1, SIZE, SIZE), -1.0)
     image.view(-1)[LETTERS.index(words[2])] = 1.0
@@ -56,7 +56,7 @@ def styled(prompt: str) -> torch.Tensor:
 
 
 def moving(name: str, *, backwards: bool = False) -> torch.Tensor:
-    """Draw `Q left`, or `the letter Q moving left slowly`: a dot as bright as its letter that moves."""
+    """Draw `Q left`, or `the letter Q moving left slowly`: a moving dot with the brightness of the letter."""
     words = name.split()
     letter, direction = (words[2], words[4]) if "moving" in words else words
     step = walk(direction, -0.5 if backwards else 0.5)
@@ -65,7 +65,7 @@ def moving(name: str, *, backwards: bool = False) -> torch.Tensor:
 
 @pytest.fixture
 def judge(monkeypatch):
-    """Return a function that runs the command on a generator and the description of its data."""
+    """Return a function that runs the command on a generator and a description of its data."""
 
     def run(draw, network, description, *arguments, num_classes=None):
         def generate(*, conditions, **settings):
@@ -103,7 +103,7 @@ ALL_STYLES = letters_of(face(), face(weight="bold"), face(slant="italic"))
 
 
 def test_style_words_are_measured_letter_by_letter(judge, capsys):
-    """Of the letters in the first column of the picture none leans, which is counted."""
+    """Letters in the first column of the picture cannot lean, so they count as failures."""
     assert judge(styled, PixelNetwork(), ALL_STYLES, "--minimum", "1", "--minimum-style", "0.8") == 0
     out = capsys.readouterr().out
     assert "letters read correctly: 100.0 % (208 of 208" in out
@@ -125,7 +125,7 @@ def test_style_words_without_effect_are_below_every_minimum(judge, capsys):
 
 
 def test_letters_are_read_by_a_reader_that_was_trained_elsewhere(monkeypatch):
-    """Rendered letters stand for generated ones; two of them are not the requested ones."""
+    """Rendered letters replace generated ones; two of them are not the requested letters."""
     glyphs = torch.from_numpy(draw_capitals(FONT))
     rendered = vary(glyphs, 1, 16, torch.Generator())
     metadata = [{"letter": letter} for letter in LETTERS]

@@ -1,4 +1,4 @@
-"""A claim of the race is false if anything that it says is."""
+"""A record of the race is refused if any of its claims is false."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def test_whatever_is_claimed_otherwise_is_named(name, claimed):
 
 
 def test_a_time_that_the_same_machine_does_not_reach_is_no_record():
-    """Other work changes the process time a little; on another machine it says nothing."""
+    """Other work on the machine changes the process time a little; times of another machine are not compared."""
     claimed = replace(TRUE, process_s=1.0)
     (line,) = differences(claimed, TRUE)
     assert line.startswith("process_s: claimed 1 s, measured 100 s: ")

@@ -1,4 +1,4 @@
-"""Laws of the letters: labels tell the truth, families are held out, nothing is half-written."""
+"""Pictures of letters: labels are correct, families are held out, and no folder remains half-written."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ def test_labels_letters_and_captions_agree(letters: LettersReport) -> None:
 
 
 def test_pictures_of_a_letter_look_like_it(letters: LettersReport) -> None:
-    """A nearest-mean classifier from the training families reads held-out families far above chance (1 in 26)."""
+    """A nearest-mean classifier of the training families reads held-out families far above chance (1 in 26)."""
     images, labels, _ = load_letters(letters.folder, "train")
     held_out, truth, _ = load_letters(letters.folder, "val")
     means = torch.stack([images[labels == c].mean(0).flatten() for c in range(26)])
@@ -100,7 +100,7 @@ def test_same_seed_same_bytes(letters: LettersReport, bundled_fonts: Path, tmp_p
 
 
 def test_round_trip_through_energon(letters: LettersReport) -> None:
-    """One epoch through Energon gives exactly the pictures of the folder, each once, as tokens."""
+    """One epoch of Energon returns exactly the pictures of the folder, each once, as tokens."""
     images, labels, metadata = load_letters(letters.folder, "train")
     expected = {m["key"]: (image, label) for m, image, label in zip(metadata, images, labels.tolist())}
     data = EnergonData(path=str(letters.folder), shuffle_buffer=0)
@@ -141,7 +141,7 @@ def test_command_line_and_exit_codes(bundled_fonts: Path, tmp_path: Path, capsys
     assert main(["letters", "--out", str(tmp_path / "o2"), "--fonts", str(empty)]) == 3
     assert "no TrueType font" in capsys.readouterr().err
     assert main(["letters", "--out", str(tmp_path / "o2"), "--size", "2"]) == 2
-    # --force deletes nothing but an older data set.
+    # --force deletes only an older data set.
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")

@@ -1,4 +1,4 @@
-"""Pictograms: a sample for each drawing and wording, its caption a Unicode name, its pixels the font's at any size."""
+"""Pictograms: one sample for each drawing and wording, with a Unicode name as caption and the font's pixels."""
 
 import re
 import unicodedata
@@ -41,7 +41,7 @@ def folder(tmp_path_factory):
 
 
 def test_every_drawing_is_there_once_and_none_is_empty():
-    """The font has drawings of all 80 emoticons; what it has no drawing of, or the same one, is left out."""
+    """The font draws all 80 emoticons; code points without a drawing, or with the same one as another, are left out."""
     found, emoticons = all_pictograms(), choose_pictograms(["emoticons"])
     assert len({p.code_point for p in found}) == len({p.name for p in found}) == len(found)
     assert len({draw(p.code_point, SIZE).tobytes() for p in emoticons}) == len(BLOCKS["emoticons"]) == 80
@@ -61,7 +61,7 @@ def test_a_subset_is_spread_over_the_blocks():
 
 @pytest.mark.parametrize("code_point", [0x1F600, 0x1F697, 0x1F98B])
 def test_a_drawing_is_the_same_picture_at_any_size(code_point):
-    """Each pixel is the mean of what it covers in a larger drawing; the paper is white."""
+    """Each pixel is the mean of the same area in a larger drawing; the paper is white."""
     for size in (32, 64):
         small, large = draw(code_point, size), draw(code_point, 4 * size)
         assert small.size == (size, size)

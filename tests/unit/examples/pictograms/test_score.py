@@ -1,4 +1,4 @@
-"""How generated pictograms are ranked: by hand-made distances, and the lines and minimum of the command."""
+"""Ranks of generated pictograms, for distances known by hand, and output and minimum of the command."""
 
 from argparse import Namespace
 from types import SimpleNamespace
@@ -18,8 +18,7 @@ def flat(*levels: float) -> torch.Tensor:
 
 
 def test_ranks_count_the_drawings_that_are_nearer():
-    """Of 30 drawings: the first picture is the one asked for, nearest to the second picture are 4 others, to the third
-    20 others."""
+    """The first picture is the requested drawing; 4 others are nearer to the second picture, 20 to the third."""
     drawings = flat(*(i / 30 for i in range(30)))
     ranks = Ranks.of(flat(3 / 30, 0.0, 0.0), drawings, [3, 4, 20])
     assert (ranks.first, ranks.first_5, ranks.first_20) == (1 / 3, 2 / 3, 2 / 3)
@@ -31,18 +30,18 @@ def test_equally_near_drawings_do_not_push_each_other_back():
 
 
 def test_texture_is_the_deviation_where_the_drawing_is_flat():
-    """A chessboard of +-3 steps on the flat half of the drawing: 5 or 4 of 9 pixels differ by 6 steps."""
+    """A chessboard of +-3 steps covers the flat half of the drawing: 5 or 4 of 9 pixels differ by 6 steps."""
     drawing = torch.zeros(1, 3, 24, 24)
     drawing[..., 12:] = torch.linspace(-1, 1, 12)
     board = (torch.arange(24)[:, None] + torch.arange(24)) % 2 * 2.0 - 1
     assert texture(drawing + 3 / 127.5 * board, drawing) == pytest.approx(3 * (80 / 81) ** 0.5, rel=1e-4)
-    shifted = drawing.roll(-1, -1)  # the edge is one pixel away from its place
+    shifted = drawing.roll(-1, -1)  # the edge is shifted by one pixel
     shifted[..., -1] = 1
     assert texture(shifted, drawing) == texture(drawing, drawing) == 0
 
 
 def test_a_feature_network_ranks_drawings_and_measures_the_distance_of_both_sets():
-    """Features are the sign-free brightness, so a negative picture is nearest to its positive drawing."""
+    """Features are the absolute brightness, so a negative picture is nearest to its positive drawing."""
     drawings = flat(*(i / 30 for i in range(1, 31)))
     network = Features(lambda pictures: pictures.abs().flatten(1)[:, :2], "brightness")
     pictures = -drawings[[4, 8, 15]]
