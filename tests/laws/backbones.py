@@ -267,7 +267,7 @@ BACKBONES = {
         },
         given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
-        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
+        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
     ),
     "sd3": Row(
         recipe="sd3_5_medium_1024",
@@ -283,7 +283,7 @@ BACKBONES = {
             "shared_modulation": {"num_dual_layers": 0, "text_output": True},
         },
         text_tokens=1,
-        idle=r"layers\.1\.text\.q_layernorm\..*",  # of the last block, in which nothing reads the text's queries
+        idle=r"layers\.1\.text\.q_layernorm\..*",  # last block: unused text queries
     ),
     "sana": Row(
         recipe="tiny_sana",
@@ -365,7 +365,7 @@ BACKBONES = {
         },
         given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
-        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
+        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(

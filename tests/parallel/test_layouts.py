@@ -33,8 +33,8 @@ TRAFFIC = {
     "pp2_tp2_sp": {"pipeline_model_parallel_size": 2, **TP2SP},
 }
 TOKENS, SAMPLES, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 2, 32, 4, 4, 16, 4
-# The head u(sigma) is on the last stage; each tensor-parallel rank has it and sees all its tokens. The negative of a
-# sample has another size, and its tokens are on another context-parallel rank.
+# The head u(sigma) is on the last stage, with a copy on each tensor-parallel rank, which processes all tokens. The
+# contrastive negative of a sample has another size, and its tokens are on another context-parallel rank.
 OBJECTIVES = {
     "uncertainty": EDM(weighting=UncertaintyWeighting()),
     "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),

@@ -85,7 +85,7 @@ def reference_names(name: str) -> list[str]:
 
 
 def split_ours(name: str, x: Tensor, heads: int) -> list[Tensor]:
-    """Split one of our tensors into reference tensors; a fused qkv has the rows q, k, v of head 0, then of head 1, ..."""
+    """Split one of our tensors into reference tensors; rows of a fused qkv: q, k, v of head 0, of head 1, ..."""
     if "linear_qkv" in name:
         return [part.flatten(0, 1) for part in x.unflatten(0, (heads, 3, -1)).unbind(1)]
     if name == "conditioner.label.weight":
