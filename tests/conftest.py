@@ -23,7 +23,7 @@ BuildModel = Callable[..., Backbone]
 
 @pytest.fixture(scope="session", autouse=True)
 def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run fixtures of modules in a temporary folder; fail if outputs in the clone changed."""
+    """Run module fixtures in a temporary folder; fail if outputs in the clone changed."""
     before = outputs(REPOSITORY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("session"))
@@ -36,13 +36,13 @@ def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run each test in its own folder: relative paths such as `data/letters` do not reach the clone."""
+    """Run each test in a temporary folder, so that relative paths such as `data/letters` are outside the clone."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def one_rank_world() -> Iterator[ProcessGroups]:
-    """Start a world of one rank on CPU, also beside a GPU; it redirects this process's CUDA calls for good."""
+    """Start a world of one rank on CPU, even if there is a GPU; CUDA calls of this process stay redirected."""
     from dit.backends import process_groups
     from dit.parallel.dims import ParallelConfig
 
@@ -58,7 +58,7 @@ def one_rank_world() -> Iterator[ProcessGroups]:
 def build_model(one_rank_world: ProcessGroups) -> BuildModel:
     """Build a full fp32 model on one rank from its config, with counter-based initial weights.
 
-    With `perturb`, every parameter, also one that starts as zeros or ones, moves by seeded normal noise of that size.
+    `perturb` is the standard deviation of seeded noise added to all parameters, including zeros and ones.
     """
     from megatron.core.transformer import TransformerConfig
 

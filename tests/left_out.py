@@ -1,4 +1,4 @@
-"""Hooks of pytest: say aloud how many tests were left out by their mark, also where xdist's workers collect them."""
+"""Hooks of pytest that print how many tests their marks deselected, also with workers of xdist."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ MESSAGE = "{} tests were left out by their mark: `make test-parallel`, `test-fau
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
-    """Count them where they are collected; a worker sends its count to the process that reports."""
+    """Count deselected tests in the process that collects; a worker sends its count to the controller."""
     for item in items[:1]:
         config = item.config
         config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
@@ -20,12 +20,12 @@ def pytest_deselected(items: Sequence[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take the count of a worker; each of them collects all tests."""
+    """Read the count of a worker; the maximum, because every worker collects all tests."""
     counted = getattr(node, "workeroutput", {}).get("left_out", 0)
     node.config.stash[LEFT_OUT] = max(counted, node.config.stash.get(LEFT_OUT, 0))
 
 
 def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
-    """Say the number, and how they are run."""
+    """Print the number, and the commands that run these tests."""
     if left := terminalreporter.config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(MESSAGE.format(left))

@@ -1,6 +1,6 @@
-"""What ranks of the tests need, imported once, before they are forked; nothing here starts a thread.
+"""Import the modules of test ranks once, before ranks are forked; nothing here starts a thread.
 
-Ranks share the counts of operations of their models, which take a fifth of the time of a run of eight steps.
+Ranks share the FLOP counts of their models, because counting takes a fifth of the time of a run of eight steps.
 """
 
 import gc
@@ -55,7 +55,7 @@ COUNTS = Path(os.environ["COUNTED_OPERATIONS"])
 
 
 class SharedCost(ForwardCost):
-    """Counts the operations of each pack of each model once for all ranks of a session."""
+    """FLOP counter that caches the count of each model and pack in a file for all ranks of a session."""
 
     def traced(self, pack: PackShape) -> ForwardFlops:
         file = COUNTS / hashlib.sha256(repr((self.model, pack)).encode()).hexdigest()
@@ -69,4 +69,4 @@ class SharedCost(ForwardCost):
 
 
 flops.ForwardCost = SharedCost  # type: ignore[misc]
-gc.freeze()  # otherwise garbage collection in each rank would copy these pages
+gc.freeze()  # otherwise garbage collection in each rank copies these memory pages

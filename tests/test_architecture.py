@@ -1,4 +1,4 @@
-"""The rules of the architecture, such as which package imports which (tests/support/import_rules.py)."""
+"""Rules of the architecture, such as allowed imports between packages (tests/support/import_rules.py)."""
 
 import ast
 import re
@@ -24,7 +24,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of all that a file imports, at its head or inside a function, by statement or call."""
+    """Yield (line, dotted name) of all imports of a file, also inside functions and by `import_module`."""
     package = list(path.with_suffix("").parts[:-1])
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -44,13 +44,13 @@ def inside(name: str, package: str) -> bool:
 
 
 def part_of(name: str) -> str:
-    """Return the row of `MAY_IMPORT` that a dotted name of ours belongs to."""
+    """Return the key of `MAY_IMPORT` for a dotted name of this project."""
     first, *rest = name.split(".")
     return f"dit.{rest[0]}" if first == "dit" and rest else first
 
 
 def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk what runs when a module is imported: everything but functions (a default may name `os.environ` unread)."""
+    """Walk nodes that run at import: all except bodies and defaults of functions."""
     yield node
     for name, value in ast.iter_fields(node):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and name in ("args", "body"):
@@ -61,7 +61,7 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 IMPORTED_BY_TRAINING = {"isal", "rich", "safetensors", "yaml"}
-"""Packages that `dit.training.pretrain` imports, in addition to those of torch and Megatron-Core."""
+"""Packages that `dit.training.pretrain` imports in addition to those of torch and Megatron-Core."""
 
 
 def report(found: list[str]) -> None:
@@ -69,7 +69,7 @@ def report(found: list[str]) -> None:
 
 
 def test_the_table_has_no_cycle():
-    """`dit` means all of its parts."""
+    """In the table, `dit` stands for all its parts."""
     parts = {part for part in MAY_IMPORT if part.startswith("dit.")}
     graph = {row: {p for n in names for p in (parts if n == "dit" else {n})} for row, names in MAY_IMPORT.items()}
     assert set().union(*graph.values()) <= set(MAY_IMPORT)
@@ -77,7 +77,7 @@ def test_the_table_has_no_cycle():
 
 
 def test_no_circle_of_files():
-    """Files import each other in one direction, also inside functions; a name that is only a type counts as well."""
+    """Imports between files have no cycle, including imports inside functions and imports only for types."""
     modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     graph = {
         own: {module for _, name in imports(path) for module in (name, name.rpartition(".")[0]) if module in modules}
@@ -112,7 +112,7 @@ def test_imports_go_one_way():
 
 @pytest.mark.parametrize("package", ["tests", "examples"])
 def test_no_package_needs_the_tests_or_the_examples(package: str):
-    """An installed copy has no tests. Names in texts, such as tasks of worker processes, count as well."""
+    """An installed copy has no tests. Names in strings count as well, such as tasks of worker processes."""
     report(
         [
             f"{path}:{node.lineno}: {ast.unparse(node)}"
@@ -126,7 +126,7 @@ def test_no_package_needs_the_tests_or_the_examples(package: str):
 
 
 def test_only_preparation_encodes():
-    """Reading data needs the arithmetic of VAEs and text models; preparing and looking at data alone may load them."""
+    """Only `prepare` and `inspect` load VAEs and text models; other code of `energon_data` imports their sizes."""
     loading = ("energon_data/prepare/", "energon_data/inspect.py")
     arithmetic = ("dit.encoders.vae.Geometry", "dit.encoders.text_config")
     report(
@@ -149,7 +149,7 @@ def test_a_backbone_never_imports_another():
         for line, name in imports(path):
             other = name.split(".")[2] if inside(name, "dit.models") and name.count(".") >= 2 else None
             folder = other is not None and (ROOT / "dit" / "models" / other).is_dir()
-            # A family of `streams` has its sizes, and may extend its network.
+            # Models of the `streams` family share its sizes, and may extend its network.
             if folder and not inside(name, own) and other != "streams":
                 found.append(f"{path}:{line}: {own} must not import {name}; share it through dit.layers")
     report(found)
@@ -170,7 +170,7 @@ def test_heavy_packages_have_one_home(package: str):
 
 
 def test_only_backbone_models_use_megatron_in_models():
-    """A config or a layer of a backbone asks the provider; only its model gathers tokens itself."""
+    """Configs and layers of backbones use the provider; only `model.py` gathers tokens with Megatron-Core."""
     report(
         [
             f"{path}:{line}: {name}"
@@ -197,7 +197,7 @@ def test_cuda_is_named_in_backends_and_kernels_only():
 
 
 def test_tables_reach_the_device_without_a_wait():
-    """`to_device` and `SequenceLayout.tensor` copy from pinned memory; `torch.tensor(values, device=...)` waits."""
+    """`to_device` and `SequenceLayout.tensor` copy from pinned memory; `torch.tensor(..., device=...)` synchronizes."""
     rooms = ("step", "objectives", "kernels", "layers", "models", "context_parallel", "layout", "batch", "conditions")
     report(
         [
@@ -216,7 +216,7 @@ def test_tables_reach_the_device_without_a_wait():
 
 
 def assigned_attributes(node: ast.AST) -> list[ast.Attribute]:
-    """Return the attributes that a statement sets, by assignment or by `setattr` with a name in plain sight."""
+    """Return the attributes that a statement sets, by assignment or by `setattr` with a literal name."""
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         parts = [part for target in targets for part in getattr(target, "elts", [target])]
@@ -227,7 +227,7 @@ def assigned_attributes(node: ast.AST) -> list[ast.Attribute]:
 
 
 def test_only_the_statement_of_sharding_writes_megatrons_attributes():
-    """Settings of the same name belong to a layout (`recipe.parallel.x`) or to Megatron-Core's config."""
+    """Exempt: settings of the same names in a layout (`recipe.parallel.x`) and in Megatron-Core's config."""
     names = {
         *("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce"),
         *("pipeline_parallel", "shared", "shared_embedding", "average_gradients_across_tp_domain", "sharding"),
@@ -245,7 +245,7 @@ def test_only_the_statement_of_sharding_writes_megatrons_attributes():
 
 
 def test_importing_defines_names_and_does_nothing_else():
-    """No module reads the environment or asks for a device when it is imported."""
+    """No module reads the environment or queries a device at import."""
     forbidden = ("os.environ", "os.getenv", "torch.cuda", "torch.distributed.init_process_group")
     report(
         [
@@ -266,7 +266,7 @@ def test_importing_a_package_imports_nothing_heavy(module: str):
 
 
 def test_training_imports_few_packages_besides_torch_and_megatron_core():
-    """The parts of Megatron-Core that `dit` imports take four times as long as torch; the rest must stay small."""
+    """Importing Megatron-Core takes four times as long as torch, so other packages must stay few."""
     megatron = {
         node.module
         for path in FILES
@@ -302,7 +302,7 @@ def test_no_error_is_swallowed():
 
 
 def test_open_work_has_an_issue_number():
-    """Write `TODO(#12)`; without a number it is lost."""
+    """Write `TODO(#12)`, so that open work has an issue."""
     sources = [*FILES, *(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))]
     report(
         [
@@ -315,18 +315,18 @@ def test_open_work_has_an_issue_number():
 
 
 def test_recipe_facing_annotations_stay_objects():
-    """nemo-run reads annotations at run time, so no module turns them into strings."""
+    """nemo-run reads annotations at run time, so no module imports `annotations` from `__future__`."""
     report(
         [f"{p}:{line}: {name}" for p in FILES for line, name in imports(p) if inside(name, "__future__.annotations")]
     )
 
 
 def test_every_module_says_what_it_is_for():
-    """An empty `__init__.py` says it by its folder."""
+    """An empty `__init__.py` needs no docstring."""
     report([str(path) for path in FILES if tree(path).body and not ast.get_docstring(tree(path))])
 
 
 def test_one_job_per_file():
-    """Past 500 lines a file has a second job."""
+    """A file with more than 500 lines has several jobs; split it."""
     lengths = {path: len((ROOT / path).read_text().splitlines()) for path in FILES}
     report([f"{path}: {length} lines" for path, length in lengths.items() if length > 500])

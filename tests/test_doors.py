@@ -1,4 +1,4 @@
-"""Doors: functions that open files, parse them or print are used in named places only, which bound their content."""
+"""Functions that open files, parse or print ("doors") are used only in listed files, which limit the content."""
 
 import ast
 from collections.abc import Iterator
@@ -14,19 +14,19 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 
 READERS = "dit/safe_files.py"
 OWN_READERS = ("dit.safe_files", "energon_data.prepare.sources")
-"""Modules whose functions `read_bytes` and `read_text` are not those of a path."""
+"""Modules whose functions `read_bytes` and `read_text` are not methods of `Path`."""
 
 KERNEL = (
     *("dit/backends/device.py", "dit/monitoring/heartbeat.py", "dit/monitoring/time_limit.py"),
     *("benchmarks/loader.py", "examples/letters/speedrun.py"),
 )
-"""They read files of the kernel in /proc and /sys."""
+"""Files that read /proc and /sys."""
 
 OWN_PROCESSES = (
     *("dit/verify/ranks.py", "dit/step/balance.py"),
     *("energon_data/workers/background.py", "energon_data/workers/messages.py"),
 )
-"""They read what processes of the same command send to each other, in a new folder or through a connection."""
+"""Files that read messages between processes of one command, in a new folder or through a connection."""
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     # Parsers.
@@ -42,8 +42,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "numpy.load*": (),
     "numpy.open_memmap": (READERS,),
     "torch.load": (
-        *(READERS, "dit/verify/ranks.py", "benchmarks/checkpoint.py"),  # the last two wrote it
-        "dit/evaluation/features.py",  # a TorchScript program that the user runs
+        *(READERS, "dit/verify/ranks.py", "benchmarks/checkpoint.py"),  # the last two read files that they wrote
+        "dit/evaluation/features.py",  # a TorchScript program selected by the user
     ),
     "safetensors.load*": ("energon_data/decoder.py",),
     "safetensors.safe_open": (READERS,),
@@ -60,14 +60,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "*.print": ("dit/monitoring/progress.py",),  # after `printable`
     "sys.write*": (),
     "traceback.print_*": ("dit/verify/ranks.py",),
-    # They create files exclusively, open folders, or flush what was written; except the readers.
+    # `READERS`, and files that create files exclusively, open folders or flush to disk.
     "os.open": (
         *(READERS, "dit/durable_files.py", "dit/checkpoint/manifest.py", "dit/checkpoint/reader_lock.py"),
         "dit/verify/ranks.py",
     ),
-    # Methods of a path, and the same functions of any other module.
+    # Methods of `Path`, and functions of the same name in other modules.
     "open": (READERS,),
-    "*.open": (READERS,),  # a member of an archive
+    "*.open": (READERS,),  # members of archives
     "*.read_text": (
         *KERNEL,
         "dit/verify/ranks.py",
@@ -76,14 +76,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "*.read_bytes": (OWN_PROCESSES[0],),
 }
-"""Files that may use a function, by a pattern of its package and its name: `torch.load` is `torch.jit.load`, too.
+"""Files that may use a function, by a pattern of package and function: `torch.load` includes `torch.jit.load`.
 
-The first pattern that matches counts.
+The first matching pattern applies.
 """
 
 
 def imports(tree: ast.AST) -> dict[str, str]:
-    """Return the full name of each imported name of a file."""
+    """Map each imported name of a file to its full name."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -110,13 +110,13 @@ def door(name: str) -> Optional[str]:
 
 
 def is_writing(call: ast.Call) -> bool:
-    """Return whether `open` is called with a mode that only writes, as for the output that a user names."""
+    """Return whether `open` is called with a mode that only writes, as for an output file of the user."""
     modes = [arg.value for arg in call.args[1:2] if isinstance(arg, ast.Constant)]
     return ast.unparse(call.func) == "open" and any(mode in ("w", "wb", "a", "x", "xb") for mode in modes)
 
 
 def doors(source: str) -> Iterator[tuple[int, str]]:
-    """Yield (line, key of `ALLOWED`) of the uses of a door: calls, and also `map(json.loads, lines)`."""
+    """Yield (line, key of `ALLOWED`) for each use of a door: calls, and references as in `map(json.loads, lines)`."""
     tree = ast.parse(source)
     imported = imports(tree)
     writers = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and is_writing(node)}

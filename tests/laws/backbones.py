@@ -1,4 +1,4 @@
-"""The table of backbones that the laws go through, a row each, and packs for them."""
+"""Table of the backbones that the tests of this folder compare, one row each, and packs for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,19 +25,19 @@ from launch.verify import MockPacks
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A backbone: the tiny form of a recipe of it.
+    """A backbone, as the tiny form of one of its recipes.
 
     Attributes:
-        recipe: as `--factory` takes it.
-        quick: layouts that every start compares; the others carry the mark `slow`.
-        other: other values of its fields, besides those of `OTHER`.
-        given: what a field needs beside it to act, besides those of `GIVEN`; set on both sides.
-        also: what must change with a field.
-        refused: fields that are refused; `OTHER` has the value.
+        recipe: argument of `--factory`.
+        quick: layouts without the mark `slow`.
+        other: another value for each field, in addition to `OTHER`.
+        given: settings without which a field has no effect, in addition to `GIVEN`; set on both sides.
+        also: settings that must change together with a field.
+        refused: fields whose value in `OTHER` is refused.
         without_effect: fields that change no number of a training step, and why.
-        text_tokens: of the texts that are dropped.
-        objective: that its steps train.
-        idle: pattern of parameters that change no output.
+        text_tokens: length of the texts that are dropped.
+        objective: objective of the training steps.
+        idle: regular expression of parameters that change no output.
     """
 
     recipe: str
@@ -54,7 +54,7 @@ class Row:
 
 CLASSES, TEXT = {"num_classes": 5}, {"context_size": 12}
 ROTARY = {"position_embedding": "rope_3d"}
-LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions want the tables' default size
+LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions require the default size of the tables
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 2.0}
 TOP_K = {**EXPERTS, "moe_router": "top_k"}
 TWO_PAIRS = {"num_attention_heads": 2, "rope_axes": [4, 4, 4, 4]}
@@ -160,7 +160,7 @@ IMAGEN_OTHER: dict[str, Any] = {
 IMAGEN: dict[str, Any] = {
     "given": {"num_attention_heads": {"head_size": None}},
     "refused": ("patch_temporal",),
-    "text_tokens": 1,  # in fused attention, k null tokens weigh k times as much as one
+    "text_tokens": 1,  # in fused attention, k null tokens have k times the weight of one
     "objective": EDM(),
 }
 AUTOENCODER_OTHER: dict[str, Any] = {
@@ -181,7 +181,7 @@ FLUX1: dict[str, Any] = {
         "text_output": {"num_single_layers": 0},
         "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
     },
-    "text_tokens": 1,  # a dropped text keeps its length in joint attention, a missing one is one null token
+    "text_tokens": 1,  # in joint attention a dropped text keeps its length, a missing text is one null token
 }
 BACKBONES = {
     "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
@@ -200,7 +200,7 @@ BACKBONES = {
         recipe="pretrain_stdit_xl",
         quick=("cp2",),
         other={"layer_pattern": ["spatial", "full"], "position_span": 8.0, "temporal_rope": False},
-        # Attention through time always turns its queries.
+        # Temporal attention has rotary positions by default.
         given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
     ),
     "moviegen": Row(recipe="pretrain_ditllama5b", **LEARNED_POSITIONS),
@@ -208,7 +208,7 @@ BACKBONES = {
     "flux": Row(
         recipe="flux_12b",
         quick=("fsdp2_bf16",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
+        other={"rope_factors": [1.0, 4.0, 1.0]},  # only one feature pair rotates with t; NTK does not change it
         refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding"),
         **FLUX1,
     ),
@@ -267,7 +267,7 @@ BACKBONES = {
         },
         given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
-        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
+        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
     ),
     "sd3": Row(
         recipe="sd3_5_medium_1024",
@@ -283,7 +283,7 @@ BACKBONES = {
             "shared_modulation": {"num_dual_layers": 0, "text_output": True},
         },
         text_tokens=1,
-        idle=r"layers\.1\.text\.q_layernorm\..*",  # of the last block, in which nothing reads the text's queries
+        idle=r"layers\.1\.text\.q_layernorm\..*",  # last block: unused text queries
     ),
     "sana": Row(
         recipe="tiny_sana",
@@ -365,7 +365,7 @@ BACKBONES = {
         },
         given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
-        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
+        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(
@@ -430,7 +430,7 @@ BACKBONES = {
     ),
 }
 NAMES = list(BACKBONES)
-ALWAYS_GIVEN = ("chroma", "prx of diffusers")  # the empty text replaces a dropped one
+ALWAYS_GIVEN = ("chroma", "prx of diffusers")  # dropped texts are replaced by the empty text
 CONDITIONED = [name for name in NAMES if "autoencoder" not in name and name not in ALWAYS_GIVEN]
 
 
@@ -447,5 +447,5 @@ def config_of(name: str) -> ModelConfig:
 def pack(
     config: ModelConfig, numbers: list[int], *, multiple_of: int = 1, tail: int = 0, text_tokens: int = 5
 ) -> PackedBatch:
-    """Lay synthetic samples side by side, with padding after them."""
+    """Return a pack of synthetic samples with padding after each."""
     return MockPacks(config, text_tokens)(numbers, multiple_of=multiple_of, tail=tail)

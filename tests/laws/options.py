@@ -1,4 +1,4 @@
-"""Recipes with options of several backbones, for the laws of backbones: token routing, control pictures."""
+"""Recipes with options that several backbones share, for `backbones.py`: token routing, control pictures."""
 
 import nemo_run as run
 
@@ -11,7 +11,7 @@ from recipes.tiny import tiny_dit
 
 @run.cli.factory(target=pretrain)
 def tread_cross() -> run.Partial:
-    """DiT-7B with cross-attention, in which half of the tokens skip the middle layers."""
+    """DiT-7B with cross-attention; half of the tokens skip the middle layers."""
     recipe = pretrain_7b()
     recipe.model.routing = tread()
     return recipe
@@ -19,7 +19,7 @@ def tread_cross() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def sprint_dit() -> run.Partial:
-    """tiny_dit with a bottleneck; three quarters of the tokens skip the middle layers, and half of the samples do."""
+    """tiny_dit with a bottleneck; 3/4 of the tokens skip the middle layers, and half of the samples skip them fully."""
     recipe = tiny_dit()
     recipe.model.num_layers, recipe.model.routing = 5, sprint()
     recipe.model.routing.path_dropout, recipe.model.bottleneck_size = 0.5, 16
@@ -29,7 +29,7 @@ def sprint_dit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux_control() -> run.Partial:
-    """FLUX.1 with a control picture, as FLUX.1 Canny and Depth."""
+    """FLUX.1 with a control picture, as in FLUX.1 Canny and Depth."""
     recipe = flux_12b()
     recipe.model.control_channels = 16
     return recipe

@@ -1,4 +1,4 @@
-"""Alignment with a teacher: every layout has the gradients, losses, weights and copies of one rank."""
+"""Alignment with a teacher: every layout computes the gradients, losses and weights of one rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ OBJECTIVES = {
     "tread": ContrastiveFlowMatching(alignment=Alignment(layer=1)),
     "wan": FlowMatching(prediction="x0", alignment=Alignment(layer=1)),
 }
-"""By backbone; the packs have samples of several sizes, and the middle of `tread` sees some of their tokens."""
+"""By backbone; packs have samples of several sizes, and the middle layers of `tread` skip some tokens."""
 ROW = ("name", "layout")
 CASES = [(name, layout) for name in OBJECTIVES for layout in LAYOUTS]
 QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "cp2", "cp2_contiguous", "fsdp2")}
@@ -48,7 +48,7 @@ def pair_of(name: str, layout: str) -> Pair:
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Any]:
-    """Every selected case's verdict; each world size starts once."""
+    """Verdict of each selected case; each world size starts once."""
     folder = tmp_path_factory.mktemp("alignment")
     pairs = {row: pair_of(*row) for row in sorted(selected(request, ROW))}
     ones = {repr(pair.one): pair.one for pair in pairs.values()}
@@ -67,14 +67,14 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
 def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
-    """The aligned layer is on the first pipeline stage, the loss on the last one; the projection has a gradient."""
+    """The aligned layer is on the first pipeline stage, the loss on the last; the projection has a gradient."""
     verdict = verdicts[name, layout]
     assert verdict.is_equal, verdict.text()
     assert not verdict.idle
 
 
 def test_padding_packs_their_order_and_accumulation_change_nothing(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Gradients of the sum over micro-batches: each noised token of a step weighs the same in both terms."""
+    """Gradients are summed over micro-batches: each noised token has the same weight in both terms of the loss."""
     trials = [pair_of(name, "tp2").one for name in OBJECTIVES]
     for checks in run_world(1, [check_case(trial) for trial in trials], tmp_path_factory.mktemp("checks")):
         for check in ("padding", "packed", "order", "accumulated"):

@@ -1,4 +1,4 @@
-"""What holds for every backbone: packs, padding, dropped conditions, settings, layouts. A new backbone is one row."""
+"""Properties of every backbone: packs, padding, dropped conditions, settings, layouts. A new backbone adds a row."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ from tests.support.ranks import rows, selected
 
 @pytest.fixture
 def build(build_model: BuildModel, one_rank_world: ProcessGroups) -> Any:
-    """Build a model in which nothing is zero; what a parameter starts as depends on its own name alone."""
+    """Build a model without zero parameters; the initial value of a parameter depends only on its name."""
 
     def built(config: ModelConfig) -> Backbone:
         config.validate()
@@ -61,18 +61,18 @@ PIXART = STDiTConfig(
     **{"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False, "temporal_rope": False},
     position_span=4.0,
 )
-"""The form of STDiT that diffusers has."""
+"""The settings of STDiT that diffusers implements."""
 
 
 def scale_outputs(chunks: list) -> None:
-    """As if all layouts and packs had the same wrong factor."""
+    """Scale outputs by the same wrong factor on all layouts and packs."""
     forward = chunks[0].forward
     chunks[0].forward = lambda *arguments: 1.01 * forward(*arguments)
 
 
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Check]]:
-    """The absolute checks of every backbone, in one start of a rank."""
+    """Checks of every backbone on one rank, in one process."""
     models = {name: tiny_pair(replace(run_of(name), parallel=ParallelConfig()), 2).one for name in NAMES}
     classes = tiny_pair(built(call_recipe("dit_xl2_imagenet")), 2).one
     models["published dit"] = classes
@@ -85,7 +85,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Chec
 
 @pytest.mark.parametrize("name", NAMES)
 def test_padding_packs_their_order_and_accumulation_change_nothing(checks: Any, name: str) -> None:
-    """Outputs, gradients and losses; shapes in a pack differ if the backbone takes such packs."""
+    """Compare outputs, gradients and losses; shapes in a pack differ if the backbone supports that."""
     config = config_of(name)
     assert len(set(pack(config, SAMPLES).grids)) > 1 or not config.supports.mixed_shapes
     for check in ("padding", "packed", "order", "accumulated"):
@@ -141,7 +141,7 @@ def test_a_model_without_a_public_class_says_why(checks: Any, name: str, why: st
 
 @pytest.mark.parametrize("name", CONDITIONED)
 def test_a_dropped_condition_is_one_that_is_not_given(build: Any, name: str) -> None:
-    """Guidance leads away from what training has learned where it dropped conditions."""
+    """The unconditional branch of guidance computes the prediction that training learned for dropped conditions."""
     config = config_of(name)
     batch, wanted = pack(config, SAMPLES, text_tokens=BACKBONES[name].text_tokens), config.conditions()
     droppable = [condition for condition in wanted if condition.dropout is not None]
@@ -158,7 +158,7 @@ def test_a_dropped_condition_is_one_that_is_not_given(build: Any, name: str) -> 
 
 
 def observed(config: ModelConfig, model: Backbone, objective: Objective) -> Iterator[Tensor]:
-    """Give the prediction of a training step, then every gradient."""
+    """Yield the prediction of a training step, then every gradient."""
     step = training_forward_step(objective, config, 7, 0)
     prediction_TC, loss_of = step(iter([pack(config, SAMPLES)]), model)
     yield prediction_TC
@@ -171,12 +171,12 @@ def observed(config: ModelConfig, model: Backbone, objective: Objective) -> Iter
 
 CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
 OTHER_TOKENS = ("tread", "sprint", "hunyuan_video")
-"""Backbones that drop tokens in training or have tokens of further conditions; counts cover grids and texts."""
+"""Backbones that drop tokens or have tokens of other conditions; the FLOP counts include only grids and texts."""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counted_parameters_and_operations_are_those_of_the_model(build: Any, name: str) -> None:
-    """The counts need no memory; every parameter has a gradient."""
+    """Counts from the config equal those of the built model; every parameter has a gradient."""
     config = config_of(name)
     model, batch = build(config), pack(config, SAMPLES)
     assert count_parameters(config) == sum(parameter.numel() for parameter in model.parameters())
@@ -194,7 +194,7 @@ FIELDS = [(name, field.name) for name in NAMES for field in fields(config_of(nam
 
 @pytest.fixture(scope="module")
 def observed_bases() -> dict[str, list[Tensor]]:
-    """Observations of the configs that settings are changed in, each made once."""
+    """Cache of the observations of unchanged configs."""
     return {}
 
 
@@ -202,7 +202,7 @@ def observed_bases() -> dict[str, list[Tensor]]:
 def test_every_setting_acts_or_says_why_not(
     build: Any, observed_bases: dict[str, list[Tensor]], name: str, setting: str
 ) -> None:
-    """Another value changes the prediction of a step, or a gradient."""
+    """Another value of a setting changes the prediction or a gradient of a step."""
     row = BACKBONES[name]
     known, given = {**OTHER, **row.other}, {**GIVEN, **row.given}.get(setting, {})
     assert setting in known, f"add another value of {setting} to OTHER or to the row, and what it needs to act"
@@ -234,7 +234,7 @@ LAYOUT_ROW = ("name", "layout")
 
 
 ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS if layout != "dp2" or layout in BACKBONES[name].quick]
-"""`distributed2` has the replicas of `dp2`, whose sums of gradients do not depend on the model."""
+"""`distributed2` has the same replicas as `dp2`, whose gradient sums do not depend on the model."""
 
 
 def norms_in_fp32(chunks: list[Backbone]) -> None:
@@ -246,11 +246,11 @@ def norms_in_fp32(chunks: list[Backbone]) -> None:
 
 
 def pair_of(name: str, layout: str) -> Pair:
-    """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
+    """Return the tiny form of a recipe under a layout of two ranks, instead of the layout of the recipe."""
     pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout])), 2)
     if layout != "fsdp2_bf16":
         return pair
-    # One step: in the second, weights that were rounded to another side would differ by a rounding of bf16.
+    # One step: the update may round weights in another direction, so a second step would differ by a bf16 rounding.
     alter = norms_in_fp32 if name in CONVOLUTIONAL else None
     one, many = (replace(in_bf16(x), alter=alter, steps=1) for x in (pair.one, pair.many))
     return replace(pair, one=one, many=many)
@@ -261,14 +261,14 @@ def in_bf16(trial: Trial) -> Trial:
 
 
 def supported(name: str, layout: str) -> bool:
-    """Tell whether the backbone says that it supports the layout."""
+    """Return whether the backbone declares support for the layout."""
     flags = {"fsdp2": "fsdp", "fsdp2_bf16": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
     return layout not in flags or getattr(config_of(name).supports, flags[layout])
 
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Verdict]:
-    """Every selected case's verdict; each world size starts once."""
+    """Verdict of each selected case; each world size starts once."""
     folder = tmp_path_factory.mktemp("layouts")
     pairs = {row: pair_of(*row) for row in sorted(selected(request, LAYOUT_ROW)) if supported(*row)}
     references = {repr(pair.one): pair.one for pair in pairs.values()}
@@ -290,7 +290,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ),
 )
 def test_layouts_equal_one_rank_or_are_refused(request: pytest.FixtureRequest, name: str, layout: str) -> None:
-    """Every gradient, loss, weight and copy; what the backbone does not support is refused by name."""
+    """Gradients, losses, weights and their copies on other ranks are equal; an unsupported layout is refused."""
     if not supported(name, layout):
         with pytest.raises(ConfigError, match=f"{type(config_of(name)).__name__} does not support"):
             pair_of(name, layout)
@@ -305,15 +305,15 @@ BF16_ROW = ("bf16_name", "data_parallel")
 BF16_NAMES = ("imagen", "efficient_unet")
 DATA_PARALLEL = ("ddp", "distributed_optimizer")
 HALVES = {"bf16": (torch.bfloat16, 0.05), "fp16": (torch.float16, 0.01)}
-"""The type of the weights, and how far a prediction may be from fp32's."""
-BF16_RTOL = 1e-3  # of what follows an update: it rounds a weight in ten thousand to the other neighbour in bf16
+"""Type of the weights, and relative error of a prediction against fp32."""
+BF16_RTOL = 1e-3  # after an update, which rounds one bf16 weight in ten thousand differently
 
 
 @pytest.fixture(scope="module")
 def bf16_trials(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple, tuple[dict[str, Any], dict[str, Any]]]:
-    """What one rank and two report of each selected case."""
+    """Reports of one and of two ranks for each selected case."""
     folder, wanted = tmp_path_factory.mktemp("bf16"), sorted(selected(request, BF16_ROW))
     names = sorted({name for name, _ in wanted})
 
@@ -331,7 +331,7 @@ def bf16_trials(
 @pytest.mark.slow
 @pytest.mark.parametrize(BF16_ROW, [(name, kind) for name in BF16_NAMES for kind in DATA_PARALLEL])
 def test_bf16_with_fp32_norms_equals_one_rank(bf16_trials: Any, bf16_name: str, data_parallel: str) -> None:
-    """Gradients are summed in fp32, of weights in bf16 and of norms in fp32 in one model."""
+    """Gradients of bf16 weights and of fp32 norms in one model are both summed in fp32."""
     one, many = bf16_trials[bf16_name, data_parallel]
     errors = compare_training(one, many).errors
     for kind, bound in BOUNDS.items():
@@ -343,7 +343,7 @@ def test_bf16_with_fp32_norms_equals_one_rank(bf16_trials: Any, bf16_name: str, 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", BF16_NAMES)
 def test_norms_stay_in_fp32(one_rank_world: ProcessGroups, name: str, half: str) -> None:
-    """In a model of half precision; its prediction is that of the fp32 model within that precision."""
+    """In a half-precision model; its prediction equals that of the fp32 model within half precision."""
     config = config_of(name)
     outputs = []
     for precision in ("fp32", half):
@@ -363,7 +363,7 @@ FP16_RTOL, LOSS_SCALE = 0.02, 8.0
 
 @pytest.mark.parametrize("name", NAMES)
 def test_fp16_has_the_gradients_of_fp32(one_rank_world: ProcessGroups, name: str) -> None:
-    """Of a scaled loss, within fp16's precision of those of a deep network; and its loss."""
+    """Loss and unscaled gradients equal those of fp32, within the fp16 rounding of a deep network."""
     config, found = config_of(name), {}
     for precision, scale in (("fp32", 1.0), ("fp16", LOSS_SCALE)):
         (model,) = build_on_one_rank(config, ParallelConfig(), TrainingConfig(precision=precision), one_rank_world)

@@ -1,4 +1,4 @@
-"""Samples with several noise levels: packs, and every layout against one rank."""
+"""Samples with several noise levels: packs equal single samples, and layouts equal one rank."""
 
 from dataclasses import replace
 from itertools import islice
@@ -26,10 +26,10 @@ from tests.support.ranks import rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
 EDITED = [name for name in NAMES if config_of(name).takes_references and name not in LEVELED]
-"""Backbones whose clean tokens have the time of their sample."""
+"""Backbones whose clean tokens use the time of their sample."""
 SAMPLES = (0, 1, 2, 3, 4)
 RTOL = 1e-6
-"""Relative error of a loss and of all gradients together in fp32."""
+"""Relative error of the loss and all gradients together, in fp32."""
 
 
 def step_of(model: Backbone, name: str, packs: Any, numbers: tuple[int, ...], **padding: int) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ def kinds_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", [*LEVELED, *EDITED])
 def test_a_pack_equals_its_samples(build_model: BuildModel, one_rank_world: ProcessGroups, name: str) -> None:
-    """Loss, number of tokens and gradients of samples with several levels, padded, against each sample by itself."""
+    """Loss, token count and gradients of a padded pack equal the sums over single samples."""
     model = build_model(config_of(name))
     disturb_constants([model], one_rank_world)
     packs = LeveledPacks(MockPacks(config_of(name)), kinds_of(name))
@@ -76,7 +76,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
 }
 ROW = ("name", "layout")
-# Wan on every layout; of the others, layouts that split tokens, heads and layers. `test_backbone.py` has the rest.
+# Wan on every layout; others on layouts that split tokens, heads and layers. `test_backbone.py` has the rest.
 QUICK = {("wan", layout) for layout in LAYOUTS if layout not in ("tp2", "cp2")}
 QUICK |= {("dit", "cp2"), ("flux2", "tp2_sp_cp2")}
 CASES = [
@@ -101,7 +101,7 @@ def pair_of(name: str, layout: str) -> Pair:
 
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Any]:
-    """Every selected case's verdict; each world size starts once."""
+    """Verdict of each selected case; each world size starts once."""
     folder = tmp_path_factory.mktemp("levels")
     pairs = {row: pair_of(*row) for row in sorted(selected(request, ROW))}
     ones = {repr(pair.one): pair.one for pair in pairs.values()}
@@ -120,7 +120,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
 def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
-    """Every gradient, loss, weight and copy of samples with several levels."""
+    """Gradients, losses, weights and their copies on other ranks are equal."""
     verdict = verdicts[name, layout]
     assert verdict.is_equal, verdict.text()
     assert not verdict.idle

@@ -1,4 +1,4 @@
-"""Options of speed and memory change no number of a step of Imagen's UNets, within the tolerances stated here."""
+"""Options for speed and memory do not change a step of Imagen's UNets beyond the tolerances below."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,9 +19,9 @@ from tests.laws.backbones import config_of, pack
 
 BASES = {"imagen": {"dropout": 0.3}, "efficient_unet": {}}
 ONE_LEVEL = {"channel_multipliers": [1], "num_res_blocks": [1], "attention_levels": [0]}  # few blocks to compile
-SUM_RTOL = 1e-5  # fp32: sums are taken in another order, and fused operations round less often
+SUM_RTOL = 1e-5  # fp32: another order of sums, and fused operations round less often
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    # settings of the model and of the training, and the largest relative error
+    # model settings, training settings, largest relative error
     "stable_attention": ({"stable_attention": True}, {}, SUM_RTOL),
     "recompute_full": ({}, {"recompute": "full"}, 0.0),
     "recompute_selective": ({}, {"recompute": "selective"}, 0.0),
@@ -36,7 +36,7 @@ ROWS = [
 
 
 def step(model: ModelConfig, training: dict[str, Any], groups: ProcessGroups) -> Tensor:
-    """Return the loss of a training step and every gradient, in one row."""
+    """Return the loss and all gradients of a training step, concatenated."""
     settings = TrainingConfig(precision="fp32", **training)
     (network,) = build_model(model, ParallelConfig(data_parallel="ddp"), settings, groups)
     disturb_constants([network], groups)
@@ -48,7 +48,7 @@ def step(model: ModelConfig, training: dict[str, Any], groups: ProcessGroups) ->
 
 @pytest.mark.parametrize(("name", "option"), ROWS)
 def test_an_option_changes_no_number(one_rank_world: ProcessGroups, name: str, option: str) -> None:
-    """The default: pictures are views of the tokens, attention is torch's fused one, activations are saved."""
+    """Compared with the default: fused attention of torch, saved activations, no compilation."""
     of_model, of_training, rtol = OPTIONS[option]
     model = replace(config_of(name), **BASES[name], **(ONE_LEVEL if "kernels" in of_training else {}))
     expected = step(model, {}, one_rank_world)

@@ -1,6 +1,6 @@
-"""A backbone from outside the packages goes through everything: trained, resumed, drawn from, on two ranks, refused.
+"""A backbone outside the packages: training, resuming, sampling, training on two ranks, and errors.
 
-Its row in the laws of backbones compares every gradient.
+Its row in `backbones.py` compares every gradient.
 """
 
 import re
@@ -29,7 +29,7 @@ from tests.support.ranks import Job, run_jobs
 
 FACTORY = "tests.laws.trial_unet.trial_unet"
 NUM_STEPS, STOP = 6, 3
-ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
+ROUNDING = 1e-5  # relative error, fp32; another order of sums
 FALLS = 0.95
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "whole": (1, {}),
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
-    """All runs, one resumed, and pictures."""
+    """Results of all runs, of one resumed run, and of sampling."""
 
     def training(name: str, **settings: Any) -> list[str]:
         own = {"training__num_steps": NUM_STEPS, "schedule__warmup_steps": 2, "checkpoint__interval": NUM_STEPS}
@@ -85,7 +85,7 @@ def test_two_ranks_that_share_the_weights_train_as_one(done: dict[str, Any], fol
 
 
 def test_it_is_drawn_from_once_its_package_is_trusted(done: dict[str, Any], folder: Path) -> None:
-    """A record names its class; reading one imports nothing that the user did not name."""
+    """A checkpoint names the class of its config; loading it imports only packages that the user named."""
     assert (folder / "drawn.png").stat().st_size > 0
     refused = done["not trusted"]
     assert refused.code == EXIT_CHECKPOINT
@@ -130,7 +130,7 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
 def test_its_dry_run_counts_its_operations_and_its_memory(
     build_model: BuildModel, capsys: pytest.CaptureFixture[str], factory: str
 ) -> None:
-    """No formula of a convolution is anywhere: the dry run says what torch counts in one forward pass, three times."""
+    """Convolutions have no FLOP formula: the dry run prints three times the count of torch for a forward pass."""
     config = config_file.built(call_recipe(factory)).model
     network = build_model(config)
     one = pack(config, [0])

@@ -1,6 +1,6 @@
-"""A backbone outside the packages, on trial: a small UNet in this one file, which the library must train as its own.
+"""A small UNet outside the packages, in one file, which the library must train like one of its backbones.
 
-Recipes name it by its settings, these name the network by `model_path`; nothing else knows of it.
+A recipe has its config, and the config names the network in `model_path`; no other code refers to it.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class UNetConfig(ClassConditioned):
     """A UNet of two resolutions, conditioned on time and class.
 
     Attributes:
-        hidden_size: channels at full resolution; twice as many at half of it.
+        hidden_size: channels at full resolution; doubled at half resolution.
         norm_groups: groups of the group norms.
     """
 
@@ -84,7 +84,7 @@ class Norm(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions behind norms, the conditioning vector added between them, beside a projection."""
+    """Two convolutions after norms, with the conditioning vector added between them, and a projected shortcut."""
 
     def __init__(self, inputs: int, outputs: int, config: UNetConfig, provider: LayerProvider) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class ResidualBlock(nn.Module):
 
 
 class UNet(Backbone):
-    """One block down, one in the middle, one up, which sees the first one's output beside it.
+    """Three blocks: down, middle and up; the last also reads the output of the first.
 
     full resolution   first --> down --------------------- skip --------------------> up --> last
                                  |                                                    |
@@ -141,7 +141,7 @@ class UNet(Backbone):
 
 @run.cli.factory(target=pretrain)
 def trial_unet() -> run.Partial:
-    """A UNet on synthetic pictures of 8 x 8, four in a micro-batch: one CPU core."""
+    """A UNet on synthetic pictures of 8 x 8, four in a micro-batch, on one CPU core."""
     recipe = tiny_dit()
     recipe.model = run.Config(UNetConfig)
     recipe.data = run.Config(MockData, shapes=["1x8x8"], num_streams=2)

@@ -1,8 +1,8 @@
-"""Which tests see which mistakes: `python -m tests.mutants [--only TEXT] [--write tests/mutants/README.md]`.
+"""Find the tests that detect known mistakes: `python -m tests.mutants [--only TEXT] [--write tests/mutants/README.md]`.
 
 Each mutant changes one line of the source in a temporary copy of the tree; its tests run there up to the first failure.
-A mutant that no test sees is a gap in the suite. Takes about two hours on one core. `--shipped` selects mistakes that
-public projects shipped; `--write` also writes the page about them.
+A mutant that no test detects is a gap in the suite. All mutants take about two hours on one core. `--shipped` selects
+mistakes that public projects shipped; `--write` also writes the page about them.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
 def exists(test: str) -> bool:
     """Return whether a file under `tests` exists and defines the class or function that `::` names.
 
-    Commands of `launch.verify` exist.
+    Commands of `launch.verify` always exist.
     """
     if test.startswith(VERIFY):
         return True
@@ -78,14 +78,14 @@ def _body(path: Path) -> list[ast.stmt]:
 
 
 def argument_of(seen_by: str) -> str:
-    """Return the check that a row names, as `run_tests` takes it."""
+    """Convert the check named by a row to an argument of `run_tests`."""
     return seen_by if seen_by.startswith(VERIFY) else f"tests/{seen_by}"
 
 
 def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, str]:
-    """Read the valid rows of a written table by mutant.
+    """Read the valid rows of a written table, by name of the mutant.
 
-    A row is invalid if its mutant was not run, has changed since or was seen by a test that no longer exists.
+    A row is invalid if its mutant was not run, has changed since, or was detected by a test that no longer exists.
     """
     lines = path.read_text().splitlines() if path.exists() else []
     rows = {}
@@ -135,7 +135,7 @@ def save(path: Path, rows: Mapping[str, str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code says whether every mutant was seen."""
+    """Run the command; the exit code is 0 if every mutant was detected."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose name or file contains one of these")
     parser.add_argument("--shipped", action="store_true", help="only mistakes that public projects shipped")

@@ -1,4 +1,4 @@
-"""Change one line of the source in a copy of the tree, and see which test or check of `launch.verify` says so."""
+"""Change one line in a copy of the source, and find the first test or check of `launch.verify` that fails."""
 
 import ctypes
 import importlib.util
@@ -19,11 +19,11 @@ from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 ROOT = Path(__file__).parents[2]
 COPIED = ("dit", "energon_data", "recipes", "launch", "benchmarks", "examples", "tests", "docs")
 TEST_TIMEOUT_S, TIMEOUT_S = 300.0, 1800.0
-"""Time limits of one test and of all tests of a mutant, which may never end."""
+"""Time limits of one test and of all tests of a mutant, because a mutant may hang."""
 NO_FAILURE, FAILURES, INTERRUPTED = 0, 1, 2
-"""Exit codes of pytest; the last one is that of a test file that cannot be imported."""
+"""Exit codes of pytest; `INTERRUPTED` if a test file cannot be imported."""
 VERIFY = "launch.verify "
-"""Start of a check that is a command line of `launch.verify` and not a test."""
+"""Prefix of a check that is a command of `launch.verify` and not a test."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Mutant:
     """One wrong line.
 
     Attributes:
-        name: what goes wrong.
+        name: description of the fault.
         file: source file, from the root of the repository.
-        old: text that stands in one line of the file, and nowhere else in it.
-        new: what is put there instead.
-        tests: test files, tests or commands of `launch.verify` that should see it; the quick ones first.
-        fault: the same mistake of a public project, in one sentence; empty if none is known.
-        source: address of the project's public thread about it.
+        old: text within one line, exactly once in the file.
+        new: replacement of the text.
+        tests: test files, tests or commands of `launch.verify` that should fail; quick ones first.
+        fault: the same mistake in a public project, in one sentence; empty if none is known.
+        source: address of the public thread about it.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Mutant:
         """Return the text of the changed file.
 
         Raises:
-            ValueError: the old text is not there exactly once.
+            ValueError: the old text does not occur exactly once.
         """
         text = (root / self.file).read_text()
         if (count := text.count(self.old)) != 1:
@@ -62,11 +62,11 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant.
+    """Result of the tests of a mutant.
 
     Attributes:
-        seen_by: the first test that failed, without its parameters; None if all passed or ran into `TIMEOUT_S`: the
-            mutant survived.
+        seen_by: the first test that failed, without its parameters; None if all passed or timed out, so
+            that the mutant survived.
         seconds: CPU seconds of its tests, in all processes.
     """
 
@@ -75,7 +75,7 @@ class Verdict:
 
 
 def copy_tree(folder: Path, root: Path = ROOT) -> None:
-    """Copy what the tests need into `folder`, to be changed there."""
+    """Copy the source and the tests into `folder`, where mutants change them."""
     ignored = shutil.ignore_patterns("__pycache__", "*.gif", "*.png")
     for name in COPIED:
         shutil.copytree(root / name, folder / name, ignore=ignored)
@@ -85,7 +85,7 @@ def copy_tree(folder: Path, root: Path = ROOT) -> None:
 
 
 def judge(mutant: Mutant, tree: Path) -> Verdict:
-    """Run a mutant's tests on a copied tree, which is afterwards as it was.
+    """Run the tests of a mutant on a copied tree, and restore the tree afterwards.
 
     Raises:
         ValueError: the mutant's line is not in the source.
@@ -102,10 +102,10 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
 
 
 def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
-    """Run tests or commands of `launch.verify` in a tree of their own, up to the first failure.
+    """Run tests or commands of `launch.verify` in a copied tree, up to the first failure.
 
     Raises:
-        RuntimeError: one of them could not run.
+        RuntimeError: a test or command could not run.
     """
     tests, before = list(tests), _cpu_seconds()
     commands = [test for test in tests if test.startswith(VERIFY)]
@@ -118,14 +118,14 @@ def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
 
 def _verify_differs(command: str, tree: Path) -> bool:
     code, output = _run(shlex.split(command), tree)
-    is_complete = output.rstrip().rpartition("\n")[2].startswith("in ")  # the last line of a comparison is its time
+    is_complete = output.rstrip().rpartition("\n")[2].startswith("in ")  # its last line is the duration
     if code not in (EXIT_OK, EXIT_UNEXPECTED, None) or (code == EXIT_UNEXPECTED and not is_complete):
         raise RuntimeError(f"{command} ended with {code}:\n{output[-2000:]}")
     return code == EXIT_UNEXPECTED
 
 
 def _first_failure(files: Sequence[str], tree: Path) -> str | None:
-    # Of pytest's plugins only the one that the tests' marks need: importing all of them takes seconds at each start.
+    # Load only the plugin that the marks require, because importing all plugins takes seconds at each start.
     plugins = ("-p", "pytest_timeout", f"--timeout={TEST_TIMEOUT_S}", "-p", "no:cacheprovider")
     code, output = _run(["pytest", "-m", "", "-x", "-rfE", "--tb=no", *plugins, *files], tree)
     if code in (NO_FAILURE, None):
@@ -138,7 +138,7 @@ def _first_failure(files: Sequence[str], tree: Path) -> str | None:
 
 
 def _run(module: Sequence[str], tree: Path) -> tuple[int | None, str]:
-    """Run a module of Python with its arguments; return its exit code, None after `TIMEOUT_S`, and its output."""
+    """Run a Python module with arguments; return the exit code (None after `TIMEOUT_S`) and the output."""
     environment = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", *module],
@@ -159,7 +159,7 @@ def _run(module: Sequence[str], tree: Path) -> tuple[int | None, str]:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of ranks whose parent has ended, so that their CPU time is counted."""
+    """Make this process the parent of orphaned ranks, so that it counts their CPU time."""
     set_child_subreaper = 36
     ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
 
@@ -170,8 +170,8 @@ def _cpu_seconds() -> float:
 
 
 def _end_ranks(session: int) -> None:
-    """End what a failed test may have left running, and wait for it."""
-    with suppress(ProcessLookupError):  # all ended by themselves
+    """Kill processes that a failed test left running, and wait for them."""
+    with suppress(ProcessLookupError):  # all have exited
         os.killpg(session, signal.SIGKILL)
     with suppress(ChildProcessError):  # none is left
         while True:
@@ -179,5 +179,5 @@ def _end_ranks(session: int) -> None:
 
 
 def _forget_compiled(path: Path) -> None:
-    """Remove a module's bytecode: it is checked by size and whole seconds, which a mutant may leave unchanged."""
+    """Remove the bytecode of a module: Python compares size and full seconds, which a mutant may not change."""
     Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Tasks for the ranks of a test world: what a checkpoint costs each rank, and state of two precisions."""
+"""Tasks for the ranks of a test world: memory and file size of checkpoints, and state in two precisions."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tests.support.reference import LiveBytes
 
 
 def cost(case: dict) -> dict:
-    """Save and load the training state and count the bytes that are made meanwhile, on every rank."""
+    """Save and load the training state and count the bytes allocated and written by each rank."""
     from dit.checkpoint.sharded_state import load_state, save_state
     from dit.optimizer.ema import EMA
 
@@ -46,7 +46,7 @@ def cost(case: dict) -> dict:
 
 
 def fail_on_the_first_rank(case: dict) -> dict:
-    """Return the class and message of the error that each rank gets from a failing read of rank 0."""
+    """Let a read of rank 0 fail; return the class and message of the error that each rank raises."""
     groups = process_groups.initialize(ParallelConfig())
 
     def read() -> None:
@@ -62,19 +62,19 @@ def fail_on_the_first_rank(case: dict) -> dict:
 
 
 def norms_in_fp32(chunks: list) -> None:
-    """As a model whose norms stay in fp32 when its matrices are in bf16."""
+    """Convert the norms to fp32, as in a model whose other weights are in bf16."""
     for name, parameter in named_parameters(chunks):
         if "layernorm" in name:
             parameter.data = parameter.data.float()
 
 
 def save_two_precisions(case: dict) -> dict:
-    """Write the state of a bf16 model whose norms are in fp32."""
+    """Save the state of a bf16 model with norms in fp32."""
     return save({**case, "precision": "bf16", "break": norms_in_fp32})
 
 
 def load_two_precisions(case: dict) -> dict:
-    """Read it into another such model."""
+    """Load that state into a new model of the same kind."""
     result = load({**case, "precision": "bf16", "break": norms_in_fp32})
     assert {tensor.dtype for tensor in result.values() if isinstance(tensor, torch.Tensor)} == {
         torch.float32,

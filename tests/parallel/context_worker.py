@@ -1,4 +1,4 @@
-"""What one rank of a context-parallel test world runs; the cases name these functions."""
+"""Functions that test cases run on each rank of a context-parallel world."""
 
 import json
 from dataclasses import replace
@@ -51,8 +51,8 @@ def attention(case: dict) -> dict:
     With `one_segment` each pack is one long sample, as if `cu_seqlens` were ignored.
 
     Returns:
-        For each scheme, for each attention case: the relative error of the output and of each gradient, and what
-        padding contains.
+        For each scheme and attention case: the relative error of the output and of each gradient, and the values
+        in padding.
     """
     parallel, _, groups = start(case)
     target = Target(torch.device("cpu"), torch.float32)
@@ -94,7 +94,7 @@ def _errors(
 
 
 def build(parallel: ParallelConfig, groups: ProcessGroups) -> Backbone:
-    """Build the tiny model with zero-initialised parameters moved, so that every part of it counts."""
+    """Build the tiny model and add noise to its parameters, so that zero-initialised ones affect the output."""
     (backbone,) = build_model(
         tiny_model(num_layers=LAYERS), parallel, TrainingConfig(precision="fp32", seed=SEED), groups
     )
@@ -106,7 +106,7 @@ def build(parallel: ParallelConfig, groups: ProcessGroups) -> Backbone:
 
 
 def sample_and_validate(case: dict) -> dict:
-    """Generate latents whose tokens do not divide evenly, and take the held-out loss of ragged packs, per split."""
+    """Generate latents whose tokens do not divide evenly, and compute held-out losses of ragged packs, per split."""
     parallel, _, groups = start(case)
     model, found = tiny_model(), {}
     for split in case["splits"]:
@@ -147,7 +147,7 @@ def sample_and_validate(case: dict) -> dict:
 
 
 def traffic(case: dict) -> dict:
-    """Count what one rank sends over the context-parallel groups in one forward and one backward pass."""
+    """Count the bytes that one rank sends over the context-parallel groups in one forward and one backward pass."""
     parallel, dims, groups = start(case)
     pack = micro_batch(0, packed=True, multiple_of=max(4, dims.token_multiple))
     part = shard(pack, groups.cp.rank(), groups.cp.size(), parallel.context_split)
@@ -164,7 +164,7 @@ def traffic(case: dict) -> dict:
 
 
 def run_in_full(case: dict) -> list[dict]:
-    """Run the training loop with everything that looks at batches, and return what rank 0 logged."""
+    """Run the training loop with validation and all logs, and return the log of rank 0."""
     from dit.monitoring.guards import PreemptionFlag
     from dit.run_config import RunConfig
     from dit.settings import LoggingConfig, SamplingConfig
@@ -199,7 +199,7 @@ def run_in_full(case: dict) -> list[dict]:
 
 
 def placement(case: dict) -> list[tuple[int, int, list[int]]]:
-    """Return for every rank of the world: its data-parallel rank, its context-parallel rank, its peers over samples."""
+    """Return each rank's data-parallel rank, context-parallel rank and the ranks of its data-parallel group."""
     _, _, groups = start(case)
     mine = (groups.dp_rank, groups.cp.rank(), dist.get_process_group_ranks(groups.dp))
     found: list[Any] = [None] * groups.world_size

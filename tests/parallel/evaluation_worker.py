@@ -1,4 +1,4 @@
-"""What one rank of an evaluation does: the command, over a cascade of small networks with random weights."""
+"""Run the evaluation command on one rank, with a cascade of small networks with random weights."""
 
 import contextlib
 import io
@@ -35,7 +35,7 @@ MODELS = {"base": UNetConfig(**SMALL), "sr": UNetConfig(**SMALL, low_resolution_
 
 
 class Counting(Generator):
-    """Counts the samples that this rank draws with the first model: alone, and for the second one."""
+    """Counts the samples that this rank draws."""
 
     drawn = 0
 
@@ -45,7 +45,7 @@ class Counting(Generator):
 
 
 class Inked(nn.Module):
-    """Reads a letter by how much ink it has, so that a changed pixel may change what is read."""
+    """Classifies a letter by its sum of pixels, so that a changed pixel may change the class."""
 
     def forward(self, images: Tensor) -> Tensor:
         ink = images.flatten(1).sum(1)

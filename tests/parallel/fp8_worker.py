@@ -30,12 +30,12 @@ GRIDS = ((1, 8, 8), (2, 4, 8), (1, 4, 8), (3, 4, 4))
 
 
 def multiple_of(fp8: Fp8) -> int:
-    """Tokens to which every layout can pad: of two context-parallel ranks, load-balanced except with large blocks."""
+    """Return a padding multiple that all layouts accept, also CP 2 (load-balanced except with large blocks)."""
     return (2 if fp8 == "blockwise" else 4) * BLOCKS[fp8]
 
 
 def packs(fp8: Fp8, dp_rank: int, dp_size: int, token_multiple: int) -> Iterator[PackedBatch]:
-    """Yield packs with the same padding under every layout, which counts in the magnitudes of a pack."""
+    """Yield packs with the same padding under every layout, because padding affects the largest magnitude."""
     multiple = multiple_of(fp8)
     assert multiple % token_multiple == 0
     for i in itertools.count(dp_rank, dp_size):
@@ -60,7 +60,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def forget_other_ranks(chunks: list[Backbone]) -> None:
-    """As if each rank scaled its part of a matrix by its own largest magnitude."""
+    """Let each rank scale its shard of a matrix by the largest magnitude of the shard."""
     for chunk in chunks:
         for module in chunk.modules():
             if getattr(module, "fp8", None) is not None:
@@ -79,7 +79,7 @@ class Recorded:
 
 
 def shards(case: dict[str, Any]) -> list[list[str]]:
-    """Return for each rank the quantised operands of a column and a row linear that are no slices of one rank's."""
+    """Return for each rank the quantised operands of two linears that differ from slices of the unsharded ones."""
     parallel = ParallelConfig(**case["parallel"])
     groups = process_groups.initialize(parallel)
     config = megatron_config(tiny_model(), parallel, "fp32")
@@ -96,7 +96,7 @@ def shards(case: dict[str, Any]) -> list[list[str]]:
 
 
 def _matrices(fp8: Fp8, outputs: int, inputs: int) -> list[Tensor]:
-    """Return x, the weight and the gradient of the output; magnitudes of their parts differ."""
+    """Return x, the weight and the gradient of the output; the magnitudes of their shards differ."""
     generator = torch.Generator().manual_seed(3)
     tokens = 3 * multiple_of(fp8)
     shapes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
@@ -121,7 +121,7 @@ def _row(provider: LayerProvider, groups: ProcessGroups, parallel: ParallelConfi
 
 
 def _compare(layer: Any, groups: ProcessGroups, parallel: ParallelConfig, case: dict, dim: int) -> list[str]:
-    """Compare the operands of the three products with slices; `dim` of the weight is split over ranks."""
+    """Compare the operands of the three products with slices of the unsharded ones; `dim` of the weight is split."""
     outputs, inputs = (OUTPUTS, INPUTS) if dim == 0 else (INPUTS, OUTPUTS)
     x, weight, grad = _matrices(case["fp8"], outputs, inputs)
     one = Recorded()

@@ -1,4 +1,4 @@
-"""What one rank of a Megatron-FSDP test world runs; cases name these functions."""
+"""Functions that test cases run on each rank of a Megatron-FSDP world."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -81,7 +81,7 @@ def start(case: dict) -> Run:
 
 
 def gathered_slots(shard: MasterShard, slots: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather all values of a shard in one collective; `gathered` takes one for each of them."""
+    """Gather all values of a shard in one collective; `gathered` would need one collective for each value."""
     if shard.group is None or shard.group.size() == 1:
         return {slot: gathered(shard, values) for slot, values in slots.items()}
     flat = torch.zeros(len(slots), shard.parameter.numel())
@@ -91,7 +91,7 @@ def gathered_slots(shard: MasterShard, slots: dict[str, torch.Tensor]) -> dict[s
 
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:
-    """Join every global tensor of a run's state on every rank: masters, average, Adam's moments and step count."""
+    """Return the unsharded state of a run on every rank: masters, averages, Adam's moments and step count."""
     state, mine = run.state, []
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in shard.slots}}
@@ -104,7 +104,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
 
 
 def look(run: Run) -> dict:
-    """Return the held-out loss and three samples with the averaged weights, and samples with the weights."""
+    """Return the held-out loss and three samples, drawn with the averaged weights and with the current weights."""
     pack = empty_pack(run.spec, (1, 8, 8), 3, run.device, {"label": [0, 1, 2]})
 
     def draw() -> torch.Tensor:
@@ -118,7 +118,7 @@ def look(run: Run) -> dict:
 
 
 def samples_of(run: Run) -> list[str]:
-    """Return the names of all samples that the replicas have trained on, sorted."""
+    """Return the sorted names of all samples that any replica has trained on."""
     keys: list[Any] = [None] * run.groups.world_size
     own = run.batches.consumed.keys if run.groups.is_data_reader else []
     torch.distributed.all_gather_object(keys, own)
@@ -126,7 +126,7 @@ def samples_of(run: Run) -> list[str]:
 
 
 def train(case: dict) -> dict:
-    """Resume, look, make steps, look, save: as the case says; report the state before and after."""
+    """Resume, train and save; `look` before and after if the case requests it. Return the state before and after."""
     run = start(case)
     loss_sums = torch.zeros(2)
     result = {"resumed_at": run.state.step, "before": state_of(run)}
@@ -148,10 +148,10 @@ def train(case: dict) -> dict:
 
 
 def clipped(case: dict) -> list[dict[str, Any]]:
-    """Run clipped steps in which instance 1 sums slightly larger gradients for the norm; report each rank."""
+    """Clip gradients while the norm of instance 1 uses slightly larger ones; return norms and weights of each rank."""
     run = start(case)
     copies, (part,) = run.groups.shard_copies, sub_optimizers(run.state.optimizer)
-    if copies.rank() == 1:  # by some ulps of float32, as another order of the sum
+    if copies.rank() == 1:  # by a few float32 ulps, the error of another summation order
         gradients = part.get_main_grads_for_grad_norm
         part.get_main_grads_for_grad_norm = lambda: [gradient * (1 + 2**-21) for gradient in gradients()]
     loss_sums = torch.zeros(2)
@@ -165,7 +165,7 @@ def clipped(case: dict) -> list[dict[str, Any]]:
 
 
 class Unit(nn.Module):
-    """A layer that is gathered and freed as one."""
+    """A layer that FSDP gathers and frees as one unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Unit(nn.Module):
 
 
 class Awkward(Backbone):
-    """It has a parameter itself, registers the module that runs first last, and leaves one without a gradient."""
+    """A model with a parameter of its root module, `embed` registered last but run first, and an unused module."""
 
     fsdp_units = (Unit,)
 
@@ -199,7 +199,7 @@ class Awkward(Backbone):
 
 
 class Frozen(Awkward):
-    """All parameters before its first layer are frozen, as those of a model with adapters."""
+    """A model whose parameters before the first layer are frozen, as in a model with adapters."""
 
     def __init__(self, config) -> None:
         super().__init__(config)
@@ -220,9 +220,9 @@ class ConditionedUnit(nn.Module):
 
 
 class Joined(Backbone):
-    """What its layers read, others read, too; a leaf goes into the first one.
+    """A model in which several layers read the same tensors; the input of the first layer is a leaf.
 
-    `gathered`: for each input of a layer, which layers had full weights when its gradient was there.
+    `gathered`: for each layer, the layers with gathered weights when the gradient of its input was computed.
     """
 
     fsdp_units = (ConditionedUnit,)
@@ -261,7 +261,7 @@ BACKBONES = {"awkward": (Awkward, "fp32"), "frozen": (Frozen, "fp32"), "joined":
 
 
 def gradients(case: dict) -> dict:
-    """Take the gradients of one of `BACKBONES` over two micro-batches per rank."""
+    """Return the gradients of one of `BACKBONES` over four micro-batches, divided among the ranks."""
     kind, precision = BACKBONES[case["backbone"]]
     parallel = ParallelConfig(**case["parallel"])
     groups = process_groups.initialize(parallel)
@@ -275,7 +275,7 @@ def gradients(case: dict) -> dict:
     x = x.chunk(groups.dp_size)[groups.dp_rank]
     config = backbone.config
     wrapped[0].zero_grad_buffer()
-    with config.no_sync_func() if config.no_sync_func else nullcontext():  # as Megatron-Core's schedules
+    with config.no_sync_func() if config.no_sync_func else nullcontext():  # as in Megatron-Core's schedules
         for part in x[:-1]:
             wrapped[0](part).square().sum().backward()
     wrapped[0](x[-1]).square().sum().backward()
@@ -289,7 +289,7 @@ def gradients(case: dict) -> dict:
 
 
 def shards_and_traffic(case: dict) -> list[dict[str, Any]]:
-    """Report for each rank its ranges, their bytes, the elements it saves, and the bytes it sends in one step."""
+    """Return ranges and bytes of each rank's shards, the elements that it saves and the bytes it sends per step."""
     it = build({**case, "micro_batches": MICRO_BATCHES * 4})
     groups = it.groups
     copies, instance = groups.shard_copies, it.shards[0].group

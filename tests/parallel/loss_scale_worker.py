@@ -1,4 +1,4 @@
-"""What one rank of a test world of fp16 runs does; cases name these functions."""
+"""Functions that test cases run on each rank of an fp16 world."""
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,12 @@ from tests.parallel.fsdp_worker import start, state_of
 
 
 class Overflowing:
-    """Multiplies, in chosen steps and on one rank, the gradient (or the output) of the model's first layer.
+    """Multiplies the gradient (or the output) of the model's first layer in the given steps on one rank.
 
     Args:
-        steps: numbers of the steps, from 1.
-        rank: the only one.
-        factor: of the gradient that flows back into the layer.
+        steps: step numbers, from 1.
+        rank: the rank that multiplies.
+        factor: multiplies the gradient of the layer's output.
         forward: multiply the layer's output instead, so that the loss is not finite.
     """
 
@@ -38,7 +38,7 @@ class Overflowing:
 
 
 def train(case: dict) -> dict:
-    """Resume, make `case["steps"]` steps, save if asked; report the norm, scale and skips of each, and the state."""
+    """Resume, train `case["steps"]` steps, save if requested; return norm, scale and skips per step, and the state."""
     run = start(case)
     fault = Overflowing(**case.get("fault", {"steps": []}))
     fault.install(run)
@@ -64,7 +64,7 @@ def train(case: dict) -> dict:
 
 
 def overflow_on_rank_1(case: dict) -> dict:
-    """Record an overflow on rank 1 only, as if its optimizer did not reduce it; report the result on rank 0."""
+    """Record an overflow on rank 1 only, as if the optimizer did not reduce it; return the result of rank 0."""
     run = start(case)
     scale = run.state.loss_scale
     before = scale.value

@@ -1,4 +1,4 @@
-"""A training step from its formulas, in plain torch: what Megatron-Core's optimizers and wrappers must come to."""
+"""Training steps from the formulas, in plain torch: the reference for Megatron-Core's optimizers and wrappers."""
 
 import math
 from itertools import pairwise
@@ -16,7 +16,7 @@ from tests.parallel.fsdp_worker import config_of
 
 
 def rates(num_steps: int, peak: float, schedule: TorchOneCycle) -> list[tuple[float, float]]:
-    """Return the learning rate and beta1 of every update, from torch's own schedule over an AdamW of its own."""
+    """Return the learning rate and beta1 of every update, from torch's `OneCycleLR` and AdamW."""
     group = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=peak)
     theirs = torch.optim.lr_scheduler.OneCycleLR(group, peak, total_steps=num_steps, **vars(schedule))
     found = []
@@ -29,7 +29,7 @@ def rates(num_steps: int, peak: float, schedule: TorchOneCycle) -> list[tuple[fl
 
 
 def clipped(gradients: dict[str, Tensor], limit: float) -> tuple[dict[str, Tensor], float]:
-    """Scale all gradients so that their joint norm is at most `limit`; return the norm they had."""
+    """Scale all gradients so that their joint norm is at most `limit`; return the norm before scaling."""
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
     return {name: g * min(1.0, limit / norm) for name, g in gradients.items()}, norm
 
@@ -49,7 +49,7 @@ def adamw(
 
 
 def power_average(history: list[dict[str, Tensor]], sigma_rel: float) -> dict[str, Tensor]:
-    """Sum the weights after every update, each with its share of the integral of the power function.
+    """Average the weights after each update, weighted by its share of the integral of the power function.
 
     Source: Karras et al. 2024, arXiv:2312.02696, Eq. 4 and the cubic equation of appendix C for gamma.
     """
@@ -61,7 +61,7 @@ def power_average(history: list[dict[str, Tensor]], sigma_rel: float) -> dict[st
 
 
 def formulas(case: dict) -> dict:
-    """Train the bare model of `case` on one rank, without wrapper, optimizer or average of the project's."""
+    """Train the unwrapped model of `case` on one rank, without the project's optimizer and average."""
     config = config_of(case)
     _, spec = config.check_here()
     training, optimizer = config.training, config.optimizer

@@ -1,4 +1,4 @@
-"""What the pipeline tests run inside a world besides training steps, and the ways they break a model on purpose."""
+"""Worker functions of the pipeline tests: deliberate faults, sends, predictions and checkpoints."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from dit.verify.trial import Built, gathered, of_all_stages, unshard
 
 
 def forget_conditioners(chunks: list) -> None:
-    """As if Megatron-Core did not know the replicated embedders: their gradients are not summed."""
+    """Do not sum the gradients of the replicated embedders over stages."""
     chunks[0].config.has_cond_embedder = False
 
 
@@ -30,14 +30,14 @@ def share_buckets(chunks: list) -> None:
 
 
 def count_copies(chunks: list) -> None:
-    """Let every copy of an embedder enter the gradient norm."""
+    """Count every copy of an embedder in the gradient norm."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.shared = False
 
 
 def watch_sends(case: dict) -> dict:
-    """Train, and list the messages whose memory was freed or written before their send had been waited for."""
+    """Train, and list messages whose memory was freed or overwritten before `wait` of the send."""
     from megatron.core.pipeline_parallel import p2p_communication
 
     start, sent, touched = p2p_communication._p2p_ops, [], []
@@ -63,7 +63,7 @@ def watch_sends(case: dict) -> dict:
 
 
 def predict(case: dict) -> dict:
-    """Held-out loss and samples with the weight average, and the weights afterwards."""
+    """Return held-out loss and samples with the averaged weights, and the weights after them."""
     from dit.backends import process_groups
     from dit.optimizer.ema import EMA
     from dit.parallel.full_network import FullNetwork
@@ -102,7 +102,7 @@ def predict(case: dict) -> dict:
 
 
 def _state(it: Built, ema) -> dict:
-    """Return every full tensor of a checkpoint, and the shapes of its fingerprint."""
+    """Return every unsharded tensor of a checkpoint, and the shapes in its fingerprint."""
     from dit.checkpoint.sharded_state import global_shapes, parameters_of
     from dit.optimizer.master_weights import SLOTS, get_step_count
 
@@ -140,7 +140,7 @@ def save(case: dict) -> dict:
 
 
 def load(case: dict) -> dict:
-    """Read the checkpoint in `folder` on this case's layout and return what came back; write it to `save_to`."""
+    """Load the checkpoint in `folder` on this case's layout, return its tensors and save them in `save_to`."""
     from dit.backends import process_groups
     from dit.checkpoint.sharded_state import load_state, load_weights, save_state
     from dit.checkpoint.state_files import SlotWeights
@@ -161,7 +161,7 @@ def load(case: dict) -> dict:
 
 
 def run_legs(case: dict) -> dict:
-    """Run the loop itself in legs, each resuming the one before on its own layout; return what it logged."""
+    """Run the training loop in parts, each of which resumes the previous one on another layout; return the logs."""
     from dit.backends import process_groups
     from dit.monitoring.guards import PreemptionFlag
     from dit.run_config import RunConfig

@@ -1,4 +1,4 @@
-"""What one rank of ST-DiT's test world counts; the cases name this function."""
+"""Traffic of ST-DiT on one rank; test cases name this function."""
 
 from dataclasses import replace
 
@@ -38,8 +38,8 @@ def traffic(case: dict) -> dict:
     """Count the bytes that all ranks send over their context-parallel groups in one forward and one backward pass.
 
     Returns:
-        For every (kind, segment scheme, split, name of a pack): (forward, backward), each the most that one
-        rank sends and the sum over all ranks.
+        For every (kind, segment scheme, split, name of a pack): (forward, backward), each as the
+        maximum over ranks and the sum over ranks.
     """
     parallel, dims, groups = start(case)
     found = {}

@@ -1,4 +1,4 @@
-"""The ways in which the tests of FLUX and Wan break a model on purpose."""
+"""Deliberate faults for the tests of FLUX and Wan."""
 
 from types import SimpleNamespace
 
@@ -14,5 +14,5 @@ def norm_own_heads_alone(chunks: list) -> None:
 
 
 def forget_text_tokens(chunks: list) -> None:
-    """As if every tensor-parallel rank met all text rows: the gradients of the text's embedding are not summed."""
+    """Do not sum the gradients of the text embedding over tensor-parallel ranks, as if each rank had all text rows."""
     chunks[0].embed_text.bias.sequence_parallel = False

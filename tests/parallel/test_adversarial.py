@@ -1,4 +1,4 @@
-"""The adversarial loss of autoencoders: any data-parallel layout gives the numbers of one rank."""
+"""The adversarial loss of autoencoders: every data-parallel layout computes the numbers of one rank."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ QUICK = {("pictogram_autoencoder", "dp2"), ("pictogram_autoencoder", "fsdp2"), (
 
 
 def pair_of(recipe: str, layout: dict[str, Any], *, start_step: int = 0) -> Pair:
-    """Return the tiny form of a recipe with the loss, under a layout of two ranks and on one."""
+    """Return the tiny form of a recipe with the loss, under a layout of two ranks and on one rank."""
     task = call_recipe(recipe)
     apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
     config = built(task)
@@ -41,7 +41,7 @@ def pair_of(recipe: str, layout: dict[str, Any], *, start_step: int = 0) -> Pair
 def verdicts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Verdict]:
-    """The verdict of every selected row; each world size starts once."""
+    """Verdict of each selected row; each world size starts once."""
     folder = tmp_path_factory.mktemp("adversarial")
     pairs = {row: pair_of(row[0], LAYOUTS[row[1]]) for row in sorted(selected(request, ROW))}
     recipes = {recipe: pair.one for (recipe, _), pair in pairs.items()}
@@ -57,14 +57,14 @@ def verdicts(
 
 @pytest.mark.parametrize(ROW, rows([(r, n) for r in RECIPES for n in LAYOUTS], lambda *case: case in QUICK))
 def test_layout_equals_one_rank(verdicts: dict[tuple[str, str], Verdict], recipe: str, layout: str) -> None:
-    """Every gradient and weight of two steps, also of the discriminator, which has its own learning rate."""
+    """Gradients and weights of two steps, including the discriminator, which has another learning rate."""
     verdict = verdicts[recipe, layout]
     assert verdict.is_equal, verdict.text()
     assert not verdict.idle
 
 
 def test_padding_packs_their_order_and_accumulation_change_nothing(tmp_path: Path) -> None:
-    """The autoencoder's own columns remain those of the public class."""
+    """The autoencoder's outputs also equal those of the public class."""
     trials = [pair_of(recipe, LAYOUTS["dp2"]).one for recipe in RECIPES]
     found: list[dict[str, Check]] = run_world(1, [check_case(trial) for trial in trials], tmp_path)
     for checks, public in zip(found, ("AutoencoderKL", "VQModel"), strict=True):

@@ -1,7 +1,7 @@
-"""Every backbone with cross-attention gives the numbers of one rank under any layout, packs with texts of any length.
+"""Every backbone with cross-attention computes the numbers of one rank under every layout, with texts of any length.
 
-Text, null text, norms, position tables and low-rank modulation each meet other rows on another rank; a wrong sum over
-ranks shows in that parameter alone.
+Text, null text, norms, position tables and low-rank modulation each process different rows on each rank; a wrong sum
+over ranks changes the gradient of only that parameter.
 """
 
 import pytest
@@ -29,7 +29,7 @@ LAYOUTS = {
     "cp2": {"context_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
 }
-# Positions of another kind meet the layouts that split rows; `tests/laws` has the other layouts of two ranks.
+# Other kinds of positions, on layouts that split rows; `tests/laws` has the other layouts of two ranks.
 SPLIT_ROWS = ("tp2_sp", "cp2")
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if model == "dit_cross" or layout in SPLIT_ROWS]
 
@@ -73,7 +73,7 @@ def _case(model: str, parallel: dict, one_token_packs: int = 0) -> dict:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Every selected case's numbers, and those of one rank; each world size starts once."""
+    """Numbers of each selected case and of one rank; each world size starts once."""
     folder = tmp_path_factory.mktemp("backbones")
     padding = [case for case in PADDING_CASES if case in selected(request, ROW)]
     one = {model: _case(model, {"data_parallel": "ddp"}) for model in MODELS}
@@ -95,5 +95,5 @@ def test_layout_equals_one_rank(results, model, layout):
     ROW, rows(PADDING_CASES, lambda model, padding_layout: padding_layout in PADDING_QUICK.get(model, ()))
 )
 def test_a_rank_with_nothing_but_padding_equals_one_rank(results, model, padding_layout):
-    """Each of its parameters gets a gradient, of zeros: overlapped reductions and FSDP wait for all of them."""
+    """Every parameter gets a zero gradient there, because overlapped reductions and FSDP wait for all gradients."""
     assert_equal_training(results["one", model], results[model, padding_layout])

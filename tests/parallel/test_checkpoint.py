@@ -1,4 +1,4 @@
-"""A checkpoint costs no rank more than its share, and carries every parameter under its own name."""
+"""Checkpoints: ranks write equal shares, copy at most one parameter, and keep the name of every parameter."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ LAYOUTS = {
 }
 NAMES = [name for named in LAYOUTS.values() for name in named]
 ERRORS = (OSError(5, "Input/output error", "/data/mine"), DataError("no shard"))
-SHARE_RTOL = 0.1  # headers and names of boxes; stages with one layer have a head, or an embedding, more
+SHARE_RTOL = 0.1  # headers and names; stages of one layer also have the head or the embedding
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def results(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_saving_makes_no_copy_of_the_state(results, name):
-    """Not of any parameter: what is written are views of what the rank owns. Only agreeing takes a few bytes."""
-    index_bytes = 50_000 * len(results[name]["saving"])  # names of boxes, on their way from the ranks to the index
+    """Ranks write views of the shards they own; only the exchange of names allocates a few bytes."""
+    index_bytes = 50_000 * len(results[name]["saving"])  # names that the ranks send for the index
     assert max(results[name]["saving"]) <= index_bytes
     assert index_bytes < min(results[name]["owned"]) / 2
 
@@ -79,7 +79,7 @@ def test_every_rank_writes_an_even_share(results, name):
 
 
 def test_of_small_ranges_one_copy_writes_all():
-    """The others write nothing; which one it is follows from the name, so that the work is spread."""
+    """The other copies write nothing; the name selects the writer, so that writers differ between parameters."""
     small, large = (Part((n,), (n,), (0,), 0, n) for n in (4 * MIN_SHARE_ELEMENTS - 1, 4 * MIN_SHARE_ELEMENTS))
     writers = set()
     for name in map(str, range(40)):
@@ -94,13 +94,13 @@ def test_of_small_ranges_one_copy_writes_all():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_are_written_once(results, name):
-    """Whatever ranks have copies: all files are one state and the names of its boxes, as the dry run says."""
+    """All files together have the size of one state, as the dry run computes it, plus names."""
     state = checkpoint_bytes(results[name]["parameters"], averages=1)
     assert state < sum(results[name]["written"]) <= (1 + SHARE_RTOL) * state
 
 
 def test_an_error_of_the_first_rank_ends_all_ranks_with_its_message(results):
-    """The first rank has the error itself, the others its class if it is one that users can cause."""
+    """Rank 0 raises the error itself; the others raise the same class if users can cause it, else `RuntimeError`."""
     disk = "[Errno 5] Input/output error: '/data/mine'"
     other = ["RuntimeError", f"rank 0 failed: OSError: {disk}"]
     assert results["fails with OSError"]["errors"] == [["OSError", disk], other]
@@ -108,7 +108,7 @@ def test_an_error_of_the_first_rank_ends_all_ranks_with_its_message(results):
 
 
 def test_parameters_of_two_precisions_keep_their_names(results):
-    """fp32 norms in a bf16 model, under the distributed optimizer: Megatron-Core puts them first in its groups."""
+    """fp32 norms in a bf16 model with the distributed optimizer, because Megatron-Core reorders them in its groups."""
     saved, loaded = results["saved in two precisions"], results["loaded in two precisions"]
     assert saved["drifted"] == loaded["drifted"] == []
     weights = {name: value for name, value in saved.items() if name.startswith("weight.")}

@@ -1,4 +1,4 @@
-"""Compiled layers give the numbers of eager ones on one rank, on every layout that allows them."""
+"""Compiled layers compute the numbers of eager layers on one rank, on every layout that supports them."""
 
 import pytest
 
@@ -24,13 +24,13 @@ QUICK = {("tp2_sp", "dit", True)}
 
 
 def as_operators(chunks: object) -> None:
-    """Run graphs as torch's own operators: generating code takes minutes."""
+    """Run compiled graphs with torch's operators, because code generation takes minutes."""
     compiled.BACKEND = "aot_eager"
 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Each selected case compiled on two ranks, and eager on one."""
+    """Each selected case, compiled on two ranks and eager on one rank."""
     folder = tmp_path_factory.mktemp("worlds")
     wanted = [case for case in CASES if case in selected(request, ROW)]
     kinds = sorted({case[1:] for case in wanted})

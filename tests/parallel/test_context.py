@@ -1,4 +1,4 @@
-"""Context parallelism: tokens split over ranks change no number, and the bytes sent are those of the formulas."""
+"""Context parallelism computes the numbers of one rank, and the bytes sent match the formulas."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
 from tests.unit.kernels.attention_cases import AttentionCase
 
-ATTENTION_RTOL = 2e-6  # fp32 sums of up to 33 terms in another order
-SAMPLING_ATOL = 1e-5  # of the largest value: the network's fp32 rounding through a few guided solver steps
+ATTENTION_RTOL = 2e-6  # fp32; another order of sums of up to 33 terms
+SAMPLING_ATOL = 1e-5  # relative to the largest value; fp32 rounding of a few guided solver steps
 WORKER = "tests.parallel.context_worker"
 TWO_LEVEL = {"context_comm": "a2a+p2p", "context_a2a_size": 2}
 SPLITS = ("contiguous", "load_balanced")
@@ -47,7 +47,7 @@ QUICK_ON_FOUR = ("cp4_two_level", "cp2_tp2_sp_ring")
 LAYOUTS = [
     (name, packed) for packed, kinds in ((True, PACKED), (False, DENSE)) for named in kinds.values() for name in named
 ]
-# A sample shorter than the ranks are many leaves some of them without any of its tokens.
+# With a sample that has fewer tokens than there are ranks, some ranks have none of its tokens.
 ATTENTION_CASES = [
     AttentionCase("dense", (16, 16, 16)),
     AttentionCase("one_sample", (32,)),
@@ -62,7 +62,7 @@ HIDDEN, LAYERS, FP32_BYTES = 32, 2, 4  # of the tiny model
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Everything that runs on several ranks, by name; each world size starts once."""
+    """Results of all cases by name; each world size starts once."""
     folder, found, layouts = tmp_path_factory.mktemp("worlds"), {}, selected(request, ROW)
     for world in (1, 2, 4):
         cases = {key: case for key, case in _cases(world, folder) if key in layouts or key not in LAYOUTS}
@@ -96,14 +96,14 @@ def _cases(world: int, folder: Path):
 
 @pytest.mark.parametrize(("size", "comm", "split"), SCHEMES)
 def test_context_parallel_attention_is_that_of_full_packs(results, size, comm, split):
-    """Outputs and gradients, with exact zeros in padding; text is replicated."""
+    """Outputs and gradients, with exact zeros in padding; text is replicated over ranks."""
     for case, errors in results["attention", size][comm, split].items():
         for what, error in errors.items():
             assert error <= (0 if "padding" in what else ATTENTION_RTOL), f"{case}: {what} is off by {error:.2e}"
 
 
 def test_ignoring_where_samples_end_is_seen(results):
-    """The comparison above can fail: with each pack as one sample, attention fails it for all packs but one."""
+    """If each pack is treated as one sample, the comparison above fails for every pack with several samples."""
     for case, errors in results["one_segment"]["p2p", "contiguous"].items():
         assert (errors["out"] <= ATTENTION_RTOL) == (case == "one_sample")
         assert case == "one_sample" or min(errors[name] for name in ("out", "grad_q", "grad_k", "grad_v")) > 0.1
@@ -111,15 +111,15 @@ def test_ignoring_where_samples_end_is_seen(results):
 
 @pytest.mark.parametrize(ROW, rows(LAYOUTS, lambda name, packed: name not in PACKED[4] or name in QUICK_ON_FOUR))
 def test_layout_equals_one_rank(results, name, packed):
-    """Losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
+    """Compare losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
     assert_equal_training(results["one", packed], results[name, packed])
 
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_sampling_equals_one_rank(results, split):
-    """Equal noise gives equal latents, in the order of the tokens, also where samples had to be padded.
+    """Equal noise gives equal latents in token order, also for padded samples.
 
-    So does the noise of churn, under guidance that is rescaled and ends at some noise level.
+    One case has churn noise and rescaled guidance that ends at some noise level.
     """
     for name in ("latents", "churned"):
         one, two = (results["sampling", n][key][name] for n, key in ((1, SPLITS[0]), (2, split)))
@@ -129,7 +129,7 @@ def test_sampling_equals_one_rank(results, split):
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_held_out_loss_equals_one_rank(results, split):
-    """In total and by noise level; no token counts twice. The same with offset noise, on patches of 2 x 2."""
+    """In total and by noise level, so that no token counts twice; also with offset noise and 2 x 2 patches."""
     for name in ("losses", "offset"):
         one, two = (results["sampling", n][key][name] for n, key in ((1, SPLITS[0]), (2, split)))
         assert two == pytest.approx(one, rel=1e-5)
@@ -157,12 +157,12 @@ def test_bytes_sent_are_those_of_the_formulas(results, comm):
 
 
 def test_ranks_of_one_context_read_the_same_samples(results):
-    """Neighbours share samples; the data-parallel rank counts replicas, and its group spans equal shares of them."""
+    """Adjacent ranks share samples; a data-parallel group has the ranks with the same part of different samples."""
     assert results["placement"] == [(0, 0, [0, 2]), (0, 1, [1, 3]), (1, 0, [0, 2]), (1, 1, [1, 3])]
 
 
 def test_a_run_logs_what_one_rank_logs(results):
-    """Losses, held-out losses, and counts of samples, tokens and work that know nothing of the ranks sharing them."""
+    """Losses, held-out losses, and counts of samples, tokens and FLOPs do not depend on context parallelism."""
     one, two = results["run", 1], results["run", 2]
     scalars = [[line for line in lines if line["kind"] == "scalars"] for lines in (one, two)]
     assert len(scalars[0]) == len(scalars[1]) == 2

@@ -1,4 +1,4 @@
-"""`launch.evaluate --cascade` on several ranks: each draws its share, and the pictures are those of one rank."""
+"""`launch.evaluate --cascade` on several ranks: each draws a share, and the pictures equal those of one rank."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def results(tmp_path_factory):
 
 
 def test_two_ranks_measure_what_one_does_and_one_of_them_says_it(results):
-    """After each stage; the pictures are the same to the bit."""
+    """Scores of each stage are equal, pictures are equal to the bit, and only rank 0 prints."""
     one, two = results[1], results[2]
     assert [score["stage"] for score in one["scores"]] == ["base", "sr"]
     assert one["scores"] == two["scores"]
@@ -30,7 +30,7 @@ def test_two_ranks_measure_what_one_does_and_one_of_them_says_it(results):
 
 
 def test_the_ranks_share_the_work(results):
-    """Batches of 64 small samples, then of the 16 that are enlarged at a time, go to the ranks in turn."""
+    """Ranks take turns: batches of 64 in the first stage, of 16 in the second."""
     total = EACH * len(LETTERS)
     assert results[1]["drawn"] == [2 * total]
     assert results[2]["drawn"] == [64 + 48, total - 64 + total - 48]

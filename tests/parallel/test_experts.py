@@ -1,4 +1,4 @@
-"""Experts shared by ranks give the numbers of one rank: losses, norm, every gradient, weights, load and checkpoints."""
+"""Expert parallelism computes the numbers of one rank: losses, norms, gradients, weights, load and checkpoints."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 DDP = {"data_parallel": "ddp"}
 ROUTERS = {
     "expert_choice": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5},
-    # A large coefficient, so that a balancing loss of the wrong scale would show.
+    # The coefficient is large, so that a balancing loss of the wrong scale changes the gradients.
     "top_k": {"num_experts": 4, "moe_router": "top_k", "moe_top_k": 2, "moe_aux_loss_coeff": 0.5},
 }
 BOTH = [("expert_choice", True), ("top_k", True)]
 BATCHES = [(router, packed) for router in ROUTERS for packed in (False, True)]
-# The shape of EC-DiT-1B: text, and experts with gates.
+# As EC-DiT-1B: text, and experts with gated MLPs.
 ROUTERS["moviegen"] = {**ROUTERS["expert_choice"], "backbone": "moviegen", "num_query_groups": 2, "max_grid": [4, 5, 6]}
 MOVIEGEN = [("moviegen", True)]
 # (ranks, name): (layout, batches)
@@ -51,7 +51,7 @@ def checkpoint(task: str, parallel: dict, folder) -> dict:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Every selected case's numbers, and those of one rank; each world size starts once.
+    """Numbers of each selected case and of one rank; each world size starts once.
 
     Checkpoints go from four ranks to one, and from one to two.
     """
@@ -96,7 +96,7 @@ def test_layout_equals_one_rank(results, world, name, router, packed):
     ],
 )
 def test_checkpoints_carry_experts_between_layouts_to_the_bit(results, written, read):
-    """Weights, average, Adam's state and fingerprint are the same; so are the weights that the model runs with."""
+    """Weights, average, Adam's state, fingerprint and the weights in the model are equal."""
     before, after = results[written], results[read]
     for name, value in before.items():
         equal = torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value

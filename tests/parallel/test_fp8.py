@@ -1,4 +1,4 @@
-"""Quantised products under every layout: the operands are slices of one rank's, and training agrees with one rank."""
+"""Quantised products under every layout: operands are slices of the unsharded ones, and training equals one rank."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ QUICK = {
     *((2, "tp2_sp", "tensorwise"), (2, "fsdp2", "tensorwise"), (2, "cp2", "mxfp8"), (2, "tp2_sp", "blockwise")),
 }
 OTHERS = {
-    # Keys and values of a text have products in the precision of the weights.
+    # The products for keys and values of a text are not quantised.
     "text, cp2": {"parallel": CP2, "kind": "mxfp8", "model": CROSS},
     "text and image streams, tp2": {"parallel": TP2, "kind": "tensorwise", "model": FLUX},
     "recomputed, tp2_sp": {"parallel": TP2SP, "kind": "tensorwise", "recompute": "full"},
@@ -60,13 +60,13 @@ SHARDS = [
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
-    """For each of `SHARDS` and each rank, the operands that are no slices of one rank's."""
+    """For each of `SHARDS` and each rank, the operands that differ from slices of the unsharded ones."""
     cases = [{"task": f"{WORKER}:shards", **case} for case in SHARDS]
     return run_world(4, cases, tmp_path_factory.mktemp("shards"))
 
 
 def verified(recipe: str, parallel: dict) -> Pair:
-    """The pair that `launch.verify` compares for a recipe with quantised products."""
+    """Return the pair that `launch.verify` compares for a recipe with quantised products."""
     config = built(call_recipe(recipe))
     config = replace(config, parallel=ParallelConfig(**parallel), training=replace(config.training, fp8="tensorwise"))
     (pair,) = with_fp8(config, 2)
@@ -75,7 +75,7 @@ def verified(recipe: str, parallel: dict) -> Pair:
 
 @pytest.fixture(scope="module")
 def verifications(tmp_path_factory):
-    """For each of `VERIFIED`: one rank, the layout, and a layout whose ranks scale by themselves."""
+    """Results of each of `VERIFIED`: one rank, the layout, and the layout with a scale per rank."""
     pairs, folder = [verified(*case) for case in VERIFIED], tmp_path_factory.mktemp("verified")
     trials = {
         1: [pair.one for pair in pairs],
@@ -90,7 +90,7 @@ def verifications(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """For each kind: a run in bf16, one that stops and saves a step earlier, and the one that continues from there."""
+    """For each kind, in bf16: a complete run, a run that saves one step earlier, and one resumed from there."""
     folder = tmp_path_factory.mktemp("runs")
 
     def case(kind, parallel, steps, run_dir, **options):
@@ -108,7 +108,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """The numbers of every case, and those of one rank; each world size starts once."""
+    """Numbers of each selected case and of one rank; each world size starts once."""
     folder, wanted = tmp_path_factory.mktemp("fp8"), selected(request, ROW)
     others = {name: OTHERS[name] for (name,) in selected(request, OTHER_ROW)}
 
@@ -138,7 +138,7 @@ def assert_equal(one, many):
 
 @pytest.mark.parametrize("case", range(len(SHARDS)))
 def test_quantised_shards_are_slices_of_one_rank_to_the_bit(shards, case):
-    """Of x, the weight and the gradient, quantised along each dimension, on TP 2 x CP 2, for both kinds of linears."""
+    """x, weight and gradient, quantised along each dimension, on TP 2 x CP 2, for column and row linears."""
     wrong = shards[case]
     assert len(wrong) == 4
     if SHARDS[case]["apart"]:  # each rank scales by its own largest magnitude
@@ -154,7 +154,7 @@ def test_layout_equals_one_rank(results, world, name, kind):
 
 @pytest.mark.parametrize(OTHER_ROW, rows([(name,) for name in OTHERS], lambda name: name in QUICK_OTHERS))
 def test_other_models_and_recompute_equal_one_rank(results, other):
-    """A stream of few text tokens is compared within wider bounds, because one rounding is a larger share."""
+    """A stream of few text tokens has wider bounds, because one rounding is a larger share of a gradient."""
     bounds = HALF_BOUNDS["bf16"] if OTHERS[other].get("model") == FLUX else FP8_BOUNDS
     assert compare_training(results["one", other], results["many", other], bounds).differences == ()
 
@@ -166,7 +166,7 @@ def test_recompute_changes_no_number(results):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_scales_of_single_ranks_are_far_outside_the_bounds(results, name):
-    """As a mutant: without the largest magnitude over ranks, gradients differ by ten times their bound."""
+    """Without the maximum over ranks, gradients differ by more than five times their bound."""
     broken = compare_training(results["one", "tensorwise"], results["broken", name], FP8_BOUNDS)
     assert broken.largest("gradients") > 5 * FP8_BOUNDS["gradients"]
     assert broken.largest("losses") > 2 * FP8_BOUNDS["losses"]
@@ -174,7 +174,7 @@ def test_scales_of_single_ranks_are_far_outside_the_bounds(results, name):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
-    """Quantisation changes a gradient by far more than the bounds of layouts, and by less than a tenth."""
+    """Quantisation changes gradients by more than ten times the bound of layouts, and by less than 15 %."""
     errors = relative_errors(results["plain", kind]["gradients"], results["one", kind]["gradients"])
     assert 10 * FP8_BOUNDS["gradients"] < max(errors.values()) < 0.15
     plain, quantised = (results[name, kind]["losses"][0] for name in ("plain", "one"))
@@ -183,7 +183,7 @@ def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
 
 @pytest.mark.parametrize("case", range(len(VERIFIED)))
 def test_the_command_verifies_quantised_products(verifications, case):
-    """Within bounds that a rank which scales by itself exceeds; without `training.fp8` there is nothing to verify."""
+    """A layout with a scale per rank exceeds the bounds; without `training.fp8` there is nothing to verify."""
     pair, (one, many, broken) = verified(*VERIFIED[case]), verifications[case]
     assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
     assert compare(pair, one, many).is_equal
@@ -195,7 +195,7 @@ def test_the_command_verifies_quantised_products(verifications, case):
     ("parallel", "bounds", "floor"), [(TP2, FP8_BOUNDS, 0), (TP2SP, HALF_BOUNDS["bf16"], FLOOR)], ids=["tp2", "tp2_sp"]
 )
 def test_only_sequence_parallelism_pads_a_text_stream(parallel, bounds, floor):
-    """Its scales then differ, and the bounds of the command are those of bf16."""
+    """Scales then differ from one rank, so the command uses the bounds of bf16."""
     pair = verified("tiny_flux", parallel)
     assert (pair.bounds, pair.floor) == (bounds, floor)
 

@@ -1,4 +1,4 @@
-"""Megatron-FSDP gives the numbers of one rank, and shares its checkpoints with every other layout.
+"""Megatron-FSDP computes the numbers of one rank, and other layouts can resume its checkpoints.
 
 Runs train on packs of samples of three sizes.
 """
@@ -20,7 +20,7 @@ DDP = {"data_parallel": "ddp"}
 HYBRID = {**FSDP, "num_distributed_optimizer_instances": 2}
 
 LAYOUTS = {
-    1: {"fsdp1": FSDP},  # nothing to share: the same recipe on a single device
+    1: {"fsdp1": FSDP},  # nothing is sharded: the same recipe on a single device
     2: {
         "fsdp2": FSDP,
         "fsdp2_optim_grads": {**FSDP, "fsdp_sharding": "optim_grads"},
@@ -50,7 +50,7 @@ SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 SMALL = ("awkward", "frozen", "joined")
 SHAPES = ["1x8x8", "1x6x6", "1x4x6"]  # 16, 9 and 6 tokens: their padding depends on the layout
 BF16_SHARDINGS = ("optim", "optim_grads_params")
-# Two instances of two ranks: ranks 0 and 1 have the shards of one copy, ranks 2 and 3 those of the other.
+# Two instances of two ranks: ranks 0 and 1 shard one copy, ranks 2 and 3 the other.
 HYBRIDS = {"hybrid": HYBRID, "hybrid_optim": {**HYBRID, "fsdp_sharding": "optim"}}
 
 SUM_RTOL = 1e-5  # fp32; sums are taken in another order
@@ -60,7 +60,7 @@ NOISE_RTOL = 1e-3  # the gradient of the keys' bias is rounding noise; this test
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Every selected case's numbers; each world size starts once."""
+    """Numbers of each selected case; each world size starts once."""
     folder, wanted = tmp_path_factory.mktemp("fsdp"), selected(request, ROW)
     resumed = {name for name, _ in selected(request, RESUMED_ROW)}
     expert_layouts = {name for (name,) in selected(request, EXPERT_ROW)}
@@ -70,7 +70,7 @@ def results(request, tmp_path_factory):
         case = {"run_dir": folder / name, "parallel": parallel, "data": {"shapes": SHAPES}}
         return {"task": "tests.parallel.fsdp_worker:train", **case, **options}
 
-    def resumes(name, parallel):  # and writes nothing
+    def resumes(name, parallel):  # and saves nothing
         return run(name, parallel, steps=2, look_before=True)
 
     def experts(task, parallel):
@@ -128,7 +128,7 @@ def results(request, tmp_path_factory):
         },
     }
     found = {}
-    for world, named in more.items():  # in this order: what one writes, others read
+    for world, named in more.items():  # in this order: some cases read checkpoints of earlier ones
         cases = {name: case for name, case in named.items() if name in resumed or name not in RESUMED}
         for name, parallel in LAYOUTS[world].items():
             packings = (packed for packed in (False, True) if (name, packed) in wanted)
@@ -162,7 +162,7 @@ def test_fsdp_equals_one_rank(results, name, packed):
     rows([(name,) for named in EXPERT_LAYOUTS.values() for name in named], lambda name: name in QUICK_EXPERTS),
 )
 def test_fsdp_with_experts_equals_one_rank(results, expert_layout):
-    """An expert's weights are sharded over the ranks of this expert, the others over all."""
+    """Weights of an expert are sharded over the ranks that have it, other weights over all ranks."""
     assert_equal_training(results["one_experts"], results[expert_layout])
 
 
@@ -176,7 +176,7 @@ def test_experts_go_to_one_rank_to_the_bit(results):
 
 @pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS])
 def test_every_gradient_arrives_however_the_model_is_laid_out(results, kind):
-    """Parameters of the model itself, modules that run in another order than they were registered, unused ones."""
+    """Parameters of the root module, modules that run in another order than registered, and unused modules."""
     one, many = results["awkward_one"], results[f"awkward_{kind}"]
     assert many["norm"] == pytest.approx(one["norm"], rel=SUM_RTOL)
     assert_close(many["gradients"], one["gradients"], SUM_RTOL)
@@ -186,21 +186,21 @@ def test_every_gradient_arrives_however_the_model_is_laid_out(results, kind):
 
 @pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS])
 def test_bf16_gradients_are_summed_in_the_order_of_one_rank(results, kind):
-    """Where a layer reads an input at several places and others read it, too: another order is another number."""
+    """Several layers read the same input several times, so another order of the bf16 sum changes its gradient."""
     one, many = results["joined_one"], results[f"joined_{kind}"]
     assert many["norm"] == pytest.approx(one["norm"], rel=SUM_RTOL)
     assert_close(many["gradients"], one["gradients"], SUM_RTOL)
 
 
 def test_weights_are_freed_behind_the_backward_pass_of_their_layer(results):
-    """When the gradient of a layer's input is there, before others are gathered: full weights have those below."""
+    """When the gradient of a layer's input is computed, only the layers before it have gathered weights."""
     found = results["joined_optim_grads_params"]["gathered"]
     assert found == {layer: list(range(layer)) for layer in range(6)}
 
 
 @pytest.mark.parametrize("backbone", SMALL)
 def test_no_weights_of_layers_stay_gathered_after_the_backward_pass(results, backbone):
-    """Also of a first layer whose input needs no gradient, because everything before it is frozen."""
+    """This includes a first layer whose input needs no gradient because everything before it is frozen."""
     assert results[f"{backbone}_optim_grads_params"]["left"] == []
 
 
@@ -213,7 +213,7 @@ def test_gradients_of_a_model_with_frozen_parameters_arrive(results, kind):
 
 @pytest.mark.parametrize("name", ["fsdp2", "hybrid2x2"])
 def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results, name):
-    """Weights, average and moments agree, and what the loop sees of them: held-out loss and samples."""
+    """Weights, average, moments, held-out loss and samples agree."""
     fsdp, other = results[f"run_{name}"], results["run_distributed2"]
     assert_same(fsdp["before"], other["before"])
     assert fsdp["grad_norms"] == pytest.approx(other["grad_norms"], rel=SUM_RTOL)
@@ -224,7 +224,7 @@ def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results, name):
 
 
 def test_average_and_weights_differ_and_come_back(results):
-    """Looking with the averaged weights uses other weights, and leaves every number of the run as it was."""
+    """Samples with the averaged weights differ, and sampling does not change the state of the run."""
     run = results["run_fsdp2"]
     assert (run["looks_after"]["averaged"] - run["looks_after"]["raw"]).abs().max() > 1e-3
     assert_same(run["after_looking"], run["after"])
@@ -232,7 +232,7 @@ def test_average_and_weights_differ_and_come_back(results):
 
 @pytest.mark.parametrize("kind", [*BF16_SHARDINGS, "hybrid"])
 def test_bf16_keeps_fp32_masters(results, kind):
-    """The same steps as the distributed optimizer in bf16: fp32 gradients, moments, weights and average."""
+    """Steps equal those of the distributed optimizer in bf16, with fp32 gradients, moments, weights and average."""
     fsdp, other = results[f"bf16_{kind}"], results["bf16_distributed2"]
     assert_same(fsdp["before"], other["before"])
     assert fsdp["grad_norms"] == pytest.approx(other["grad_norms"], rel=SUM_RTOL)
@@ -263,7 +263,7 @@ RESUMED_CASES = rows(RESUMED.items(), lambda name, saved: name in QUICK_RESUMED)
 
 @pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
 def test_checkpoints_are_read_to_the_bit_on_another_layout(results, resumed, saved):
-    """Weights, average, both moments and Adam's step count; the next step is that of the run that went on."""
+    """Weights, average, both moments and Adam's step count; the next step equals that of the uninterrupted run."""
     run, other = results[saved], results[resumed]
     assert other["resumed_at"] == 2
     assert_same(other["before"], run["after"])
@@ -281,7 +281,7 @@ def test_samples_and_held_out_loss_are_those_of_the_run_that_saved(results, resu
 
 @pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
 def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results, resumed, saved):
-    """Its samples are those that the run of one rank trains on after the save, and its state ends as there."""
+    """After the save it trains on the same samples as the run of one rank and ends in the same state."""
     one, other = results["run_one"], results[resumed]
     assert results[saved]["samples"] == one["samples"]
     assert sorted(one["samples"] + other["samples"]) == one["samples_at_end"]
@@ -291,7 +291,7 @@ def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results,
 
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance(results, kind):
-    """Ranges and bytes of weights, gradients and moments, and the share of a checkpoint that each copy writes."""
+    """Ranges, bytes of weights, gradients and moments, and checkpoint size are equal; every rank writes a part."""
     instance, ranks = results[f"instance_{kind}"], results[f"shards_{kind}"]
     for quantity in ("ranges", "bytes"):
         assert [rank[quantity] for rank in ranks] == 2 * [rank[quantity] for rank in instance]
@@ -301,10 +301,10 @@ def test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance(results, k
 
 
 def test_rounding_of_one_instance_in_the_gradient_norm_leaves_the_copies_equal(results):
-    """All ranks clip by the same norm, so weights that are equal before a step are equal after it."""
+    """All ranks clip with the same norm, so copies of weights stay equal."""
     first, second, *others = results["clipped_hybrid"]
     assert first["norms"] == second["norms"]
-    assert min(first["norms"]) > 1e-2  # so that the steps are clipped
+    assert min(first["norms"]) > 1e-2  # every step is clipped
     for one, other in zip((first, second), others, strict=True):
         assert other["norms"] == one["norms"]
         assert_same(other["weights"], one["weights"])
@@ -312,7 +312,7 @@ def test_rounding_of_one_instance_in_the_gradient_norm_leaves_the_copies_equal(r
 
 @pytest.mark.parametrize(("kind", "times"), [("hybrid", MICRO_BATCHES), ("hybrid_optim", 1)])
 def test_gradients_are_scattered_inside_an_instance_and_summed_once_over_instances(results, kind, times):
-    """Of the n bytes of a shard's fp32 gradients a rank sends n to its neighbour, and 2 n / 2 to the other instance."""
+    """For n bytes of fp32 gradients in a shard, a rank sends n inside the instance and 2 n / 2 across instances."""
     for rank in results[f"shards_{kind}"]:
         shard = rank["gradient_bytes"]
         assert rank["inside"]["reduce_scatter_tensor"] == times * shard

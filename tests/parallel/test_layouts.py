@@ -1,4 +1,4 @@
-"""Any layout gives the numbers of one rank, for every parameter's gradient."""
+"""Every layout computes the losses, gradients and weights of one rank."""
 
 import pytest
 import torch
@@ -33,8 +33,8 @@ TRAFFIC = {
     "pp2_tp2_sp": {"pipeline_model_parallel_size": 2, **TP2SP},
 }
 TOKENS, SAMPLES, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 2, 32, 4, 4, 16, 4
-# The head u(sigma) is on the last stage; each tensor-parallel rank has it and sees all its tokens. The negative of a
-# sample has another size, and its tokens are on another context-parallel rank.
+# The head u(sigma) is on the last stage, with a copy on each tensor-parallel rank, which processes all tokens. The
+# contrastive negative of a sample has another size, and its tokens are on another context-parallel rank.
 OBJECTIVES = {
     "uncertainty": EDM(weighting=UncertaintyWeighting()),
     "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
@@ -50,8 +50,8 @@ OBJECTIVE_LAYOUTS = {
     },
 }
 OBJECTIVE_CASES = [(objective, name) for objective, named in OBJECTIVE_LAYOUTS.items() for name in named]
-# Adapters in the blocks, behind a frozen embedding; beside every linear layer; beside those that read a text, which
-# is replicated under sequence parallelism; and beside modulations that all stages share.
+# Adapters of the blocks, after a frozen embedding; of every linear layer; of layers that read a text, which is
+# replicated under sequence parallelism; and of modulations that all stages share.
 ALL = LoRAConfig(rank=3, alpha=6.0, targets=["*"])
 ADAPTERS = {
     "blocks": {"lora": LoRAConfig(rank=3)},
@@ -96,21 +96,21 @@ ADAPTED_QUICK = {
     *((2, "tp2_sp", "text"), (2, "pp2", "blocks"), (2, "fsdp2", "all"), (2, "fsdp2", "unet")),
     (4, "tp2_sp_fsdp2", "blocks"),
 }
-# In bf16 the sums over tensor-parallel ranks are of rounded parts; without these, only sums in fp32 have another order.
+# In bf16, sums over tensor-parallel ranks add rounded parts; other layouts only change the order of fp32 sums.
 BF16_ADAPTED = {2: ("distributed_optimizer2_overlap", "tp2_sp", "fsdp2"), 4: ("tp2_sp_fsdp2",)}
 BF16_CASES = [(world, name, "all") for world, named in BF16_ADAPTED.items() for name in named]
 BF16_CASES += [(2, "tp2_sp", "text"), (4, "tp2_sp_fsdp2", "blocks")]
 BF16_ROW = ("bf16_world", "bf16_name", "bf16_kind")
 BF16_QUICK = {(2, "tp2_sp", "text"), (2, "fsdp2", "all"), (4, "tp2_sp_fsdp2", "blocks")}
-BF16_TP_RTOL = 3e-2  # four units of bf16, 2^-7 each, for one gradient; seen 1.7e-2
-BF16_TP_LOSS_RTOL = 2e-3  # a quarter unit, for means over all tokens; seen 2e-4 of losses, 1.1e-3 of norms
-BF16_TP_FURTHER = 1.25  # of the distance of all gradients from those in fp32, against one rank's; seen 0.92 to 1.10
+BF16_TP_RTOL = 3e-2  # of one gradient; four units of bf16, 2^-7 each; measured 1.7e-2
+BF16_TP_LOSS_RTOL = 2e-3  # of means over tokens; a quarter unit; measured 2e-4 for losses, 1.1e-3 for norms
+BF16_TP_FURTHER = 1.25  # ratio of errors against fp32 gradients, layout to one rank; measured 0.92 to 1.10
 CASES = [(world, name, packed) for world, named in LAYOUTS.items() for name in named for packed in (False, True)]
 ROW = ("world", "name", "packed")
 
 
 def forget_sequence_parallel(chunks: list) -> None:
-    """As if no parameter stated that each tensor-parallel rank's gradient covers only its own tokens."""
+    """Clear `sequence_parallel`, the mark of gradients that cover only the tokens of one tensor-parallel rank."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.sequence_parallel = False
@@ -118,7 +118,7 @@ def forget_sequence_parallel(chunks: list) -> None:
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Every case's numbers, and those of one rank; each world size starts once."""
+    """Numbers of each selected case and of one rank; each world size starts once."""
     wanted, wanted_bf16 = selected(request, ADAPTED_ROW), selected(request, BF16_ROW)
     plain = selected(request, ROW)
     folder = tmp_path_factory.mktemp("worlds")
@@ -171,7 +171,7 @@ def test_objective_equals_one_rank(results, name, objective):
 
 @pytest.mark.parametrize(ADAPTED_ROW, rows(ADAPTED_CASES, lambda *case: case in ADAPTED_QUICK))
 def test_adapters_equal_those_of_one_rank(results, world, name, kind):
-    """Every gradient of A and B, and no other; `compare_training` refuses gradients that are zero."""
+    """Compare the gradients of every A and B, and no others; `compare_training` reports zero gradients."""
     assert_equal_training(results["one", kind], results[name, kind])
     gradients = results[name, kind]["gradients"]
     assert all("lora_" in parameter for parameter in gradients)
@@ -181,7 +181,7 @@ def test_adapters_equal_those_of_one_rank(results, world, name, kind):
 
 @pytest.mark.parametrize(BF16_ROW, rows(BF16_CASES, lambda *case: case in BF16_QUICK))
 def test_adapters_in_bf16_equal_those_of_one_rank(results, bf16_world, bf16_name, bf16_kind):
-    """To the order of fp32 sums under data parallelism and FSDP; under TP + SP, as near to fp32 as one rank."""
+    """Within fp32 summation error for data parallelism and FSDP; with TP + SP, as close to fp32 as one rank."""
     exact, one = results["one", bf16_kind], results["one", ("bf16", bf16_kind)]
     many = results[bf16_name, ("bf16", bf16_kind)]
     assert many["drifted"] == []
@@ -202,7 +202,7 @@ def test_adapters_in_bf16_equal_those_of_one_rank(results, bf16_world, bf16_name
 
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_leave_nothing_open(results, world):
-    """The groups of one layout are gone before the next is built: their connections and threads would add up."""
+    """Process groups are released before the next layout, so that connections and threads do not add up."""
     keys = [(name, packed) for name in LAYOUTS[world] for packed in (False, True)]
     counts = [results[key]["connections"] for key in keys if key in results]
     assert max(counts[1:]) <= counts[0] + 8, counts
@@ -212,14 +212,15 @@ def test_gradients_are_wrong_without_the_sequence_parallel_marks(results):
     one, broken = results["one", True]["gradients"], results["without marks"]["gradients"]
     wrong = {name for name, expected in one.items() if (broken[name] - expected).norm() > 0.1 * expected.norm()}
     assert {name for name in one if name.startswith(("embed.", "head.", "conditioner."))} <= wrong
-    split = ("linear_qkv.weight", "modulation.linear.weight")  # so complete on its rank
+    split = ("linear_qkv.weight", "modulation.linear.weight")  # sharded, so the rank has the complete gradient
     assert not any(name.endswith(split) for name in wrong)
 
 
 def tensor_parallel_bytes(tp: int, layers: int, *, head: bool) -> dict[str, float]:
-    """Return what a rank sends: per sub-layer a gather and a scatter each way, and a gather to rebuild an input.
+    """Return the bytes that a rank sends in one step.
 
-    Besides per layer a gather of six modulations of each sample, and a scatter of their gradients.
+    Per sub-layer: a gather and a scatter in each direction, and a gather to recompute an input. Per layer: a gather of
+    six modulations of each sample, and a scatter of their gradients.
     """
     share = MICRO_BATCHES * FP32_BYTES * (tp - 1) / tp
     unit, modulations = share * TOKENS, layers * share * SAMPLES * 6 * HIDDEN
@@ -231,13 +232,13 @@ def tensor_parallel_bytes(tp: int, layers: int, *, head: bool) -> dict[str, floa
 
 
 def test_tensor_parallel_ranks_send_ten_collectives_per_layer(results):
-    """TP + SP: each of the 10 of tokens moves T h (t - 1) / t numbers; the prediction is gathered once."""
+    """TP + SP: each of the 10 collectives sends T h (t - 1) / t numbers; the prediction is gathered once."""
     expected = {**tensor_parallel_bytes(4, LAYERS, head=True), "pp p2p": 0}
     assert results["traffic", "tp4_sp"] == [expected] * 4
 
 
 def test_stages_send_activations_one_way_and_gradients_the_other(results):
-    """T h numbers per boundary, direction and micro-batch, shared by the tensor-parallel ranks."""
+    """T h numbers per stage boundary, direction and micro-batch, divided among the tensor-parallel ranks."""
     boundary = MICRO_BATCHES * TOKENS * HIDDEN * FP32_BYTES
     assert [sent["pp p2p"] for sent in results["traffic", "pp4"]] == [boundary, 2 * boundary, 2 * boundary, boundary]
     for rank, sent in enumerate(results["traffic", "pp2_tp2_sp"]):

@@ -39,7 +39,7 @@ def results(request, tmp_path_factory):
 
     def case(parallel, steps=STEPS, run_dir="none", **options):
         changes = options.pop("training", {})
-        dynamic = () if "loss_scale" not in changes else SETTINGS  # they do not apply to a constant scale
+        dynamic = () if "loss_scale" not in changes else SETTINGS  # a constant scale has no such settings
         training = {name: value for name, value in {**TRAINING, **changes}.items() if name not in dynamic}
         task = f"tests.parallel.loss_scale_worker:{options.pop('task', 'train')}"
         shared = {"task": task, "parallel": parallel, "precision": "fp16", "run_dir": folder / run_dir}
@@ -59,7 +59,7 @@ def results(request, tmp_path_factory):
         "constant": case(DISTRIBUTED, fault=ON_RANK_1, training={"loss_scale": 32.0}),
     }
     one = {
-        # Scales that differ by a power of two: fp16 rounds the same digits.
+        # Powers of two, so that fp16 rounds the same digits.
         **{scale: case(DDP, 1, training={"loss_scale": scale}) for scale in (1.0, 4.0, 64.0)},
         ("one rank", "large"): case(DDP, FIRST, **LARGE),
         "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32}),
@@ -86,7 +86,7 @@ def test_all_ranks_follow_an_overflow_that_only_one_of_them_recorded(results):
 
 @pytest.mark.parametrize("layout", ["one rank", "distributed", "tp2_sp"])
 def test_packs_of_a_thousand_tokens_lose_at_most_one_of_the_first_updates(results, layout):
-    """The default scale is that of the mean loss, not of a sum over tokens; every layout starts with the same one."""
+    """The default scale fits the mean loss, not a sum over tokens, and is the same on every layout."""
     run, one = results[layout, "large"], results["one rank", "large"]
     assert run["skips"][-1] <= 1
     assert run["scales"] == one["scales"]
@@ -95,22 +95,22 @@ def test_packs_of_a_thousand_tokens_lose_at_most_one_of_the_first_updates(result
 
 @pytest.mark.parametrize("kind", rows([(kind,) for kind in (*KINDS, "hybrid")], lambda kind: kind in QUICK))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(results, kind):
-    """Weights, average, moments and Adam's step count are those of the step before; the scale is half.
+    """Weights, average, moments and Adam's step count do not change; the scale halves.
 
-    In hybrid sharding also those of the other instance, whose own gradients are finite.
+    Hybrid sharding: also on the other instance, whose gradients are finite.
     """
     good, bad = results[kind, "good"], results[kind, "bad"]
     assert bad["norms"] == [*good["norms"], math.inf]
     assert bad["skips"] == [0, 1]
     assert bad["scales"] == [INITIAL, INITIAL]
     assert bad["last_scale"] == INITIAL / 2
-    assert bad["step"] == BAD_STEP  # the batch is gone
+    assert bad["step"] == BAD_STEP  # the batch is not repeated
     assert_same_state(bad["after"], good["after"])
     assert int(bad["after"]["step"]) == BAD_STEP - 1
 
 
 def test_the_scale_doubles_after_the_window(results):
-    """By the formula: two good steps double it, an overflow halves it and restarts the count."""
+    """Two good steps double the scale; an overflow halves it and restarts the count."""
     run = results["long"]
     assert run["scales"] == [INITIAL * factor for factor in (1, 1, 1 / 2, 1 / 2, 1, 1)]
     assert run["last_scale"] == 2 * INITIAL
@@ -118,13 +118,13 @@ def test_the_scale_doubles_after_the_window(results):
 
 
 def test_experts_and_dense_layers_share_one_scale(results):
-    """Megatron-Core has an optimizer for each, and would have a scale for each."""
+    """Megatron-Core has one optimizer for each, which would have separate scales."""
     assert results["experts"]["scales"] == results["long"]["scales"]
     assert results["experts"]["skips"] == results["long"]["skips"]
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(results):
-    """The count towards the next doubling too: it stands at one of two where the run was saved."""
+    """Also the count of good steps, which is one of two when the run is saved."""
     saved, resumed, full = results["saved"], results["resumed"], results["long"]
     assert resumed["resumed_at"] == SAVED_AT
     for name in ("scales", "skips", "norms"):
@@ -152,7 +152,7 @@ def test_an_overflow_with_a_constant_scale_stops_the_run(results):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(results):
-    """No scale helps: the loss is scaled after it is computed."""
+    """No scale can help, because the loss is scaled after it is computed."""
     run = results["loss"]
     assert run["step"] == BAD_STEP - 1
     assert "The loss of rank 1 is not finite" in run["error"]
@@ -161,7 +161,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(results):
 
 
 def test_gradients_do_not_depend_on_the_scale(results):
-    """Adam's first moment is a tenth of them; fp16 loses multiples of 6e-8 of each token, more with a smaller scale."""
+    """The first moment is a tenth of the gradient; its tolerance is 2^-24, the smallest fp16 number."""
     reference = results[64.0]
     for scale in (1.0, 4.0):
         assert results[scale]["norms"] == pytest.approx(reference["norms"], rel=1e-5)
@@ -171,7 +171,7 @@ def test_gradients_do_not_depend_on_the_scale(results):
 
 
 def test_a_scale_that_is_too_large_finds_its_level(results):
-    """From 2^32 every step halves it; the weights wait."""
+    """From 2^32 every step halves it; the weights do not change."""
     run = results["huge"]
     assert run["scales"] == [2.0 ** (32 - i) for i in range(STEPS)]
     assert run["skips"] == list(range(1, STEPS + 1))

@@ -1,4 +1,4 @@
-"""Rows of the table of layouts, with checkpoints to and from one rank; slow, so only `make test-parallel` runs them."""
+"""Rows of the table of layouts, with checkpoints to and from one rank; `make test-parallel` runs the slow ones."""
 
 import math
 
@@ -27,7 +27,7 @@ def test_layout_equals_one_rank(outcomes, row):
 
 
 def training(**changes) -> dict:
-    """What a training of two parameters over three steps reports, with some of it changed."""
+    """Return the report of three training steps with two parameters, with `changes`."""
     named = {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(4)}
     reported = {"losses": [1.0, 0.8, 0.7], "grad_norms": [2.0, 1.0, 0.5], "gradients": named, "parameters": named}
     return {**reported, "drifted": [], **changes}
@@ -58,7 +58,7 @@ UNEQUAL = {
 
 @pytest.mark.parametrize("case", UNEQUAL)
 def test_what_is_not_equal_is_seen_and_shown(case):
-    """Each wrong input is one difference, by name; also where the other batch of the layout is equal."""
+    """Each case has exactly one named difference, also if the other batch of the layout is equal."""
     one, many, expected = UNEQUAL[case]
     with pytest.raises(AssertionError, match=expected):
         assert_equal_training(one, many)
@@ -73,7 +73,7 @@ def test_what_is_not_equal_is_seen_and_shown(case):
 
 
 def test_equal_trainings_are_equal():
-    """Also where sums were taken in another order."""
+    """Differences of another summation order are within the bounds."""
     rounded = training(losses=[1.0, 0.8, 0.7000001], parameters=with_b(1.0, 1.0, 1.0, 1.0001))
     outcome = Outcome((compare_training(EQUAL, EQUAL), compare_training(EQUAL, rounded)), lost=())
     assert outcome.differences == ()

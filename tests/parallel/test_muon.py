@@ -1,4 +1,4 @@
-"""Muon trains on every layout as on one rank: whole matrices are orthogonalised, not shards."""
+"""Muon on every layout trains as on one rank, because it orthogonalises unsharded matrices."""
 
 import pytest
 import torch
@@ -40,13 +40,13 @@ FOUR = {
 }
 ALL = {"one": {}, **LAYOUTS, **FOUR}
 RESUMED = {"tp": "fsdp", "fsdp": "pp", "distributed": "tp", "one": "hybrid", "hybrid": "distributed"}
-"""Layout of the second part of a run, by that of the first one."""
+"""Layout that resumes a run, by the layout that saved it."""
 STEPS, SAVED_AT = 4, 2
 ROW, MODEL_ROW, HALF_ROW, RESUMED_ROW = ("layout",), ("model", "layout_of_model"), ("kind", "name"), ("first",)
 QUICK, QUICK_MODELS, QUICK_RESUMED = ("tp", "fsdp", "offload"), ("experts", "lora"), ("tp",)
 QUICK_HALF = {("bf16", "fsdp"), ("fp8", "ddp")}
 BOUND = 1e-6
-"""Newton-Schulz multiplies the rounding of small singular values by up to 3.4445 ** 5."""
+"""Newton-Schulz multiplies rounding errors of small singular values by up to 3.4445 ** 5."""
 HALF = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16", "training": {"initial_loss_scale": 2.0, "loss_scale_window": 2}},
@@ -58,8 +58,8 @@ HALF_RTOL = {
     **{("bf16", name): OTHER_SUMS for name in ("tp", "pp")},
     **{("fp16", name): OTHER_SUMS for name in ("distributed", "fsdp")},
 }
-"""`SAME_SUMS`: the micro-batches of one rank, whose gradients are summed in fp32. Others round partial sums of bf16, or
-gradients with another loss scale: momenta differ by 4e-3, and Newton-Schulz multiplies that by up to 20."""
+"""`SAME_SUMS`: layouts with the micro-batches of one rank and fp32 sums of gradients. Others round partial sums in
+bf16, or gradients with another loss scale: momenta differ by 4e-3, and Newton-Schulz multiplies that by up to 20."""
 
 
 def case(parallel, model="plain", **options):
@@ -87,7 +87,7 @@ def results(request, tmp_path_factory):
     sizes = {name: size for size, layouts in ((1, ["one"]), (2, LAYOUTS), (4, FOUR)) for name in layouts}
     for first, then in RESUMED.items():
         shared = {"run_dir": folder / first}
-        if (first,) in resumed or first == "one":  # from which the adapters start
+        if (first,) in resumed or first == "one":  # the adapters start from it
             worlds[sizes[first]][first, "saved"] = case(ALL[first], steps=SAVED_AT, save=True, **shared)
         if (first,) in resumed:
             worlds[sizes[then]][first, "resumed"] = case(ALL[then], steps=STEPS - SAVED_AT, **shared)
@@ -132,7 +132,7 @@ def test_a_layout_of_other_models_trains_as_one_rank(results, model, layout_of_m
 
 @pytest.mark.parametrize(HALF_ROW, rows(HALF_RTOL, lambda *case: case in QUICK_HALF))
 def test_half_precision_trains_as_one_rank(results, kind, name):
-    """Errors are relative to the change of a weight in all steps."""
+    """Errors are relative to the change of each weight over the run."""
     run, one = results[name, kind]["after"], results["one", kind]
     changes = {key: one["after"][key] - one["before"][key] for key in run if key.startswith("weight.")}
     errors = {key: (run[key] - one["after"][key]).norm() / change.norm() for key, change in changes.items()}

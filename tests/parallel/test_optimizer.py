@@ -1,4 +1,4 @@
-"""Every data-parallel kind and both precisions train as the formulas of the settings say."""
+"""Every data-parallel kind and precision trains as `optimizer_worker.formulas`."""
 
 import pytest
 
@@ -29,23 +29,23 @@ RESUMED = ("distributed2", "fsdp2")
 NUM_STEPS, SAVED_AT = 5, 3
 
 SETTINGS = {
-    # The norms of queries and keys start as ones, so a decay of theirs shows; eps is of the size of the gradients.
+    # Norms of queries and keys start as ones, so decaying them would show; eps is as large as the gradients.
     "model": {"qk_layernorm": True},
     "optimizer": {"lr": 2e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.5, "clip_grad": 0.5},
-    # Both the rate and beta1 rise and fall; the first update has a third of the peak.
+    # Learning rate and beta1 rise and fall; the first learning rate is a third of the peak.
     "schedule": TorchOneCycle(pct_start=0.5, div_factor=3.0, final_div_factor=4.0, cycle_momentum=True),
     "training": {"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
 }
 SETTINGS["training"]["ema_sigma_rel"] = [0.1, 0.25]
 OFFLOADED = {**SETTINGS, "optimizer": {**SETTINGS["optimizer"], "offload": True}}
 EXPERTS = {**SETTINGS, "model": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}}
-# Sums over ranks are taken in another order; in bf16 that rounds a weight in ten thousand the other way.
+# Sums over ranks have another order, which changes the rounding of one bf16 weight in ten thousand.
 RTOL = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """What the formulas give, and what every selected case does; each world size starts once."""
+    """Results of the formulas and of each selected case; each world size starts once."""
     folder = tmp_path_factory.mktemp("optimizer")
     wanted, offloaded = selected(request, ROW), {name for (name,) in selected(request, OFFLOAD_ROW)}
 
@@ -92,7 +92,7 @@ def assert_trained(run, formulas, rtol, done=0):
 
 
 def test_the_settings_show_in_the_formulas(results):
-    """Some steps are clipped and some are not; each part of the state has moved."""
+    """Some steps are clipped and some are not; no tensor of the state is zero."""
     norms = results["formulas", "fp32"]["grad_norms"]
     assert min(norms) < SETTINGS["optimizer"]["clip_grad"] < max(norms)
     assert all(tensor.any() for tensor in results["formulas", "fp32"]["after"].values())
@@ -105,7 +105,7 @@ def test_a_run_trains_by_the_formulas(results, name, precision):
 
 @pytest.mark.parametrize("name", EP2)
 def test_experts_train_by_the_formulas(results, name):
-    """Their optimizer is one of two, chained."""
+    """Megatron-Core chains a separate optimizer for experts."""
     assert_trained(results[name], results["expert formulas"], RTOL["fp32"])
 
 
@@ -118,5 +118,5 @@ def test_moments_in_host_memory_are_those_of_the_formulas(results, offloaded):
 
 @pytest.mark.parametrize("name", [*RESUMED, "offload", "onload"])
 def test_a_resumed_run_trains_by_the_formulas(results, name):
-    """What a checkpoint brings back changes no setting of the optimizer."""
+    """Loading a checkpoint changes no setting of the optimizer."""
     assert_trained(results[name, "resumed"], results["formulas", "bf16"], RTOL["bf16"], SAVED_AT)

@@ -1,4 +1,4 @@
-"""Any pipeline gives the numbers of one rank: gradients, updates, samples, held-out losses and checkpoints."""
+"""Every pipeline computes the numbers of one rank: gradients, updates, samples, held-out losses and checkpoints."""
 
 import pytest
 import torch
@@ -28,14 +28,14 @@ LAYOUTS = {
 CASES = [(world, name, True) for world, named in LAYOUTS.items() for name in named] + [(2, "pp2_vpp2", False)]
 ONE = {"data_parallel": "ddp"}
 PREDICTING = {2: ("pp2", "pp2_vpp2"), 4: ("pp2_tp2_sp", "pp2_distributed_optimizer2")}
-# Embedders as large as a stage's layers, so that the border between two data-parallel shards would cut through them.
+# Embedders as large as the layers of a stage, so that the border between two data-parallel shards is inside them.
 LARGE_EMBEDDERS = {
     "parallel": {**PP2, "pipeline_layers": [1, 3]},
     "model": {"num_classes": 500},
     "packed": True,
 }
 LEGS = {1: [(ONE, 4)], 2: [(PP2, 2), ({**VPP2, "pipeline_layers": [1, 1, 1, 1]}, 3), (TP2SP, 4)]}
-# The samples and held-out losses are sums of the same numbers in another order, and a solver's steps amplify little.
+# Only the order of sums differs, and the solver steps amplify the error little.
 PREDICTION_RTOL = 1e-5
 
 
@@ -45,7 +45,7 @@ def task(name: str, **case) -> dict:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Every case's result by its key; each world size starts once. The checkpoint goes from 4 ranks to 1 to 2."""
+    """Result of each case; each world size starts once. The checkpoint moves from 4 ranks to 1 and then to 2."""
     folder = tmp_path_factory.mktemp("worlds")
     saved, moved = str(folder / "saved"), str(folder / "moved")
     cases: dict = {4: {}, 1: {}, 2: {}}
@@ -107,7 +107,7 @@ def test_the_norm_counts_copies_once_only_because_they_are_marked(results):
 
 @pytest.mark.parametrize("name", [name for names in PREDICTING.values() for name in names])
 def test_samples_and_held_out_losses_equal_one_rank(results, name):
-    """Samples of flow matching, and of EDM with churn and rescaled guidance."""
+    """Samples of flow matching, and of EDM with churn noise and rescaled guidance."""
     one, many = results["one", "predict"], results[name, "predict"]
     assert many["differ_between_stages"] == []
     assert many["weights_back"]

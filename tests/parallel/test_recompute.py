@@ -1,4 +1,4 @@
-"""Activation recompute changes no number, whatever the layout."""
+"""Activation recompute changes no number on any layout."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def model_of(layout):
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Each selected layout and kind on packed batches, and one rank that recomputes nothing."""
+    """Results of each selected layout and kind on packed batches, and of one rank without recompute."""
     folder, wanted = tmp_path_factory.mktemp("worlds"), [case for case in CASES if case in selected(request, ROW)]
     alone = [{"parallel": {"data_parallel": "ddp"}, "packed": True, "model": model} for model in ({}, EXPERTS)]
     one, experts = run_world(1, alone, folder / "1")

@@ -1,7 +1,7 @@
-"""ST-DiT gives the numbers of one rank under any layout, and sends what the formulas say.
+"""ST-DiT computes the numbers of one rank under every layout, and the bytes sent match the formulas.
 
-Packs are ragged, with images and clips: frames and columns are cut by the context-parallel split, ranks own
-unequal shares, and some own no frame at all. `tests/laws` has data and pipeline parallelism.
+Packs are ragged, with images and clips: the context-parallel split cuts frames and columns, ranks have unequal shares,
+and some have no frame. `tests/laws` has data and pipeline parallelism.
 """
 
 from pathlib import Path
@@ -47,7 +47,7 @@ LAYOUTS = {
         "cp2_dp2_hybrid": CP2,
     },
 }
-# Rows of the second model, whose rotary positions travel, heads come in groups, and layers mix kinds of attention.
+# Layouts of the second model, which exchanges rotary positions, has grouped queries and mixes kinds of attention.
 BOTH = {"tp2_sp", "cp2_ring", "cp2_tp2_sp_hybrid"}
 CASES = [
     (world, model, layout)
@@ -59,8 +59,8 @@ CASES = [
 
 # Full recompute repeats the exchanges; selective recompute saves their results.
 RECOMPUTED = {(2, "all_in_one", f"cp2_hybrid_{choice}"): {"recompute": choice} for choice in ("selective", "full")}
-# The last two of a step's four packs are two samples of one token: all context-parallel ranks but the first have
-# nothing but padding, and own no frame.
+# The last two of a step's four packs have two samples of one token: all context-parallel ranks except the first have
+# only padding and no frame.
 PADDING_LAYOUTS = {
     2: {
         "cp2_ddp_overlap": {**CP2, "data_parallel": "ddp", "overlap_grad_reduce": True},
@@ -78,7 +78,7 @@ ROW = ("world", "model", "layout")
 
 HIDDEN, FP32_BYTES = 32, 4
 PACKS = {
-    "clip": ((8, 2, 4),),  # frames and columns both divide by the ranks
+    "clip": ((8, 2, 4),),  # the number of ranks divides frames and columns
     "odd_frames": ((6, 2, 4),),  # the split cuts frames
     "mixed": ((5, 2, 3), (1, 4, 4), (3, 3, 3), (1, 2, 2)),
 }
@@ -94,7 +94,7 @@ TOPOLOGIES = {"cp4": CP4, "cp2_tp2_sp": {**CP2, **TP2SP}}
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Every selected case's numbers, and those of one rank; each world size starts once."""
+    """Numbers of each selected case and of one rank; each world size starts once."""
     folder, found, wanted = tmp_path_factory.mktemp("stdit"), {}, selected(request, ROW)
     padding = [case for case in PADDING_CASES if case in selected(request, PADDING_ROW)]
     one = {
@@ -129,20 +129,20 @@ def _traffic(parallel: dict) -> dict:
 
 @pytest.mark.parametrize(ROW, [*CASES, *RECOMPUTED])
 def test_layout_equals_one_rank(results, world, model, layout):
-    """Losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
+    """Compare losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
     assert_equal_training(results[model, 0], results[world, model, layout])
 
 
 @pytest.mark.parametrize(PADDING_ROW, PADDING_CASES)
 def test_a_rank_with_nothing_but_padding_equals_one_rank(results, world, model, padding_layout):
-    """Each of its parameters gets a gradient, of zeros: overlapped reductions and FSDP wait for all of them."""
+    """Every parameter gets a zero gradient there, because overlapped reductions and FSDP wait for all gradients."""
     assert_equal_training(results[model, 2], results[world, model, padding_layout])
 
 
 @pytest.mark.parametrize("kind", ["spatial", "temporal"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_bytes_sent_are_those_of_the_formulas(results, topology, kind):
-    """Hybrid: 2 (T/c) D (c-1)/c per rank each way, or nothing for complete frames; ring: c times that, backward twice.
+    """Hybrid: 2 (T/c) D (c-1)/c per rank and direction, 0 for complete frames; ring: c times that, twice in backward.
 
     With TP + SP both are divided by the tensor-parallel size.
     """
@@ -162,7 +162,7 @@ def test_bytes_sent_are_those_of_the_formulas(results, topology, kind):
 @pytest.mark.parametrize("kind", ["spatial", "temporal"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_hybrid_sends_a_share_of_the_ring(results, topology, kind, pack):
-    """At most 1 / c of the ring's bytes, whatever the split cuts; `-s` prints the numbers."""
+    """At most 1 / c of the ring's bytes, also if the split cuts frames and columns; `-s` prints the bytes."""
     ranks = 4 if topology == "cp4" else 2
     for split in ("contiguous", "load_balanced"):
         for direction, way in enumerate(("forward", "backward")):

@@ -1,6 +1,6 @@
-"""FLUX and Wan give the numbers of one rank under any layout: joint attention, a stream of text, norms over all heads.
+"""Joint attention, text streams and norms over all heads compute the numbers of one rank under every layout.
 
-In FLUX the text is split over tensor-parallel ranks as the image is, but replicated over context-parallel ranks; in Wan
+In FLUX the text is split over tensor-parallel ranks like the image, but replicated over context-parallel ranks; in Wan
 the mean square of queries and keys runs over the heads of all tensor-parallel ranks.
 """
 
@@ -27,19 +27,19 @@ MODELS = {
         **{"backbone": "flux2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
         **{"rope_axes": [2, 2, 2, 2], "guidance": 3.5},
     },
-    # With a single block, so that all weights of the last joint block have a gradient.
+    # One single block, so that all weights of the last joint block have a gradient.
     "qwen_image": {
         **{"backbone": "qwen_image", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
         "rope_axes": [2, 4, 2],
     },
-    # Samples with and without a shown text and a picture; the second stage has no conditions.
+    # Samples with and without glyph text and a picture; the second stage has no conditions.
     "hunyuan_video": {
         **{"backbone": "hunyuan_video", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
         **{"patch_spatial": 2, "rope_axes": [2, 4, 2], "glyph_size": 10, "glyph_hidden_size": 24},
         **{"image_context_size": 6, "image_to_video": True},
     },
-    # The second attention of the image, and the last block without an output of the text. Nothing reads the queries of
-    # that text, so a norm of them would have no gradient; `tests/laws` has the norms.
+    # A second attention of the image, and a last block without text output. The text queries of this block are unused,
+    # so their norm would have no gradient; `tests/laws` tests the norms.
     "sd3": {
         **{"backbone": "sd3", "num_joint_layers": 4, "num_dual_layers": 2, "pooled_size": 6, "position_crop": [24, 8]},
         "qk_layernorm": False,
@@ -65,7 +65,7 @@ def cp(size: int, comm: str, split: str = "contiguous", **others) -> dict:
 
 TP = {"tensor_model_parallel_size": 2}
 SP = {**TP, "sequence_parallel": True}
-# ranks: {layout: which packs}; `tests/laws` has the other layouts of two ranks, on packs.
+# ranks: {layout: (settings, packed or not)}; `tests/laws` has the other layouts of two ranks, on packs.
 BOTH, PACKED, DENSE = (True, False), (True,), (False,)
 LAYOUTS = {
     2: {
@@ -79,13 +79,13 @@ LAYOUTS = {
         "cp2_a2a_tp2_sp": (cp(2, "a2a", **SP), PACKED),
     },
 }
-# Four layers, so that stages begin and end among the two streams, at the joint, and behind it.
+# Four layers, so that stages begin and end before, at and after the change from two streams to one.
 FLUX_AND_PRX = {
     "cp4_two_level": (cp(4, "a2a+p2p", context_a2a_size=2), PACKED),
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True, **SP}, PACKED),
 }
-# FLUX's relatives: shared or approximated modulations on every stage, refiners, other positions on every rank.
+# Models similar to FLUX: shared or approximated modulations on every stage, refiners, other positions.
 RELATIVES = {
     2: {"tp2": (TP, PACKED)},
     4: {
@@ -119,7 +119,7 @@ BROKEN = {
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Every selected case's numbers, and those of one rank; each world size starts once."""
+    """Numbers of each selected case and of one rank; each world size starts once."""
     folder, found, wanted = tmp_path_factory.mktemp("streams"), {}, selected(request, ROW)
     cases = {
         (model, packed): {"parallel": {"data_parallel": "ddp"}, "model": MODELS[model], "packed": packed}
@@ -136,13 +136,13 @@ def results(request, tmp_path_factory):
 
 @pytest.mark.parametrize(ROW, [case for cases in CASES.values() for case in cases])
 def test_layout_equals_one_rank(results, model, layout, packed):
-    """Losses of every step, gradient norms, every parameter's gradient, and the parameters after the last step."""
+    """Compare losses, gradient norms, every parameter's gradient, and the parameters after the last step."""
     assert_equal_training(results[model, packed], results[model, layout, packed])
 
 
 @pytest.mark.parametrize("key", BROKEN, ids="-".join)
 def test_a_forgotten_sum_is_seen(results, key):
-    """The comparison has teeth: leaving out one sum over ranks shows in the parameters that it is for."""
+    """Without one of the sums over ranks, the comparison reports the parameters concerned."""
     errors = relative_errors(results[key[0], True]["gradients"], results[key]["gradients"])
     seen = {name for name, error in errors.items() if error > 100 * SUM_RTOL}
     assert seen == {"embed_text.bias"} if key[0] == "flux" else "layers.1.attention.q_layernorm.weight" in seen

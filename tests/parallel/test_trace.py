@@ -1,4 +1,4 @@
-"""A step traced on fake tensors against the same step on real gloo ranks."""
+"""Compare a step traced on fake tensors with the same step on real gloo ranks."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.parallel.trace_worker import job
 
 pytestmark = pytest.mark.slow
 
-WITHIN = 0.05  # what the peak may differ by
+WITHIN = 0.05  # relative error of live and peak memory
 LAYOUTS = {
     "ddp": {"data_parallel": "ddp"},
     "distributed_optimizer": {},
@@ -27,7 +27,7 @@ CASES = {
     "cross_bf16": {"model": "dit_cross", "parallel": LAYOUTS["tp2_sp"], "precision": "bf16"},
     "cross_recompute": {"model": "dit_cross", "parallel": LAYOUTS["ddp"], "recompute": "full"},
 }
-SENT = {  # as the traffic tests name what they count
+SENT = {  # names in `traffic.bytes_sent`
     "all_gather": "all_gather_into_tensor",
     "all_reduce": "all_reduce",
     "reduce_scatter": "reduce_scatter_tensor",
@@ -39,7 +39,7 @@ SENT = {  # as the traffic tests name what they count
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return what a real rank measured and its trace, for each case."""
+    """Return the measurements of a real rank and the trace, for each case."""
     folder = tmp_path_factory.mktemp("world")
     worker = "tests.parallel.trace_worker:measure"
     cases = [{"task": worker, "folder": str(folder / name), **case} for name, case in CASES.items()]
@@ -63,7 +63,7 @@ def test_operations_are_those_of_torch(results, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_sent_are_those_of_a_real_rank(results, name):
-    """Also those of the data-parallel wrappers; only the sends of an interleaved pipeline are not counted there."""
+    """Includes the data-parallel wrappers; the real rank does not count the sends of an interleaved pipeline."""
     real, traced = results[name]
     ((group, counted),) = real["sent"].items()
     sent = {SENT[kind]: n for (kind, g), n in traced.sent_bytes.items() if g == group and kind in SENT}

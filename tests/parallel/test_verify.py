@@ -1,4 +1,4 @@
-"""`launch.verify` names the parameter in which a fault shows; `tests/laws` has what it finds equal."""
+"""`launch.verify` names the parameter with a wrong gradient; `tests/laws` tests models without faults."""
 
 import re
 from dataclasses import replace
@@ -30,7 +30,7 @@ from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 RECIPE = "pretrain_7b"
-"""A backbone with a text, whose null the faults are about."""
+"""A backbone with texts; some faults concern its null text."""
 
 
 @cache
@@ -39,12 +39,12 @@ def config_of(recipe: str) -> RunConfig:
 
 
 def pair_of(recipe: str, **parallel):
-    """Return the tiny form of a recipe under a layout of two ranks, in place of the recipe's own."""
+    """Return the tiny form of a recipe under a layout of two ranks, instead of the layout of the recipe."""
     return tiny_pair(replace(config_of(recipe), parallel=ParallelConfig(**parallel)), 2)
 
 
 def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
-    """Return a recipe that trains adapters beside a model, under tensor and sequence parallelism."""
+    """Return a recipe that trains adapters of a model, under tensor and sequence parallelism."""
     config = config_of(recipe)
     return replace(
         config,
@@ -55,24 +55,24 @@ def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
 
 
 def adapters_pair() -> Pair:
-    """Return the tiny form of a fine-tuning of layers that it does not have, and of all modulations."""
+    """Return the tiny form of a recipe with adapters on all modulations and on layers that the tiny form lacks."""
     return tiny_pair(with_adapters("finetune_lora", ["layers.1[01].*.linear_*", "*modulation.*"]), 2)
 
 
 def sum_no_sequence_shards(chunks: list) -> None:
-    """As if the sum of gradients over sequence shards had been forgotten."""
+    """Do not sum gradients over sequence shards."""
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.sequence_parallel = False
 
 
 def sum_the_text_twice(chunks: list) -> None:
-    """As if the null text met the tokens of one sequence shard alone."""
+    """Sum the gradient of the null text over sequence shards, although every rank has the complete gradient."""
     chunks[0].text.null.sequence_parallel = True
 
 
 def doubled_loss(case: dict) -> dict:
-    """Train with twice the loss, as one that every tensor-parallel rank adds; what is logged stays."""
+    """Train with twice the loss, as if both tensor-parallel ranks added it; logs are unchanged."""
 
     def doubling(*arguments):
         inner = training_forward_step(*arguments)
@@ -93,14 +93,14 @@ def doubled_loss(case: dict) -> dict:
 
 
 def skewed_average(case: dict) -> dict:
-    """Train, with another decay of the average on rank 1."""
+    """Train with another decay of the average on rank 1."""
     decay = 0.5 if dist.get_rank() else EMA_DECAY
     with mock.patch.object(EMA, "weight", return_value=1 - decay):
         return train(case["trial"])
 
 
 def forget_the_parts_of_adapters(chunks: list) -> None:
-    """As if the copies of A and B, which meet the tokens of one sequence shard each, met all of them."""
+    """Do not sum the gradients of copied A and B over sequence shards, as if each rank had all tokens."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if "lora_" in name:
@@ -108,7 +108,7 @@ def forget_the_parts_of_adapters(chunks: list) -> None:
 
 
 def without_mask(chunks: list) -> None:
-    """As if attention read all samples of the pack as one."""
+    """Let attention treat the pack as one sample."""
     for layer in chunks[0].layers.values():
 
         def over_the_pack(q, k, v, layout_q, layout_k, attention=layer.attention.attention):
@@ -119,7 +119,7 @@ def without_mask(chunks: list) -> None:
 
 
 def attends_padding(chunks: list) -> None:
-    """As if attention read the padding after each sample as part of the sample; on one rank there is none."""
+    """Let attention treat the padding after each sample as tokens; packs of one rank have no padding."""
     for layer in chunks[0].layers.values():
 
         def with_padding(q, k, v, layout_q, layout_k, attention=layer.attention.attention):
@@ -130,7 +130,7 @@ def attends_padding(chunks: list) -> None:
 
 
 def padding_adds(chunks: list) -> None:
-    """As if a mean over tokens counted the padding, too."""
+    """Add a sum over padding to the output."""
     forward = chunks[0].forward
 
     def with_padding(inputs_TC, time_S, batch):
@@ -140,7 +140,7 @@ def padding_adds(chunks: list) -> None:
 
 
 def place_in_pack_matters(chunks: list) -> None:
-    """As if an embedding of the place in the pack had been added."""
+    """Scale each sample by its position in the pack."""
     forward = chunks[0].forward
 
     def with_place(inputs_TC, time_S, batch):
@@ -151,7 +151,7 @@ def place_in_pack_matters(chunks: list) -> None:
 
 
 def mean_of_means(chunks: list) -> None:
-    """As if each micro-batch counted alike, whatever its number of tokens."""
+    """Give each micro-batch the same weight, whatever its number of tokens."""
 
     def wrong(*arguments):
         step = training_forward_step(*arguments)
@@ -167,7 +167,7 @@ def mean_of_means(chunks: list) -> None:
 
         return forward_step
 
-    dit.verify.trial.training_forward_step = wrong  # this process is a rank of one check
+    dit.verify.trial.training_forward_step = wrong  # this process runs only this check
 
 
 MODEL_FAULTS = {
@@ -176,12 +176,12 @@ MODEL_FAULTS = {
     place_in_pack_matters: ("order", {"order", "packed", "accumulated"}),
     mean_of_means: ("accumulated", {"accumulated"}),
 }
-"""Each fault, the check that is about it, and all checks that may find it."""
+"""For each fault: the check for it, and all checks that may fail."""
 
 
 @pytest.fixture(scope="module")
 def fault_checks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Check]]:
-    """The checks of a model with each fault; the last fault changes the process."""
+    """Checks of a model with each fault; the last fault is last because it patches the process."""
     one = pair_of("tiny_dit_pack", data_parallel="ddp").one
     cases = [check_case(replace(one, alter=fault)) for fault in MODEL_FAULTS]
     return dict(zip(MODEL_FAULTS, run_world(1, cases, tmp_path_factory.mktemp("faults")), strict=True))
@@ -205,7 +205,7 @@ def test_the_comparison_with_one_rank_finds_such_a_fault_equal(capsys):
 
 
 def refuses(chunks: list) -> None:
-    """As if the network did not support the sizes of the tiny form."""
+    """Raise the error of a network that does not support the sizes of the tiny form."""
     raise ConfigError("hidden_size=32 is too small; use at least 64")
 
 
@@ -228,9 +228,9 @@ RUN = "dit.verify.trial:run_case"
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory):
-    """The verdict of each fault; each world size starts once.
+    """Verdict of each fault; each world size starts once.
 
-    `tests/laws` has those of sound backbones in their tiny form.
+    `tests/laws` has the verdicts of backbones without faults.
     """
     folder, pair = tmp_path_factory.mktemp("verify"), pair_of(RECIPE, **TP2SP)
     adapted = adapters_pair()
@@ -263,13 +263,13 @@ def test_an_average_of_one_rank_that_differs_is_found(verdicts: dict[str, Verdic
 
 
 def test_a_model_that_reads_padding_differs_from_one_rank(verdicts: dict[str, Verdict]) -> None:
-    """One rank has packs of the same samples without the padding that the layout requires."""
+    """The packs of one rank have the same samples without the padding that the layout requires."""
     verdict = verdicts["padding"]
     assert "layers.1.attention.linear_qkv.weight" in {wrong.row.name for wrong in verdict.wrong}
 
 
 def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts):
-    """The head's bias: each rank counts the tokens of its shard, so that both have a part, and their copies drift."""
+    """Each rank has a part of the gradient of the head's bias, from the tokens of its shard, so the copies drift."""
     verdict = verdicts["no sum"]
     first = verdict.wrong[0]
     assert first.row.name == "head.linear.bias"
@@ -285,7 +285,7 @@ def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts)
 
 
 def test_a_fine_tuning_of_adapters_equals_one_rank(verdicts):
-    """Every A and B of the kinds of layers that the recipe names, and nothing of the base."""
+    """Compares every A and B of the layers that the recipe names, and no parameter of the base."""
     verdict, model = verdicts["adapters"], build_on_meta(adapters_pair().many.model)
     assert verdict.comparison.differences == ()
     gradients = set(verdict.comparison.errors["gradients"])
@@ -300,7 +300,7 @@ def test_a_fine_tuning_of_adapters_equals_one_rank(verdicts):
 
 
 def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
-    """B beside a row-parallel weight and A beside a column-parallel one have copies; their split halves are right."""
+    """Replicated: B of row-parallel and A of column-parallel layers. The sharded matrices have correct gradients."""
     verdict = verdicts["adapters, no sum"]
     split = ("linear_proj.lora_A", "linear_fc2.lora_A", "qkv.lora_B", "_q.lora_B", "fc1.lora_B")
     assert verdict.wrong[0].row.name == "layers.1.mlp.linear_fc2.lora_B.weight"
@@ -311,7 +311,7 @@ def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
 
 
 def test_a_needless_sum_is_counted(verdicts):
-    """The null text's gradient is complete on every rank; summed over two it is twice as large, and nothing else is."""
+    """The null text's gradient is complete on every rank; a sum over two ranks doubles it and no other gradient."""
     (wrong,) = verdicts["text twice"].wrong
     assert (wrong.row.name, wrong.row.reduced) == ("text.null", "-")
     assert (wrong.ratio, *wrong.by_rank.values()) == pytest.approx((2.0, 2.0, 2.0), rel=1e-5)
@@ -342,7 +342,7 @@ def test_a_first_loss_that_differs_comes_before_any_gradient(verdicts):
 
 @pytest.mark.parametrize("recipe", [entry.name for entry in registry.recipes()])
 def test_every_recipe_has_a_tiny_form_for_its_parallel_ranks(recipe):
-    """It is small; backbone, objective and all settings but sizes are unchanged. Tensor-parallel where supported."""
+    """The tiny form keeps backbone, objective and all settings except sizes; tensor-parallel where supported."""
     model, objective = config_of(recipe).model, config_of(recipe).objective
     pair = pair_of(recipe, **(TP2SP if model.supports.tensor else {}))
     if getattr(objective, "alignment", None) is not None:

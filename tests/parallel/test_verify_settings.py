@@ -29,7 +29,7 @@ RUN = "dit.verify.trial:run_case"
 
 
 def forgetful_offload(case: dict) -> dict:
-    """Train, without a copy of the updated moments to the host."""
+    """Train without copying the updated moments to the host."""
     original = update.with_moments_on_the_host
 
     def forgetful(adamw: AdamW) -> AdamW:
@@ -46,7 +46,7 @@ def forgetful_offload(case: dict) -> dict:
 
 
 def other_loss_scale(case: dict) -> dict:
-    """Train in fp16, with twice the divisor of the loss scale on rank 1."""
+    """Train in fp16 with twice the divisor of the loss scale on rank 1."""
     start = LossScale.start
 
     def doubled(self: LossScale, tokens: int) -> None:
@@ -58,13 +58,13 @@ def other_loss_scale(case: dict) -> dict:
 
 
 def unchanged_model(case: dict) -> dict:
-    """Train, without a copy of the master weights to the weights of the model in half precision."""
+    """Train without copying the master weights to the half-precision weights of the model."""
     with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params"):
         return train(case["trial"])
 
 
 def one_unit_off(case: dict) -> dict:
-    """Train, with weights of the model that are one unit in the last place off their master weights."""
+    """Train with model weights that differ from the rounded master weights by one unit in the last place."""
     copy = DistributedOptimizer._copy_main_params_to_model_params
 
     def inexact(self: DistributedOptimizer) -> None:
@@ -78,13 +78,13 @@ def one_unit_off(case: dict) -> dict:
 
 
 def other_decay(case: dict) -> dict:
-    """Train, with a slightly different decay of the average on every rank."""
+    """Train with a slightly wrong decay of the average, equal on all ranks."""
     with mock.patch.object(EMA, "weight", return_value=1.01 - EMA_DECAY):
         return train(case["trial"])
 
 
 def nan_weight(case: dict) -> dict:
-    """Train, with a weight that is not a number."""
+    """Train with a NaN weight."""
 
     def alter(chunks: list) -> None:
         next(chunks[0].parameters()).data.view(-1)[0] = torch.nan
@@ -103,11 +103,11 @@ SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
     "fp16, NaN": ("fp16", None, "tests.parallel.test_verify_settings:nan_weight"),
     "fp16, other scale": ("fp16", None, "tests.parallel.test_verify_settings:other_loss_scale"),
 }
-"""Precision of the layout, whether its moments and its average are offloaded, and the task, which may have a fault."""
+"""For each name: precision, whether moments and average are offloaded, and the task, which may have a fault."""
 
 
 def pair_with(precision: str, offload: Optional[str]) -> Pair:
-    """Return the pair of the recipe with other settings."""
+    """Return the pair of `pretrain_7b` with this precision and offload."""
     layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     config = replace(built(call_recipe("pretrain_7b")), parallel=layout)
     training = replace(config.training, precision=precision, ema_offload=offload is not None)
@@ -118,7 +118,7 @@ def pair_with(precision: str, offload: Optional[str]) -> Pair:
 
 @pytest.fixture(scope="module")
 def with_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict, dict[str, Any]]]:
-    """The verdict of each of `SETTINGS`, and the result of its layout."""
+    """Verdict of each of `SETTINGS`, and the result of its layout."""
     folder = tmp_path_factory.mktemp("settings")
     pairs = {name: pair_with(precision, offload) for name, (precision, offload, _) in SETTINGS.items()}
     ones = {repr(pair.one): pair.one for pair in pairs.values()}
@@ -131,14 +131,14 @@ def with_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[V
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "," not in name])
 def test_the_settings_of_a_recipe_equal_one_rank(with_settings: dict[str, Any], name: str) -> None:
-    """Moments and average in host memory, and half precision within its bounds; one rank is plain, in fp32."""
+    """Offloaded moments and average, and half precision, against one rank in fp32 without offload."""
     verdict, _ = with_settings[name]
     assert verdict.is_equal, verdict.text()
     assert set(verdict.comparison.errors) == {"losses", "grad_norms", "gradients", "parameters", "averages"}
 
 
 def test_offload_that_forgets_the_moments_is_found(with_settings: dict[str, Any]) -> None:
-    """The first update has no earlier moments, so the second one is wrong."""
+    """The first update has no earlier moments, so only the second update is wrong."""
     verdict, _ = with_settings["offload, moments forgotten"]
     assert verdict.wrong == ()
     assert verdict.comparison.wrong("parameters")
@@ -166,7 +166,7 @@ def test_an_inexact_copy_within_the_bounds_of_half_precision_is_found(
 
 
 def test_a_loss_that_is_not_finite_is_no_overflow(with_settings: dict[str, Any]) -> None:
-    """No loss scale cures it; it is reported as in other precisions."""
+    """No loss scale can fix it, so it is reported as in other precisions."""
     verdict, many = with_settings["fp16, NaN"]
     assert not any(map(math.isfinite, many["losses"]))
     assert verdict.comparison.wrong("losses").keys() == {"step 0", "step 1"}

@@ -1,4 +1,4 @@
-"""What one rank measures of real training steps, to be compared with their trace; the cases name this function."""
+"""Measure real training steps on one rank, for comparison with their trace; test cases name `measure`."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.support.reference import LiveBytes
 
 MICRO_BATCHES = 2
 GROUPS = ("tp", "cp", "pp", "ep", "dp")
-"""As the trace names groups of the same ranks: by the first."""
+"""The trace names process groups with the same ranks by the first of these."""
 MODELS: dict[str, dict[str, Any]] = {
     "dit": {"hidden_size": 64, "num_layers": 2},
     "experts": {"hidden_size": 64, "num_layers": 2, "num_experts": 4},
@@ -33,12 +33,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "dit_cross": {"backbone": "dit_cross", "hidden_size": 64, "num_layers": 2},
 }
 PACK = PackShape(((1, 8, 8), (1, 4, 8), (2, 4, 4)), text_lengths=(5, 7, 3), multiple_of=4, total_tokens=128)
-PICTURES = PackShape(((1, 16, 16),) * 2)  # equal in shape, as convolutions need them
+PICTURES = PackShape(((1, 16, 16),) * 2)  # of equal shape, because convolutions require it
 UNET = UNetConfig(hidden_size=32)
 
 
 def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
-    """Return what a case trains."""
+    """Return the planner's job for a case."""
     model: ModelConfig = UNET if case["model"] == "unet" else tiny_model(**MODELS[case["model"]])
     parallel = ParallelConfig(**case["parallel"])
     ranks = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
@@ -68,7 +68,7 @@ def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Make two optimizer steps; return live bytes before the second, their peak in it, its operations and traffic."""
+    """Make two steps; return live bytes before the second, and the peak memory, FLOPs and traffic of the second."""
     work = job(case, process_groups.world_size_from_environment())
     folder = case["folder"]
     config = RunConfig(
@@ -106,7 +106,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_shapes(formula: Any) -> Any:
-    """Give a formula of tensors its tensors: torch hands custom ones shapes unless they say otherwise."""
+    """Let a FLOP formula receive tensors: torch passes shapes to custom formulas unless `_get_raw` is set."""
 
     def flops(*args: Any, **kwargs: Any) -> int:
         return formula(*args)

@@ -1,4 +1,4 @@
-"""Count what ranks send to each other, call by call."""
+"""Count the bytes that ranks send to each other, by kind of call."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from dit.step.schedule import forward_backward
 from dit.verify.trial import SEED
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-# Megatron-Core has two of them under its own names.
+# Megatron-Core imports two of them under other names.
 ALIASES = {"dist_all_gather_func": "all_gather_into_tensor", "dist_reduce_scatter_func": "reduce_scatter_tensor"}
 BINDING = (layers, mappings, param_and_grad_buffer)
 
@@ -30,11 +30,11 @@ def _ranks(group: Any) -> tuple[int, ...]:
 
 @contextmanager
 def bytes_sent(groups: Sequence[Any], *, reductions: bool = False) -> Iterator[Counter[str]]:
-    """Count the bytes this rank sends to other ranks of these groups, by kind of call, without shapes.
+    """Count the bytes that this rank sends in these groups, by kind of call (`shapes`: sends of tensor shapes).
 
     Args:
-        groups: a group of the same ranks counts as one of them.
-        reductions: count all-reduces, as rings.
+        groups: other groups with the same ranks count as well.
+        reductions: also count all-reduces, as ring all-reduces.
     """
     sent: Counter[str] = Counter()
     watched = {_ranks(group) for group in groups}
@@ -58,10 +58,10 @@ def bytes_sent(groups: Sequence[Any], *, reductions: bool = False) -> Iterator[C
             if ranks in watched:
                 given = args[1] if args else next(kwargs[key] for key in ("input_tensor", "input") if key in kwargs)
                 others = len(ranks) - 1
-                if len(args) == 4:  # an all-to-all of uneven shares: all but what stays
+                if len(args) == 4:  # an all-to-all with uneven shares: all except the rank's own share
                     sent[name] += given[:1].nbytes * (sum(args[3]) - args[3][group.rank()])
                 else:
-                    # A gather sends all that is given to each other rank, the two others a part of it to each.
+                    # A gather sends its input to each other rank; the other two send one part of it to each.
                     sent[name] += given.nbytes * others // (1 if name == "all_gather_into_tensor" else len(ranks))
             return original(*args, group=group, **kwargs)
 
@@ -80,7 +80,7 @@ def bytes_sent(groups: Sequence[Any], *, reductions: bool = False) -> Iterator[C
 
 
 def of_a_step(case: dict) -> list[dict[str, int]]:
-    """Make one training step and return what each rank of the world sent over its tensor and pipeline groups."""
+    """Make one training step and return the bytes that each rank sent in its tensor and pipeline groups."""
     it = build(case)
     groups = it.groups
     for chunk in it.wrapped:

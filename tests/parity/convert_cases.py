@@ -1,4 +1,4 @@
-"""Run our packed models on dense images or clips, to compare them with other code bases' modules."""
+"""Run our packed models on dense images or clips, to compare them with modules of other code bases."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def packed(model: ModelConfig, latents: Sequence[Tensor], texts: Optional[list[T
 
 @torch.no_grad()
 def load(network: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
-    """Give a network weights by name; both sides must have the same names."""
+    """Copy weights into a network by name; the names must be equal."""
     parameters = dict(network.named_parameters())
     assert parameters.keys() == weights.keys()
     for name, parameter in parameters.items():
@@ -82,7 +82,7 @@ def predict(
 
 @torch.no_grad()
 def run(network: nn.Module, model: ModelConfig, latents: Tensor, time_B: Tensor, **given: Any) -> Tensor:
-    """As `predict`, without gradients."""
+    """Run `predict` without gradients."""
     return predict(network, model, latents, time_B, **given)
 
 
@@ -97,17 +97,17 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def start_noise(seed: int) -> Tensor:
-    """Return the standard noise from which `launch.sample` draws two latents of 8 x 8, `[2, 4, 8, 8]`."""
+    """Return the initial standard normal noise of `launch.sample` for two latents of 8 x 8, `[2, 4, 8, 8]`."""
     ids = torch.tensor([sample_id(f"generated {i}") for i in range(2)])
     noise_TC = AddressedNoise(seed, 0, ids, SequenceLayout.from_lengths([64, 64])).normal_TC("start", 4)
     return torch.stack([x.T.reshape(4, 8, 8) for x in noise_TC.split(64)])
 
 
 def page_blocks(adapters: Path, base: Path) -> list[dict[str, Any]]:
-    """Run each block of code of the page in a folder of exported adapters; return the variables of each block.
+    """Run each code block of the README in a folder of exported adapters; return the variables of each block.
 
     Args:
-        base: the diffusers pipeline that the adapters change.
+        base: the diffusers pipeline that the adapters modify.
     """
     text = (adapters / "README.md").read_text().replace("BASE", str(base)).replace("THIS_FOLDER", str(adapters))
     namespaces = []

@@ -1,7 +1,7 @@
 """The published class-conditional DiT as a function of a state dict with its public names, float64, dense images.
 
-Written from the paper's formulas and the layout of its weights: convolutional patches, q, k, v one after the other in
-rows of heads, a patch predicted as (row, column, channel).
+Written from the formulas of the paper and the layout of its weights: a convolution embeds patches, fused rows are all
+of q, then k, then v, and a predicted patch has the order (row, column, channel).
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The backbones with text cross-attention in plain PyTorch, written from their papers' formulas, one sample at a time.
+"""The backbones with text cross-attention in plain PyTorch, from the formulas of their papers, one sample at a time.
 
-They read our parameters by name, as float64 leaves, and split fused projections row by row; nothing else is shared
-with `dit`. The gradients of the leaves are therefore the exact gradients of our parameters, name by name.
+They read our parameters by name, as float64 leaves, and split fused projections by row; they share no other code or
+data with `dit`. The gradients of the leaves are therefore the exact gradients of our parameters.
 
 Source: adaLN-Zero: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; Movie Gen: Polyak et al. 2024,
 arXiv:2410.13720, section 3.1.2; SwiGLU: Shazeer 2020, Eq. 6; grouped queries: Ainslie et al. 2023, figure 2.
@@ -45,7 +45,7 @@ def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> Tensor:
 
 
 class CrossReference:
-    """One of the two backbones on one sample; `run` gives the prediction `[n, output features]`."""
+    """One of the two backbones on one sample; `run` returns the prediction `[n, output features]`."""
 
     def __init__(self, config: Any, leaves: Leaves) -> None:
         self.config, self.leaves = config, leaves
@@ -53,7 +53,7 @@ class CrossReference:
         self.groups = config.num_query_groups or config.num_attention_heads
 
     def embed(self, patches: Tensor, grid: Grid, span: Optional[float] = None) -> tuple[Tensor, Optional[Tensor]]:
-        """Return the embedded patches with what is added to them, and what turns queries and keys."""
+        """Return the embedded patches plus their positions, and the rotation of queries and keys."""
         x, kind = self.leaves.linear(patches.double(), "embed.linear"), self.config.position_embedding
         if kind in ("sincos_2d", "sincos_3d"):
             x = x + position_features(grid, self.config.hidden_size, kind, span)
@@ -64,7 +64,7 @@ class CrossReference:
         return x if weight is None else rms_normalise(x, weight, self.config.layernorm_epsilon)
 
     def self_attention(self, x: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
-        """The fused rows are, group by group, the group's queries, its key, its value."""
+        """Fused rows: for each group, the queries, the key and the value."""
         rows = list(self.leaves.linear(x, f"{name}.linear_qkv").split(self.head_size, -1))
         share = self.config.num_attention_heads // self.groups
         q, k, v = [], [], []
@@ -76,7 +76,7 @@ class CrossReference:
         return self.leaves.linear(attend(q, k, v), f"{name}.linear_proj")
 
     def cross_attention(self, x: Tensor, text: Tensor, name: str) -> Tensor:
-        """The fused rows of the text are key and value of each group in turn."""
+        """Fused rows of the text: for each group, the key and the value."""
         q = [
             self.head_norm(head, f"{name}.q_layernorm")
             for head in self.leaves.linear(x, f"{name}.linear_q").split(self.head_size, -1)
@@ -126,10 +126,10 @@ class CrossReference:
 
     def swiglu(self, x: Tensor, name: str) -> Tensor:
         hidden = self.leaves.linear(x, f"{name}.linear_fc1")
-        return self.leaves.linear(silu(hidden[:, 0::2]) * hidden[:, 1::2], f"{name}.linear_fc2")  # gate and up in turn
+        return self.leaves.linear(silu(hidden[:, 0::2]) * hidden[:, 1::2], f"{name}.linear_fc2")  # gate, up, gate, ...
 
     def mixture(self, x: Tensor, name: str) -> Tensor:
-        """Return sum_e score_te * Expert_e(x_t) over the pairs that experts, or tokens, choose within this sample."""
+        """Return sum_e score_te * Expert_e(x_t) over the pairs that experts, or tokens, select in this sample."""
         score = torch.softmax(self.leaves.linear(x, f"{name}.router"), -1)
         n, experts = score.shape
         if self.config.moe_router == "expert_choice":
@@ -167,7 +167,7 @@ class CrossReference:
         fps: Optional[float] = None,
         label: Optional[int] = None,
     ) -> Tensor:
-        """Predict one sample; no text stands for one null token."""
+        """Predict one sample; without a text, attend to one null token."""
         config, leaves = self.config, self.leaves
         moviegen = "head.norm.weight" in leaves.by_name
         text = leaves["text.null"][None] if text is None else text.double()

@@ -1,12 +1,12 @@
-"""The conditional DDPM UNet in torch's own modules, written from its description, for any one size of a picture.
+"""The conditional DDPM UNet from modules of torch, written from its description, for pictures of one size.
 
     double(i, o, m)  conv3(i -> m), group norm of 1 group, GELU, conv3(m -> o), group norm; no biases
     down(i, o)       max pool 2, GELU(x + double(i, i)), double(i, o), + Linear(SiLU(condition))
-    up(i, o)         twice the size (bilinear, corners aligned), behind the skip; then as down, with double(i, o, i / 2)
-    attention(c)     x + MHA(LN(x)), then x + Linear(GELU(Linear(LN(x)))); 4 heads, behind every down and up
-    condition        sinusoid of the step, plus a row of an embedding with one row more than classes
+    up(i, o)         cat(skip, twice the size: bilinear, corners aligned); then as down, with double(i, o, i / 2)
+    attention(c)     x + MHA(LN(x)), then x + Linear(GELU(Linear(LN(x)))); 4 heads, after every down and up
+    condition        sinusoid of the step, plus a row of an embedding with (classes + 1) rows
 
-Source: github.com/dome272/Diffusion-Models-pytorch (`UNet_conditional`), by its description.
+Source: github.com/dome272/Diffusion-Models-pytorch (`UNet_conditional`), from its description.
 """
 
 from itertools import pairwise
@@ -74,7 +74,7 @@ class ReferenceDDPMUNet(nn.Module):
         self.first = Double(pixels, channels[0], channels[0])
         self.down = nn.ModuleList(Block(i, o, o, condition, heads, nn.MaxPool2d(2)) for i, o in pairwise(channels))
         self.middle = nn.ModuleList(Double(i, o, o) for i, o in pairwise([channels[-1], *middle]))
-        # Each block up is as wide as the skip of the next one; the last as the first.
+        # Each block up has the width of the next skip; the last has the width of the first block.
         skips, wide = channels[-2::-1], [*channels[-3::-1], channels[0]]
         inputs = [skip + below for skip, below in zip(skips, [middle[-1], *wide])]
         self.up = nn.ModuleList(

@@ -1,7 +1,7 @@
 """The DiT of the paper in plain PyTorch, written from its formulas: dense `[B, n, D]`, one device, no packing.
 
-It shares no code with `dit`, has separate query, key and value projections, and runs in any precision, so that in
-float64 it stands for the exact answer.
+It shares no code with `dit`, has separate query, key and value projections, and runs in any precision; in float64 it
+is the exact result.
 
 Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 and figure 3; layer norm without affine parameters, tanh
 GELU and cosine-first time features follow the published class-conditional models.

@@ -1,7 +1,7 @@
 """FLUX in plain PyTorch, written from its published description, one sample at a time.
 
-It reads our parameters by name, as float64 leaves, and splits fused projections row by row; nothing else is shared
-with `dit`.
+It reads our parameters by name, as float64 leaves, and splits fused projections by row; it shares no other code or
+data with `dit`.
 
 Source: MM-DiT: Esser et al. 2024, arXiv:2403.03206, figure 2; parallel layers: Dehghani et al. 2023, arXiv:2302.05442,
 section 2; sizes, axes of the rotary positions and order of the conditions: black-forest-labs/flux.
@@ -17,7 +17,7 @@ from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
 from tests.parity.reference_positions import Grid, patch_indices, position_features, turn, turns
 
 DROPPED_TOKENS = 3
-"""Tokens of the text that stands behind a dropped one in the packs of the tests."""
+"""Number of tokens of a dropped text in the packs of the tests."""
 
 
 class FluxReference:
@@ -74,7 +74,7 @@ class FluxReference:
         return streams["text"], streams["image"]
 
     def single_block(self, x: Tensor, cond: Tensor, by: Optional[Tensor], name: str) -> Tensor:
-        """The fused rows are, head by head, query, key, value and the head's share of the MLP; likewise the columns."""
+        """Fused rows: for each head, query, key, value and a share of the MLP; the columns have the same order."""
         shift, scale, gate = self.leaves.linear(silu(cond), f"{name}.modulation.linear").chunk(3)
         heads = self.config.num_attention_heads
         share = self.config.ffn_hidden_size // heads
@@ -100,7 +100,7 @@ class FluxReference:
         pooled: Optional[Tensor],
         **others: object,
     ) -> Tensor:
-        """Predict one sample; the network hears nothing of frame rate and class."""
+        """Predict one sample; the network ignores frame rate and class."""
         config, leaves = self.config, self.leaves
         given = leaves["text.null"].expand(DROPPED_TOKENS, -1) if text is None else text.double()
         cond = self.condition(time, pooled)

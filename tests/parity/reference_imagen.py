@@ -1,4 +1,4 @@
-"""The two UNets of Imagen for one sample, in float64, written out from their description."""
+"""The two UNets of Imagen for one sample, in float64, written from their description."""
 
 import math
 from typing import Any, Optional
@@ -14,8 +14,8 @@ class ImagenReference:
     """One UNet on one picture `[1, C, H, W]` with one text `[K, D]`.
 
     Args:
-        config: of the model.
-        leaves: its weights.
+        config: config of the model.
+        leaves: weights of the model.
     """
 
     def __init__(self, config: Any, leaves: Leaves) -> None:
@@ -48,7 +48,7 @@ class ImagenReference:
         return self.w.linear(F.silu(self.w.linear(features, f"{name}.linear_1")), f"{name}.linear_2")
 
     def caption(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens that attention reads and norms, and the text's share of the conditioning vector."""
+        """Return the text tokens for attention, before their norm, and the text part of the conditioning vector."""
         tokens = self.w.linear(text, "caption.to_tokens")
         if self.config.text_pooling == "attention":
             score = self.w["caption.pooling.to_score"]
@@ -112,7 +112,7 @@ class ImagenReference:
     def run(
         self, x: Tensor, time: float, text: Optional[Tensor], low: Optional[Tensor], level: Optional[float]
     ) -> Tensor:
-        """Return the prediction for a noised picture, a low-resolution one and the level of its noise."""
+        """Return the prediction for a noised picture, a low-resolution picture and the noise level of the latter."""
         self.vector = self.time(time, "time")
         if level is not None:
             self.vector = self.vector + self.time(math.log(level) / 4, "augmentation")

@@ -13,7 +13,7 @@ from tests.parity.reference_dit import ReferenceBlock, gelu_tanh, normalise, sil
 
 
 class ReferenceMoEBlock(ReferenceBlock):
-    """A DiT block whose second sub-layer is a mixture of experts; `aux` is its last balancing loss, times tokens."""
+    """A DiT block whose second sub-layer is a mixture of experts; `aux` is the last balancing loss, times tokens."""
 
     def __init__(
         self,

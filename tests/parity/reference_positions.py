@@ -27,13 +27,13 @@ def waves(position: float, width: int) -> list[float]:
 
 
 def position_features(grid: Grid, size: int, kind: str, span: Optional[float] = None) -> Tensor:
-    """Return what is added to the tokens of one sample, `[n, size]`.
+    """Return the position features added to the tokens of one sample, `[n, size]`.
 
     `sincos_2d`: w in the first half of the features, h in the second. `sincos_3d`: an even third for time (so that four
     divides the rest), then h and w, half of the rest each.
 
     Args:
-        span: indices that the height and the width of the sample span; None for one each patch.
+        span: indices that the height and the width of the sample span; None for one per patch.
     """
     stretch = [1.0, 1.0, 1.0] if span is None else [1.0, span / grid[1], span / grid[2]]
     time = 2 * (size // 6)
@@ -51,7 +51,7 @@ def position_features(grid: Grid, size: int, kind: str, span: Optional[float] = 
 
 
 def turns(indices: Sequence[Grid], head_size: int, settings: Any, axes: Optional[Sequence[int]] = None) -> Tensor:
-    """Return the unit complex number that turns each pair of a head's features, `[n, head_size / 2]`.
+    """Return the unit complex number that rotates each pair of features of a head, `[n, head_size / 2]`.
 
     Args:
         settings: has `rope_theta`, `rope_scaling` and `rope_factors`.
@@ -77,7 +77,7 @@ def turns(indices: Sequence[Grid], head_size: int, settings: Any, axes: Optional
 
 
 def turn(x: Tensor, by: Optional[Tensor]) -> Tensor:
-    """Multiply the pairs (i, i + H / 2) of heads `[..., n, H]` as complex numbers; None turns nothing."""
+    """Multiply the pairs (i, i + H / 2) of heads `[..., n, H]` as complex numbers; None does not rotate."""
     if by is None:
         return x
     half = x.shape[-1] // 2

@@ -1,10 +1,10 @@
-"""SANA in plain PyTorch, written from its paper's formulas, one sample at a time, pixel by pixel.
+"""SANA in plain PyTorch, from the formulas of its paper, one sample at a time, pixel by pixel.
 
-It reads our parameters by name, as float64 leaves, and splits fused projections row by row; nothing else is shared
-with `dit`.
+It reads our parameters by name, as float64 leaves, and splits fused projections by row; it shares no other code or
+data with `dit`.
 
 Source: Xie et al. 2024, arXiv:2410.10629, section 2.2, equation 2 and figure 5; order of the projections, epsilons and
-norms over the full width are those of its published code.
+norms over the full width follow its published code.
 """
 
 from typing import Optional
@@ -21,13 +21,13 @@ EPSILON = 1e-5
 
 class SanaReference(CrossReference):
     def heads(self, x: Tensor, name: str, count: int) -> list[Tensor]:
-        """Normalise over the full width, if the model does, and split into heads."""
+        """Normalise over the full width, if the model has such a norm, and split into heads."""
         weight = self.leaves.get(f"{name}.weight")
         x = x if weight is None else rms_normalise(x, weight, EPSILON)
         return list(x.split(self.config.hidden_size // count, -1))
 
     def linear_self_attention(self, x: Tensor, name: str) -> Tensor:
-        """Weigh every value by relu(q) . relu(k), and divide by the sum of the weights, query by query."""
+        """Weight every value by relu(q) . relu(k), and divide by the sum of the weights, for each query."""
         count = self.config.num_attention_heads
         rows = list(self.leaves.linear(x, f"{name}.linear_qkv").split(self.head_size, -1))
         q = self.heads(torch.cat(rows[0::3], -1), f"{name}.q_layernorm", count)
@@ -46,7 +46,7 @@ class SanaReference(CrossReference):
         return self.leaves.linear(attend(q, k, rows[1::2]), f"{name}.linear_proj")
 
     def mix(self, x: Tensor, name: str, grid: Grid) -> Tensor:
-        """Widen, convolve each channel of each frame with zeros around it, gate, narrow."""
+        """Expand, convolve each channel of each zero-padded frame, gate, and project back."""
         leaves, (frames, height, width) = self.leaves, grid
         wide = silu(leaves.linear(x, f"{name}.linear_fc1")).view(frames, height, width, -1)
         taps, bias = leaves[f"{name}.weight"][:, 0], leaves[f"{name}.bias"]
@@ -61,7 +61,7 @@ class SanaReference(CrossReference):
                                 total = total + taps[:, 1 + di, 1 + dj] * wide[f, i + di, j + dj]
                     rows.append(total)
         mixed = torch.stack(rows)
-        return leaves.linear(silu(mixed[:, 0::2]) * mixed[:, 1::2], f"{name}.linear_fc2")  # gate and value in turn
+        return leaves.linear(silu(mixed[:, 0::2]) * mixed[:, 1::2], f"{name}.linear_fc2")  # gate, value, gate, ...
 
     def block(self, x: Tensor, shared: Tensor, text: Tensor, name: str, grid: Grid) -> Tensor:
         eps = self.config.layernorm_epsilon

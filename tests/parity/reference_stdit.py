@@ -1,6 +1,6 @@
 """The spatial-temporal DiT in plain PyTorch, one sample at a time, frame by frame and column by column.
 
-It reads our parameters by name as float64 leaves, as `reference_cross` does.
+It reads our parameters by name as float64 leaves, like `reference_cross`.
 
 Source: PixArt-alpha, Chen et al. 2023, arXiv:2310.00426, section 2.3 and figure 4; spatial and temporal layers as in
 Open-Sora, Zheng et al. 2024, arXiv:2412.20404.
@@ -17,7 +17,7 @@ from tests.parity.reference_positions import Grid, turns
 
 
 class STDiTReference(CrossReference):
-    """ST-DiT on one sample; `run` gives the prediction `[n, output features]`."""
+    """ST-DiT on one sample; `run` returns the prediction `[n, output features]`."""
 
     def attend_by_kind(self, y: Tensor, kind: str, name: str, grid: Grid, turned: Optional[Tensor]) -> Tensor:
         """Run self-attention on each frame, each column, or all tokens."""

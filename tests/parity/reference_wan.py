@@ -1,10 +1,10 @@
-"""The Wan-shaped backbone in plain PyTorch, written from its report's formulas, one sample at a time.
+"""The backbone of Wan in plain PyTorch, from the formulas of its report, one sample at a time.
 
-It reads our parameters by name, as float64 leaves, and splits fused projections row by row; nothing else is shared
-with `dit`.
+It reads our parameters by name, as float64 leaves, and splits fused projections by row; it shares no other code or
+data with `dit`.
 
 Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1; the norms over the full width, the affine norm before
-cross-attention and the table of the head are those of its published code.
+cross-attention and the table of the head follow its published code.
 """
 
 from typing import Optional
@@ -19,7 +19,7 @@ from tests.parity.reference_positions import Grid, turn
 
 class WanReference(CrossReference):
     def width_norm(self, heads: list[Tensor], name: str) -> list[Tensor]:
-        """Normalise all heads by the mean square over their full width."""
+        """Normalise all heads by the mean square over the full width."""
         weight = self.leaves.get(f"{name}.weight")
         if weight is None:
             return heads
@@ -28,7 +28,7 @@ class WanReference(CrossReference):
         )
 
     def wan_self_attention(self, x: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
-        """The fused rows are, group by group, the group's queries, its key, its value."""
+        """Fused rows: for each group, the queries, the key and the value."""
         rows = list(self.leaves.linear(x, f"{name}.linear_qkv").split(self.head_size, -1))
         share = self.config.num_attention_heads // self.groups
         q: list[Tensor] = []
@@ -40,7 +40,7 @@ class WanReference(CrossReference):
         return self.leaves.linear(attended, f"{name}.linear_proj")
 
     def wan_cross_attention(self, x: Tensor, text: Tensor, name: str) -> Tensor:
-        """The fused rows of the text are key and value of each group in turn."""
+        """Fused rows of the text: for each group, the key and the value."""
         q = list(self.leaves.linear(x, f"{name}.linear_q").split(self.head_size, -1))
         rows = list(self.leaves.linear(text, f"{name}.linear_kv").split(self.head_size, -1))
         q, k = self.width_norm(q, f"{name}.q_layernorm"), self.width_norm(rows[0::2], f"{name}.k_layernorm")

@@ -1,4 +1,4 @@
-"""Alignment computes what the paper of REPA says: a loop over samples without a pack, in float64."""
+"""Alignment matches the formulas of the REPA paper, computed in a loop over samples in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from tests.conftest import BuildModel
 from tests.parity import weights
 from tests.parity.test_dit import Sample, config, pack, relative_error, rows_of
 
-RTOL = 1e-5  # float32 against float64, as for the model without alignment
+RTOL = 1e-5  # float32 against float64, as without alignment
 SEED, STEP = 3, 11
 SAMPLES = [Sample((1, 3, 4), 2), Sample((2, 2, 3), None), Sample((1, 1, 1), 5), Sample((1, 5, 2), 0)]
 MODEL = config(num_layers=4, class_dropout=0.0)
@@ -35,7 +35,7 @@ OBJECTIVE = FlowMatching(alignment=PART, prediction="x0", time_distribution="log
 
 
 def aligned_pack(model: DiTConfig = MODEL) -> PackedBatch:
-    """Samples of several sizes and weights, with padding, whose features in padding would be seen."""
+    """Pack samples of several sizes and weights; padding has teacher features, so that reading them would show."""
     batch, generator = pack(SAMPLES, model, multiple_of=4, tail=3), torch.Generator().manual_seed(1)
     batch.latents_TC = torch.randn(batch.latents_TC.shape, generator=generator)
     features_TF = torch.randn(len(batch.latents_TC), PART.features, generator=generator)
@@ -66,7 +66,7 @@ def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, st
 def test_loss_and_gradients_are_those_of_a_loop_over_samples(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """-1/2 cos(y, h(x)) of each token, times the weight of its sample, not times 1 / t^2."""
+    """Each token adds -1/2 cos(y, h(x)) times the weight of its sample, without the factor 1 / t^2."""
     backbone, batch = network(build_model), aligned_pack()
     ours = step_of(backbone, OBJECTIVE, batch)
     reference: Any = weights.reference_of(MODEL)
@@ -99,7 +99,7 @@ def test_loss_and_gradients_are_those_of_a_loop_over_samples(
 
 
 def test_the_term_ends_at_its_step(build_model: BuildModel) -> None:
-    """From then on, loss and gradients are those of flow matching."""
+    """From `until_step` on, loss and gradients equal those of flow matching."""
     ending = replace(OBJECTIVE, alignment=replace(PART, until_step=STEP))
     backbone, batch = network(build_model), aligned_pack()
     without = step_of(build_model(MODEL, perturb=0.1), replace(OBJECTIVE, alignment=None), batch)

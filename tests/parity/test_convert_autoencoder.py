@@ -35,7 +35,7 @@ def diffusers_model(**changes) -> AutoencoderKL:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
-    """Posterior, decoded sample with the same noise, decoded mean; pictures of another height than width."""
+    """Posterior, decoded sample with the same noise, decoded mean; pictures are not square."""
     form, theirs = DiffusersAutoencoder(), diffusers_model(**SIZES[name])
     state = random_weights({n: tuple(x.shape) for n, x in theirs.state_dict().items()}, scale=0.3, seed=1)
     theirs.load_state_dict(state)
@@ -107,7 +107,7 @@ def _plain(value: object) -> object:
 
 
 def test_the_defaults_are_latent_diffusions_kl_f8():
-    """Names and shapes of the 83,653,863 parameters."""
+    """Names and shapes of all 83,653,863 parameters are equal."""
     form, model = DiffusersAutoencoder(), AutoencoderConfig()
     settings, _ = form.write_settings(model, (1, 256, 256))
     rules = form.rules(model, parameter_shapes(model), (1, 256, 256))

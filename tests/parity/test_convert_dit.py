@@ -14,10 +14,10 @@ from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
 from tests.parity.public_dit import public_forward, random_state
 
-RTOL = 1e-5  # float32 against float64, or against float32 of another order
+RTOL = 1e-5  # float32 against float64, or against float32 with another order of sums
 SIZES = {"size": 48, "depth": 2, "inner": 192, "channels": 4, "out_channels": 8, "patch": 2, "classes": 7, "grid": 4}
 STEPS = torch.tensor([0, 37, 999])
-LABELS = torch.tensor([3, 7, 0])  # 7 stands for no class
+LABELS = torch.tensor([3, 7, 0])  # 7 is the null class
 
 
 def images() -> torch.Tensor:
@@ -42,7 +42,7 @@ def diffusers_model(**changes) -> DiTTransformer2DModel:
     "changes", [{}, {"out_channels": 4, "inner": 100, "patch": 4, "grid": 2}], ids=["sigma", "plain"]
 )
 def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, changes: dict):
-    """Sizes are read off the tensors; the network predicts what the public names say, steps and null class included."""
+    """Sizes are inferred from the tensors; predictions equal the public formulas, also for the null class."""
     theirs = random_state(**{**SIZES, **changes})
     imported = original_dit.read_sizes(theirs, num_attention_heads=4)
     rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
@@ -52,13 +52,13 @@ def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, 
     assert ours.shape == exact.shape
     assert relative_error(ours, exact) <= RTOL
     back = rules.to_external(rules.from_external(theirs))
-    # The table is computed, not copied.
+    # Our table is computed, so it differs by rounding.
     torch.testing.assert_close(back.pop("pos_embed"), theirs.pop("pos_embed"), rtol=0, atol=1e-6)
     assert_same_bits(back, theirs)
 
 
 def test_published_sizes_have_their_published_counts():
-    """S, B, L and XL at patch 2 with 1000 classes and a learned variance, the frozen table included."""
+    """S, B, L and XL at patch 2 with 1000 classes and learned variance, including the frozen table."""
     published = {(384, 12): 32_963_360, (768, 12): 130_512_416, (1024, 24): 458_102_816, (1152, 28): 675_129_632}
     for (width, depth), count in published.items():
         model = DiTConfig(
@@ -75,7 +75,7 @@ def test_published_sizes_have_their_published_counts():
 
 @pytest.mark.parametrize("out_channels", [8, 4])
 def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out_channels: int):
-    """Their random module here, and our random model there."""
+    """Random weights of diffusers in our model, and our random weights in diffusers."""
     form = DiffusersDiT()
     torch.manual_seed(0)
     theirs = diffusers_model(out_channels=out_channels)
@@ -122,7 +122,7 @@ def test_what_differs_in_diffusers_is_said():
 
 
 def test_the_published_folder_of_2022_is_read():
-    """It has the class's old name, arguments that are gone, and its position table among the weights."""
+    """It has the old class name, removed arguments, and the position table as a weight."""
     gone = {"cross_attention_dim": None, "num_vector_embeds": None, "only_cross_attention": False}
     old = {"_class_name": "Transformer2DModel", "out_channels": 8, "norm_type": "ada_norm_zero", **gone}
     form = format_of_settings(old)
@@ -190,7 +190,7 @@ def test_weights_that_do_not_fit_are_named():
 
 
 def test_embedders_of_their_own_in_each_block_are_refused():
-    """diffusers stores them once per block; ours are shared, so they must be copies."""
+    """diffusers stores embedders in each block; ours are shared, so the stored ones must be equal."""
     theirs = diffusers_model()
     form = DiffusersDiT()
     imported = form.read_settings(theirs.config)

@@ -1,7 +1,7 @@
-"""Exported adapters, applied to diffusers' weights as peft's and ComfyUI's loaders do, give our adapted prediction.
+"""Exported adapters, merged into diffusers' weights like the loaders of peft and ComfyUI, give our adapted prediction.
 
-peft adds B A to the weight of each layer that a name of `lora_A` and `lora_B` gives. ComfyUI adds alpha / rank times
-up down to the layers of the model's original code, whose names and fused matrices are written out here.
+peft adds B A to the weight of each layer named by `lora_A` and `lora_B`. ComfyUI adds alpha / rank times up down to
+the layers of the original code of the model; the tables below list their names and fused matrices.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ from tests.parity import test_convert_streams, test_convert_unet
 from tests.parity.convert_cases import load, page_blocks, random_weights, relative_error, run
 from tests.parity.test_convert_transformers import FAMILIES
 
-RTOL = 4e-5  # float32: W + B A and B (A x) round at other places; equal models differ by 1e-5
+RTOL = 4e-5  # float32: W + B A and B (A x) round differently; equal models differ by 1e-5
 LORA = LoRAConfig(rank=3, alpha=12.0, targets=["layers.*"])
 
 
@@ -211,11 +211,11 @@ class Case:
     """A model class of diffusers.
 
     Attributes:
-        module: builds it, small.
+        module: builds a small model.
         predict: returns our prediction and theirs.
-        native: layers of the original code that have adapters, and those of diffusers that they fuse.
-        prefix: of ComfyUI's names of these.
-        targets: the layers that get an adapter.
+        native: layers of the original code with adapters, and the layers of diffusers that each fuses.
+        prefix: prefix of their names in ComfyUI.
+        targets: layers with an adapter.
     """
 
     form: DiffusersFormat
@@ -248,13 +248,13 @@ CASES = {
 
 
 def product(b: Tensor, a: Tensor, weight: Tensor) -> Tensor:
-    """Return B A in the form of a weight, which may be a convolution of 1 x 1, as then are A and B."""
+    """Return B A in the shape of a weight; all three may be 1 x 1 convolutions."""
     assert a.dim() == b.dim() == weight.dim()
     return (b.flatten(1) @ a.flatten(1)).view_as(weight)
 
 
 def as_peft(state: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Add B A to the weights of the layers that the names give; every tensor is used."""
+    """Add B A to the weights of the named layers; every tensor must be used."""
     found, used = dict(state), 0
     for name in state:
         layer = f"{prefix}.{name.removesuffix('.weight')}"
@@ -267,7 +267,7 @@ def as_peft(state: dict[str, Tensor], tensors: dict[str, Tensor], prefix: str) -
 
 
 def as_comfyui(state: dict[str, Tensor], tensors: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
-    """Add alpha / rank times up down to the fused matrices of the original code, and split them again."""
+    """Add alpha / rank times up down to the fused matrices of the original code, and split the sums."""
     found, used = dict(state), 0
     for layer, parts in case.native.items():
         key = f"{case.prefix}{layer}"
@@ -283,7 +283,7 @@ def as_comfyui(state: dict[str, Tensor], tensors: dict[str, Tensor], case: Case)
 
 
 def adapted(build_model: BuildModel, case: Case) -> tuple[nn.Module, ModelConfig, nn.Module, dict[str, Adapter]]:
-    """Return our model with adapters and its settings, their base, and the exported adapters."""
+    """Return our model with adapters, its settings, the base model of diffusers, and the exported adapters."""
     theirs = case.module()
     imported = case.form.read_settings(theirs.config)
     model, lora = imported.model, replace(LORA, targets=list(case.targets))
@@ -322,7 +322,7 @@ def test_exported_adapters_are_ours(build_model: BuildModel, name: str) -> None:
 
 
 def test_a_layer_without_a_counterpart_is_named() -> None:
-    """The patch embedding is a convolution there; ComfyUI's name of a text projection is not known."""
+    """The patch embedding of diffusers is a convolution; the name of a text projection in ComfyUI is not known."""
     case = CASES["pixart"]
     imported = case.form.read_settings(case.module().config)
     rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
@@ -342,7 +342,7 @@ def test_a_layer_without_a_counterpart_is_named() -> None:
 def test_the_code_of_the_page_loads_the_adapters(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Each example gives our adapted prediction: of diffusers' pipeline, here without its other parts, and of peft."""
+    """The examples with a pipeline of diffusers (without its other parts) and with peft give our adapted prediction."""
     pytest.importorskip("peft")
     case, base = CASES[name], tmp_path / "base"
     network, model, theirs, layers = adapted(build_model, case)
@@ -363,7 +363,7 @@ def test_the_code_of_the_page_loads_the_adapters(
 
 
 def test_diffusers_reads_the_file_for_comfyui(build_model: BuildModel, tmp_path: Path) -> None:
-    """Of a UNet: it has the names of kohya-ss."""
+    """The file of a UNet has the names of kohya-ss, which diffusers can read."""
     pytest.importorskip("peft")
     case = CASES["unet"]
     network, model, theirs, layers = adapted(build_model, case)

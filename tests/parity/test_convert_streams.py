@@ -52,7 +52,7 @@ from tests.parity.convert_cases import assert_same_bits, load, packed, random_we
 
 RTOL, GRADIENT_RTOL = 1e-5, 1e-4
 SIDES, TEXTS = ((10, 6), (6, 14)), (5, 3)
-"""Height and width of each latent (5 x 3 and 3 x 7 tokens), and tokens of its text."""
+"""Height and width of each latent (5 x 3 and 3 x 7 tokens), and number of text tokens."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def import_random(family: Family) -> tuple[Any, Any, dict[str, Tensor]]:
     rules = family.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     weights = rules.from_external(state)
     assert_same_bits(rules.to_external(weights), state)
-    # At the usual scale of 4 the sinusoid's angles reach 4000, where theirs, in float32, are off by 1e-4.
+    # At the usual guidance of 4, sinusoid angles reach 4000, and the float32 sinusoids of diffusers are off by 1e-4.
     model = imported.model
     if getattr(model, "guidance", None) is not None:
         model = replace(model, guidance=0.25)
@@ -175,11 +175,11 @@ def pack_of(model: Any, samples: slice = slice(None)) -> PackedBatch:
 
 @pytest.mark.parametrize("sample", range(len(SIDES)))
 def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, family: Family, sample: int) -> None:
-    """With weights that were imported and exported again, every one of them loaded."""
+    """All weights are imported into our model and exported again."""
     _, model, weights = import_random(family)
     batch = pack_of(model, slice(sample, sample + 1))
     name, errors = compare_public(load(build_model(model), weights), model, batch)
-    if "sample_size=" in name:  # of PixArt and SANA, tests/laws compares the gradients of square pictures
+    if "sample_size=" in name:  # tests/laws compares the gradients of PixArt and SANA for square pictures
         return
     assert name == family.form.class_name
     assert errors.pop("output") <= RTOL
@@ -189,7 +189,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, f
 
 @torch.no_grad()
 def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, family: Family) -> None:
-    """Positions start again in every sample, of the image and of its text."""
+    """Positions start at zero in every sample, for the image and for its text."""
     theirs, model, weights = import_random(family)
     latents, texts = latents_and_texts()
     batch, times = pack_of(model), torch.tensor([0.25, 0.75])
@@ -215,7 +215,7 @@ EDITING = {
 @torch.no_grad()
 @pytest.mark.parametrize("name", EDITING)
 def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: BuildModel, name: str) -> None:
-    """The reference follows the picture, with the time of the picture, at another position on the first axis."""
+    """The reference follows the picture, with the same time and another position on the first axis."""
     family, start = EDITING[name]
     theirs, model, weights = import_random(family)
     _, texts = latents_and_texts()
@@ -226,7 +226,7 @@ def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: Build
     ours = network(batch.latents_TC, shared_time(time, batch.layout), batch)
     for i, (begin, (t, h, w)) in enumerate(zip(batch.layout.starts, batch.grids)):
         length, tokens = batch.layout.lengths[i], t * h * w
-        # Features of a token have the channel first in diffusers.
+        # Features of a token are channel-first in diffusers.
         x_TC = batch.latents_TC[begin : begin + length].unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
         ids = torch.cat([grid_positions(grid) for grid in ((t, h, w), (1, *[n // 2 for n in references[i].shape[2:]]))])
         ids[tokens:, 0] = start
@@ -245,7 +245,7 @@ def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: Build
 
 @torch.no_grad()
 def test_a_masked_text_of_chroma_is_a_shorter_one(build_model: BuildModel) -> None:
-    """Other numbers in the padding change nothing. The mask is of bool: attention adds numbers to its scores."""
+    """Values in the padding have no effect. The mask is bool, because attention adds other types to its scores."""
     theirs, model, weights = import_random(FAMILIES["chroma"])
     latents, texts = latents_and_texts()
     batch = packed(model, latents[:1], texts[:1])
@@ -263,7 +263,7 @@ def test_a_masked_text_of_chroma_is_a_shorter_one(build_model: BuildModel) -> No
 @torch.no_grad()
 @pytest.mark.parametrize("sides", [((8, 16), (10, 6)), ((8, 16), (16, 8))], ids=["one", "none"])
 def test_samples_of_a_pack_may_have_no_learned_tokens(build_model: BuildModel, sides: Any) -> None:
-    """An image of 32 tokens of Z-Image, and one of 15 or 32."""
+    """Pack an image of 32 tokens for Z-Image with one of 15 or 32; 32 tokens need no learned ones."""
     _, model, weights = import_random(FAMILIES["z_image"])
     latents, texts = [torch.randn(4, 1, h, w) for h, w in sides], [torch.randn(32, 20), torch.randn(3, 20)]
     network, times = load(build_model(model), weights), torch.tensor([0.25, 0.75])
@@ -342,7 +342,7 @@ PUBLISHED = {
 @pytest.mark.usefixtures("one_rank_world")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_their_parameters(name: str) -> None:
-    """Ours has a learned null token in addition where no empty text replaces a dropped one: in FLUX.2 dev."""
+    """FLUX.2 dev has a learned null token in addition, because dropped texts are not replaced by an empty text."""
     form, theirs, settings, billions = PUBLISHED[name]
     model = form.read_settings(settings).model
     with torch.device("meta"):

@@ -35,9 +35,9 @@ class Family:
     """A class of diffusers.
 
     Attributes:
-        settings: of a small network.
-        unsupported: settings that our config does not support, and what the error names.
-        model: our config that diffusers supports; `beyond` has changes that it does not support.
+        settings: arguments of a small network.
+        unsupported: settings that our config does not support, and text in the error.
+        model: our config, supported by diffusers; `beyond` has changes that diffusers does not support.
     """
 
     form: DiffusersFormat[Any]
@@ -132,7 +132,7 @@ BEYOND = [(name, changes) for name, family in FAMILIES.items() for changes in fa
 
 @pytest.mark.parametrize("ffn_size", [60, 61, 7])
 def test_the_width_of_sanas_feed_forward_survives_a_round_trip(ffn_size: int) -> None:
-    """mlp_ratio is a float, whose product with the width is rounded down."""
+    """`mlp_ratio` is a float, and its product with the width is rounded down."""
     form = DiffusersSana()
     imported = form.read_settings(FAMILIES["sana"].small(mlp_ratio=(ffn_size + 0.1) / 24).config)
     assert imported.model.ffn_size == ffn_size
@@ -142,7 +142,7 @@ def test_the_width_of_sanas_feed_forward_survives_a_round_trip(ffn_size: int) ->
 
 @pytest.mark.parametrize("name", ["flux", "sana", "wan"])
 def test_the_defaults_are_the_published_model(name: str) -> None:
-    """FLUX.1-schnell, SANA 1.6B, Wan 2.1 14B: names and shapes."""
+    """Names and shapes of FLUX.1-schnell, SANA 1.6B and Wan 2.1 14B."""
     family = FAMILIES[name]
     imported = family.form.read_settings({})
     rules = family.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
@@ -167,7 +167,7 @@ def test_a_model_that_theirs_cannot_hold_is_refused(name: str, changes: dict) ->
 
 
 def test_old_folders_are_told_apart_and_their_position_tables_checked() -> None:
-    """Old files call DiT and PixArt by one name and have the positions, which are computed here."""
+    """Old files use one class name for DiT and PixArt, and contain the position table, which we compute."""
     theirs = FAMILIES["pixart"].small(interpolation_scale=2)
     old = {**theirs.config, "_class_name": "Transformer2DModel"}
     form = format_of_settings(old)
@@ -181,7 +181,7 @@ def test_old_folders_are_told_apart_and_their_position_tables_checked() -> None:
 
 
 def test_a_model_of_oblong_pictures_gets_the_square_of_their_area(build_model: BuildModel) -> None:
-    """Positions span one range at every size, so the square is only the default size of pictures there."""
+    """Positions span one range at every size, so in diffusers the square is only the default size of pictures."""
     form, size = DiffusersPixArt(), (1, 8, 20)
     sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 2, "context_size": 20, "position_span": 6.0}
     model = STDiTConfig(**PIXART_MODEL, **sizes, null_text="empty")

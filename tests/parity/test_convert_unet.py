@@ -16,7 +16,7 @@ from recipes.components import sdxl_unet
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, predict, random_weights, relative_error, run
 
-RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # fp32; sums are taken in another order
+RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # fp32; another order of sums
 SIZES = {
     # The form of Stable Diffusion v1: no transformer at the lowest resolution.
     "v1": LDMUNetConfig(
@@ -63,7 +63,7 @@ def diffusers_model(model: LDMUNetConfig) -> UNet2DConditionModel:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
-    """Outputs and every gradient, for latents of two sizes, one odd once it is halved; each has its time and text."""
+    """Outputs and every gradient, for latents of two sizes, one odd after halving; each has another time and text."""
     model, form = SIZES[name], DiffusersUNet()
     model.validate()
     theirs = diffusers_model(model)
@@ -86,7 +86,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
         others, added = None, None
         if model.pooled_size is not None:
             pooled = torch.randn(3, model.pooled_size, generator=generator)
-            # float32 has sines of 1,000 to about 1e-4: the two round the frequencies differently.
+            # Below 64: float32 sines of 1,000 are off by 1e-4, because frequencies are rounded differently.
             lengths = torch.randint(0, 64, (3, 6), generator=generator).float()
             others = {"pooled": pooled, "size_and_crop": lengths}
             added = {"text_embeds": pooled, "time_ids": lengths}
@@ -107,7 +107,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
 
 
 def test_texts_of_one_pack_differ_in_length(build_model: BuildModel):
-    """Each latent attends to its own tokens, as alone."""
+    """Each latent attends only to its text, so outputs equal those of single samples."""
     model = SIZES["v1"]
     network = build_model(model, perturb=0.1)
     generator = torch.Generator().manual_seed(3)
@@ -137,7 +137,7 @@ def _plain(value: object) -> object:
 
 
 def test_the_defaults_are_stable_diffusion_v1():
-    """Names and shapes of the 859,520,964 parameters; a learned null token is one more, and not exported."""
+    """Names and shapes of all 859,520,964 parameters; a learned null token is additional and is not exported."""
     form, model = DiffusersUNet(), LDMUNetConfig(null_text="empty")
     model.validate()
     settings, _ = form.write_settings(model, (1, 64, 64))
@@ -163,7 +163,7 @@ def test_the_defaults_are_stable_diffusion_v1():
 
 
 def test_stable_diffusion_xl():
-    """Names and shapes of the 2,567,463,684 parameters."""
+    """Names and shapes of all 2,567,463,684 parameters are equal."""
     form, model = DiffusersUNet(), fiddle.build(sdxl_unet())
     model.validate()
     published = {  # unet/config.json of stabilityai/stable-diffusion-xl-base-1.0
@@ -188,7 +188,7 @@ def test_stable_diffusion_xl():
 
 
 def test_lengths_that_are_not_given_are_those_of_the_latent(build_model: BuildModel):
-    """In pixels, uncut; another crop is another picture, and so is another pooled text."""
+    """The default is the size in pixels without a crop; another crop or pooled text changes the output."""
     model = SIZES["xl"]
     network = build_model(model, perturb=0.1)
     generator = torch.Generator().manual_seed(3)

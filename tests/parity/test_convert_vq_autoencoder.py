@@ -33,7 +33,7 @@ SIZES = {
 
 
 def public(name: str) -> tuple[VQModel, dict[str, Tensor]]:
-    """Return a VQModel with the published loss, and its random weights; several entries are in use."""
+    """Return a VQModel with the published loss, and its random weights, which use several entries of the codebook."""
     changes = SIZES[name]
     resolutions = len(changes["block_out_channels"])
     kinds = {
@@ -49,7 +49,7 @@ def public(name: str) -> tuple[VQModel, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_outputs_losses_and_gradients_are_those_of_the_public_class(build_model: BuildModel, name: str) -> None:
-    """Pictures of another height than width; the entries are no multiple of the tokens."""
+    """Pictures are not square; the number of entries is not a multiple of the tokens."""
     form, (theirs, state) = DiffusersVQModel(), public(name)
     model = form.read_settings(theirs.config).model
     rules = form.rules(model, parameter_shapes(model), (1, 32, 32))
@@ -86,7 +86,7 @@ def test_outputs_losses_and_gradients_are_those_of_the_public_class(build_model:
 
 
 def test_the_nearest_entry_replaces_a_vector_and_passes_its_gradient(build_model: BuildModel) -> None:
-    """Eq. 1 and 2 in float64; an entry gets the gradient of every vector that it replaces."""
+    """Eq. 1 and 2 in float64; an entry receives the gradients of all vectors that it replaces."""
     settings = DiffusersVQModel().read_settings(public("flat")[0].config).model
     codebook = build_model(settings).codebook
     assert isinstance(codebook, Codebook)
@@ -128,7 +128,7 @@ def test_a_folder_of_the_public_class_survives_a_round_trip_to_the_bit(tmp_path:
     again = VQModel.from_pretrained(tmp_path / "ours", low_cpu_mem_usage=False)
     assert_same_bits(again.state_dict(), state)
     changed = {n for n, x in again.config.items() if n[0] != "_" and _plain(x) != _plain(theirs.config[n])}
-    assert changed <= {"vq_embed_dim"}  # written out
+    assert changed <= {"vq_embed_dim"}  # explicit instead of None
     assert again.quantize.vq_embed_dim == theirs.quantize.vq_embed_dim
 
 

@@ -1,4 +1,4 @@
-"""The conditional DDPM UNet: the published counts, module by module, and torch's own modules give the same numbers."""
+"""The conditional DDPM UNet has the published parameter counts per module, and the outputs of torch's modules."""
 
 from dataclasses import replace
 
@@ -16,11 +16,11 @@ from tests.conftest import BuildModel
 from tests.parity.reference_ddpm_unet import ReferenceDDPMUNet
 from tests.support.reference import RTOL, relative_error
 
-# By hand: convolutions i -> m -> o have 9 i m + 9 m o weights and 2 m + 2 o of their norms; attention of c channels has
+# Convolutions i -> m -> o have 9 i m + 9 m o weights and 2 m + 2 o in their norms; attention of c channels has
 # 4 c^2 + 4 c, its MLP 2 c^2 + 2 c, their norms 4 c. A block i -> o is i -> i -> i, i -> m -> o, 257 o for the
 # condition (256 of its weights and a bias) and attention of o; m is o on the way down and i / 2 on the way up.
 COUNTS = {
-    "label": 2_816,  # 10 classes and none, of 256
+    "label": 2_816,  # 11 rows of 256: 10 classes and no class
     "first": 38_848,  # 3 -> 64 -> 64
     "down_blocks.0": 428_160,  # 64 -> 128
     "down_blocks.1": 1_642_752,  # 128 -> 256
@@ -57,7 +57,7 @@ def counts(config: DDPMUNetConfig) -> dict[str, int]:
     ids=["cifar10", "cifar10_512", "fonts"],
 )
 def test_counts_are_those_of_the_description(changes: dict, expected: dict[str, int], total: int):
-    """15.66 M and, with the wide middle, 23.34 M."""
+    """15.66 M parameters, or 23.34 M with the wide middle."""
     config = DDPMUNetConfig(**changes)
     config.validate()
     assert counts(config) == expected
@@ -81,7 +81,7 @@ def batch_of(config: DDPMUNetConfig, height: int, width: int, labels: list[int])
 
 
 def their_name(name: str) -> str:
-    """Return the reference's name of one of our parameters."""
+    """Return the name in the reference of one of our parameters."""
     for ours, theirs in (
         ("label.", "classes."),
         ("down_blocks", "down"),
@@ -105,7 +105,7 @@ def their_name(name: str) -> str:
 
 @pytest.mark.parametrize("name", SIZES)
 def test_torchs_own_modules_compute_the_same(build_model: BuildModel, name: str):
-    """Outputs and every gradient, for pictures higher than wide, each with its own time and class, one without."""
+    """Outputs and gradients for pictures higher than wide, with different times and classes, one without class."""
     config = DDPMUNetConfig(num_classes=3, hidden_size=10, **SIZES[name])
     config.validate()
     model = build_model(config, perturb=0.1)
@@ -134,7 +134,7 @@ def test_torchs_own_modules_compute_the_same(build_model: BuildModel, name: str)
 
 @pytest.mark.parametrize("side", [1, 7])
 def test_odd_sides_come_back(build_model: BuildModel, side: int):
-    """A picture that cannot be halved evenly is padded below and on the right, and cut again."""
+    """A picture with odd sides is padded at the bottom and the right, and the output is cropped."""
     config = DDPMUNetConfig(num_classes=3, **SIZES["three"])
     batch = batch_of(config, side, 5, labels=[0])
     assert build_model(config, perturb=0.1)(batch.latents_TC, torch.zeros(1), batch).shape == batch.latents_TC.shape

@@ -1,4 +1,4 @@
-"""What an export says about sampling is true: diffusers' schedulers and its pipeline draw what our sampler draws."""
+"""Schedulers and pipelines of diffusers, used as an export describes, draw the samples of our sampler."""
 
 import json
 import re
@@ -51,7 +51,7 @@ from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error, start_noise
 from tests.support.encoders import CLIP_WIDTH, save_clip, save_stable_diffusion, save_vae
 
-RTOL = 2e-5  # float32 coefficients there, float64 here
+RTOL = 2e-5  # float32 coefficients in diffusers, float64 in our sampler
 SEED, LABELS = 5, [2, 0]
 OBJECTIVES = [
     ("euler", 5, FlowMatching()),
@@ -78,7 +78,7 @@ def tiny(num_classes: int = 7, out_channels: int | None = None) -> DiTConfig:
 
 
 def exported(folder: Path, model: DiTConfig, objective: Objective) -> tuple[TrainedModel, dict]:
-    """Export random weights; return what was said about them, and the weights under our names."""
+    """Export random weights; return their metadata, and the weights under our names."""
     names = [f"class {i}" for i in range(model.num_classes or 0)]
     trained = TrainedModel(model, objective, (1, 8, 8), {}, class_names=names)
     weights = random_weights(parameter_shapes(model))
@@ -87,7 +87,7 @@ def exported(folder: Path, model: DiTConfig, objective: Objective) -> tuple[Trai
 
 
 def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: str, steps: int, scale: float) -> tuple:
-    """Return the noise, standard deviation 1 but for DDPM's own at its noisiest step, and what we make of it."""
+    """Return the initial noise (standard deviation 1; for DDPM that of the noisiest step) and our samples."""
     model, objective = trained.model, trained.objective
     spec = model.batch_spec()
     batch = empty_pack(spec, trained.latent_size, len(LABELS), torch.device("cpu"), {"label": LABELS})
@@ -105,7 +105,7 @@ def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: 
 def test_the_loop_on_the_page_draws_what_our_sampler_draws(
     build_model: BuildModel, tmp_path: Path, solver: str, steps: int, objective: Objective, out_channels: int | None
 ):
-    """Guided, from the same noise; the code is taken from the page, the coefficients from diffusers' scheduler."""
+    """With guidance and the same noise; the code is from the README, the coefficients from diffusers' scheduler."""
     folder = tmp_path / "out"
     trained, weights = exported(folder, tiny(out_channels=out_channels), objective)
     noise, expected = ours(build_model, trained, weights, solver, steps, 2.5)
@@ -118,7 +118,7 @@ def test_the_loop_on_the_page_draws_what_our_sampler_draws(
 
 
 def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """The record in config.json is none of its arguments; it ignores it, and writes it when it saves."""
+    """Our record in config.json is no argument of the class; diffusers ignores it, and keeps it when saving."""
     from diffusers.utils import logging
 
     exported(tmp_path / "out", tiny(), FlowMatching(time_shift=2.0))
@@ -133,7 +133,7 @@ def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: py
 def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
     build_model: BuildModel, tmp_path: Path, monkeypatch: Any
 ):
-    """Guided, with and without a negative prompt: without one, guidance leads away from the embedding of ""."""
+    """With and without a negative prompt; without one, guidance uses the embedding of "" as unconditional."""
     clip, unet, run = save_clip(tmp_path / "text_encoder", tmp_path / "tokenizer"), tmp_path / "unet", tmp_path / "run"
     sizes = {"block_out_channels": (8, 16), "layers_per_block": 1, "attention_head_dim": 2, "norm_num_groups": 4}
     blocks = {"down_block_types": DOWN[::-1], "up_block_types": UP}
@@ -182,7 +182,7 @@ def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
 def test_imported_sdxl_draws_what_its_pipeline_draws(
     build_model: BuildModel, tmp_path: Path, monkeypatch: Any, zeros: bool
 ):
-    """From the pipeline's folder alone: both encoders, the pooled text, sizes and crop, and the null of its config."""
+    """The import reads only the pipeline's folder: encoders, pooled text, sizes, crop, and null text of its config."""
     run = tmp_path / "run"
     objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="v", zero_terminal_snr=True)
     scheduler = DDIMScheduler.from_config(scheduler_config(objective))
@@ -199,7 +199,7 @@ def test_imported_sdxl_draws_what_its_pipeline_draws(
     prompts = ["a red circle", "blue"]
 
     def drawn(*words: str) -> Tensor:
-        """Draw what the command line asks for."""
+        """Return the latents that the command line draws with these options."""
         flags = ["--checkpoint", str(run), "--steps", "4", "--seed", str(SEED)]
         args = build_parser().parse_args([*flags, "--prompt", *prompts, *words])
         requests, settings = what_to_draw(args, generator), sampling_settings(args)
@@ -225,7 +225,7 @@ def test_imported_sdxl_draws_what_its_pipeline_draws(
 def test_commands_without_options_draw_the_pictures_of_the_pipeline(
     one_rank_world: ProcessGroups, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture, xl: bool
 ):
-    """Decoded pictures, with the published scheduler replaced as the note of the import says."""
+    """Decoded pictures are equal if the published scheduler is replaced according to the note of the import."""
     betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
     published = EulerDiscreteScheduler(**betas) if xl else PNDMScheduler(**betas, skip_prk_steps=True)
     root, run = save_stable_diffusion(tmp_path / "published", published, xl=xl), tmp_path / "run"

@@ -1,4 +1,4 @@
-"""Our packed, parallel-ready DiT computes what the paper's formulas say: outputs and every gradient."""
+"""Our packed DiT has the outputs and gradients of the paper's formulas."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -16,7 +16,7 @@ from tests.conftest import BuildModel
 from tests.parity.reference_dit import ReferenceBlock, ReferenceDiT
 from tests.parity.weights import copy_weights, reference_gradients, reference_of
 
-# float32 against float64: a few hundred roundings of 6e-8 each, seen at most 3e-6.
+# float32 against float64: a few hundred roundings of 6e-8 each; measured at most 3e-6.
 RTOL = 1e-5
 
 
@@ -37,7 +37,7 @@ def config(**changes: object) -> DiTConfig:
 def pack(
     samples: list[Sample], model: DiTConfig, *, multiple_of: int = 1, tail: int = 0, context_multiple_of: int = 1
 ) -> PackedBatch:
-    """Pack samples as the data side does; a sample without text gets a text that it must not be able to see."""
+    """Pack samples like the data loader; a sample without text gets a text of 1e3 that must not affect it."""
     lengths = [t * h * w for t, h, w in (sample.grid for sample in samples)]
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)
@@ -71,7 +71,7 @@ def rows_of(layout: SequenceLayout) -> list[slice]:
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Return |ours - exact| / |exact| in the Euclidean norm; a tensor that must be zero counts by its own norm."""
+    """Return |ours - exact| / |exact| in the Euclidean norm; if `exact` is zero, |ours| / 1e-12."""
     ours, exact = ours.detach().double(), exact.detach()
     return float((ours - exact).norm() / exact.norm().clamp(min=1e-12))
 
@@ -87,7 +87,7 @@ def check_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> No
 
 
 def compare(model: nn.Module, model_config: DiTConfig, batch: PackedBatch, samples: list[Sample]) -> None:
-    """Run the pack once through ours, each sample alone through the reference; compare outputs and all gradients."""
+    """Run the pack through our model and each sample through the reference; compare outputs and all gradients."""
     heads = model_config.num_attention_heads
     reference = reference_of(model_config)
     copy_weights(model, reference, heads)
@@ -167,7 +167,7 @@ def test_dense_batch_is_the_papers_model(build_model: BuildModel, changes: dict)
 
 @pytest.mark.parametrize(("multiple_of", "tail"), [(1, 0), (1, 5), (8, 0), (8, 16)])
 def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int):
-    """Samples of one pack differ in label, time, length and shape, and none feels its neighbours or the padding."""
+    """Samples of a pack differ in label, time, length and shape; neighbours and padding do not affect them."""
     model_config = config(qk_layernorm=True)
     samples = [
         Sample((1, 4, 4), 3),
@@ -202,7 +202,7 @@ def test_positions_of_images_and_clips_are_the_formulas(build_model: BuildModel,
 
 
 def test_no_class_has_a_vector_of_its_own(build_model: BuildModel):
-    """A batch without classes trains the row behind the last class and no other."""
+    """A batch without classes trains only the row after the last class."""
     model_config = config()
     samples = [Sample((1, 2, 2)), Sample((1, 2, 2))]
     model = build_model(model_config, perturb=0.1)
@@ -217,7 +217,7 @@ def test_no_class_has_a_vector_of_its_own(build_model: BuildModel):
 def test_pooled_text_conditions_each_sample(
     build_model: BuildModel, num_classes: Optional[int], context_multiple_of: int
 ):
-    """Texts of different lengths are averaged over their own real tokens; a dropped text becomes the null vector."""
+    """Texts of different lengths are averaged over their valid tokens; a dropped text becomes the null vector."""
     model_config = config(num_classes=num_classes, context_size=10)
     texts = [text(5, 10, seed=1), text(1, 10, seed=2), None, text(8, 10, seed=3)]
     samples = [Sample((1, 3, 3), 1, t) if i % 2 else Sample((1, 2, 4), 4, t) for i, t in enumerate(texts)]

@@ -1,4 +1,4 @@
-"""The published sizes have their published counts, and impossible sizes are refused."""
+"""Published sizes have the published parameter counts, and impossible sizes are refused."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ BASE = DiTConfig(hidden_size=48, num_layers=2, num_attention_heads=4, in_channel
 def test_counts_are_those_of_the_papers_code(
     hidden_size: int, num_layers: int, num_attention_heads: int, published: int
 ):
-    """The published models also count a frozen table of 16 x 16 positions, which we compute instead."""
+    """The published counts include a frozen table of 16 x 16 positions, which we compute instead."""
     config = DiTConfig(
         hidden_size=hidden_size,
         num_layers=num_layers,

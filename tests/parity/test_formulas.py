@@ -1,4 +1,4 @@
-"""Packed, parallel-ready backbones compute the formulas of their papers: outputs and every gradient."""
+"""Packed backbones have the outputs and gradients of the formulas of their papers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ CONSTANTS = {"layernorm_epsilon": 1e-2, "time_scale": 30.0}
 
 @dataclass(frozen=True)
 class Family:
-    """A backbone, its reference, and the settings to compare it with.
+    """A backbone, its reference, and the compared settings.
 
     Attributes:
         sizes: changes of `SIZES`; `...` removes a size.
@@ -171,7 +171,7 @@ DENSE_CASES = [
     ("flux", {}, [replace(sample, text_tokens=n) for sample, n in zip(DENSE, (2, None, 1))]),
     ("wan", {}, CLIPS),
     ("sana", {}, CLIPS),
-    ("sana", {}, [*DENSE, Sample((1, 3, 2), None)]),  # a run of one size is one batch of the convolution
+    ("sana", {}, [*DENSE, Sample((1, 3, 2), None)]),  # consecutive samples of one size are one batch of the convolution
     ("stdit", {"layer_pattern": ["temporal", "full"]}, CLIPS),
 ]
 
@@ -181,7 +181,7 @@ def small(name: str, **changes: Any) -> Any:
 
 
 def check(build_model: BuildModel, name: str, config: Any, samples: list[Sample], **padding: int) -> nn.Module:
-    """Run the pack once through ours, each sample alone through the reference; compare outputs and all gradients."""
+    """Run the pack through our model and each sample through the reference; compare outputs and all gradients."""
     model = build_model(config, perturb=0.1)
     batch, leaves = pack(samples, config, **padding), Leaves(model)
     reference = FAMILIES[name].reference(config, leaves)
@@ -226,7 +226,7 @@ def test_padded_pack_is_the_formulas(build_model: BuildModel, name: str, padding
 
 @pytest.mark.parametrize(("name", "changes", "samples"), DENSE_CASES, ids=lambda value: str(value)[:20])
 def test_dense_batch_is_the_formulas(build_model: BuildModel, name: str, changes: dict, samples: list[Sample]) -> None:
-    """Equal grids take the dense path of attention; texts have equal or different lengths, and one is dropped."""
+    """Equal grids use the dense path of attention; texts have equal or different lengths, and one is dropped."""
     check(build_model, name, small(name, **changes), samples)
 
 
@@ -256,7 +256,7 @@ def test_blocks_start_as_the_identity(build_model: BuildModel, name: str, change
 
 
 def test_every_text_token_counts_and_only_for_its_sample(build_model: BuildModel) -> None:
-    """The derivative of one sample's output by the texts is zero for every other text, and for its own if dropped."""
+    """The output of a sample has a zero derivative by the texts of other samples, and by a dropped text."""
     config = small("dit_cross")
     model, batch = build_model(config, perturb=0.1), pack(MIXED, config)
     context = batch.conditions["context"].values.clone().requires_grad_()
@@ -282,7 +282,7 @@ def test_missing_frame_rate_is_thirty(build_model: BuildModel) -> None:
 
 @pytest.mark.parametrize("grid", [(5, 2, 2), (1, 6, 2), (1, 2, 7)])
 def test_samples_beyond_the_position_tables_are_refused(build_model: BuildModel, grid: tuple[int, int, int]) -> None:
-    """The last row works, the check of packs names a sample beyond it; rotary positions have no end."""
+    """The last row of a table works; a sample beyond it is named in the error; rotary positions have no limit."""
     config = small("moviegen")
     model = build_model(config, perturb=0.1)
     fits = pack([Sample((4, 5, 6), 2)], config)
@@ -295,7 +295,7 @@ def test_samples_beyond_the_position_tables_are_refused(build_model: BuildModel,
 
 
 def test_joint_packs_hold_every_row_once() -> None:
-    """Text first, then image and padding, sample by sample; and the way back."""
+    """For each sample: text, image, padding; `split` undoes `join`."""
     batch = pack(MIXED, small("flux"), multiple_of=8, tail=8, context_multiple_of=4)
     texts, layout = batch.conditions["context"].layout, batch.layout
     joint = joint_layout(texts, layout)
@@ -339,7 +339,7 @@ def test_the_head_is_split_as_in_wan(size: int) -> None:
 
 
 def test_sums_are_float32_in_half_precision_and_an_empty_sample_has_none() -> None:
-    """A sum over 4096 equal keys in bf16 would stop at 256; padding has output zero, whatever it contains."""
+    """A bf16 sum over 4096 equal keys would stop at 256; the output of padding is zero, even for NaN."""
     layout = SequenceLayout((0, 4096), (0, 4096), 4100)
     x = torch.ones(4100, 1, 2, dtype=torch.bfloat16)
     x[4096:] = torch.nan
@@ -352,7 +352,7 @@ def test_sums_are_float32_in_half_precision_and_an_empty_sample_has_none() -> No
 
 
 def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel) -> None:
-    """Nor temporal attention other columns: a token changes the outputs of its segment and no others."""
+    """Temporal attention does not see other columns: a token only changes the outputs of its segment."""
     for kind, feels in (("spatial", lambda t, h, w: t == 1), ("temporal", lambda t, h, w: (h, w) == (0, 2))):
         config = small("stdit", layer_pattern=[kind], num_layers=1)
         model, batch = build_model(config, perturb=0.1), pack([Sample((3, 2, 3), 4)], config)
@@ -364,7 +364,7 @@ def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel) ->
 
 
 def test_span_hides_the_resolution() -> None:
-    """With a span, twice the grid puts every second patch where the small grid's patches are."""
+    """With a span, every second patch of a doubled grid has the position of a patch of the small grid."""
     batches = (pack([Sample(grid, 1)], small("stdit")) for grid in ((1, 2, 3), (1, 4, 6)))
     coarse, fine = (sincos(spanning(b.positions_T3, b.layout, b.grid_sizes(), 8.0), 48, "sincos_2d") for b in batches)
     torch.testing.assert_close(fine.view(4, 6, 48)[::2, ::2].flatten(0, 1), coarse)

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5 and diffusers' class: equal outputs and gradients, exact round trips, published size."""
+"""HunyuanVideo 1.5 against the class of diffusers: equal outputs and gradients, round trips, published size."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ SETTINGS: dict[str, Any] = {
 SIZES = ((3, 5, 3), (2, 3, 7), (5, 1, 3))
 """Frames, height and width of each latent."""
 TEXTS, GLYPHS, IMAGES = (5, 3, 4), (4, 0, 2), (0, 3, 7)
-"""Tokens of the three conditions of each sample."""
+"""Number of tokens of the three conditions, for each sample."""
 
 
 def import_random(**changes: Any) -> tuple[Any, HunyuanVideoConfig, dict[str, Tensor]]:
@@ -68,7 +68,7 @@ def pack_of(
 @pytest.mark.parametrize("changes", [{}, {"task_type": "i2v"}, {"patch_size": 2, "patch_size_t": 3}], ids=str)
 @pytest.mark.parametrize("sample", range(len(SIZES)))
 def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, sample: int, changes: Any) -> None:
-    """Samples without a picture, without a shown text, and with both; of several frames and odd sizes."""
+    """Samples without a picture, without glyph text, and with both, with several frames and odd sizes."""
     _, model, weights = import_random(**changes)
     patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
     sizes = [tuple(n * side for n, side in zip(size, patch)) for size in SIZES]
@@ -83,7 +83,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, s
 @torch.no_grad()
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
 def test_a_pack_of_ragged_conditions_is_one_call_of_diffusers_per_sample(build_model: BuildModel, task: str) -> None:
-    """There each condition is padded, and valid tokens move to the front; here only valid tokens exist."""
+    """diffusers pads each condition and moves valid tokens to the front; our pack has only valid tokens."""
     theirs, model, weights = import_random(task_type=task)
     batch, latents = pack_of(model)
     times = torch.tensor([0.25, 0.75, 0.5])
@@ -97,7 +97,7 @@ def test_a_pack_of_ragged_conditions_is_one_call_of_diffusers_per_sample(build_m
 
 @torch.no_grad()
 def test_a_padded_batch_of_diffusers_is_a_pack(build_model: BuildModel) -> None:
-    """Two clips of one size with texts of other lengths, between padding that its masks exclude."""
+    """Two clips of one size with texts of different lengths, with masked padding before and after each text."""
     theirs, model, weights = import_random(task_type="i2v")
     sizes = [SIZES[0]] * 3
     batch, latents = pack_of(model, slice(1, 3), sizes)

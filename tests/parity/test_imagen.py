@@ -1,4 +1,4 @@
-"""Imagen's UNets compute what their description says, and have the published numbers of parameters."""
+"""Imagen's UNets match their description and have the published numbers of parameters."""
 
 from collections import Counter
 from dataclasses import replace
@@ -55,7 +55,7 @@ CASES = [
 
 
 def pack(config: ImagenConfig, texts: tuple[int, ...], *, multiple_of: int = 1) -> PackedBatch:
-    """Lay synthetic pictures of 8 x 12 side by side, with texts of these lengths."""
+    """Pack synthetic pictures of 8 x 12, with texts of these lengths."""
     spec = config.batch_spec(multiple_of=multiple_of)
     source = MockSource(MockData(height=8, width=12), spec, seed=0, split="train", stream=0, num_streams=1)
     batch = collate([source.sample(number) for number in range(len(texts))], spec)
@@ -78,7 +78,7 @@ def picture(tokens_TC: Tensor) -> Tensor:
     ("kind", "reference", "changes"), [pytest.param(*c[:3], id=f"{c[0].__name__}-{c[3]}") for c in CASES]
 )
 def test_a_pack_is_the_formulas(build_model: BuildModel, kind: Any, reference: Any, changes: dict[str, Any]) -> None:
-    """Output and every gradient are those of the samples alone, with texts of different lengths and padding."""
+    """Outputs and gradients equal those of single samples, for texts of different lengths and padding."""
     config = kind(**{**SIZES, **changes})
     config.validate()
     model = build_model(config, perturb=0.1)
@@ -159,7 +159,7 @@ REGULAR_TABLE = {
 @pytest.mark.parametrize("recipe", REGULAR_TABLE)
 def test_every_module_of_a_regular_unet_has_the_published_count(recipe: str) -> None:
     found = by_module(built(call_recipe(recipe)).model)
-    found["input_blocks"] += found["init_conv"]  # the published number has the first convolution in it
+    found["input_blocks"] += found["init_conv"]  # the published number includes the first convolution
     assert tuple(found[name] for name in MODULES) == REGULAR_TABLE[recipe]
 
 

@@ -1,4 +1,4 @@
-"""Adapters made elsewhere, imported, give here what they give there; those that we exported come back to the bit."""
+"""Imported adapters of other programs give the same predictions; adapters that we exported import to the bit."""
 
 import json
 from collections.abc import Callable
@@ -27,8 +27,8 @@ from tests.parity.test_convert_lora import CASES, LORA, Case, adapted
 from tests.parity.test_convert_unet import SIZES
 
 peft = pytest.importorskip("peft")
-RTOL = 1e-5  # float32: W x + B (A x) in another order
-# Their adapters of each class: attention and MLP; some layers alone, so that q has an adapter, or v, and k has none.
+RTOL = 1e-5  # float32: another order of W x + B (A x)
+# Adapted layers of each class, in attention and MLP; some fused layers are adapted in part, such as q and v without k.
 TARGETS = {
     "flux": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "proj_mlp", "norm1.linear"],
     "chroma": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "proj_mlp"],
@@ -42,7 +42,7 @@ TARGETS = {
 
 
 def a_base(case: Case) -> tuple[nn.Module, ModelConfig, RuleBook, dict[str, Tensor]]:
-    """Return their model with random weights, ours, the rules, and the weights under our names."""
+    """Return the model of diffusers with random weights, our config, the rules, and the weights under our names."""
     theirs = case.module()
     imported = case.form.read_settings(theirs.config)
     rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
@@ -58,14 +58,14 @@ def imported_from(path: Path, case: Case, model: ModelConfig, rules: RuleBook) -
 
 
 def with_peft(theirs: nn.Module, name: str, **settings: Any) -> Any:
-    """Return a model of diffusers in which peft made adapters with random numbers in A and in B."""
+    """Return a model of diffusers with adapters of peft, whose A and B are random."""
     config = {"r": 3, "lora_alpha": 5, "target_modules": TARGETS[name], "init_lora_weights": False, **settings}
     torch.manual_seed(7)
     return peft.get_peft_model(theirs, peft.LoraConfig(**config))
 
 
 def same_prediction(build_model: BuildModel, case: Case, adapters: ImportedAdapters, base: Any, there: Any) -> None:
-    """Compare predictions, and see that the adapters change them, by far more than rounding."""
+    """Compare predictions, and check that the adapters change them by far more than rounding."""
     _, model, _, weights = base
     network = load(build_model(replace(model, lora=adapters.config)), {**weights, **adapters.tensors})
     with torch.no_grad():
@@ -78,7 +78,7 @@ def same_prediction(build_model: BuildModel, case: Case, adapters: ImportedAdapt
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["plain", "rslora"])
 @pytest.mark.parametrize("name", CASES)
 def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, settings: dict) -> None:
-    """With a rank and an alpha of their own in some layers."""
+    """Some layers have another rank or alpha."""
     case, base = CASES[name], a_base(CASES[name])
     patterns = {"rank_pattern": {TARGETS[name][1]: 2}, "alpha_pattern": {TARGETS[name][0]: 9}}
     there = with_peft(base[0], name, **patterns, **settings)
@@ -89,7 +89,7 @@ def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, se
 
 
 def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildModel, tmp_path: Path) -> None:
-    """FLUX's single-stream blocks: the MLP has more features than queries, keys and values, which have none."""
+    """In single-stream blocks of FLUX, only the MLP has adapters; it is wider than queries, keys and values."""
     case, base = CASES["flux"], a_base(CASES["flux"])
     there = with_peft(base[0], "flux", target_modules=["proj_mlp"])
     there.save_pretrained(tmp_path)
@@ -100,7 +100,7 @@ def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildMo
 
 @pytest.mark.parametrize(("name", "pipeline"), [("flux", FluxPipeline), ("unet", StableDiffusionPipeline)])
 def test_adapters_of_diffusers_pipelines(build_model: BuildModel, tmp_path: Path, name: str, pipeline: Any) -> None:
-    """`save_lora_weights` with its metadata, and `save_lora_adapter` of the model, which has no prefix."""
+    """Files of `save_lora_weights` with metadata, and of `save_lora_adapter`, whose names have no prefix."""
     case, base = CASES[name], a_base(CASES[name])
     theirs, model, rules, _ = base
     torch.manual_seed(7)
@@ -117,7 +117,7 @@ def test_adapters_of_diffusers_pipelines(build_model: BuildModel, tmp_path: Path
 
 @pytest.mark.parametrize("name", CASES)
 def test_our_exports_come_back_to_the_bit(build_model: BuildModel, tmp_path: Path, name: str) -> None:
-    """Every file that we write: the products, and again the same file; with scale 1 the adapters themselves."""
+    """Imports of every file that we write have scale 1 and B multiplied by the scale."""
     case = CASES[name]
     network, model, theirs, layers = adapted(build_model, case)
     imported = case.form.read_settings(theirs.config)
@@ -134,7 +134,7 @@ def test_our_exports_come_back_to_the_bit(build_model: BuildModel, tmp_path: Pat
 
 
 def kohya(theirs: nn.Module, layers: dict[str, str], alpha: float = 2.0) -> dict[str, Tensor]:
-    """Return a file of kohya-ss for layers of a model, by the names of those in the file."""
+    """Return tensors as in a file of kohya-ss; `layers` maps names in the file to layers of the model."""
     weights, tensors = dict(theirs.named_parameters()), {}
     for i, (stem, layer) in enumerate(layers.items()):
         shape, generator = weights[f"{layer}.weight"].shape, torch.Generator().manual_seed(i)
@@ -146,7 +146,7 @@ def kohya(theirs: nn.Module, layers: dict[str, str], alpha: float = 2.0) -> dict
 
 
 def test_adapters_of_kohya(build_model: BuildModel, tmp_path: Path) -> None:
-    """As diffusers reads the same file; those of the text encoder are left out and counted."""
+    """Predictions equal those of diffusers with the same file; adapters of the text encoder are skipped and counted."""
     case, base = CASES["unet"], a_base(CASES["unet"])
     theirs, model, rules, _ = base
     block = "down_blocks.0.attentions.1"
@@ -163,7 +163,7 @@ def test_adapters_of_kohya(build_model: BuildModel, tmp_path: Path) -> None:
 
 
 def test_blocks_of_sdxl_are_numbered_as_kohya_numbers_them() -> None:
-    """Against diffusers' own translation of these names."""
+    """Compared with the translation of these names in diffusers."""
     form = CASES["unet"].form
     model = replace(SIZES["xl"], block_out_channels=[32, 64, 96], transformer_layers=[0, 2, 2], layers_per_block=2)
     model.mid_transformer_layers = 2
@@ -194,7 +194,7 @@ def renamed(old: str, new: str) -> Change:
 
 
 def cut(part: str, axis: int) -> Change:
-    """Leave out the last entry along an axis."""
+    """Return a change that removes the last entry along an axis."""
     return lambda tensors: {
         name: x.narrow(axis, 0, x.shape[axis] - 1).contiguous() if part in name else x for name, x in tensors.items()
     }

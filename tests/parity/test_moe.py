@@ -1,4 +1,4 @@
-"""The DiT with experts computes what the formulas say, token by token: outputs and every gradient."""
+"""The DiT with experts has the outputs and gradients of the formulas, computed token by token."""
 
 import pytest
 import torch
@@ -22,9 +22,9 @@ SAMPLES = [Sample((1, 4, 4), 3), Sample((1, 2, 5), None), Sample((1, 1, 3), 0), 
     ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()),
 )
 def test_experts_are_the_formulas(build_model: BuildModel, changes: dict):
-    """A ragged, padded pack through ours, each sample alone through the reference in float64, balancing loss included.
+    """Compare a ragged, padded pack in our model with single samples in the float64 reference, with the balancing loss.
 
-    Both start their backward pass from sum(cotangent * output); ours adds the balancing loss by itself.
+    Both backward passes start from sum(cotangent * output); our model adds the balancing loss internally.
     """
     model_config = config(num_experts=4, num_layers=2, **changes)
     batch = pack(SAMPLES, model_config, multiple_of=4, tail=4)

@@ -1,4 +1,4 @@
-"""`launch.export --format pipeline`: the folder opens in diffusers, and the pipeline draws what our sampler draws."""
+"""`launch.export --format pipeline`: diffusers opens the folder, and the pipeline draws the samples of our sampler."""
 
 import ast
 import json
@@ -74,7 +74,7 @@ from tests.support.encoders import (
     save_t5,
 )
 
-RTOL = 1e-5  # float32: their schedulers' coefficients, padded texts, the autoencoder
+RTOL = 1e-5  # float32: scheduler coefficients of diffusers, padded texts, the autoencoder
 SEED, STEPS = 5, 4
 PROMPTS = ("a red circle", "blue")
 SIZES = {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 2}
@@ -111,15 +111,15 @@ V = DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what it was trained for, and what embeds its texts: `{t5}` and `{clip}` stand for folders.
+    """A model, its objective, and its text encoders, in which `{t5}` and `{clip}` are replaced by folders.
 
     Attributes:
-        guidance_norm: keep the norm of guided tokens.
-        shift: shift_factor of the autoencoder.
-        quant: it has convolutions around the latents.
-        blocks: of the autoencoder, which halves the sides between them.
-        vae: entry of `VAES`, if not that of the pipeline.
-        size, frames: of a latent.
+        guidance_norm: rescale guided tokens to the norm without guidance.
+        shift: `shift_factor` of the autoencoder.
+        quant: the autoencoder has convolutions before and after the latents.
+        blocks: number of blocks of the autoencoder, which halves the sides between blocks.
+        vae: key of `VAES`, if it is not the name of the pipeline.
+        size, frames: of the latents.
     """
 
     pipeline: str
@@ -276,11 +276,11 @@ VAES = {
         },
     ),
 }
-"""Autoencoders that are not an `AutoencoderKL`, by pipeline."""
+"""Autoencoders of other classes than `AutoencoderKL`, by pipeline."""
 
 
 def save_vae(folder: Path, case: Case) -> Path:
-    """Save an autoencoder: of 4 channels that compresses 4 x 4 pixels, or as the class of the pipeline."""
+    """Save an autoencoder of 4 channels, or one of the class that the pipeline requires."""
     torch.manual_seed(3)
     if (name := case.vae or case.pipeline) in VAES:
         kind, settings = VAES[name]
@@ -296,7 +296,7 @@ def save_vae(folder: Path, case: Case) -> Path:
     else:
         convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
         model = AutoencoderKL(**sizes, **kinds, **convolutions, scaling_factor=0.3611, shift_factor=case.shift).eval()
-        if case.pipeline.startswith("Flux"):  # FluxControlPipeline draws latents from the posterior
+        if case.pipeline.startswith("Flux"):  # FluxControlPipeline samples the posterior, so its variance is ~0
             with torch.no_grad():
                 model.encoder.conv_out.weight[4:], model.encoder.conv_out.bias[4:] = 0, -30
     model.save_pretrained(folder)
@@ -314,7 +314,7 @@ ENCODERS = {
 
 
 def a_run(folder: Path, case: Case) -> Path:
-    """Write a run of random weights, its autoencoder and its text encoders."""
+    """Write a run with random weights, an autoencoder and text encoders."""
     vae, names = save_vae(folder / "vae", case), set(re.findall(r"\{(\w+)\}", case.encoders or ""))
     folders = {name: ENCODERS[name](folder / name) for name in names}
     line = None if case.encoders is None else check_text_encoder(case.encoders.format(**folders)).recorded
@@ -341,7 +341,7 @@ def generator_of(run: Path, build_model: BuildModel) -> Generator:
 
 
 def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Tensor]:
-    """Return the noise as a scheduler takes it, `[N, C, t, h, w]`, and the pictures in [0, 1], `[N, 3, T, H, W]`."""
+    """Return the noise for a scheduler, `[N, C, t, h, w]`, and our pictures in [0, 1], `[N, 3, T, H, W]`."""
     if case.encoders is None:
         given: Mapping[str, Any] = {"label": [2, 0]}
     else:
@@ -358,7 +358,7 @@ def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Ten
 
 
 def control_pictures(case: Case) -> Tensor:
-    """Return a control picture for each prompt, `[2, 3, H, W]` in [-1, 1], with values of 8 bits."""
+    """Return a control picture for each prompt, `[2, 3, H, W]` in [-1, 1], with 8-bit values."""
     height, width = (2 ** (case.blocks - 1) * side for side in case.size)
     return pixel_values(torch.randint(256, (2, 3, height, width), generator=torch.Generator().manual_seed(6)))
 
@@ -369,7 +369,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def page_call(code: str) -> dict[str, Any]:
-    """Return the arguments by name of the call of the pipeline in the lines of a page."""
+    """Return the keyword arguments of the pipeline call in the code of a README."""
     [call] = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
     return {
         str(word.arg): eval(ast.unparse(word.value), {"load_image": Path, "range": range}) for word in call.keywords
@@ -380,7 +380,7 @@ def page_call(code: str) -> dict[str, Any]:
 def test_the_pipeline_draws_what_our_sampler_draws(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """By the lines of the folder's own page, from the same noise, texts and guidance included."""
+    """Run the code of the README in the folder, with the same noise, texts and guidance."""
     case, folder = CASES[name], tmp_path / "pipeline"
     run = a_run(tmp_path, case)
     assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
@@ -388,7 +388,7 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     noise, expected = ours(generator, case)
     if case.guidance != 1:
         _, unguided = ours(generator, case, guidance_scale=1.0)
-        assert relative_error(unguided, expected) > 30 * RTOL  # otherwise the comparison would not see guidance
+        assert relative_error(unguided, expected) > 30 * RTOL  # otherwise wrong guidance would pass
     drawn = drawn_by_pipeline(folder, case, noise, monkeypatch)
     assert drawn.shape == expected.shape
     assert drawn.shape[-2:] == tuple(VAE(str(tmp_path / "vae")).geometry.space * side for side in case.size)
@@ -397,13 +397,13 @@ def test_the_pipeline_draws_what_our_sampler_draws(
 
 
 def drawn_by_pipeline(folder: Path, case: Case, noise: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Return the pictures of an exported pipeline as its own page draws them, `[N, 3, T, H, W]` in [0, 1]."""
+    """Return the pictures of an exported pipeline, called as in its README, `[N, 3, T, H, W]` in [0, 1]."""
     pipeline = DiffusionPipeline.from_pretrained(folder)
     assert type(pipeline).__name__ == case.pipeline
     if case.pipeline == "PRXPipeline":  # needs ftfy, which changes no prompt here
         as_it_is = SimpleNamespace(fix_text=lambda text: text)
         monkeypatch.setattr("diffusers.pipelines.prx.pipeline_prx.ftfy", as_it_is, raising=False)
-    if case.pipeline == "ChromaPipeline":  # its mask of numbers, added to scores, masks nothing
+    if case.pipeline == "ChromaPipeline":  # attention adds its float mask to the scores, which masks nothing
         mask_of = pipeline._prepare_attention_mask
         pipeline._prepare_attention_mask = lambda **words: mask_of(**words).bool()
     pipeline.set_progress_bar_config(disable=True)
@@ -411,7 +411,7 @@ def drawn_by_pipeline(folder: Path, case: Case, noise: Tensor, monkeypatch: pyte
     call = page_call(code)
     given = "prompt" if case.encoders else "class_labels"
     assert given in call
-    call[given] = list(case.prompts) if case.encoders else [2, 0]  # ZImagePipeline writes into the list
+    call[given] = list(case.prompts) if case.encoders else [2, 0]  # a copy: ZImagePipeline writes into the list
     is_clip = case.frames > 1
     noise = noise if is_clip else noise[:, :, 0]
     if case.pipeline == "DiTPipeline":
@@ -437,7 +437,7 @@ def drawn_by_pipeline(folder: Path, case: Case, noise: Tensor, monkeypatch: pyte
 
 
 def refused(folder: Path, case: Case, capsys: pytest.CaptureFixture, *words: str) -> str:
-    """Export, expect one line of error and nothing on the disk, and return it."""
+    """Export; expect no output folder and one line of error, and return the line."""
     run = a_run(folder, case)
     capsys.readouterr()
     arguments = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder / "out")]
@@ -513,7 +513,7 @@ def test_a_part_that_has_moved_is_named_with_its_option(
 ) -> None:
     run = a_run(tmp_path, PIXART_T5)
     (tmp_path / part).rename(tmp_path / "elsewhere")
-    config_of.cache_clear()  # as in another process
+    config_of.cache_clear()  # as in a new process
     capsys.readouterr()
     arguments = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(tmp_path / "out")]
     assert export(arguments) == 2
@@ -524,7 +524,7 @@ def test_a_part_that_has_moved_is_named_with_its_option(
 
 @pytest.mark.parametrize(("shift", "steps"), [(1.0, 1), (1.0, 2), (3.0, 1), (3.0, 4), (5.0, 50), (0.5, 10), (12.0, 30)])
 def test_a_scheduler_without_noise_levels_takes_our_steps(shift: float, steps: int) -> None:
-    """`WanPipeline` passes only their number, and the scheduler would end at a thousandth, whatever the number."""
+    """`WanPipeline` passes only the number of steps, and by default the last noise level would be 1/1000."""
     assert "sigmas" not in signature(WanPipeline.__call__).parameters
     objective = FlowMatching(time_shift=shift)
     scheduler = FlowMatchEulerDiscreteScheduler.from_config(spaced_scheduler(objective, steps))
@@ -535,7 +535,7 @@ def test_a_scheduler_without_noise_levels_takes_our_steps(shift: float, steps: i
 
 
 def test_the_entry_for_an_empty_text_is_that_of_the_model(tmp_path: Path) -> None:
-    """A pipeline of another null would draw something else without a word."""
+    """A pipeline with another null text would draw different pictures without an error."""
     for name, case in {"zeros": XL, "empty": CASES["stable diffusion xl, empty text"]}.items():
         run = a_run(tmp_path / name, case)
         folder = tmp_path / name / "out"
@@ -546,12 +546,12 @@ def test_the_entry_for_an_empty_text_is_that_of_the_model(tmp_path: Path) -> Non
 
 
 def test_a_run_without_an_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """One of another number of channels, too; the model leaves as before."""
+    """`--vae identity` has no autoencoder that the pipeline could load."""
     assert "AutoencoderKL" in refused(tmp_path, PIXART_T5, capsys, "--vae", "identity")
 
 
 def test_the_parts_can_be_imported_again(tmp_path: Path) -> None:
-    """The transformer's folder has the record of the export; the padded table of classes keeps its names."""
+    """The folder of the transformer has the record of the export; the padded class table keeps the class names."""
     from launch.import_weights import main as import_weights
 
     run, folder = a_run(tmp_path, CASES["dit"]), tmp_path / "pipeline"

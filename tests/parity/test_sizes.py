@@ -1,4 +1,4 @@
-"""Sizes of the backbones with texts: the config says what the module has, what it costs, and what is impossible."""
+"""Sizes of the backbones with texts: parameter and FLOP counts from the config, and errors for impossible sizes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -69,10 +69,10 @@ def segments(pairs: int, heads: int, hidden_size: int, **changes: Any) -> STDiTC
 EC_1B = {"num_experts": 64, "moe_ffn_hidden_size": 1024, "moe_capacity_factor": 8.0}
 WAN_14B = WanConfig(hidden_size=5120, num_layers=40, num_attention_heads=40, ffn_hidden_size=13824)
 T5, FLUX_NULLS, SANA_NULL = 4096, 4096 + 768, 2304
-"""Elements of the null texts, for guidance without a text encoder at hand; public checkpoints do not have them."""
+"""Elements of the null texts, used for guidance without a text encoder; public checkpoints do not have them."""
 NAMED: dict[str, tuple[Any, int, float]] = {
-    # Next to the published counts (weights of NeMo's configurations). Ours are larger by the modulated head (2 h^2) and
-    # by a frame-rate embedder of the full width (h^2 more than NeMo's padded one).
+    # Our count and the published one (weights of NeMo's configurations). Ours are larger by the modulated head (2 h^2)
+    # and by a frame-rate embedder of the full width (h^2 more than NeMo's padded embedder).
     "DiT-S": (cross(12, 6, 384), 50_977_472, 50.6e6),
     "DiT-B": (cross(12, 12, 768), 184_526_144, 183.1e6),
     "DiT-L": (cross(24, 16, 1024), 634_009_664, 631.5e6),
@@ -85,7 +85,7 @@ NAMED: dict[str, tuple[Any, int, float]] = {
     "MovieGen-5B": (movie(32, 24, 3072), 5_735_205_952, 5.72e9),
     "MovieGen-30B": (movie(48, 48, 6144, ffn_hidden_size=16384), 33_438_364_736, 33.4e9),
     "EC-DiT-1B": (MovieGenConfig(**EC_1B), 7_180_207_168, 7.18e9),
-    # The counts of section names: pairs of a spatial and a temporal layer, 16 h^2 weights each.
+    # The published counts are of pairs of a spatial and a temporal layer, with 16 h^2 weights per layer.
     "ST-DiT-S": (segments(12, 6, 384), 58_740_368, 58.7e6),
     "ST-DiT-XL": (segments(28, 16, 1152), 1_204_095_632, 1.2e9),
     "ST-DiT-3B": (segments(24, 16, 2048, ffn_hidden_size=8192), 3_264_109_584, 3.25e9),
@@ -109,7 +109,7 @@ def test_named_sizes_have_their_parameters(name: str) -> None:
 
 
 def test_ec_dit_has_the_operations_of_its_dense_form() -> None:
-    """64 experts of width 1024 at capacity factor 8 do the work of one feed-forward of 8192, and the router's."""
+    """64 experts of width 1024 at capacity factor 8 cost as much as a feed-forward of 8192 plus the router."""
     shape = SequenceLayout.from_lengths([256]), [(1, 16, 16)]
     dense, experts = MovieGenConfig(), MovieGenConfig(**EC_1B)
     router = 2 * 256 * dense.hidden_size * 64 * dense.num_layers
@@ -141,19 +141,19 @@ PACKS = {"dense": DENSE, "mixed": MIXED, "no_text": [Sample((1, 2, 2))]}
 @pytest.mark.parametrize("samples", PACKS)
 @pytest.mark.parametrize("name", COUNTED)
 def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: str) -> None:
-    """The forward count is exact; training does not count the gradients of the inputs, which are not needed."""
+    """Counts are exact; the training count excludes gradients of the inputs, which are not needed."""
     backbone, changes = COUNTED[name]
     config = replace(BASES[backbone], **changes)
     model, batch = build_model(config, perturb=0.1), pack(PACKS[samples], config, multiple_of=8)
     inputs, time = draw(batch)
-    # The maths backend is made of matrix products that the counter sees; CPU flash attention is not.
+    # The counter sees the matrix products of the math backend, but not CPU flash attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         out = model(inputs, time, batch)
         forward = counter.get_total_flops()
         out.sum().backward()
     shape, flops = (batch.layout, batch.grids, batch.conditions.layout("context")), PackFlops(config)
     assert forward == flops.forward(*shape, convention="hardware")
-    if backbone == "sana":  # the backward pass of its convolution is not two forward passes
+    if backbone == "sana":  # the backward pass of its convolution does not cost two forward passes
         return
     numbers = 1 + (getattr(config, "guidance", None) is not None) + getattr(config, "fps_conditioning", False)
     numbers += 3 * getattr(config, "size_conditioning", False)
@@ -163,7 +163,7 @@ def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: s
 
 
 def test_recompute_of_every_block_adds_the_blocks() -> None:
-    """Recomputing every block once adds their work, and that of nothing else."""
+    """Recomputing every block adds exactly one forward pass of the blocks."""
     config, batch = BASES["flux"], pack(MIXED, BASES["flux"])
     shape, flops = (batch.layout, batch.grids, batch.conditions["context"].layout), PackFlops(config)
     more = replace(config, num_joint_layers=2 * config.num_joint_layers, num_single_layers=2 * config.num_single_layers)
@@ -191,7 +191,7 @@ def test_no_text_counts_as_one_null_token_per_sample() -> None:
 def test_published_rows_follow_from_the_configs(
     name: str, sequence_length: int, tokens_per_s: float, published_tflops: float, executed_tflops: float
 ) -> None:
-    """The published figures are met within 1 % by NeMo's convention; what the maths asks for is up to a third less."""
+    """NeMo's convention gives the published TFLOP/s within 1 %; the executed operations are up to a third less."""
     flops, rate = PackFlops(NAMED[name][0]), tokens_per_s / sequence_length / 1e12
     layout, texts = SequenceLayout.from_lengths([sequence_length]), SequenceLayout.from_lengths([512])
     shape = layout, [(sequence_length // 1024, 32, 32)], texts
@@ -208,7 +208,7 @@ def test_the_published_row_of_wan_follows_from_the_config() -> None:
 
 
 def test_segments_save_the_tokens_that_they_do_not_visit() -> None:
-    """A clip of t frames of n patches: full attention visits t n pairs per token, spatial n, temporal t."""
+    """With t frames of n patches, a token attends to t n tokens in full, n in spatial and t in temporal layers."""
     base, (t, h, w) = BASES["stdit"], (24, 32, 32)
     tokens = t * h * w
     layout = SequenceLayout.from_lengths([tokens])
@@ -224,7 +224,7 @@ def test_segments_save_the_tokens_that_they_do_not_visit() -> None:
 
 
 def test_work_of_linear_attention_is_linear_in_the_tokens() -> None:
-    """Four times the tokens cost four times the work; 0.1 % is the null text and the time of the sample."""
+    """Four times the tokens cost four times the FLOPs, except the constant cost of null text and time."""
     flops, grids = PackFlops(SanaConfig()), [(1, 32, 32), (1, 64, 64), (1, 128, 128)]
     few, some, many = (flops.forward(SequenceLayout.from_lengths([h * w]), [(t, h, w)]) for t, h, w in grids)
     assert many - some == 4 * (some - few)
@@ -252,7 +252,7 @@ CROSS: list[tuple[dict[str, Any], list[str]]] = [
     ({"rope_scaling": "yarn"}, ["rope_scaling='yarn'"]),
     ({"rope_factors": [1.0, 1.0, 1.0], "rope_scaling": "linear"}, ["rope_scaling=linear has no effect without"]),
 ]
-"""Changes of `dit_cross` and `moviegen`, and parts of the message."""
+"""Changes of `dit_cross` and `moviegen`, and parts of the error message."""
 FIXED_POSITIONS = {"position_embedding": "sincos_3d", "rope_factors": None}
 REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
     "dit_cross": [({"adaln_lora_rank": 0}, ["adaln_lora_rank=0"])],

@@ -1,4 +1,4 @@
-"""Token routing computes what the papers of TREAD and SPRINT say: a loop over samples, each without a pack."""
+"""Token routing matches the formulas of TREAD and SPRINT, computed in a loop over single samples."""
 
 from dataclasses import replace
 from typing import Any, Optional
@@ -25,8 +25,8 @@ from tests.parity.reference_dit import ReferenceDiT, normalise, silu
 from tests.parity.reference_positions import Grid, patch_indices, position_features, turns
 from tests.parity.test_dit import Sample, config, pack, relative_error, rows_of
 
-RTOL = 1e-5  # float32 against float64, as for the model without routing
-ALONE_RTOL = 1e-6  # the same float32 operations, in products of other sizes
+RTOL = 1e-5  # float32 against float64, as without routing
+ALONE_RTOL = 1e-6  # the same float32 operations, in matrix products of other sizes
 TREAD = RoutingConfig(share=0.5, first_layers=1, last_layers=1)
 SPRINT = RoutingConfig(share=0.75, first_layers=2, last_layers=1, rejoin="fused")
 CASES = {
@@ -41,7 +41,7 @@ KEYS_S = torch.tensor([3, 2**62 + 11, 77, 2**40 + 5])
 
 
 class ReferenceRouted(ReferenceDiT):
-    """The layers of one sample in a row, where those of the middle see the rows `kept` only."""
+    """The layers for one sample; the middle layers process only the tokens `kept`."""
 
     def __init__(self, model: DiTConfig) -> None:
         assert model.routing is not None
@@ -92,7 +92,7 @@ def routed_pack(model: DiTConfig, keys_S: Optional[Tensor] = KEYS_S) -> PackedBa
 
 
 def drawn(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return inputs, times and a cotangent."""
+    """Return random inputs, times and a cotangent."""
     generator = torch.Generator().manual_seed(5)
     rows, channels = batch.latents_TC.shape
     inputs, cotangent = (torch.randn(rows, channels, generator=generator) for _ in range(2))
@@ -139,7 +139,7 @@ def test_a_sample_of_a_pack_is_the_sample_alone(build_model: BuildModel, name: s
 
 
 def test_validation_and_sampling_use_all_tokens(build_model: BuildModel) -> None:
-    """TREAD has the parameters of the model without it; SPRINT fuses both paths of every token."""
+    """With TREAD, outputs equal those of the model without routing; SPRINT fuses both paths for every token."""
     batches = {}
     for routing in (None, TREAD):
         model_config = config(num_layers=4, routing=routing)

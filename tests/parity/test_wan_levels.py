@@ -32,7 +32,7 @@ TI2V_5B = {
 
 
 def test_a_time_per_token_is_that_of_diffusers(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
-    """A pack with padding against one call per clip: clean first frame, one level, a level for each frame."""
+    """Compare a padded pack with one call per clip: clean first frame, one level, or one level per frame."""
     config = config_of("wan")
     network = build_model(config)
     disturb_constants([network], one_rank_world)
@@ -81,7 +81,7 @@ def test_a_time_per_token_is_that_of_diffusers(build_model: BuildModel, one_rank
 
 
 def test_the_settings_of_ti2v_5b_are_those_published() -> None:
-    """Names, shapes and number of the weights; the recipe trains this model."""
+    """Names and shapes of all weights, and their total; the recipe trains this model."""
     form = DiffusersWan()
     imported = form.read_settings(TI2V_5B)
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)

@@ -1,4 +1,4 @@
-"""Carry weights and gradients between `dit`'s DiT and the plain reference."""
+"""Convert weights and gradients between the DiT of `dit` and the plain reference."""
 
 import re
 
@@ -68,7 +68,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
 
 
 def reference_names(name: str) -> list[str]:
-    """Return the reference's parameters in one of ours; three for the fused qkv, two for the label table."""
+    """Return the reference parameters that form one of ours: three for the fused qkv, two for the label table."""
     prefix = ""
     if match := re.match(r"layers\.(\d+)\.(.*)", name):
         prefix, name = f"blocks.{match[1]}.", match[2]
@@ -85,7 +85,7 @@ def reference_names(name: str) -> list[str]:
 
 
 def split_ours(name: str, x: Tensor, heads: int) -> list[Tensor]:
-    """Split one of our tensors into the reference's; rows of a fused qkv are ordered by head: q, k, v of head 0, ..."""
+    """Split one of our tensors into reference tensors; rows of a fused qkv: q, k, v of head 0, of head 1, ..."""
     if "linear_qkv" in name:
         return [part.flatten(0, 1) for part in x.unflatten(0, (heads, 3, -1)).unbind(1)]
     if name == "conditioner.label.weight":
@@ -104,7 +104,7 @@ def join_theirs(name: str, parts: list[Tensor], heads: int) -> Tensor:
 
 @torch.no_grad()
 def copy_weights(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
-    """Give the reference our weights; every parameter of both sides must be met exactly once."""
+    """Copy our weights into the reference; every parameter of both sides must occur exactly once."""
     theirs = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         for target, part in zip(reference_names(name), split_ours(name, parameter, heads), strict=True):

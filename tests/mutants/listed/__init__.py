@@ -1,7 +1,7 @@
-"""The mistakes that the suite must detect: one changed line each, and the tests that should fail because of it.
+"""Mistakes that the suite must detect: one changed line each, and the tests that should fail.
 
-Each table of this folder has the mistakes of one part of the source, a row each. Tabs separate cells, "; " separates
-tests. Mistakes of public projects also have a sentence and the address of the public thread.
+Each table of this folder has the mistakes in one part of the source, one per row. Tabs separate cells, "; " separates
+tests. Mistakes of public projects also have a description and the address of the public thread.
 """
 
 from collections.abc import Iterator
