@@ -15,11 +15,13 @@ TOO_LONG = "too_long"
 
 
 def largest_magnitude(x: Tensor) -> float:
-    """Return the largest absolute value of a floating-point tensor, NaN if it has one.
+    """Return the largest absolute value of a floating-point tensor: 0 of an empty one, NaN if it has one.
 
     The bits of 16-bit numbers are compared as integers, which is twice as fast: without the sign bit, they have the
     order of magnitudes, with NaN above infinity. As int16, positive numbers are above negative ones; as uint16, below.
     """
+    if not x.numel():
+        return 0.0
     if x.dtype in (torch.float16, torch.bfloat16):
         bits = x.view(torch.int16).numpy()
         positive, negative = int(bits.max()), int(bits.view(np.uint16).max()) - 2**15

@@ -269,7 +269,7 @@ def finetune_flux2_klein(
 def finetune_qwen_image(
     base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
 ) -> run.Partial:
-    """Qwen-Image (20.4 B) in the pipeline `models/qwen-image`, all weights: 8 x 80 GB.
+    """Qwen-Image (20.43 B) in the pipeline `models/qwen-image`, all weights: 8 x 80 GB.
 
     `lora=True`: adapters of rank 16, also on one 80 GB GPU. Guided samples keep the norm of the conditional ones.
     """

@@ -24,6 +24,7 @@ def test_the_largest_magnitude_is_that_of_any_value(dtype: torch.dtype) -> None:
         for other in (0.0, -0.0, small / 2):
             row = torch.tensor([other, value, other], dtype=dtype)
             assert largest_magnitude(row) == abs(row[1].item())
+    assert largest_magnitude(torch.zeros(0, 4, dtype=dtype)) == 0  # tokens of an empty text
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
