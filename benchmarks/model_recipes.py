@@ -5,6 +5,7 @@ All feed synthetic data; `benchmarks.recipes` says how to time one.
 
 import nemo_run as run
 
+from benchmarks.recipes import CLIP_74K
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import pretrain
@@ -25,8 +26,6 @@ CLIP_1K = (4, 32, 32)
 """Latent (frames, height, width) of 1024 tokens: 4 x 16 x 16 patches."""
 CLIP_25K = (24, 64, 64)
 """Latent of 24,576 tokens: 24 x 32 x 32 patches."""
-CLIP_74K = (32, 96, 96)
-"""Latent of 73,728 tokens: 32 x 48 x 48 patches."""
 CLIP_480P = (24, 104, 60)
 """Latent (frames, height, width) of 37,440 tokens: about 93 frames of 832 x 480 through an autoencoder of 4 x 8 x 8."""
 CLIP_720P = (31, 44, 80)

@@ -93,7 +93,7 @@ class Condition:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether the values are along the tokens of the latent."""
+        """Whether there is a value for each token of the latent."""
         return self.axis in PER_TOKEN
 
     @property

@@ -1,8 +1,7 @@
 """nemo-run's executors by name, on which the runs of an experiment run.
 
 `launch.experiment --executor "slurm(account='a', job_dir='/shared', nodes=4)" executor.qos=high`. Every field of the
-executor can be set as `executor.FIELD=value`. The package must be installed where a run starts, because no code is
-sent.
+executor can be set as `executor.FIELD=value`. No code is sent, so install the package where a run starts.
 """
 
 from collections.abc import Callable, Iterable

@@ -26,18 +26,15 @@ def add_pictures(
     samples = len(requests) // count
     if len(paths) not in (1, samples):
         raise ConfigError(f"{option} has {len(paths)} pictures for {samples} samples; give one, or one for each")
-    latents, name = [read(path) for path in paths], option.removeprefix("--")
-    numbers = [i // count % len(paths) for i in range(len(requests))]
-    return [
-        replace(
-            request,
-            record=request.record | {name: str(paths[number])},
-            **{"reference": latents[number]}
-            if name == "reference"
-            else {"conditions": {**request.conditions, name: latents[number]}},
-        )
-        for request, number in zip(requests, numbers)
-    ]
+    latents, name, changed = [read(path) for path in paths], option.removeprefix("--"), []
+    for i, request in enumerate(requests):
+        number = i // count % len(paths)
+        request = replace(request, record=request.record | {name: str(paths[number])})
+        if name == "reference":
+            changed.append(replace(request, reference=latents[number]))
+        else:
+            changed.append(replace(request, conditions={**request.conditions, name: latents[number]}))
+    return changed
 
 
 def read_initial(

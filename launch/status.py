@@ -66,8 +66,8 @@ class RunStatus:
         return max([*self.times, *saved], default=0)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the run is running, according to its lock, or to its heartbeats on a disk without locks."""
+    def is_active(self) -> bool:
+        """Whether a process runs it: by the lock of the folder, or by heartbeats on a disk without locks."""
         if self.running is None:
             return self.beat is not None and self.now - self.beat <= FRESH_S
         return self.running
@@ -174,7 +174,7 @@ def _state(status: RunStatus) -> str:
     outcome = read_outcome(status.run_dir)
     if status.running is None and (outcome is None or (status.beat or 0.0) > outcome.time):
         beats = "no heartbeat" if status.beat is None else f"heartbeat {format_duration(status.now - status.beat)} ago"
-        likely = "it is running" if status.goes_on else "it has ended"
+        likely = "it is running" if status.is_active else "it has ended"
         return f"unknown, because this disk has no locks; according to its files {likely} ({beats})"
     if status.running:
         silent = f", last line {format_duration(status.now - max(status.times.values()))} ago" if status.times else ""
@@ -197,7 +197,7 @@ def _rate(status: RunStatus) -> str:
     parts = [] if seconds is None else [f"{seconds:.3g} s per step"]
     parts += [f"{median(rates):,.1f} samples/s"] if rates else []
     parts += [f"MFU {median(mfu):.1%}"] if mfu else []
-    if seconds is not None and status.goes_on and status.num_steps and status.step < status.num_steps:
+    if seconds is not None and status.is_active and status.num_steps and status.step < status.num_steps:
         parts.append(f"ETA {format_duration(seconds * (status.num_steps - status.step))}")
     return ", ".join(parts) or "unknown yet"
 

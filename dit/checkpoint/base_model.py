@@ -92,9 +92,7 @@ class CheckpointStart:
         stored = SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
         weights = stored if adapters else with_control(stored, model)
         if fingerprint is not None:
-            narrower = {
-                name: stored.shapes[name] for name in stored.shapes if stored.shapes[name] != weights.shapes[name]
-            }
+            narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
             if narrower:
                 fingerprint = model_fingerprint(fingerprint["parameters"] | narrower)
             check_start(self.folder, fingerprint, adapters=adapters)

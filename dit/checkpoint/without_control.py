@@ -1,4 +1,4 @@
-"""Weights of a model without a control picture, for the same model with one.
+"""A model with a control picture starts from weights of the same model without one.
 
     embed.linear.weight    | stored: inputs of the latent | zeros: inputs of the control picture |
 

@@ -10,8 +10,8 @@ from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.verify.ranks import run_world
-from launch.verify import Pair, check_case, compare, tiny_pair
-from tests.laws.backbones import run_of
+from launch.verify import Pair, check_case, tiny_pair
+from tests.laws.backbones import compared, run_of
 from tests.support.ranks import rows, selected
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -49,20 +49,8 @@ def pair_of(name: str, layout: str) -> Pair:
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Any]:
     """Verdict of each selected case; each world size starts once."""
-    folder = tmp_path_factory.mktemp("alignment")
     pairs = {row: pair_of(*row) for row in sorted(selected(request, ROW))}
-    ones = {repr(pair.one): pair.one for pair in pairs.values()}
-
-    def trained(ranks: int, trials: Any) -> list[dict[str, Any]]:
-        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
-        return run_world(ranks, cases, folder / str(ranks))
-
-    one = dict(zip(ones, trained(1, ones.values())))
-    results = {}
-    for size in sorted({pair.world_size for pair in pairs.values()}):
-        of_size = {row: pair for row, pair in pairs.items() if pair.world_size == size}
-        results |= dict(zip(of_size, trained(size, [pair.many for pair in of_size.values()])))
-    return {row: compare(pair, one[repr(pair.one)], results[row]) for row, pair in pairs.items()}
+    return compared(pairs, tmp_path_factory.mktemp("alignment"))
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))

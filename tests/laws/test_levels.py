@@ -14,13 +14,12 @@ from dit.models.base import Ability, Backbone
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.step.forward_step import training_forward_step
-from dit.verify.ranks import run_world
 from dit.verify.trial import disturb_constants
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import MockPacks, Pair, compare, tiny_pair
+from launch.verify import MockPacks, Pair, tiny_pair
 from tests.conftest import BuildModel
-from tests.laws.backbones import NAMES, config_of, run_of
+from tests.laws.backbones import NAMES, compared, config_of, run_of
 from tests.support.levels import LeveledPacks, LeveledStream, references_of, segments_of
 from tests.support.ranks import rows, selected
 
@@ -102,20 +101,8 @@ def pair_of(name: str, layout: str) -> Pair:
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Any]:
     """Verdict of each selected case; each world size starts once."""
-    folder = tmp_path_factory.mktemp("levels")
     pairs = {row: pair_of(*row) for row in sorted(selected(request, ROW))}
-    ones = {repr(pair.one): pair.one for pair in pairs.values()}
-
-    def trained(ranks: int, trials: Any) -> list[dict[str, Any]]:
-        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
-        return run_world(ranks, cases, folder / str(ranks))
-
-    one = dict(zip(ones, trained(1, ones.values())))
-    results = {}
-    for size in sorted({pair.world_size for pair in pairs.values()}):
-        of_size = {row: pair for row, pair in pairs.items() if pair.world_size == size}
-        results |= dict(zip(of_size, trained(size, [pair.many for pair in of_size.values()])))
-    return {row: compare(pair, one[repr(pair.one)], results[row]) for row, pair in pairs.items()}
+    return compared(pairs, tmp_path_factory.mktemp("levels"))
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
