@@ -32,7 +32,7 @@ exit "$CODE"
 """
 
 
-def started(folder: Path, recorded: int | None, **environ: str) -> subprocess.Popen:
+def started(folder: Path, recorded: int | None, script: str = SCRIPT, **environ: str) -> subprocess.Popen:
     """Start the container's script with a stand-in for torchrun that writes a record and exits with `CODE`."""
     torchrun, run_dir = folder / "torchrun", folder / "run"
     torchrun.write_text(TORCHRUN)
@@ -41,7 +41,7 @@ def started(folder: Path, recorded: int | None, **environ: str) -> subprocess.Po
     if recorded is not None:
         (folder / "torchrun.record").write_text(json.dumps({"code": recorded, "reason": "x"}, indent=1))
     own = {**ENVIRONMENT, "RUN_DIR": str(run_dir), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "WAITS": ""}
-    return subprocess.Popen([*CONTAINER["command"], SCRIPT], env={**os.environ, **own, "CODE": "1", **environ})
+    return subprocess.Popen([*CONTAINER["command"], script], env={**os.environ, **own, "CODE": "1", **environ})
 
 
 @pytest.mark.parametrize(("recorded", "code"), [(75, 75), (3, 3), (0, 0), (None, 1)])
@@ -57,9 +57,12 @@ def test_an_older_record_does_not_count(tmp_path):
     assert started(tmp_path, None).wait(timeout=30) == 1
 
 
-def test_a_pod_that_must_leave_lets_its_ranks_save(tmp_path):
-    """Kubernetes sends the signal only to the shell."""
-    pod = started(tmp_path, EXIT_PREEMPTED, WAITS="1")
+@pytest.mark.parametrize("delay", ["", "sleep 0.5\n"], ids=["later", "at once"])
+def test_a_pod_that_must_leave_lets_its_ranks_save(tmp_path, delay):
+    """Kubernetes sends the signal only to the shell, also before the shell has continued after the start of torchrun."""
+    script = SCRIPT.replace('"$RUN_DIR" &\n', f'"$RUN_DIR" &\n{delay}')
+    assert delay in script
+    pod = started(tmp_path, EXIT_PREEMPTED, script, WAITS="1")
     while not (tmp_path / "torchrun.words").exists():
         time.sleep(0.01)
     pod.send_signal(signal.SIGTERM)
