@@ -10,7 +10,7 @@ from dit.models.unet.config import UNetConfig
 from dit.objectives.edm import EDM
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from examples.letters.recipes import letters_dit
+from examples.letters.recipes import letters_run
 from examples.pictograms.recipes import pictograms_latent
 
 SIZES = {"channel_multipliers": [1, 2, 4], "num_res_blocks": [1, 1, 1], "attention_levels": [2]}
@@ -43,7 +43,7 @@ def _run(recipe: run.Partial, name: str) -> run.Partial:
 
 
 def _letters(pixels: int, path: str) -> run.Partial:
-    recipe = _run(letters_dit(), f"cascade_letters_{pixels}")
+    recipe = _run(letters_run(), f"cascade_letters_{pixels}")
     recipe.data = run.Config(EnergonData, path=path, num_streams=2, bucket_by_shape=True)
     return recipe
 

@@ -7,7 +7,7 @@ from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from examples.letters.recipes import letters_dit
+from examples.letters.recipes import letters_run
 from recipes.small import small_text_dit
 
 
@@ -20,7 +20,7 @@ def pictogram_autoencoder() -> run.Partial:
     runs/pictogram_vae` exports the model as an AutoencoderKL of diffusers, for `energon_data.prepare --vae` and other
     programs. One rank and two give the same losses.
     """
-    recipe = letters_dit()
+    recipe = letters_run()
     recipe.model = run.Config(
         AutoencoderConfig,
         latent_channels=16,
@@ -74,7 +74,7 @@ def pictograms_latent() -> run.Partial:
     all-minilm-l6-v2 --out data/pictograms_latent`. `python -m launch.evaluate --checkpoint runs/pictograms_latent
     --metric pictograms` decodes a sample for each of 200 names and ranks all drawings by their distance to it.
     """
-    recipe = letters_dit()
+    recipe = letters_run()
     recipe.model = small_text_dit(in_channels=16, patch_spatial=2, hidden_size=192, num_attention_heads=6)
     recipe.data = run.Config(EnergonData, path="data/pictograms_latent", num_streams=2)
     recipe.optimizer.lr = 1.5e-3

@@ -23,6 +23,7 @@ TINY = {
     "model.num_layers": 2,
     "model.num_attention_heads": 2,
     "model.patch_spatial": 2,
+    "optimizer.algorithm": "adamw",
     "optimizer.lr": 3e-3,
     "schedule.warmup_steps": 2,
     "training.micro_batch_size": 4,
