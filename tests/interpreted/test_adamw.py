@@ -60,7 +60,7 @@ def assert_is_the_formula(found, before, rates, ulps=ULPS):
 
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not_aligned"])
-def test_every_element_is_the_formula(step, shift):
+def test_every_element_equals_the_formula(step, shift):
     """Sizes just below and above a block and a chunk. The copy is the main weight, as the interpreter rounds it."""
     rates, found = replace(RATES, step=step), parameters(shift=shift)
     before = copied(found)
@@ -71,7 +71,7 @@ def test_every_element_is_the_formula(step, shift):
         assert ((ours.model.float() - ours.main).abs() <= ULP[torch.bfloat16] * ours.main.abs()).all()
 
 
-def test_the_eager_form_is_the_formula():
+def test_the_eager_form_equals_the_formula():
     found = parameters()
     before = copied(found)
     eager.adamw(found, RATES)
@@ -91,7 +91,7 @@ def test_nothing_changes_if_the_factor_is_nan(form):
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("model", [True, False])
-def test_what_a_parameter_has_not_is_neither_read_nor_written(average, model):
+def test_missing_tensors_of_a_parameter_are_neither_read_nor_written(average, model):
     found = parameters(average=average, model=model)
     both = parameters()
     fused.adamw(found, RATES)
@@ -108,7 +108,7 @@ def test_the_copy_may_be_fp16():
         assert ((p.model.float() - p.main).abs() <= 2.0**-10 * p.main.abs() + 2.0**-24).all()
 
 
-def test_neighbours_in_one_buffer_stay_as_they_are():
+def test_neighbours_in_one_buffer_do_not_change():
     """The kernel writes no element before the first or after the last one of a parameter."""
     buffers = torch.randn(5, 300).abs()
     inner = Elements(*(row[7:190] for row in buffers), torch.zeros(300, dtype=torch.bfloat16)[7:190])
@@ -124,7 +124,7 @@ def test_a_weight_of_one_copies_the_weights_into_the_average():
     assert all(torch.equal(p.average, p.main) for p in found)
 
 
-def test_twenty_updates_stay_beside_torchs_adamw():
+def test_twenty_updates_match_adamw_of_torch():
     """Errors do not accumulate: after 20 updates with changing rates the weights are within 16 ulps of torch's."""
     found = parameters((100,))
     weight = torch.nn.Parameter(found[0].main.clone())

@@ -141,7 +141,7 @@ def test_layout_equals_one_rank(results, model, layout, packed):
 
 
 @pytest.mark.parametrize("key", BROKEN, ids="-".join)
-def test_a_forgotten_sum_is_seen(results, key):
+def test_a_missing_sum_is_detected(results, key):
     """Without one of the sums over ranks, the comparison reports the parameters concerned."""
     errors = relative_errors(results[key[0], True]["gradients"], results[key]["gradients"])
     seen = {name for name, error in errors.items() if error > 100 * SUM_RTOL}

@@ -15,7 +15,7 @@ RTOL = 2e-6
 
 
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES], ids=lambda case: case.name)
-def test_segment_sdpa_is_the_reference(case: AttentionCase):
+def test_segment_sdpa_equals_the_reference(case: AttentionCase):
     check(segment_sdpa, case, case.qkv(), rtol=RTOL)
 
 
