@@ -63,9 +63,7 @@ def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, st
     return {"total": total.detach(), "count": count, "sums": logs["sums"], "gradients": gradients}
 
 
-def test_loss_and_gradients_are_those_of_a_loop_over_samples(
-    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token adds -1/2 cos(y, h(x)) times the weight of its sample, without the factor 1 / t^2."""
     backbone, batch = network(build_model), aligned_pack()
     ours = step_of(backbone, OBJECTIVE, batch)
@@ -113,7 +111,7 @@ def test_the_term_ends_at_its_step(build_model: BuildModel) -> None:
     assert idle == [(), ("alignment.",)]
 
 
-def test_the_held_out_loss_is_that_without_alignment(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
+def test_the_held_out_loss_excludes_the_alignment_term(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
     losses = []
     for objective in (OBJECTIVE, replace(OBJECTIVE, alignment=None)):
         backbone = network(build_model, objective)

@@ -34,7 +34,7 @@ def diffusers_model(**changes) -> AutoencoderKL:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
+def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: str):
     """Posterior, decoded sample with the same noise, decoded mean; pictures are not square."""
     form, theirs = DiffusersAutoencoder(), diffusers_model(**SIZES[name])
     state = random_weights({n: tuple(x.shape) for n, x in theirs.state_dict().items()}, scale=0.3, seed=1)
@@ -106,7 +106,7 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def test_the_defaults_are_latent_diffusions_kl_f8():
+def test_the_defaults_equal_kl_f8_of_latent_diffusion():
     """Names and shapes of all 83,653,863 parameters are equal."""
     form, model = DiffusersAutoencoder(), AutoencoderConfig()
     settings, _ = form.write_settings(model, (1, 256, 256))
@@ -127,6 +127,6 @@ def test_the_defaults_are_latent_diffusions_kl_f8():
         ({"down_block_types": ("AttnDownEncoderBlock2D",) * 2}, "blocks AttnDownEncoderBlock2D"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+def test_unsupported_settings_are_refused(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersAutoencoder().read_settings({**diffusers_model(**SIZES["flat"]).config, **change})

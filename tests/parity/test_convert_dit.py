@@ -41,7 +41,7 @@ def diffusers_model(**changes) -> DiTTransformer2DModel:
 @pytest.mark.parametrize(
     "changes", [{}, {"out_channels": 4, "inner": 100, "patch": 4, "grid": 2}], ids=["sigma", "plain"]
 )
-def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, changes: dict):
+def test_a_published_state_dict_has_the_same_outputs(build_model: BuildModel, changes: dict):
     """Sizes are inferred from the tensors; predictions equal the public formulas, also for the null class."""
     theirs = random_state(**{**SIZES, **changes})
     imported = original_dit.read_sizes(theirs, num_attention_heads=4)
@@ -57,7 +57,7 @@ def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, 
     assert_same_bits(back, theirs)
 
 
-def test_published_sizes_have_their_published_counts():
+def test_published_sizes_have_their_published_parameter_counts():
     """S, B, L and XL at patch 2 with 1000 classes and learned variance, including the frozen table."""
     published = {(384, 12): 32_963_360, (768, 12): 130_512_416, (1024, 24): 458_102_816, (1152, 28): 675_129_632}
     for (width, depth), count in published.items():
@@ -74,7 +74,7 @@ def test_published_sizes_have_their_published_counts():
 
 
 @pytest.mark.parametrize("out_channels", [8, 4])
-def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out_channels: int):
+def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, out_channels: int):
     """Random weights of diffusers in our model, and our random weights in diffusers."""
     form = DiffusersDiT()
     torch.manual_seed(0)
@@ -114,7 +114,7 @@ def test_the_config_survives_a_round_trip():
     assert form.read_settings(settings) == imported
 
 
-def test_what_differs_in_diffusers_is_said():
+def test_differences_of_diffusers_are_reported():
     form = DiffusersDiT()
     assert "norm_eps=1e-05" in form.read_settings(diffusers_model(norm_eps=1e-5).config).notes[0]
     _, notes = form.write_settings(DiTConfig(num_classes=3), (1, 8, 8))
@@ -144,7 +144,7 @@ def test_the_published_folder_of_2022_is_read():
         ({"cross_attention_dim": 512}, "unknown: cross_attention_dim=512"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+def test_unsupported_settings_are_refused(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersDiT().read_settings({**diffusers_model().config, **change})
 
@@ -160,7 +160,7 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):
+def test_a_model_without_a_diffusers_form_is_refused(changes: dict):
     model = DiTConfig(**{"num_classes": 3, **changes})
     with pytest.raises(ConfigError, match=next(iter(changes))):
         original_dit.rules(model, parameter_shapes(model), (1, 8, 8))
@@ -189,7 +189,7 @@ def test_weights_that_do_not_fit_are_named():
         original_dit.read_sizes(theirs)
 
 
-def test_embedders_of_their_own_in_each_block_are_refused():
+def test_separate_embedders_in_each_block_are_refused():
     """diffusers stores embedders in each block; ours are shared, so the stored ones must be equal."""
     theirs = diffusers_model()
     form = DiffusersDiT()

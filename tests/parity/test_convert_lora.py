@@ -297,7 +297,7 @@ def adapted(build_model: BuildModel, case: Case) -> tuple[nn.Module, ModelConfig
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_exported_adapters_are_ours(build_model: BuildModel, name: str) -> None:
+def test_exported_adapters_have_the_same_outputs(build_model: BuildModel, name: str) -> None:
     case = CASES[name]
     network, model, theirs, layers = adapted(build_model, case)
     state = {name: x.clone() for name, x in theirs.state_dict().items()}

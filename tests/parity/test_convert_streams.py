@@ -174,7 +174,7 @@ def pack_of(model: Any, samples: slice = slice(None)) -> PackedBatch:
 
 
 @pytest.mark.parametrize("sample", range(len(SIDES)))
-def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, family: Family, sample: int) -> None:
+def test_outputs_and_gradients_equal_those_of_diffusers(build_model: BuildModel, family: Family, sample: int) -> None:
     """All weights are imported into our model and exported again."""
     _, model, weights = import_random(family)
     batch = pack_of(model, slice(sample, sample + 1))
@@ -188,7 +188,7 @@ def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, f
 
 
 @torch.no_grad()
-def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, family: Family) -> None:
+def test_a_pack_of_two_sizes_equals_two_calls_of_diffusers(build_model: BuildModel, family: Family) -> None:
     """Positions start at zero in every sample, for the image and for its text."""
     theirs, model, weights = import_random(family)
     latents, texts = latents_and_texts()
@@ -214,7 +214,7 @@ EDITING = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", EDITING)
-def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: BuildModel, name: str) -> None:
+def test_edited_pictures_equal_those_of_the_diffusers_pipelines(build_model: BuildModel, name: str) -> None:
     """The reference follows the picture, with the same time and another position on the first axis."""
     family, start = EDITING[name]
     theirs, model, weights = import_random(family)
@@ -244,7 +244,7 @@ def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: Build
 
 
 @torch.no_grad()
-def test_a_masked_text_of_chroma_is_a_shorter_one(build_model: BuildModel) -> None:
+def test_a_masked_text_of_chroma_equals_a_shorter_text(build_model: BuildModel) -> None:
     """Values in the padding have no effect. The mask is bool, because attention adds other types to its scores."""
     theirs, model, weights = import_random(FAMILIES["chroma"])
     latents, texts = latents_and_texts()
@@ -274,7 +274,7 @@ def test_samples_of_a_pack_may_have_no_learned_tokens(build_model: BuildModel, s
         assert relative_error(part_TC, network(single.latents_TC, times[i : i + 1], single)) <= RTOL
 
 
-def test_the_page_of_an_export_says_what_the_network_takes_and_predicts() -> None:
+def test_the_page_of_an_export_states_inputs_and_outputs_of_the_network() -> None:
     for name, line in {
         "sd3": "the network gets 1000 t as its timestep and predicts the velocity noise - x0",
         "z_image": "the network gets 1 - t as its timestep and predicts minus the velocity noise - x0",
@@ -372,7 +372,7 @@ PRX_CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("setting", PRX_CHANGES)
-def test_prx_of_diffusers_draws_pictures_of_its_own_channels(setting: str) -> None:
+def test_settings_that_prx_of_diffusers_lacks_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"PRXTransformer2DModel does not support this model: .*{setting}="):
         DiffusersPRX().write_settings(PRXConfig(**{setting: PRX_CHANGES[setting]}), (1, 8, 8))
 
@@ -385,6 +385,6 @@ def test_prx_of_diffusers_draws_pictures_of_its_own_channels(setting: str) -> No
         ({"rope_axes": [0]}, "3 even"),
     ],
 )
-def test_impossible_prx_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_prx_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PRXConfig(**changes).validate()

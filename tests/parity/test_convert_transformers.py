@@ -153,20 +153,20 @@ def test_the_defaults_are_the_published_model(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "change", "message"), UNSUPPORTED)
-def test_settings_that_ours_cannot_follow_are_refused(name: str, change: dict, message: str) -> None:
+def test_unsupported_settings_are_refused(name: str, change: dict, message: str) -> None:
     family = FAMILIES[name]
     with pytest.raises(ConfigError, match=message):
         family.form.read_settings({**family.small().config, **change})
 
 
 @pytest.mark.parametrize(("name", "changes"), BEYOND, ids=str)
-def test_a_model_that_theirs_cannot_hold_is_refused(name: str, changes: dict) -> None:
+def test_a_model_without_a_diffusers_form_is_refused(name: str, changes: dict) -> None:
     family = FAMILIES[name]
     with pytest.raises(ConfigError, match=next(iter(changes))):
         family.form.write_settings(replace(family.model, **changes), (1, 8, 8))
 
 
-def test_old_folders_are_told_apart_and_their_position_tables_checked() -> None:
+def test_old_folders_are_distinguished_and_their_position_tables_checked() -> None:
     """Old files use one class name for DiT and PixArt, and contain the position table, which we compute."""
     theirs = FAMILIES["pixart"].small(interpolation_scale=2)
     old = {**theirs.config, "_class_name": "Transformer2DModel"}
@@ -180,7 +180,7 @@ def test_old_folders_are_told_apart_and_their_position_tables_checked() -> None:
         rules.from_external({**theirs.state_dict(), "pos_embed.pos_embed": 2 * table})
 
 
-def test_a_model_of_oblong_pictures_gets_the_square_of_their_area(build_model: BuildModel) -> None:
+def test_a_model_of_oblong_pictures_exports_a_square_of_their_area(build_model: BuildModel) -> None:
     """Positions span one range at every size, so in diffusers the square is only the default size of pictures."""
     form, size = DiffusersPixArt(), (1, 8, 20)
     sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 2, "context_size": 20, "position_span": 6.0}

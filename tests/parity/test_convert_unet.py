@@ -62,7 +62,7 @@ def diffusers_model(model: LDMUNetConfig) -> UNet2DConditionModel:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
+def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: str):
     """Outputs and every gradient, for latents of two sizes, one odd after halving; each has another time and text."""
     model, form = SIZES[name], DiffusersUNet()
     model.validate()
@@ -106,7 +106,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
         assert {n: error for n, error in errors.items() if not error <= GRADIENT_RTOL} == {}
 
 
-def test_texts_of_one_pack_differ_in_length(build_model: BuildModel):
+def test_texts_of_one_pack_may_differ_in_length(build_model: BuildModel):
     """Each latent attends only to its text, so outputs equal those of single samples."""
     model = SIZES["v1"]
     network = build_model(model, perturb=0.1)
@@ -136,7 +136,7 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def test_the_defaults_are_stable_diffusion_v1():
+def test_the_defaults_equal_stable_diffusion_v1():
     """Names and shapes of all 859,520,964 parameters; a learned null token is additional and is not exported."""
     form, model = DiffusersUNet(), LDMUNetConfig(null_text="empty")
     model.validate()
@@ -162,7 +162,7 @@ def test_the_defaults_are_stable_diffusion_v1():
     assert form.read_settings(published).model == model
 
 
-def test_stable_diffusion_xl():
+def test_stable_diffusion_xl_has_the_published_parameters():
     """Names and shapes of all 2,567,463,684 parameters are equal."""
     form, model = DiffusersUNet(), fiddle.build(sdxl_unet())
     model.validate()
@@ -187,7 +187,7 @@ def test_stable_diffusion_xl():
     assert sum(math.prod(shape) for shape in theirs.values()) == 2_567_463_684
 
 
-def test_lengths_that_are_not_given_are_those_of_the_latent(build_model: BuildModel):
+def test_missing_sizes_are_those_of_the_latent(build_model: BuildModel):
     """The default is the size in pixels without a crop; another crop or pooled text changes the output."""
     model = SIZES["xl"]
     network = build_model(model, perturb=0.1)
@@ -221,7 +221,7 @@ def test_lengths_that_are_not_given_are_those_of_the_latent(build_model: BuildMo
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+def test_unsupported_settings_are_refused(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersUNet().read_settings({**diffusers_model(SIZES["v1"]).config, **change})
 
@@ -234,7 +234,7 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
         ({"patch_spatial": 2}, "patch_spatial=2"),
     ],
 )
-def test_models_that_theirs_cannot_hold_are_refused(changes: dict, message: str):
+def test_models_without_a_diffusers_form_are_refused(changes: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersUNet().write_settings(replace(SIZES["v1"], **changes), LATENT_SIZE)
     with pytest.raises(ConfigError, match="draws pictures, not clips"):

@@ -48,7 +48,7 @@ def public(name: str) -> tuple[VQModel, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_outputs_losses_and_gradients_are_those_of_the_public_class(build_model: BuildModel, name: str) -> None:
+def test_outputs_losses_and_gradients_equal_those_of_the_public_class(build_model: BuildModel, name: str) -> None:
     """Pictures are not square; the number of entries is not a multiple of the tokens."""
     form, (theirs, state) = DiffusersVQModel(), public(name)
     model = form.read_settings(theirs.config).model
@@ -162,6 +162,6 @@ def test_the_codebook_selects_the_class() -> None:
         ({"out_channels": 6}, "VQModel of blocks .* from 3 to 6 channels"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str) -> None:
+def test_unsupported_settings_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DiffusersVQModel().read_settings({**public("flat")[0].config, **change})

@@ -56,7 +56,7 @@ def counts(config: DDPMUNetConfig) -> dict[str, int]:
     ],
     ids=["cifar10", "cifar10_512", "fonts"],
 )
-def test_counts_are_those_of_the_description(changes: dict, expected: dict[str, int], total: int):
+def test_parameter_counts_equal_the_published_description(changes: dict, expected: dict[str, int], total: int):
     """15.66 M parameters, or 23.34 M with the wide middle."""
     config = DDPMUNetConfig(**changes)
     config.validate()
@@ -104,7 +104,7 @@ def their_name(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_torchs_own_modules_compute_the_same(build_model: BuildModel, name: str):
+def test_modules_of_torch_have_the_same_outputs(build_model: BuildModel, name: str):
     """Outputs and gradients for pictures higher than wide, with different times and classes, one without class."""
     config = DDPMUNetConfig(num_classes=3, hidden_size=10, **SIZES[name])
     config.validate()
@@ -133,7 +133,7 @@ def test_torchs_own_modules_compute_the_same(build_model: BuildModel, name: str)
 
 
 @pytest.mark.parametrize("side", [1, 7])
-def test_odd_sides_come_back(build_model: BuildModel, side: int):
+def test_outputs_have_the_odd_sides_of_the_input(build_model: BuildModel, side: int):
     """A picture with odd sides is padded at the bottom and the right, and the output is cropped."""
     config = DDPMUNetConfig(num_classes=3, **SIZES["three"])
     batch = batch_of(config, side, 5, labels=[0])

@@ -102,7 +102,7 @@ def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: 
 
 @pytest.mark.parametrize(("solver", "steps", "objective"), OBJECTIVES, ids=lambda value: str(value)[:48])
 @pytest.mark.parametrize("out_channels", [None, 8], ids=["plain", "variance"])
-def test_the_loop_on_the_page_draws_what_our_sampler_draws(
+def test_the_loop_on_the_page_draws_the_samples_of_the_sampler(
     build_model: BuildModel, tmp_path: Path, solver: str, steps: int, objective: Objective, out_channels: int | None
 ):
     """With guidance and the same noise; the code is from the README, the coefficients from diffusers' scheduler."""
@@ -130,7 +130,7 @@ def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: py
     assert objective_of(record["objective"]) == FlowMatching(time_shift=2.0)
 
 
-def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
+def test_imported_stable_diffusion_draws_the_pictures_of_its_pipeline(
     build_model: BuildModel, tmp_path: Path, monkeypatch: Any
 ):
     """With and without a negative prompt; without one, guidance uses the embedding of "" as unconditional."""
@@ -179,7 +179,7 @@ def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
 
 
 @pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "empty text"])
-def test_imported_sdxl_draws_what_its_pipeline_draws(
+def test_imported_sdxl_draws_the_pictures_of_its_pipeline(
     build_model: BuildModel, tmp_path: Path, monkeypatch: Any, zeros: bool
 ):
     """The import reads only the pipeline's folder: encoders, pooled text, sizes, crop, and null text of its config."""

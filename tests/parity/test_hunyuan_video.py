@@ -67,7 +67,7 @@ def pack_of(
 
 @pytest.mark.parametrize("changes", [{}, {"task_type": "i2v"}, {"patch_size": 2, "patch_size_t": 3}], ids=str)
 @pytest.mark.parametrize("sample", range(len(SIZES)))
-def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, sample: int, changes: Any) -> None:
+def test_outputs_and_gradients_equal_those_of_diffusers(build_model: BuildModel, sample: int, changes: Any) -> None:
     """Samples without a picture, without glyph text, and with both, with several frames and odd sizes."""
     _, model, weights = import_random(**changes)
     patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
@@ -82,7 +82,9 @@ def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, s
 
 @torch.no_grad()
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_a_pack_of_ragged_conditions_is_one_call_of_diffusers_per_sample(build_model: BuildModel, task: str) -> None:
+def test_a_pack_of_ragged_conditions_equals_one_call_of_diffusers_per_sample(
+    build_model: BuildModel, task: str
+) -> None:
     """diffusers pads each condition and moves valid tokens to the front; our pack has only valid tokens."""
     theirs, model, weights = import_random(task_type=task)
     batch, latents = pack_of(model)
@@ -96,7 +98,7 @@ def test_a_pack_of_ragged_conditions_is_one_call_of_diffusers_per_sample(build_m
 
 
 @torch.no_grad()
-def test_a_padded_batch_of_diffusers_is_a_pack(build_model: BuildModel) -> None:
+def test_a_padded_batch_of_diffusers_equals_a_pack(build_model: BuildModel) -> None:
     """Two clips of one size with texts of different lengths, with masked padding before and after each text."""
     theirs, model, weights = import_random(task_type="i2v")
     sizes = [SIZES[0]] * 3
@@ -120,7 +122,7 @@ def test_a_padded_batch_of_diffusers_is_a_pack(build_model: BuildModel) -> None:
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 1), exact[i]) <= RTOL
 
 
-def test_the_first_frame_and_its_mask_are_those_of_the_pipeline() -> None:
+def test_the_first_frame_and_its_mask_equal_those_of_the_pipeline() -> None:
     latent = torch.randn(4, 3, 5, 2)
     pipeline = SimpleNamespace(_get_image_latents=lambda **_: latent[None, :, :1], vae=None, video_processor=None)
     prepare: Any = HunyuanVideo15ImageToVideoPipeline.prepare_cond_latents_and_mask
@@ -157,6 +159,6 @@ def test_the_published_size_has_its_parameters() -> None:
         ({"task_type": "sr"}, "task_type"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: Any, message: str) -> None:
+def test_unsupported_settings_are_refused(change: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FORM.read_settings({**SETTINGS, **change})

@@ -77,7 +77,7 @@ def same_prediction(build_model: BuildModel, case: Case, adapters: ImportedAdapt
 
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["plain", "rslora"])
 @pytest.mark.parametrize("name", CASES)
-def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, settings: dict) -> None:
+def test_adapters_of_peft_are_imported(build_model: BuildModel, tmp_path: Path, name: str, settings: dict) -> None:
     """Some layers have another rank or alpha."""
     case, base = CASES[name], a_base(CASES[name])
     patterns = {"rank_pattern": {TARGETS[name][1]: 2}, "alpha_pattern": {TARGETS[name][0]: 9}}
@@ -88,7 +88,7 @@ def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, se
     same_prediction(build_model, case, adapters, base, there.base_model.model)
 
 
-def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildModel, tmp_path: Path) -> None:
+def test_an_adapter_of_only_the_wide_part_of_a_fused_layer_is_imported(build_model: BuildModel, tmp_path: Path) -> None:
     """In single-stream blocks of FLUX, only the MLP has adapters; it is wider than queries, keys and values."""
     case, base = CASES["flux"], a_base(CASES["flux"])
     there = with_peft(base[0], "flux", target_modules=["proj_mlp"])
@@ -99,7 +99,9 @@ def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildMo
 
 
 @pytest.mark.parametrize(("name", "pipeline"), [("flux", FluxPipeline), ("unet", StableDiffusionPipeline)])
-def test_adapters_of_diffusers_pipelines(build_model: BuildModel, tmp_path: Path, name: str, pipeline: Any) -> None:
+def test_adapters_of_diffusers_pipelines_are_imported(
+    build_model: BuildModel, tmp_path: Path, name: str, pipeline: Any
+) -> None:
     """Files of `save_lora_weights` with metadata, and of `save_lora_adapter`, whose names have no prefix."""
     case, base = CASES[name], a_base(CASES[name])
     theirs, model, rules, _ = base
@@ -116,7 +118,7 @@ def test_adapters_of_diffusers_pipelines(build_model: BuildModel, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_exports_come_back_to_the_bit(build_model: BuildModel, tmp_path: Path, name: str) -> None:
+def test_exported_adapters_are_imported_bitwise_unchanged(build_model: BuildModel, tmp_path: Path, name: str) -> None:
     """Imports of every file that we write have scale 1 and B multiplied by the scale."""
     case = CASES[name]
     network, model, theirs, layers = adapted(build_model, case)
@@ -145,7 +147,7 @@ def kohya(theirs: nn.Module, layers: dict[str, str], alpha: float = 2.0) -> dict
     return tensors
 
 
-def test_adapters_of_kohya(build_model: BuildModel, tmp_path: Path) -> None:
+def test_adapters_of_kohya_are_imported(build_model: BuildModel, tmp_path: Path) -> None:
     """Predictions equal those of diffusers with the same file; adapters of the text encoder are skipped and counted."""
     case, base = CASES["unet"], a_base(CASES["unet"])
     theirs, model, rules, _ = base
@@ -219,7 +221,7 @@ def cut(part: str, axis: int) -> Change:
     ],
     ids=["dora", "loha", "half", "layer", "size", "nan", "unknown", "text", "product", "alpha"],
 )
-def test_what_has_no_counterpart_is_refused(tmp_path: Path, change: Change, message: str) -> None:
+def test_adapters_without_a_counterpart_are_refused(tmp_path: Path, change: Change, message: str) -> None:
     case, (theirs, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
     layer = "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q"
     save_file(change(kohya(theirs, {f"lora_unet_{layer.replace('.', '_')}": layer})), tmp_path / "x.safetensors")
@@ -234,7 +236,7 @@ def test_what_has_no_counterpart_is_refused(tmp_path: Path, change: Change, mess
         ("time_embedding.linear_1", None),
     ],
 )
-def test_a_convolution_of_3_x_3_has_no_adapter_here(tmp_path: Path, layer: str, message: str | None) -> None:
+def test_adapters_of_3_x_3_convolutions_are_refused(tmp_path: Path, layer: str, message: str | None) -> None:
     case, (theirs, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
     save_file(kohya(theirs, {f"lora_unet_{layer.replace('.', '_')}": layer}), tmp_path / "x.safetensors")
     if message is None:
@@ -244,7 +246,7 @@ def test_a_convolution_of_3_x_3_has_no_adapter_here(tmp_path: Path, layer: str, 
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
 
-def test_settings_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+def test_settings_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     case, (theirs, model, rules, _) = CASES["pixart"], a_base(CASES["pixart"])
     with_peft(theirs, "pixart").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())

@@ -140,7 +140,7 @@ PACKS = {"dense": DENSE, "mixed": MIXED, "no_text": [Sample((1, 2, 2))]}
 
 @pytest.mark.parametrize("samples", PACKS)
 @pytest.mark.parametrize("name", COUNTED)
-def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: str) -> None:
+def test_flops_equal_those_of_torch(build_model: BuildModel, name: str, samples: str) -> None:
     """Counts are exact; the training count excludes gradients of the inputs, which are not needed."""
     backbone, changes = COUNTED[name]
     config = replace(BASES[backbone], **changes)

@@ -363,7 +363,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, write):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_written_over(tmp_path):
+def test_no_file_is_overwritten(tmp_path):
     write_tensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match="not changed"):
         write_tensors({"x": torch.ones(2)}, tmp_path / "x.safetensors")
