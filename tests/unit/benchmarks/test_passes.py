@@ -37,14 +37,14 @@ def test_fused_layers_meet_the_bars(found, case):
     assert round(found[f"{case.name}, {SELECTIVE}"]["saved"]) <= SAVED
 
 
-def test_a_ragged_pack_with_padding_costs_what_a_dense_one_does(found):
+def test_a_ragged_pack_with_padding_has_the_cost_of_a_dense_pack(found):
     """Modulation is not expanded to tokens, and padding is not removed by a copy."""
     dense, padded = (found[f"DiT {kind}, fused"] for kind in ("dense", "ragged + padding"))
     for direction in ("forward", "backward"):
         assert passes(padded, direction) == pytest.approx(passes(dense, direction), abs=0.1)
 
 
-def test_recompute_moves_what_it_computes_again(found):
+def test_recompute_counts_the_bytes_of_recomputed_operations(found):
     """GELU 8; two or three modulated norms, 2 each; queries and keys 6: reads and writes of complete tensors."""
     for name, again in (("DiT dense", 8 + 2 * 2), ("DiT-cross one sample", 8 + 3 * 2 + 6)):
         once, twice = (found[f"{name}, fused{kind}"] for kind in ("", ", selective recompute"))

@@ -28,7 +28,7 @@ def grouped(counts, x, *parameters, bias=True):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_each_group_is_its_linear_layer(counts, dtype, bias):
+def test_each_group_equals_its_linear_layer(counts, dtype, bias):
     given = leaves(counts, dtype)
     exact = [x.detach().double().requires_grad_() for x in given]
     weights, biases = exact[1 : len(counts) + 1], exact[len(counts) + 1 :]
@@ -68,7 +68,7 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_experts(exper
     assert operations.counts.total() <= 20 + 2 * experts  # gradients of the parameters are stored one by one here
 
 
-def test_flops_are_those_of_all_rows():
+def test_flops_count_all_rows():
     given = leaves([5, 0, 2, 1], torch.bfloat16)
     with FlopCounterMode(display=False) as flops:
         grouped([5, 0, 2, 1], *given).sum().backward()

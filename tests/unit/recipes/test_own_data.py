@@ -70,7 +70,7 @@ def lengths(packs: list[PackedBatch]) -> set[int]:
     return {length for pack in packs for length in pack.layout.lengths}
 
 
-def test_latents_with_texts_are_trained_as_they_are_stored(tmp_path):
+def test_stored_latents_with_texts_are_trained(tmp_path):
     """The autoencoder leaves 16 x 24 positions in 4 channels, so 96 patches; a pack has room for 32 times that."""
     fill(tmp_path / "in")
     vae, t5 = save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
@@ -86,7 +86,7 @@ def test_latents_with_texts_are_trained_as_they_are_stored(tmp_path):
     assert max(sum(pack.layout.lengths) for pack in packs) <= 32 * 96
 
 
-def test_pixels_with_classes(tmp_path):
+def test_pixels_with_classes_are_trained(tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("cats", "dogs"):
         fill(tmp_path / "in" / name, 3)
@@ -107,7 +107,7 @@ def test_classes_without_names_are_counted(tmp_path):
     first_packs(task)
 
 
-def test_a_class_of_one_sample_alone_makes_no_model_of_classes(tmp_path):
+def test_a_class_of_one_sample_gives_no_class_conditional_model(tmp_path):
     """Captions without embeddings are refused by name, as without any class."""
     fill(tmp_path / "in", 3)
     (tmp_path / "in" / "p1.json").write_text('{"label": "3"}')
@@ -151,7 +151,7 @@ def test_edits_are_trained_with_their_references(tmp_path):
     assert all(pack.layout.levels is not None for pack in packs)
 
 
-def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
+def test_the_default_model_of_each_kind_of_data_exports_to_diffusers(tmp_path):
     """Pictures with texts, clips with texts, pictures with classes; T5 or BERT embeds the captions."""
     t5 = save_t5(tmp_path / "t5")
     fill(tmp_path / "in")
@@ -172,14 +172,14 @@ def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
     built(flux).check(1)
 
 
-def test_classes_leave_to_diffusers(tmp_path):
+def test_classes_are_exported_to_diffusers(tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("cats", "dogs"):
         fill(tmp_path / "in" / name, 3)
     assert leaves(recipe(made(tmp_path, "--labels"))) == "DiTPipeline"
 
 
-def test_what_is_encoded_while_training_has_the_encoders_sizes(tmp_path):
+def test_data_encoded_during_training_has_the_sizes_of_the_encoders(tmp_path):
     fill(tmp_path / "in")
     folder, vae, t5 = made(tmp_path), save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
     task = recipe(folder, vae=vae, text_encoder=t5)
@@ -189,7 +189,7 @@ def test_what_is_encoded_while_training_has_the_encoders_sizes(tmp_path):
     assert lengths(first_packs(task)) == {64, 96, 24}
 
 
-def test_captions_that_nothing_embeds_are_not_passed_over(tmp_path):
+def test_captions_without_an_encoder_are_refused(tmp_path):
     fill(tmp_path / "in")
     folder = made(tmp_path)
     with pytest.raises(ConfigError, match=r"prepare it with --text-encoder .* or embed them while training: .*none"):
@@ -219,7 +219,7 @@ def test_held_out_samples_are_validated_on(tmp_path):
     assert recipe(folder, text_encoder="none").training.validation_interval == 500
 
 
-def test_a_folder_that_is_not_there_can_be_planned(tmp_path):
+def test_a_missing_folder_can_be_planned(tmp_path):
     assert Contents.read(tmp_path / "absent") is None
     built(recipe(tmp_path / "absent")).check(2)
 

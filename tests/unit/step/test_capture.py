@@ -53,7 +53,7 @@ def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_atten
     assert found(PACKS, "tiny_dit", "triton") == ATTENTION
 
 
-def test_each_difference_is_found() -> None:
+def test_each_difference_is_detected() -> None:
     """The difference may be an operation, a shape, a number, or the memory that remains allocated."""
     recorder, held = SequenceRecorder(), list[torch.Tensor]()
 
