@@ -32,7 +32,7 @@ from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, check_case, compare, tiny_pair
 from tests.conftest import BuildModel
-from tests.laws.backbones import BACKBONES, CONDITIONED, GIVEN, NAMES, OTHER, config_of, pack, run_of
+from tests.laws.backbones import BACKBONES, CONDITIONED, NAMES, OTHER, REQUIRES, config_of, pack, run_of
 from tests.support.ranks import rows, selected
 
 
@@ -204,9 +204,9 @@ def test_every_setting_has_an_effect_or_a_stated_reason(
 ) -> None:
     """Another value of a setting changes the prediction or a gradient of a step."""
     row = BACKBONES[name]
-    known, given = {**OTHER, **row.other}, {**GIVEN, **row.given}.get(setting, {})
+    known, requires = {**OTHER, **row.other}, {**REQUIRES, **row.requires}.get(setting, {})
     assert setting in known, f"add another value of {setting} to OTHER or to the row, and what it needs to act"
-    base = replace(config_of(name), **given)
+    base = replace(config_of(name), **requires)
     value = known[setting](getattr(base, setting)) if callable(known[setting]) else known[setting]
     changed = replace(base, **{setting: value}, **row.also.get(setting, {}))
     if setting in row.refused:

@@ -70,18 +70,18 @@ def rows_of(layout: SequenceLayout) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(layout.starts, layout.lengths)]
 
 
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Return |ours - exact| / |exact| in the Euclidean norm; if `exact` is zero, |ours| / 1e-12."""
-    ours, exact = ours.detach().double(), exact.detach()
-    return float((ours - exact).norm() / exact.norm().clamp(min=1e-12))
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Return |actual - exact| / |exact| in the Euclidean norm; if `exact` is zero, |actual| / 1e-12."""
+    actual, exact = actual.detach().double(), exact.detach()
+    return float((actual - exact).norm() / exact.norm().clamp(min=1e-12))
 
 
 def check_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
     exact = reference_gradients(model, reference, heads)
     errors = {}
     for name, parameter in model.named_parameters():
-        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        errors[name] = relative_error(ours, exact[name])
+        actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        errors[name] = relative_error(actual, exact[name])
     wrong = {name: error for name, error in errors.items() if not error <= RTOL}
     assert not wrong, wrong
 

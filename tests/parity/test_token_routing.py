@@ -121,8 +121,8 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_samples(
     (out * cotangent)[batch.layout.valid_T].sum().backward()
     exact_gradients = weights.reference_gradients(model, reference, model_config.num_attention_heads)
     for parameter_name, parameter in model.named_parameters():
-        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert relative_error(ours, exact_gradients[parameter_name]) <= RTOL, parameter_name
+        actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert relative_error(actual, exact_gradients[parameter_name]) <= RTOL, parameter_name
 
 
 @pytest.mark.parametrize("name", CASES)

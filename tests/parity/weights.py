@@ -105,13 +105,15 @@ def join_theirs(name: str, parts: list[Tensor], heads: int) -> Tensor:
 @torch.no_grad()
 def copy_weights(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
     """Copy our weights into the reference; every parameter of both sides must occur exactly once."""
-    theirs = dict(reference.named_parameters())
+    reference_parameters = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         for target, part in zip(reference_names(name), split_ours(name, parameter, heads), strict=True):
-            tensor = theirs.pop(target)
+            tensor = reference_parameters.pop(target)
             assert tensor.shape == part.shape, (name, target)
             tensor.copy_(part)
-    assert not theirs, f"parameters of the reference that ours lacks: {sorted(theirs)}"
+    assert not reference_parameters, (
+        f"parameters of the reference that this model lacks: {sorted(reference_parameters)}"
+    )
 
 
 def reference_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> dict[str, Tensor]:

@@ -211,18 +211,18 @@ def test_the_position_is_available_without_the_worker(opened: Open) -> None:
 
 def test_a_worker_prefetches_up_to_its_limit(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two deliveries wait (32 if they are small), and the worker has made the next one."""
-    made = tmp_path / "made"
+    sample_log = tmp_path / "made"
     for small_bytes, ahead in ((1, 2), (2**25, 32)):
         monkeypatch.setattr(background, "AHEAD", Ahead(small_bytes=small_bytes))
-        made.write_bytes(b"")
-        stream = opened(made=made)
+        sample_log.write_bytes(b"")
+        stream = opened(sample_log=sample_log)
         for consumed in (1, 2, 3):
             stream.next()
             deadline = time.monotonic() + 30
-            while made.stat().st_size < consumed + ahead + 1 and time.monotonic() < deadline:
+            while sample_log.stat().st_size < consumed + ahead + 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.2)
-            assert made.stat().st_size == consumed + ahead + 1
+            assert sample_log.stat().st_size == consumed + ahead + 1
 
 
 def test_a_killed_worker_is_named(opened: Open) -> None:
