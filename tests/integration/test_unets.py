@@ -16,9 +16,9 @@ def rows(one_rank_world: ProcessGroups) -> dict[str, Row]:
 
 def test_diffusers_builds_the_same_unet(rows: dict[str, Row]) -> None:
     """Equal operations, and equal parameters except the null token, which only ours has."""
-    ours, theirs = rows["latent diffusion"], rows["diffusers UNet2DConditionModel"]
-    assert ours.parameters == theirs.parameters + TEXT_WIDTH
-    assert ours.gflop == pytest.approx(theirs.gflop, rel=1e-3)
+    actual, expected = rows["latent diffusion"], rows["diffusers UNet2DConditionModel"]
+    assert actual.parameters == expected.parameters + TEXT_WIDTH
+    assert actual.gflop == pytest.approx(expected.gflop, rel=1e-3)
 
 
 def test_options_have_the_parameters_of_the_built_network(rows: dict[str, Row]) -> None:

@@ -52,9 +52,9 @@ def formula(p: Elements, r: Rates) -> dict[str, tuple[torch.Tensor, torch.Tensor
 
 
 def assert_is_the_formula(found, before, rates, ulps=ULPS):
-    for ours, old in zip(found, before, strict=True):
+    for new, old in zip(found, before, strict=True):
         for name, (want, size) in formula(old, rates).items():
-            error = float(((getattr(ours, name).double() - want).abs() / size).max()) / ULP[torch.float32]
+            error = float(((getattr(new, name).double() - want).abs() / size).max()) / ULP[torch.float32]
             assert error <= ulps, f"{name} of {want.numel()} elements is off by {error:.1f} ulps"
 
 
@@ -66,9 +66,9 @@ def test_every_element_equals_the_formula(step, shift):
     before = copied(found)
     fused.adamw(found, rates)
     assert_is_the_formula(found, before, rates)
-    for ours, old in zip(found, before):
-        assert torch.equal(ours.gradient, old.gradient)
-        assert ((ours.model.float() - ours.main).abs() <= ULP[torch.bfloat16] * ours.main.abs()).all()
+    for new, old in zip(found, before):
+        assert torch.equal(new.gradient, old.gradient)
+        assert ((new.model.float() - new.main).abs() <= ULP[torch.bfloat16] * new.main.abs()).all()
 
 
 def test_the_eager_form_equals_the_formula():
@@ -85,8 +85,8 @@ def test_nothing_changes_if_the_factor_is_nan(form):
     found = [replace(p, gradient=p.gradient * torch.nan, model=p.main.bfloat16()) for p in parameters()]
     before = copied(found)
     form(found, replace(RATES, clip=torch.tensor(torch.nan)))
-    for ours, old in zip(found, before, strict=True):
-        assert all(torch.equal(getattr(ours, name), getattr(old, name)) for name in (*FIELDS, "model"))
+    for new, old in zip(found, before, strict=True):
+        assert all(torch.equal(getattr(new, name), getattr(old, name)) for name in (*FIELDS, "model"))
 
 
 @pytest.mark.parametrize("average", [True, False])
@@ -96,9 +96,9 @@ def test_missing_tensors_of_a_parameter_are_neither_read_nor_written(average, mo
     both = parameters()
     fused.adamw(found, RATES)
     fused.adamw(both, RATES)
-    for ours, theirs in zip(found, both):
+    for new, reference in zip(found, both):
         names = FIELDS[:3] + ("average",) * average + ("model",) * model
-        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
+        assert all(torch.equal(getattr(new, name), getattr(reference, name)) for name in names)
 
 
 def test_the_copy_may_be_fp16():
@@ -130,13 +130,13 @@ def test_twenty_updates_match_adamw_of_torch():
     weight = torch.nn.Parameter(found[0].main.clone())
     found[0].exp_avg.zero_()
     found[0].exp_avg_sq.zero_()
-    theirs = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
+    reference = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(8)
     for step in range(1, 21):
-        theirs.param_groups[0]["lr"] = lr = 1e-2 / step
+        reference.param_groups[0]["lr"] = lr = 1e-2 / step
         weight.grad = torch.randn(100, generator=generator)
         found[0].gradient.copy_(weight.grad)
         fused.adamw(found, Rates(lr, 0.9, 0.95, 1e-6, 0.1, step, torch.ones(())))
-        theirs.step()
+        reference.step()
     size = weight.detach().abs().clamp(min=0.1)
     assert float(((found[0].main - weight.detach()).abs() / size).max()) <= 16 * ULP[torch.float32]

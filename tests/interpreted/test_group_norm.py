@@ -45,14 +45,14 @@ def check(size, kind, precision="fp32"):
     def as_pictures(x):
         return x.view(pictures, height, width, channels).permute(0, 3, 1, 2)
 
-    def ours(x, weight, bias, scale, shift):
+    def kernel(x, weight, bias, scale, shift):
         y = fused.norm_groups(as_pictures(x), Groups(weight, bias, groups, EPS), scale, shift, activate=activate)
         return [y.permute(0, 2, 3, 1).flatten(1)]
 
-    def theirs(x, *given):
+    def reference(x, *given):
         return [formula(as_pictures(x), *given, groups, activate)[0].permute(0, 2, 3, 1).flatten(1)]
 
-    formulas.check(ours, theirs, leaves, dtype, ulps)
+    formulas.check(kernel, reference, leaves, dtype, ulps)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
@@ -87,8 +87,8 @@ def test_the_scale_may_be_a_part_of_a_wider_tensor():
         scale, shift = wide.chunk(2, 1)
         out = function(x, groups, scale, shift, activate=True)
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), wide)))
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for kernel, reference in zip(*found):
+        torch.testing.assert_close(kernel, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_channels_last_pictures_are_not_copied_and_others_are():

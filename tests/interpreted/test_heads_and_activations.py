@@ -25,12 +25,12 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
     angles = 6 * torch.rand(tokens, 1, size // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     rotation = Rotation(angles.cos().float(), angles.sin().float()) if rope else None
 
-    def ours(x, weight_q, weight_k, b):
+    def kernel(x, weight_q, weight_k, b):
         of_heads = HeadNorm(weight_q, weight_k, EPS) if norm else None
         given = x if b is None else x + b.detach().view(x.shape[1:])  # as the projection does, without a gradient
         return fused.split_heads(given, heads, of_heads, rotation, b)
 
-    def theirs(x, weight_q, weight_k, b):
+    def reference(x, weight_q, weight_k, b):
         return formulas.heads(x, heads, weight_q, weight_k, EPS, angles if rope else None, b)
 
     shapes = (
@@ -39,7 +39,7 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
         (size,) if norm and heads.keys else None,
         (groups * parts * size,) if bias else None,
     )
-    formulas.check(ours, theirs, formulas.draws(*shapes), dtype, ulps)
+    formulas.check(kernel, reference, formulas.draws(*shapes), dtype, ulps)
 
 
 BOTH, NORM, ROPE, NEITHER = (True, True), (True, False), (False, True), (False, False)

@@ -63,9 +63,9 @@ PARTS = {
 
 def check(layout, width, parts, precision):
     dtype, ulps = DTYPES[precision]
-    ours = partial(call, layout)
-    theirs = lambda *given: formulas.residual_norm(layout, *given, EPS)  # noqa: E731
-    formulas.check(ours, theirs, leaves(layout, width, parts.split()), dtype, ulps)
+    kernel = partial(call, layout)
+    reference = lambda *given: formulas.residual_norm(layout, *given, EPS)  # noqa: E731
+    formulas.check(kernel, reference, leaves(layout, width, parts.split()), dtype, ulps)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -80,7 +80,7 @@ def batch_of(config: DDPMUNetConfig, height: int, width: int, labels: list[int])
     )
 
 
-def their_name(name: str) -> str:
+def reference_name(name: str) -> str:
     """Return the name in the reference of one of our parameters."""
     for actual, external in (
         ("label.", "classes."),
@@ -117,7 +117,7 @@ def test_modules_of_torch_have_the_same_outputs(build_model: BuildModel, name: s
         middle=config.mid_out_channels,
         heads=config.num_attention_heads,
     ).double()
-    external.load_state_dict({their_name(n): p.detach() for n, p in model.named_parameters()})
+    external.load_state_dict({reference_name(n): p.detach() for n, p in model.named_parameters()})
     batch, step = batch_of(config, 8, 4, labels=[2, 0, 3]), torch.tensor([1.0, 500.0, 999.0])
     out_TC = model(batch.latents_TC, step / 1000, batch)
     pictures = batch.dense(batch.latents_TC)[:, 0].permute(0, 3, 1, 2).double()
@@ -128,7 +128,7 @@ def test_modules_of_torch_have_the_same_outputs(build_model: BuildModel, name: s
     out_TC.backward(cotangent_TC)
     exact_TC.backward(cotangent_TC.double())
     gradients = {n: p.grad for n, p in external.named_parameters()}
-    errors = {n: relative_error(p.grad, gradients[their_name(n)]) for n, p in model.named_parameters()}
+    errors = {n: relative_error(p.grad, gradients[reference_name(n)]) for n, p in model.named_parameters()}
     assert {n: error for n, error in errors.items() if not error <= RTOL} == {}
 
 

@@ -86,7 +86,7 @@ def exported(folder: Path, model: DiTConfig, objective: Objective) -> tuple[Trai
     return trained, weights
 
 
-def actual(
+def draw_samples(
     build_model: BuildModel, trained: TrainedModel, weights: dict, solver: str, steps: int, scale: float
 ) -> tuple:
     """Return the initial noise (standard deviation 1; for DDPM that of the noisiest step) and our samples."""
@@ -110,7 +110,7 @@ def test_the_loop_on_the_page_draws_the_samples_of_the_sampler(
     """With guidance and the same noise; the code is from the README, the coefficients from diffusers' scheduler."""
     folder = tmp_path / "out"
     trained, weights = exported(folder, tiny(out_channels=out_channels), objective)
-    noise, expected = actual(build_model, trained, weights, solver, steps, 2.5)
+    noise, expected = draw_samples(build_model, trained, weights, solver, steps, 2.5)
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(code, namespace)

@@ -340,7 +340,7 @@ def generator_of(run: Path, build_model: BuildModel) -> Generator:
     return Generator(config, metadata, load(build_model(config.model), read_full_weights(folder, "weight")), 0)
 
 
-def actual(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Tensor]:
+def draw_samples(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Return the noise for a scheduler, `[N, C, t, h, w]`, and our pictures in [0, 1], `[N, 3, T, H, W]`."""
     if case.encoders is None:
         given: Mapping[str, Any] = {"label": [2, 0]}
@@ -385,9 +385,9 @@ def test_the_pipeline_draws_the_samples_of_the_sampler(
     run = a_run(tmp_path, case)
     assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
     generator = generator_of(run, build_model)
-    noise, expected = actual(generator, case)
+    noise, expected = draw_samples(generator, case)
     if case.guidance != 1:
-        _, unguided = actual(generator, case, guidance_scale=1.0)
+        _, unguided = draw_samples(generator, case, guidance_scale=1.0)
         assert relative_error(unguided, expected) > 30 * RTOL  # otherwise wrong guidance would pass
     drawn = drawn_by_pipeline(folder, case, noise, monkeypatch)
     assert drawn.shape == expected.shape

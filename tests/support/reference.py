@@ -16,9 +16,9 @@ from dit.verify.compare import SUM_RTOL, compare_training
 RTOL = 1e-5
 
 
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Return |ours - exact| / |exact| in the Euclidean norm."""
-    return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Return |actual - exact| / |exact| in the Euclidean norm."""
+    return float((actual.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
 
 
 def assert_equal_training(one: dict, many: dict) -> None:

@@ -37,27 +37,27 @@ def numbered(*shape: int) -> torch.Tensor:
 @given(fused())
 def test_by_head_is_a_permutation_and_its_inverse_undoes_it(form: ByHead):
     size = form.heads * sum(form.shares)
-    ours = numbered(size, 5) if form.dim == 0 else numbered(5, size)
-    theirs = form.to_external(ours)
-    assert [x.shape[form.dim] for x in theirs] == (
+    actual = numbered(size, 5) if form.dim == 0 else numbered(5, size)
+    external = form.to_external(actual)
+    assert [x.shape[form.dim] for x in external] == (
         [size] if form.fused else [form.heads * share for share in form.shares]
     )
-    assert torch.equal(form.from_external(theirs), ours)
-    assert torch.equal(torch.cat([x.flatten() for x in theirs]).sort().values, ours.flatten().sort().values)
+    assert torch.equal(form.from_external(external), actual)
+    assert torch.equal(torch.cat([x.flatten() for x in external]).sort().values, actual.flatten().sort().values)
 
 
 def test_by_head_gives_each_head_its_share_of_every_part():
     """Two heads of four features: q with reordered pairs, then v unchanged."""
     q, v = torch.arange(8), torch.arange(100, 108)
-    ours = ByHead(2, (4, 4), turned=(0,)).from_external([q, v])
-    assert ours.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
+    actual = ByHead(2, (4, 4), turned=(0,)).from_external([q, v])
+    assert actual.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
 
 
 def test_gates_and_values_alternate_in_each_head():
     """Two heads; each has one feature, then two gates and two values in turn."""
     parts = [torch.arange(start, start + count) for start, count in ((0, 2), (10, 4), (20, 4))]
-    ours = ByHead(2, (1, 2, 2), alternate=True).from_external(parts)
-    assert ours.tolist() == [0, 10, 20, 11, 21, 1, 12, 22, 13, 23]
+    actual = ByHead(2, (1, 2, 2), alternate=True).from_external(parts)
+    assert actual.tolist() == [0, 10, 20, 11, 21, 1, 12, 22, 13, 23]
 
 
 def test_rotary_pairs_change_from_adjacent_to_halves():
@@ -77,13 +77,13 @@ def test_reordered_rotary_pairs_keep_every_score():
         a, b = x.chunk(2)
         return torch.cat([a * by.cos() - b * by.sin(), b * by.cos() + a * by.sin()])
 
-    theirs = neighbours(q, 2 * angle) @ neighbours(k, 5 * angle)
-    ours = halves(TURNED_HEAD.from_external([q]), 2 * angle) @ halves(TURNED_HEAD.from_external([k]), 5 * angle)
-    torch.testing.assert_close(ours, theirs)
+    external = neighbours(q, 2 * angle) @ neighbours(k, 5 * angle)
+    actual = halves(TURNED_HEAD.from_external([q]), 2 * angle) @ halves(TURNED_HEAD.from_external([k]), 5 * angle)
+    torch.testing.assert_close(actual, external)
 
 
 @pytest.mark.parametrize(
-    ("form", "theirs"),
+    ("form", "external"),
     [
         (Same(), [numbered(4, 3)]),
         (Copies(2), [numbered(4, 3), numbered(4, 3)]),
@@ -92,10 +92,10 @@ def test_reordered_rotary_pairs_keep_every_score():
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_forms_are_inverted_exactly(form: Form, theirs: list[torch.Tensor]):
-    back = form.to_external(form.from_external(theirs))
-    assert len(back) == len(theirs)
-    assert all(torch.equal(x, y) for x, y in zip(back, theirs))
+def test_forms_are_inverted_exactly(form: Form, external: list[torch.Tensor]):
+    back = form.to_external(form.from_external(external))
+    assert len(back) == len(external)
+    assert all(torch.equal(x, y) for x, y in zip(back, external))
 
 
 def test_chunks_have_the_requested_order():

@@ -52,9 +52,9 @@ def opened() -> Iterator[Open]:
 @pytest.fixture
 def ends() -> Iterator[tuple[Sender, Connection]]:
     """The two ends of a connection, both in this process."""
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        yield Sender(theirs, Ahead()), ours
+    receiver, other = multiprocessing.Pipe()
+    with receiver, other:
+        yield Sender(other, Ahead()), receiver
 
 
 def plain(state: Any) -> Any:
@@ -127,10 +127,10 @@ def test_no_process_waits_for_a_closed_connection(ends: tuple[Sender, Connection
     assert receive(connection) == "last"
     with pytest.raises((EOFError, ConnectionError)):
         receive(connection)
-    ours, theirs = multiprocessing.Pipe()
-    ours.close()
-    with theirs, pytest.raises((EOFError, ConnectionError)):
-        Sender(theirs, Ahead()).send("nobody")
+    receiver, other = multiprocessing.Pipe()
+    receiver.close()
+    with other, pytest.raises((EOFError, ConnectionError)):
+        Sender(other, Ahead()).send("nobody")
 
 
 def test_a_worker_inherits_no_object_of_the_training_process(opened: Open, tmp_path: Path) -> None:

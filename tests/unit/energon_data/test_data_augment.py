@@ -38,12 +38,12 @@ def ramp(height: int, width: int) -> torch.Tensor:
 def test_a_resized_photograph_equals_that_of_pillow() -> None:
     photograph = open_picture((SAMPLE_DATA / "grace_hopper.jpg").read_bytes())
     width, height = photograph.size
-    ours = pixel_values(resize(pixels_of([photograph]), 96))
+    actual = pixel_values(resize(pixels_of([photograph]), 96))
     size = (96, round(height * 96 / width))
-    theirs = pixel_values(pixels_of([photograph.resize(size, Image.Resampling.BICUBIC)]))
-    assert ours.shape == theirs.shape == (3, 1, size[1], 96)
-    assert (ours - theirs).abs().max() < 4 / 127.5  # Pillow rounds to 8 bits, and clips, after each of its two passes
-    assert (ours - theirs).abs().mean() < 0.5 / 127.5
+    expected = pixel_values(pixels_of([photograph.resize(size, Image.Resampling.BICUBIC)]))
+    assert actual.shape == expected.shape == (3, 1, size[1], 96)
+    assert (actual - expected).abs().max() < 4 / 127.5  # Pillow rounds to 8 bits and clips after each of its two passes
+    assert (actual - expected).abs().mean() < 0.5 / 127.5
 
 
 def test_every_crop_window_is_equally_likely() -> None:

@@ -37,9 +37,9 @@ def test_each_group_equals_its_linear_layer(counts, dtype, bias):
     got = grouped(counts, *given, bias=bias)
     cotangent = torch.linspace(-2, 3, got.numel()).to(torch.bfloat16).view_as(got)
     used = slice(None) if bias else slice(len(counts) + 1)
-    ours = torch.autograd.grad(got, given[used], cotangent.to(dtype))
-    theirs = torch.autograd.grad(want, exact[used], cotangent.double())
-    for a, b in zip((got, *ours), (want, *theirs), strict=True):
+    actual = torch.autograd.grad(got, given[used], cotangent.to(dtype))
+    expected = torch.autograd.grad(want, exact[used], cotangent.double())
+    for a, b in zip((got, *actual), (want, *expected), strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a.double(), b, rtol=RTOL[dtype], atol=8 * RTOL[dtype])
 
