@@ -97,7 +97,7 @@ def world(tmp_path):
         one.close()
 
 
-def found(store, step):
+def files_of(store, step):
     folder = store.path(step)
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -105,7 +105,7 @@ def found(store, step):
 def assert_saved(store, step, ranks=RANKS):
     """Check that the checkpoint verifies and has the files of all ranks and no temporary file."""
     manifest = verify_folder(store.path(step))
-    files = found(store, step)
+    files = files_of(store, step)
     del files["manifest.json"]
     assert files == expected(step, ranks)
     assert {name: record.sha256 for name, record in manifest.files.items()} == {
@@ -135,7 +135,7 @@ def test_changes_after_the_save_request_are_not_written(world):
     saving.writers[0].save(1, "token", {"a": [values]}, META)
     values.zero_()
     assert saving.reply()["error"] is None
-    assert found(saving.store, 1)["a"] == torch.ones(1_000_000).numpy().tobytes()
+    assert files_of(saving.store, 1)["a"] == torch.ones(1_000_000).numpy().tobytes()
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -64,9 +64,9 @@ def sources(keys: tuple[str, ...]) -> Counter:
 
 def test_members_are_read_in_proportion_to_their_weights(members: dict[str, Path]) -> None:
     _, stream = build(members, {"a": 1, "b": 3, "c": 0})
-    found = sum((sources(batch.keys) for batch in take(stream, 300)), Counter())
-    assert set(found) == {"a", "b"}
-    assert abs(found["a"] / 1200 - 0.25) < 0.05  # four standard deviations
+    counts = sum((sources(batch.keys) for batch in take(stream, 300)), Counter())
+    assert set(counts) == {"a", "b"}
+    assert abs(counts["a"] / 1200 - 0.25) < 0.05  # four standard deviations
 
 
 STAGES: dict[str, Any] = {"a": [1, 0, 1], "b": [0, 1, 1], "c": [0, 0, 2]}
@@ -159,15 +159,15 @@ def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
 ) -> None:
     """The blend must have one data set of letters; otherwise the error names the members and the flag."""
 
-    def found(*members: Path, data: str | None = None) -> str:
+    def folder_of(*members: Path, data: str | None = None) -> str:
         blend = [{"path": str(member)} for member in members]
         generator: Any = SimpleNamespace(config=SimpleNamespace(data=EnergonData(blend=blend)))
         return data_folder(Namespace(data=data), generator)
 
-    assert found(mixed_folder, letters.folder) == str(letters.folder)
-    assert found(mixed_folder, data="elsewhere") == "elsewhere"
+    assert folder_of(mixed_folder, letters.folder) == str(letters.folder)
+    assert folder_of(mixed_folder, data="elsewhere") == "elsewhere"
     with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
-        found(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))
+        folder_of(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))
 
 
 def test_members_of_a_blend_share_only_the_conditions_of_the_model(

@@ -171,7 +171,7 @@ def test_costs_are_interpolated_linearly_between_traced_micro_batches(samples: i
     assert of_bytes[0] == 5.0 * expected
 
 
-def made_up(shape):
+def synthetic_costs(shape):
     """Return synthetic costs of a shape: a millisecond for everything, and equal bytes."""
     return Costs(np.full((2, 2, 4, len(KINDS)), 1e-3), np.full((2, 2, len(BYTES)), 1e8 / shape.tensor), 32)
 
@@ -183,7 +183,7 @@ def test_ten_thousand_layouts_take_at_most_five_seconds():
     started = time.process_time()
     asked = list(candidates(task))
     found = allowed(task, iter(asked))
-    prices = Prices(task, {shape: made_up(shape) for shape in shapes(found.layouts)})
+    prices = Prices(task, {shape: synthetic_costs(shape) for shape in shapes(found.layouts)})
     verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found.layouts])
     spent = time.process_time() - started
     assert len(asked) >= MANY
@@ -195,7 +195,7 @@ def test_the_result_sorts_layouts_that_fit_and_explains_the_others():
     task = problem()
     shape = Shape(1, False, 1, 1, "none")
     found = allowed(task, candidates(task)).layouts
-    prices = Prices(task, {each: made_up(each) for each in shapes(found)})
+    prices = Prices(task, {each: synthetic_costs(each) for each in shapes(found)})
     verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found])
     times = [one.time.total for one in verdict.fitting]
     assert times == sorted(times)
