@@ -76,7 +76,7 @@ def test_the_table_has_no_cycle():
     list(TopologicalSorter(graph).static_order())
 
 
-def test_no_circle_of_files():
+def test_files_have_no_import_cycle():
     """Imports between files have no cycle, including imports inside functions and imports only for types."""
     modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     graph = {
@@ -226,7 +226,7 @@ def assigned_attributes(node: ast.AST) -> list[ast.Attribute]:
     return []
 
 
-def test_only_the_statement_of_sharding_writes_megatrons_attributes():
+def test_only_set_sharding_writes_attributes_of_megatron():
     """Exempt: settings of the same names in a layout (`recipe.parallel.x`) and in Megatron-Core's config."""
     names = {
         *("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel", "allreduce"),
@@ -287,7 +287,7 @@ print(*packages() - before)
     assert set(done.stdout.split()) <= {"dit", *IMPORTED_BY_TRAINING}
 
 
-def test_no_error_is_swallowed():
+def test_no_error_is_silently_ignored():
     """No bare `except`, and no `except Exception: pass`."""
     found = []
     for path in FILES:
@@ -301,7 +301,7 @@ def test_no_error_is_swallowed():
     report(found)
 
 
-def test_open_work_has_an_issue_number():
+def test_every_todo_has_an_issue_number():
     """Write `TODO(#12)`, so that open work has an issue."""
     sources = [*FILES, *(p.relative_to(ROOT) for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__))]
     report(
@@ -314,19 +314,19 @@ def test_open_work_has_an_issue_number():
     )
 
 
-def test_recipe_facing_annotations_stay_objects():
+def test_annotations_of_recipes_are_evaluated_objects():
     """nemo-run reads annotations at run time, so no module imports `annotations` from `__future__`."""
     report(
         [f"{p}:{line}: {name}" for p in FILES for line, name in imports(p) if inside(name, "__future__.annotations")]
     )
 
 
-def test_every_module_says_what_it_is_for():
+def test_every_module_has_a_docstring():
     """An empty `__init__.py` needs no docstring."""
     report([str(path) for path in FILES if tree(path).body and not ast.get_docstring(tree(path))])
 
 
-def test_one_job_per_file():
+def test_files_have_a_bounded_length():
     """A file with more than 500 lines has several jobs; split it."""
     lengths = {path: len((ROOT / path).read_text().splitlines()) for path in FILES}
     report([f"{path}: {length} lines" for path, length in lengths.items() if length > 500])

@@ -132,7 +132,7 @@ def all_uses() -> list[tuple[str, int, str]]:
 
 
 @pytest.mark.parametrize("pattern", ALLOWED)
-def test_a_door_is_used_in_named_places_only(pattern: str, all_uses: list[tuple[str, int, str]]) -> None:
+def test_a_restricted_call_is_used_only_in_named_places(pattern: str, all_uses: list[tuple[str, int, str]]) -> None:
     uses = [(path, line) for path, line, used in all_uses if used == pattern]
     others = [f"{path}:{line}: {pattern}" for path, line in uses if path not in ALLOWED[pattern]]
     assert not others, "use dit.safe_files or dit.terminal\n" + "\n".join(others)
@@ -192,5 +192,5 @@ def test_a_door_is_used_in_named_places_only(pattern: str, all_uses: list[tuple[
         ("from dit import safe_files; safe_files.read_bytes(path)", None),
     ],
 )
-def test_a_door_is_recognised_however_it_is_written(source: str, key: Optional[str]) -> None:
+def test_a_restricted_call_is_recognised_in_every_spelling(source: str, key: Optional[str]) -> None:
     assert [used for _, used in doors(source)] == [key] * (key is not None)

@@ -44,7 +44,7 @@ def arguments(run_dir: Path) -> list[str]:
     return runs.mock(run_dir, **settings, data__dataset_size=16, **MODEL)
 
 
-def alone(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
+def on_one_rank(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int]:
     """Run a command as the only rank; destroy its process groups at the end."""
 
     def call(words: Sequence[str]) -> int:
@@ -62,7 +62,7 @@ def alone(main: Callable[[Sequence[str]], int]) -> Callable[[Sequence[str]], int
 def sound() -> Path:
     """Train the run that is damaged."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz"))
-    ended = run(alone(train.main), arguments(folder / "run"), folder)
+    ended = run(on_one_rank(train.main), arguments(folder / "run"), folder)
     assert ended.code == 0, ended.err
     return folder / "run"
 
@@ -86,17 +86,17 @@ def sealed(folder: Path, rng: random.Random) -> str:
 
 
 def resume(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
-    return alone(train.main), arguments(run_dir)
+    return on_one_rank(train.main), arguments(run_dir)
 
 
 def draw(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
     words = ["--checkpoint", str(run_dir), "--labels", "1", "--steps", "1", "--out", str(run_dir.parent / "o.png")]
-    return alone(sample.main), words
+    return on_one_rank(sample.main), words
 
 
 def give_away(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:
     out = str(run_dir.parent / "exported")
-    return alone(export.main), ["--checkpoint", str(run_dir), "--format", "diffusers", "--out", out]
+    return on_one_rank(export.main), ["--checkpoint", str(run_dir), "--format", "diffusers", "--out", out]
 
 
 def look(run_dir: Path) -> tuple[Callable[[Sequence[str]], int], list[str]]:

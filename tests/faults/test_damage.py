@@ -101,7 +101,7 @@ def ended(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("file", "damage"), CASES)
-def test_the_checkpoint_before_is_used(ended: dict[str, Any], folder: Path, file: str, damage: str) -> None:
+def test_the_previous_checkpoint_is_used(ended: dict[str, Any], folder: Path, file: str, damage: str) -> None:
     """The resumed run equals the undamaged one to the bit, and the log names the damaged file."""
     runs, run = ended[f"{file} {damage}"], run_dir(folder, file, damage)
     assert [one.code for one in runs] == [0, 0], runs
@@ -115,7 +115,7 @@ def test_the_checkpoint_before_is_used(ended: dict[str, Any], folder: Path, file
     assert_same_bits(*(read_tensors(checkpoint(path, STEPS)) for path in (run, folder / "sound")))
 
 
-def test_a_hostile_file_would_be_seen(tmp_path: Path) -> None:
+def test_the_check_detects_a_hostile_file(tmp_path: Path) -> None:
     """Unpickling the trap makes its folder."""
     pickle.loads(pickle.dumps(Trap(tmp_path / "sprung")))
     assert (tmp_path / "sprung").exists()

@@ -65,7 +65,7 @@ def ended(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "recipe", [pytest.param(r, marks=() if r in QUICK else pytest.mark.slow) for r in RECIPES], ids=str
 )
-def test_two_runs_are_one_to_the_bit(ended: dict[str, Any], folder: Path, recipe: str) -> None:
+def test_two_runs_are_bitwise_equal(ended: dict[str, Any], folder: Path, recipe: str) -> None:
     for name in ("one", "two", "usual"):
         assert ended[f"{recipe} {name}"].code == 0, ended[f"{recipe} {name}"].err
         modes = [json.loads(line) for line in (folder / recipe / f"{name}.jsonl").read_text().splitlines()]

@@ -94,7 +94,7 @@ def line(ended: dict[str, Any], name: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
+def test_a_correct_run_prints_one_line(ended: dict[str, Any]) -> None:
     """It appears in the third step, because two layers in a row start as zeros; all layouts have the same total."""
     said = {name: line(ended, name) for name in ("dp2", "tp2", "pp2", "fsdp")}
     total = said["dp2"].split()[3]

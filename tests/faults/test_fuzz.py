@@ -37,13 +37,13 @@ def test_a_random_command_line_is_planned_or_refused_by_name(numbers: range) -> 
 
 
 @pytest.mark.parametrize("numbers", DAMAGES, ids=str)
-def test_a_damaged_data_set_is_read_as_it_was_written_or_refused_by_name(numbers: range) -> None:
+def test_a_damaged_data_set_is_read_unchanged_or_refused_by_name(numbers: range) -> None:
     found = fuzz.failures(fuzz_shards.attempt, fuzz.SEED, numbers)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("numbers", DAMAGES, ids=str)
-def test_a_damaged_run_goes_on_as_it_was_or_is_refused_by_name(numbers: range) -> None:
+def test_a_damaged_run_resumes_unchanged_or_is_refused_by_name(numbers: range) -> None:
     found = fuzz.failures(fuzz_checkpoints.attempt, fuzz.SEED, numbers)
     assert not found, "\n".join(found)
 
@@ -66,7 +66,7 @@ class TestTheLaw:
             ("print('\\udcff')", "escapes"),
         ],
     )
-    def test_a_bad_end_is_seen(self, tmp_path: Path, program: str, wrong: str) -> None:
+    def test_a_wrong_ending_is_reported(self, tmp_path: Path, program: str, wrong: str) -> None:
         def main(words: object) -> int:
             scope = {"folder": tmp_path, "code": 0}
             exec(f"import sys\n{program}", scope)
@@ -76,13 +76,13 @@ class TestTheLaw:
         fuzz.judge(ended, tmp_path, codes=(2,), causes=("x",))
         assert wrong in "; ".join(ended.wrong)
 
-    def test_a_good_end_passes(self, tmp_path: Path) -> None:
+    def test_a_correct_ending_passes(self, tmp_path: Path) -> None:
         for code in (0, 2):
             ended = fuzz.Ended(code, "", "error: x is wrong\n" if code else "")
             fuzz.judge(ended, tmp_path, codes=(2,), causes=("x",))
             assert not ended.wrong
 
-    def test_a_call_without_end_is_ended(self, tmp_path: Path) -> None:
+    def test_an_endless_call_is_stopped(self, tmp_path: Path) -> None:
         def main(words: object) -> int:
             while True:
                 pass

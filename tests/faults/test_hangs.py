@@ -62,7 +62,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_a_run_that_was_suspended_goes_on_when_it_wakes(tmp_path: Path, ranks: int) -> None:
+def test_a_suspended_run_continues_when_it_wakes(tmp_path: Path, ranks: int) -> None:
     """All processes stop for longer than the limit, as when a batch system suspends them or a laptop is closed."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
     words = arguments(run_dir, "dp2", training__num_steps=100_000, training__hang_timeout_s=LIMIT_S / 2)
@@ -96,7 +96,7 @@ def slow_to_go_back(seconds: float) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_is_read_for_long_is_no_hang(tmp_path: Path) -> None:
+def test_reading_a_checkpoint_slowly_is_not_a_hang(tmp_path: Path) -> None:
     """Neither at a rewind nor at the start."""
     settings = {"training__on_bad_numbers": "rewind", "training__hang_timeout_s": LIMIT_S / 2}
     bad = partial(injections.injected, {"step": BAD, "rank": None, "place": "data"})

@@ -147,7 +147,7 @@ SPIKE_AT = 23  # after the history of 16 steps that a spike needs
 
 
 @pytest.mark.parametrize(("layout", "fault", "policy"), rows(CASES, is_quick))
-def test_a_bad_step_is_recovered_from_as_by_hand(
+def test_recovery_from_a_bad_step_equals_manual_recovery(
     ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str
 ) -> None:
     """Weights, average and Adam's state equal those of a run that omitted the update (skip) or the data (rewind)."""
@@ -168,7 +168,9 @@ def test_a_bad_step_is_recovered_from_as_by_hand(
 
 
 @pytest.mark.parametrize(("layout", "fault", "policy"), rows(CASES, is_quick))
-def test_the_culprit_is_named(ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str) -> None:
+def test_the_bad_layer_rank_and_sample_are_named(
+    ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str
+) -> None:
     """One incident for the step, with its ranks and samples, and the first bad layer, rank and sample."""
     name, bad = f"{layout} {fault} {policy}", bad_step(layout, fault)
     assert ended[name]
@@ -259,13 +261,13 @@ def test_too_many_bad_steps_end_the_run(endings: dict[str, Any], folder: Path) -
 
 
 @pytest.mark.slow
-def test_a_rewind_without_a_checkpoint_says_so(endings: dict[str, Any], folder: Path) -> None:
+def test_a_rewind_without_a_checkpoint_is_reported(endings: dict[str, Any], folder: Path) -> None:
     assert [run.code for run in endings["no checkpoint"]] == [4, 4]
     assert "no valid checkpoint to go back to" in error(folder, "no checkpoint")
 
 
 @pytest.mark.slow
-def test_a_fault_that_does_not_repeat_is_said_to_be_of_the_machine(endings: dict[str, Any], folder: Path) -> None:
+def test_a_fault_that_does_not_repeat_is_attributed_to_the_machine(endings: dict[str, Any], folder: Path) -> None:
     assert [run.code for run in endings["machine"]] == [0, 0]
     report = json.loads((folder / "machine" / "bad_steps" / f"step_{BAD:07d}.json").read_text())
     assert report["first"] is None
@@ -274,9 +276,7 @@ def test_a_fault_that_does_not_repeat_is_said_to_be_of_the_machine(endings: dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["killed before", "killed after"])
-def test_a_run_that_dies_while_it_goes_back_makes_the_same_choice(
-    endings: dict[str, Any], folder: Path, name: str
-) -> None:
+def test_a_run_killed_during_a_rewind_repeats_its_decision(endings: dict[str, Any], folder: Path, name: str) -> None:
     assert [run.code for run in endings[name]] == [0, 0], endings[name][0].err
     found, expected = (read_tensors(checkpoint(folder / run, STEPS)) for run in (name, "undisturbed"))
     assert_same_bits(found, expected)

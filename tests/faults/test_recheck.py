@@ -72,7 +72,7 @@ def incidents(run_dir: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, is_quick))
-def test_a_fault_that_comes_once_is_seen_and_changes_nothing(
+def test_a_single_fault_is_detected_and_changes_no_number(
     ended: dict[str, Any], folder: Path, layout: str, fault: str, times: str
 ) -> None:
     name, undisturbed = f"{layout} {fault} {times}", folder / f"{layout} once"
@@ -96,7 +96,7 @@ def test_a_fault_that_comes_once_is_seen_and_changes_nothing(
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, is_quick))
-def test_what_is_computed_twice_is_counted_once(
+def test_a_recomputed_step_is_counted_once(
     ended: dict[str, Any], folder: Path, layout: str, fault: str, times: str
 ) -> None:
     """Without a fault: no incident, the same bits, and the same numbers in the log."""

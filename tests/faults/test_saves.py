@@ -14,7 +14,7 @@ LARGE = {"model__hidden_size": 512, "model__num_layers": 3, "model__num_attentio
 
 
 @pytest.mark.slow
-def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
+def test_a_run_killed_in_every_phase_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     """`campaign` compares losses, samples and the last checkpoint to the bit; kills hit every phase in both modes."""
     rows = campaign(tmp_path, KILLS)
     print(table(rows))
@@ -30,7 +30,7 @@ def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_save_beside_training_blocks_a_quarter_of_a_synchronous_one_at_most(tmp_path: Path) -> None:
+def test_a_background_save_blocks_at_most_a_quarter_of_a_synchronous_save(tmp_path: Path) -> None:
     """Applies to wall time and CPU time of the training process: medians of alternating saves of about 200 MB."""
     job = Job(actions.save_cost, {"arguments": mock(tmp_path, **LARGE), "rounds": 7, "folder": tmp_path / "disk"})
     found = run_jobs(tmp_path / "world", {"cost": job})["cost"]

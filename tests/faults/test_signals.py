@@ -45,7 +45,7 @@ def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random
         return [rank.exitcode for rank in ranks], done
 
 
-def test_a_run_that_is_asked_to_stop_saves_within_a_step_and_goes_on(tmp_path: Path) -> None:
+def test_a_signalled_run_saves_within_a_step_and_resumes(tmp_path: Path) -> None:
     """The run saves asynchronously every two steps; both ranks get the same random signal."""
     rng = random.Random(SEED)
     prepare_media(tmp_path)

@@ -78,7 +78,7 @@ def test_memory_does_not_grow(ended: dict[str, Any], folder: Path, mode: str, ra
 
 
 @pytest.mark.parametrize(("mode", "rank"), CASES)
-def test_nothing_is_left_open_from_step_to_step(ended: dict[str, Any], folder: Path, mode: str, rank: int) -> None:
+def test_steps_leave_no_file_or_thread_open(ended: dict[str, Any], folder: Path, mode: str, rank: int) -> None:
     """The last step has no threads, files or children that step 100 did not have."""
     found = read_usage(folder / f"{mode}_{rank}.jsonl")
     first, last = found[WARM], found[STEPS]
@@ -89,7 +89,7 @@ def test_nothing_is_left_open_from_step_to_step(ended: dict[str, Any], folder: P
 
 
 @pytest.mark.parametrize(("mode", "rank"), CASES)
-def test_nothing_is_left_open_after_a_run(ended: dict[str, Any], mode: str, rank: int) -> None:
+def test_a_run_leaves_no_file_or_thread_open(ended: dict[str, Any], mode: str, rank: int) -> None:
     before, after = ended[f"{mode} before"][rank], ended[mode][rank]
     assert Counter(after.threads) - Counter(before.threads) == Counter()
     assert after.num_threads <= before.num_threads

@@ -27,12 +27,12 @@ def real_cuda(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
-def test_flash_block_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+def test_flash_block_equals_the_reference(case: AttentionCase, dtype: torch.dtype):
     check(OneBlock(FlashBlocks()), case, case.qkv(dtype, CUDA), rtol=RTOL[dtype])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_eager_block_is_the_reference(case: AttentionCase):
+def test_eager_block_equals_the_reference(case: AttentionCase):
     check(OneBlock(EagerBlocks()), case, case.qkv(torch.float32, CUDA), rtol=RTOL[torch.float32])
 
 

@@ -51,13 +51,13 @@ def check_on_cuda(attention: Attention, case: AttentionCase, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
-def test_varlen_kernel_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+def test_varlen_kernel_equals_the_reference(case: AttentionCase, dtype: torch.dtype):
     check_on_cuda(varlen_attention, case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES, *LARGE_CASES], ids=lambda case: case.name)
-def test_segment_sdpa_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+def test_segment_sdpa_equals_the_reference(case: AttentionCase, dtype: torch.dtype):
     """With the backend that torch selects."""
     check_on_cuda(segment_sdpa, case, dtype)
 
@@ -73,7 +73,7 @@ def test_segment_sdpa_is_the_reference(case: AttentionCase, dtype: torch.dtype):
     ],
     ids=lambda backend: backend.name.lower(),
 )
-def test_every_sdpa_backend_is_the_reference(backend: SDPBackend, case: AttentionCase):
+def test_every_sdpa_backend_equals_the_reference(backend: SDPBackend, case: AttentionCase):
     """Only this backend, in bf16. A case that it does not support is skipped and not computed by another one."""
     with sdpa_kernel(backend):
         try:
@@ -86,7 +86,7 @@ def test_every_sdpa_backend_is_the_reference(backend: SDPBackend, case: Attentio
 
 @pytest.mark.parametrize("case", LARGE_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dtype):
+def test_the_automatic_implementation_equals_the_reference(case: AttentionCase, dtype: torch.dtype):
     """The implementation that training uses on this machine."""
     target = Target(torch.device("cuda"), dtype, case.head_size)
     check_on_cuda(choose(ATTENTION, target).load(), case, dtype)
@@ -101,7 +101,7 @@ def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dt
         if one.opt_in_reason
     ],
 )
-def test_an_implementation_on_request_is_the_reference(one: Implementation[Attention], case: AttentionCase):
+def test_a_requested_implementation_equals_the_reference(one: Implementation[Attention], case: AttentionCase):
     """After this test has passed, `auto` may select the implementation."""
     reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
     if reason:
@@ -109,7 +109,7 @@ def test_an_implementation_on_request_is_the_reference(one: Implementation[Atten
     check_on_cuda(one.load(), case, torch.bfloat16)
 
 
-def test_varlen_padding_may_hold_anything():
+def test_varlen_attention_ignores_padding_values():
     """NaN in padding rows must not reach any output row or the gradient of a real row."""
     case = AttentionCase("padded", (50, 3, 17), multiple_of_q=16, tail_q=32, head_size=64)
     device = torch.device("cuda")

@@ -49,9 +49,9 @@ def check(operation, leaves, dtype):
     fused = layer_kernels.fused()
     got, again = (run(lambda *x: operation(fused, *x), rounded) for _ in range(2))
     want = run(lambda *x: operation(EAGER, *x), [x.double() for x in rounded])
-    for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(ours, again[i])
-        error = float((ours.double() - theirs).norm() / theirs.norm())
+    for i, (actual, theirs) in enumerate(zip(got, want, strict=True)):
+        assert torch.equal(actual, again[i])
+        error = float((actual.double() - theirs).norm() / theirs.norm())
         assert error <= RTOL[dtype], f"result {i} is off by {error:.1e}"
 
 
@@ -114,10 +114,10 @@ def test_adamw(half, shift):
         exact.append(Elements(*(x.double() for x in drawn), None))
     adamw(found, rates)
     eager_adamw.adamw(exact, rates)
-    for ours, theirs in zip(found, exact, strict=True):
+    for actual, theirs in zip(found, exact, strict=True):
         for name in ("main", "exp_avg", "exp_avg_sq", "average"):
-            torch.testing.assert_close(getattr(ours, name).double(), getattr(theirs, name), rtol=1e-5, atol=2e-6)
-        assert torch.equal(ours.model, ours.main.to(half))
+            torch.testing.assert_close(getattr(actual, name).double(), getattr(theirs, name), rtol=1e-5, atol=2e-6)
+        assert torch.equal(actual.model, actual.main.to(half))
 
 
 @pytest.mark.verifies("optimizer.triton")
@@ -142,8 +142,8 @@ def test_noise(channels):
 
     ids = torch.tensor([3, 2**62 + 5, -41, 9], device=CUDA)
     ones, zeros = torch.ones(4, device=CUDA), torch.zeros(4, device=CUDA)
-    ours, theirs = (AddressedNoise(2**40 + 5, 977, ids, PACK, None, kernel) for kernel in (mix, None))
+    actual, theirs = (AddressedNoise(2**40 + 5, 977, ids, PACK, None, kernel) for kernel in (mix, None))
     x0 = torch.zeros(PACK.total_tokens, channels, device=CUDA)
-    got, again = (ours.mix(x0, (zeros, ones))[0] for _ in range(2))
+    got, again = (actual.mix(x0, (zeros, ones))[0] for _ in range(2))
     assert torch.equal(got, again)
     torch.testing.assert_close(got, theirs.normal_TC("eps", channels), rtol=0, atol=4e-6)

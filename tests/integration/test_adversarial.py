@@ -64,7 +64,7 @@ def done(folder: Path) -> dict[str, Any]:
     return run_jobs(folder / "world", jobs)
 
 
-def test_every_run_ends_well(done: dict[str, Any]) -> None:
+def test_every_run_succeeds(done: dict[str, Any]) -> None:
     codes = {name: ended.code for name, ended in done.items()}
     assert codes == {**dict.fromkeys(done, EXIT_OK), "stopped": EXIT_PREEMPTED}, done
 
@@ -80,7 +80,7 @@ def test_the_terms_start_at_their_step(done: dict[str, Any], folder: Path) -> No
         assert re.search(r"first steps: all \d+ parameters have a gradient", done[name].out + done[name].err), name
 
 
-def test_a_new_run_does_not_load_the_discriminator_and_reports_this(done: dict[str, Any], folder: Path) -> None:
+def test_a_new_run_reports_that_it_does_not_load_the_discriminator(done: dict[str, Any], folder: Path) -> None:
     parts = re.split(r"^--- (.*)$", (folder / "world" / "rank_0.log").read_text(), flags=re.MULTILINE)
     logs = dict(zip(parts[1::2], parts[2::2]))
     assert {name: log.count(UNTRAINED) for name, log in logs.items()} == {**dict.fromkeys(done, 0), "again trained": 1}

@@ -195,7 +195,7 @@ def test_a_mistake_is_reported_with_its_code_and_cure(
         assert not (run_dir / "checkpoints").exists()
 
 
-def test_a_run_folder_that_cannot_be_made_is_reported_at_once(ended: dict[str, Any], folder: Path) -> None:
+def test_a_run_folder_that_cannot_be_created_is_reported_at_once(ended: dict[str, Any], folder: Path) -> None:
     """The only output is one line, because an exit record has no folder."""
     assert ended["no folder"].code == 2
     assert ended["no folder"].out == ""
@@ -221,7 +221,7 @@ def test_a_flipped_bit_ends_the_run_and_names_sample_and_shard(
     assert [(entry["key"], entry["shard"]) for entry in skipped] == [(key, shard)]
 
 
-def test_lost_samples_within_the_budget_are_counted_wherever_they_were_met(
+def test_dropped_samples_within_the_budget_are_counted_on_every_rank(
     ended: dict[str, Any], folder: Path, damaged: tuple[Path, str, str]
 ) -> None:
     """The damaged shard is read by one rank and logged by the other; the data set is small and read many times."""
@@ -318,7 +318,7 @@ def test_nan_names_the_samples_of_that_step(ended: dict[str, Any]) -> None:
     assert all(name.startswith("train_") for name in named)
 
 
-def test_nan_on_one_rank_accuses_that_rank_and_its_samples_alone(ended: dict[str, Any], folder: Path) -> None:
+def test_nan_on_one_rank_names_only_that_rank_and_its_samples(ended: dict[str, Any], folder: Path) -> None:
     """All exit records have the same error, whichever rank wrote them; only rank 0 prints it."""
     read = [json.loads((folder / f"nan_2.rank{rank}.json").read_text()) for rank in range(2)]
     assert not set(read[0]) & set(read[1])
@@ -329,7 +329,7 @@ def test_nan_on_one_rank_accuses_that_rank_and_its_samples_alone(ended: dict[str
     assert [run.err.count("error: step 3: loss=nan") for run in ended["nan on one rank"]] == [1, 0]
 
 
-def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], folder: Path) -> None:
+def test_a_full_disk_keeps_the_previous_checkpoint(ended: dict[str, Any], folder: Path) -> None:
     """All ranks fail and none waits, if a disk is full on one rank, on either of two, or at rank 0's index."""
     outputs = [ended["disk"], ended["disk of rank 0"][0], ended["disk of rank 1"][1], ended["disk at the index"][0]]
     for run in outputs:
@@ -339,7 +339,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_it(ended: dict[str, Any], fold
     assert [run.code for run in [ended["disk"], *(run for pair in pairs for run in pair)]] == [6] * 7
 
 
-def test_after_a_full_disk_the_run_goes_on_as_if_nothing_had_been(ended: dict[str, Any], folder: Path) -> None:
+def test_a_run_resumes_unchanged_after_a_full_disk(ended: dict[str, Any], folder: Path) -> None:
     assert ended["repaired"].code == 0, ended["repaired"].err
     assert_same_bits(read_tensors(folder / "loaded"), read_tensors(checkpoint(folder / "sound", 4)))
     assert checkpoints(folder / "sound") == ["iter_0000004", "iter_0000006"]
@@ -353,7 +353,7 @@ def test_after_a_full_disk_the_run_goes_on_as_if_nothing_had_been(ended: dict[st
         assert values == pytest.approx([values[0]] * len(values), rel=ROUNDING)
 
 
-def test_wherever_the_disk_gives_up_the_save_fails_as_one(ended: dict[str, Any], folder: Path) -> None:
+def test_a_disk_error_at_any_write_fails_the_save_on_all_ranks(ended: dict[str, Any], folder: Path) -> None:
     for limit, (code, message, left) in zip(LIMITS, ended["sweep"], strict=True):
         assert code == 6, (limit, message)
         assert left == ["iter_0000001"], limit
@@ -361,7 +361,7 @@ def test_wherever_the_disk_gives_up_the_save_fails_as_one(ended: dict[str, Any],
     assert checkpoints(folder / "sweep") == [f"iter_{1 + len(LIMITS):07d}"]
 
 
-def test_a_disk_that_is_really_full_reports_its_numbers(ended: dict[str, Any], small_disk: Path) -> None:
+def test_the_error_of_a_full_disk_has_its_numbers(ended: dict[str, Any], small_disk: Path) -> None:
     if not os.path.ismount(small_disk):
         pytest.skip("mounting a small disk is not allowed here")
     run, run_dir = ended["small disk"], small_disk / "run"

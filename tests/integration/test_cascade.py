@@ -61,7 +61,7 @@ def test_every_stage_writes_its_pictures(done: dict[str, Any]) -> None:
     assert latents(folder, "x_sr").shape == (2, 3, 1, 64, 64)
 
 
-def test_a_super_resolution_model_alone_needs_pictures(done: dict[str, Any]) -> None:
+def test_a_super_resolution_model_without_a_base_needs_pictures(done: dict[str, Any]) -> None:
     assert done["alone"].code != 0
     assert "this model enlarges a low-resolution picture" in done["alone"].err
     assert done["given"].code == 0

@@ -138,7 +138,7 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
     return run_jobs(folder / "jobs", {"plain": command(actions.train, *plain), **jobs})
 
 
-def test_what_comes_in_goes_out_as_it_was(done: dict, folder: Path, theirs: dict):
+def test_imported_weights_are_exported_unchanged(done: dict, folder: Path, theirs: dict):
     assert done["import"].code == done["back"].code == 0
     back = torch.load(folder / "back.pt", weights_only=True)
     assert back.keys() == theirs.keys()
@@ -178,7 +178,7 @@ def test_a_tensor_parallel_run_starts_from_them(done: dict, folder: Path, theirs
         torch.testing.assert_close(tensor, expected, rtol=0, atol=TINY_STEP)
 
 
-def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
+def test_a_run_survives_a_round_trip_through_diffusers(done: dict, folder: Path):
     """A run's average, exported and imported, has the same bits; a difference in the time embedding is reported."""
     assert done["diffusers"].code == done["reimport"].code == 0
     assert "time_frequency_shift=0" in done["diffusers"].err
@@ -193,7 +193,7 @@ def test_a_run_survives_the_way_through_diffusers(done: dict, folder: Path):
 
 @pytest.mark.parametrize("kind", ["diffusers", "dit"])
 @pytest.mark.parametrize("name", [name for name, *_ in RUNS])
-def test_what_comes_back_is_sampled_as_the_run_itself(done: dict, folder: Path, name: str, kind: str):
+def test_a_reimported_run_draws_the_samples_of_the_run(done: dict, folder: Path, name: str, kind: str):
     """Objective, sampling defaults, latent size, names and time frequencies return, so samples have the same bits."""
     run, back = folder / f"made/{name}", folder / f"made/{name}_{kind}"
     assert done[f"{name} to {kind}"].code == done[f"{name} from {kind}"].code == 0
@@ -213,7 +213,7 @@ def test_the_objectives_draw_different_samples(done: dict, folder: Path):
     assert all((a - b).abs().max() > 0.01 for a, b in combinations(latents, 2))
 
 
-def test_a_trained_run_is_sampled_as_before_after_the_way_through_diffusers(done: dict, folder: Path):
+def test_a_trained_run_draws_the_same_samples_after_a_round_trip_through_diffusers(done: dict, folder: Path):
     (_, [expected]), (_, [found]) = (done[f"latents of {folder / run}"] for run in ("run", "reimported"))
     assert expected.abs().max() > 0.01
     assert torch.equal(found, expected)
@@ -230,16 +230,16 @@ def test_imported_weights_are_not_resumed(done: dict):
     assert "checkpoint.start_from" in done["resume"].err
 
 
-def test_nothing_is_written_over(done: dict):
+def test_no_file_is_overwritten(done: dict):
     assert done["again"].code == 2
     assert "choose another --out" in done["again"].err
 
 
-def test_a_run_without_an_average_says_so(done: dict, folder: Path):
+def test_a_run_without_an_average_is_reported(done: dict, folder: Path):
     assert done["no average"].code == 5
     assert "raw weights" in done["no average"].err
     assert not (folder / "none").exists()
 
 
-def test_no_temporary_file_stays(done: dict, folder: Path):
+def test_no_temporary_file_remains(done: dict, folder: Path):
     assert not list(folder.rglob("*.tmp*"))

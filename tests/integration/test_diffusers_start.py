@@ -124,7 +124,7 @@ def test_weights_and_average_start_as_the_imported_weights(ended: dict[str, Any]
 
 
 @pytest.mark.parametrize("layout", STEPPED)
-def test_two_steps_are_those_from_the_imported_checkpoint(ended: dict[str, Any], folder: Path, layout: str) -> None:
+def test_two_steps_equal_those_from_the_imported_checkpoint(ended: dict[str, Any], folder: Path, layout: str) -> None:
     network = LAYOUTS[layout][0]
     runs = [folder / f"run_{layout}_{base}" for base in (network, f"imported_{network}")]
     for base in (network, f"imported_{network}"):

@@ -46,7 +46,7 @@ def entry_point(tmp_path) -> str:
     return f"{folder.parent}{os.pathsep}{environment()['PYTHONPATH']}"
 
 
-def test_nemo_runs_own_command_trains_our_recipes(tmp_path, entry_point):
+def test_the_command_of_nemo_run_trains_recipes(tmp_path, entry_point):
     """`nemorun dit pretrain` takes recipe, settings and a part by name; mistakes exit with 1, nemo-run's only code."""
     nemorun = [str(Path(sys.executable).parent / "nemorun"), "dit", "pretrain", "--factory", "tiny_dit", "--yes"]
     words = [f"training.run_dir={tmp_path / 'run'}", "training.num_steps=3", "objective=edm"]

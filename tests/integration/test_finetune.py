@@ -161,11 +161,11 @@ WORKS = (
 
 
 @pytest.mark.parametrize("name", WORKS)
-def test_commands_end_well(ended: dict[str, Any], name: str) -> None:
+def test_every_command_succeeds(ended: dict[str, Any], name: str) -> None:
     assert code(ended, name) == 0, ended[name].err
 
 
-def test_the_base_is_not_touched_and_not_copied(ended: dict[str, Any], folder: Path) -> None:
+def test_the_base_is_neither_changed_nor_copied(ended: dict[str, Any], folder: Path) -> None:
     """No file of the base changes. A run with adapters samples with the base's bits, and saves only adapters."""
     assert ended["files before"] == ended["files after"]
     base, adapted = ended["sample base"][0], ended["sample adapters"][0]
@@ -177,7 +177,7 @@ def test_the_base_is_not_touched_and_not_copied(ended: dict[str, Any], folder: P
     assert not torch.equal(ended["sample adapters"][1][0], ended["sample base"][1][0])
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(ended: dict[str, Any], folder: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(ended: dict[str, Any], folder: Path) -> None:
     assert code(ended, "first half") == 75
     assert loss_values(folder / "halves") == loss_values(folder / "adapters")
     assert_same_bits(*(read_tensors(checkpoint(folder / name, STEPS)) for name in ("halves", "adapters")))
@@ -197,12 +197,12 @@ def test_the_loss_falls(ended: dict[str, Any], folder: Path, name: str) -> None:
     assert np.mean(losses[-10:]) < 0.8 * np.mean(losses[:5])
 
 
-def test_the_first_loss_is_that_of_the_base(ended: dict[str, Any], folder: Path) -> None:
+def test_the_first_loss_equals_that_of_the_base(ended: dict[str, Any], folder: Path) -> None:
     """New adapters have no effect, so the first loss equals that of full fine-tuning to the bit."""
     assert loss_values(folder / "adapters")[:1] == loss_values(folder / "full")[:1]
 
 
-def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: Path) -> None:
+def test_merged_weights_draw_the_samples_of_the_adapters(ended: dict[str, Any], folder: Path) -> None:
     """So do the adapters exported for diffusers: W + B A equals the merged weight."""
     (here,), (there,) = ended["sample adapters"][1], ended["sample back"][1]
     assert relative_error(there, here) <= MERGED
@@ -221,7 +221,7 @@ def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: P
     assert "merged into the weights" in ended["merged"].err
 
 
-def test_adapters_that_come_back_are_the_same(ended: dict[str, Any], folder: Path) -> None:
+def test_reimported_adapters_are_equal(ended: dict[str, Any], folder: Path) -> None:
     """Adapters are equal to the bit after export, import and export, draw the same samples, and train on any layout."""
     there, again = (load_file(folder / name / "pytorch_lora_weights.safetensors") for name in ("lora", "lora_again"))
     assert_same_bits(again, there)
@@ -255,6 +255,6 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
         ("other base", ["has adapters (LoRA) for the weights of", "checkpoint.start_from="]),
     ],
 )
-def test_what_does_not_go_together_is_refused(ended: dict[str, Any], name: str, said: list[str]) -> None:
+def test_incompatible_settings_are_refused(ended: dict[str, Any], name: str, said: list[str]) -> None:
     assert code(ended, name) == 2
     assert all(words in ended[name].err for words in said), ended[name].err

@@ -175,7 +175,7 @@ def finish(words: list[str], run_dir: Path, number: int, ranks: int = 1) -> None
             assert process.exitcode == 0, log_of(run_dir, number, rank)
 
 
-def test_a_run_killed_at_many_moments_consumes_what_an_undisturbed_run_does(folder: Path) -> None:
+def test_a_run_killed_at_many_moments_reads_the_samples_of_an_uninterrupted_run(folder: Path) -> None:
     """The run has two workers, packs, flips and a blend with changing weights, on 1, 2 and 4 ranks and on one again."""
     rng = random.Random(SEED)
     calm, killed = folder / "calm", folder / "killed"

@@ -112,7 +112,7 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_losses_are_those_of_one_rank(runs: Path) -> None:
+def test_losses_equal_those_of_one_rank(runs: Path) -> None:
     """The layout changes every two steps; the global batch stays the same."""
     losses = loss_values(runs / "moving")
     assert len(losses) == NUM_STEPS
@@ -121,7 +121,7 @@ def test_losses_are_those_of_one_rank(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), list(zip(WAY, list(WAY)[1:])))
-def test_a_checkpoint_moves_between_layouts_without_a_bit_changing(runs: Path, before: str, after: str) -> None:
+def test_a_checkpoint_moves_between_layouts_bitwise_unchanged(runs: Path, before: str, after: str) -> None:
     """The second layout loads the exact weights, average and Adam's state that the first one saved."""
     step = STOPS[before]
     folders = checkpoint(runs / "moving", step), runs / f"loaded_{step}"

@@ -71,7 +71,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**run_jobs(folder / "world", jobs), "scratch": sorted(path.name for path in (folder / "scratch").iterdir())}
 
 
-def test_every_name_at_the_top_is_refused_as_a_link(done: dict[str, Any]) -> None:
+def test_every_entry_of_a_run_folder_is_refused_as_a_link(done: dict[str, Any]) -> None:
     """The message names the link and the solution; the target of the link is not changed."""
     assert done["first"].code == 0, done["first"].err
     assert {"run.lock", "metrics.jsonl", "heartbeats", "stacks", "samples", "profile", "events"} <= done["top"].keys()
@@ -83,7 +83,7 @@ def test_every_name_at_the_top_is_refused_as_a_link(done: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_links_below_the_top_are_refused(done: dict[str, Any], name: str) -> None:
+def test_links_in_subfolders_are_refused(done: dict[str, Any], name: str) -> None:
     result = done[name]
     assert (result["unchanged"], result["ended"].code) == (True, 2), result["ended"].err
     assert f"{result['place']} is a link" in result["ended"].err

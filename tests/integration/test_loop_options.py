@@ -106,7 +106,7 @@ def test_the_average_follows_its_formula_after_its_start(done: dict[str, Any], f
         before = now
 
 
-def test_averages_of_a_run_make_one_of_another_length(done: dict[str, Any], folder: Path) -> None:
+def test_averages_of_a_run_combine_to_one_of_another_length(done: dict[str, Any], folder: Path) -> None:
     """The result is the sum of the weights after every step, weighted by integrals of the power function."""
     assert [rank.code for rank in done["powers"]] == [0, 0]
     assert done["new length"].code == 0, done["new length"].err
@@ -121,7 +121,7 @@ def test_averages_of_a_run_make_one_of_another_length(done: dict[str, Any], fold
         torch.testing.assert_close(value, expected, rtol=0, atol=0.02 * moved + 1e-7)
 
 
-def test_training_has_negatives_and_the_held_out_loss_has_none(done: dict[str, Any], folder: Path) -> None:
+def test_only_training_has_negatives(done: dict[str, Any], folder: Path) -> None:
     assert done["contrast"].code == 0, done["contrast"].err
     trained = scalars(folder / "contrast", "loss_contrast")
     assert sorted(trained) == [1, 2, 3]
@@ -129,14 +129,14 @@ def test_training_has_negatives_and_the_held_out_loss_has_none(done: dict[str, A
     assert scalars(folder / "contrast", "held_out/loss_contrast") == {3: 0.0}
 
 
-def test_a_stopped_run_goes_on_to_the_bit(done: dict[str, Any], folder: Path) -> None:
+def test_a_stopped_run_resumes_bitwise_equal(done: dict[str, Any], folder: Path) -> None:
     """The resumed run keeps the average in host memory, which changes no number."""
     assert (done["stopped"].code, done["goes on"].code) == (75, 0), done["goes on"].err
     assert_same_bits(state(folder / "stopped", NUM_STEPS), state(folder / "options", NUM_STEPS))
     assert losses(folder / "stopped") == losses(folder / "options")
 
 
-def test_what_is_looked_at_changes_no_number(done: dict[str, Any], folder: Path) -> None:
+def test_validation_and_hooks_change_no_number(done: dict[str, Any], folder: Path) -> None:
     """Validation of the average, and hooks; the held-out loss is the average's if there is an average."""
     assert done["no average"].code == 0, done["no average"].err
     assert losses(folder / "options") == losses(folder / "no average")
@@ -170,7 +170,7 @@ def test_the_hook_of_the_page_prints(done: dict[str, Any]) -> None:
     assert "held-out loss" in lines[-1]
 
 
-def test_a_run_goes_on_from_a_named_checkpoint_to_the_bit(done: dict[str, Any], folder: Path) -> None:
+def test_a_run_from_a_named_checkpoint_is_bitwise_equal(done: dict[str, Any], folder: Path) -> None:
     """The new run has its own folder, and loads optimizer and data position; the same command then resumes it."""
     assert (done["named"].code, done["named again"].code) == (0, 0), done["named"].err
     assert_same_bits(state(folder / "named", NUM_STEPS), state(folder / "options", NUM_STEPS))
@@ -192,7 +192,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) ->
     assert "training.ema_start_step: 1 -> 2" in done["other"].err
 
 
-def test_the_stability_study(done: dict[str, Any], folder: Path) -> None:
+def test_arms_of_the_stability_study_are_equal_until_they_differ(done: dict[str, Any], folder: Path) -> None:
     """Arms with one seed are equal until their difference takes effect; an outlier affects the loss of one step."""
     assert done["study"].code == 0, done["study"].err
     arms = [json.loads(line) for line in (folder / "arms.jsonl").read_text().splitlines()]

@@ -82,7 +82,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder
 
 
-def test_online_losses_are_those_of_stored_latents_and_embeddings(runs: Path) -> None:
+def test_online_losses_equal_those_of_stored_latents_and_embeddings(runs: Path) -> None:
     """Texts are dropped for the same samples, and the held-out losses are equal, too."""
     stored, online = (loss_values(runs / name) for name in ("stored", "online"))
     assert len(online) == STEPS
@@ -92,11 +92,11 @@ def test_online_losses_are_those_of_stored_latents_and_embeddings(runs: Path) ->
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_online_losses_are_those_of_one_rank(runs: Path, name: str) -> None:
+def test_online_losses_equal_those_of_one_rank(runs: Path, name: str) -> None:
     assert loss_values(runs / name) == pytest.approx(loss_values(runs / "online"), rel=ROUNDING)
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(runs: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(runs: Path) -> None:
     assert loss_values(runs / "halves") == loss_values(runs / "online")
     assert_same_bits(*(read_tensors(checkpoint(runs / name, STEPS)) for name in ("halves", "online")))
 

@@ -75,7 +75,7 @@ def grid(folder: Path, name: str) -> Image.Image:
     return Image.open(folder / name)
 
 
-def test_two_commands_lead_to_decoded_samples(tmp_path):
+def test_two_commands_produce_decoded_samples(tmp_path):
     """The autoencoder compresses 4 x 4 pixels, so the largest sample has 64 x 64; the grid has two captions."""
     own_files(tmp_path)
     save_vae(tmp_path / "models" / "vae")

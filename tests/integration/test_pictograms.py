@@ -108,7 +108,7 @@ def done(folder: Path) -> dict[str, Any]:
     return run_jobs(folder / "world", jobs)
 
 
-def test_every_command_ends_well(done: dict[str, Any], folder: Path) -> None:
+def test_every_command_succeeds(done: dict[str, Any], folder: Path) -> None:
     codes = {name: ended.code for name, ended in done.items()}
     assert codes.pop("letters") == EXIT_DATA
     assert "which letters have; choose another --metric" in done["letters"].err
@@ -150,13 +150,13 @@ def test_vq_latents_are_scaled_before_quantisation(done: dict[str, Any], folder:
 
 
 @pytest.mark.parametrize(("again", "run"), [("again", "autoencoder"), ("vq_again", "vq")])
-def test_import_gives_back_the_exported_weights(done: dict[str, Any], folder: Path, again: str, run: str) -> None:
+def test_import_restores_the_exported_weights(done: dict[str, Any], folder: Path, again: str, run: str) -> None:
     imported, trained = read_tensors(checkpoint(folder / again, 0)), read_tensors(checkpoint(folder / run, STEPS))
     average = {name.removeprefix("ema."): x for name, x in trained.items() if name.startswith("ema.")}
     assert_same_bits({name.removeprefix("weight."): x for name, x in imported.items()}, average)
 
 
-def test_import_gives_back_the_exported_settings(done: dict[str, Any], folder: Path) -> None:
+def test_import_restores_the_exported_settings(done: dict[str, Any], folder: Path) -> None:
     settings, _ = read_diffusers(folder / "vae")
     model = DiffusersAutoencoder().read_settings(settings).model
     assert (model.scaling_factor, model.shift_factor) == (settings["scaling_factor"], settings["shift_factor"])
@@ -164,7 +164,7 @@ def test_import_gives_back_the_exported_settings(done: dict[str, Any], folder: P
     assert "(z - shift_factor) * scaling_factor" in (folder / "vae" / "README.md").read_text()
 
 
-def test_latents_and_names_are_what_the_model_trains_on(done: dict[str, Any], folder: Path) -> None:
+def test_the_model_trains_on_latents_and_names(done: dict[str, Any], folder: Path) -> None:
     from tests.unit.energon_data.preparations import samples
 
     expected = VAE(str(folder / "vae")).encode(drawings())
@@ -175,7 +175,7 @@ def test_latents_and_names_are_what_the_model_trains_on(done: dict[str, Any], fo
         assert metadata["caption"] == pictogram.name
 
 
-def test_samples_are_ranked_beside_the_autoencoders_own(done: dict[str, Any], folder: Path) -> None:
+def test_samples_are_ranked_with_reconstructions_of_the_autoencoder(done: dict[str, Any], folder: Path) -> None:
     found = json.loads(done["judge"].out)
     assert (found["prompts"], found["pictograms"]) == (COUNT, COUNT)
     assert found["samples"]["first_20"] == 1.0  # there are only 8

@@ -18,12 +18,12 @@ def rows():
     return [traced(row) for row in ROWS]
 
 
-def test_published_rows_are_met_with_one_set_of_constants(rows):
+def test_one_set_of_constants_predicts_the_published_rows(rows):
     for row in rows:
         assert abs(row.error(Fitted())) < SEEN or not row.row.fitted, row.row.name
 
 
-def test_rows_of_a_system_that_the_fit_has_not_seen(rows):
+def test_the_fit_predicts_the_rows_of_another_system(rows):
     systems = {row.row.system for row in rows if row.row.fitted}
     unseen = {system: left_out(rows, system) for system in systems}
     errors = [abs(row.error(unseen[row.row.system])) for row in rows if row.row.fitted]
@@ -31,6 +31,6 @@ def test_rows_of_a_system_that_the_fit_has_not_seen(rows):
     assert max(errors) < LARGEST
 
 
-def test_the_constants_are_those_of_the_fit(rows):
+def test_the_constants_equal_those_of_the_fit(rows):
     best = fitted([row for row in rows if row.row.fitted])
     assert asdict(best) == pytest.approx(asdict(Fitted()), rel=0.02)

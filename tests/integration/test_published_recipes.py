@@ -19,7 +19,7 @@ from launch.export import main as export
 from tests.conftest import BuildModel
 from tests.integration import actions
 from tests.parity.convert_cases import load, relative_error
-from tests.parity.test_pipelines import CASES, PROMPTS, Case, a_run, control_pictures, drawn_by_pipeline, ours
+from tests.parity.test_pipelines import CASES, PROMPTS, Case, a_run, control_pictures, draw_samples, drawn_by_pipeline
 from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.awkward_media import mp4
 
@@ -100,9 +100,9 @@ def test_a_small_pipeline_is_trained_and_drawn_in_diffusers(
     assert "total" in ended["plan all"].out
     assert "are trained (LoRA)" in ended["plan adapters"].out
 
-    _, before = ours(generator_of(run, build_model, "weight"), case)
+    _, before = draw_samples(generator_of(run, build_model, "weight"), case)
     for name in ("all", "adapters"):
-        noise, expected = ours(generator_of(tmp_path / name, build_model), case)
+        noise, expected = draw_samples(generator_of(tmp_path / name, build_model), case)
         drawn = drawn_by_pipeline(tmp_path / f"{name}_pipeline", case, noise, monkeypatch)
         assert torch.isfinite(drawn).all()
         assert relative_error(drawn, expected.clamp(0, 1)) <= RTOL
@@ -148,14 +148,14 @@ def test_flux_learns_to_read_control_pictures(
 
     for name in ("finetune", "finetune_lora"):
         generator = generator_of(tmp_path / name, build_model)
-        noise, expected = ours(generator, case)
+        noise, expected = draw_samples(generator, case)
         vae = VAE(str(base / "vae"))
         latents = load_file(tmp_path / f"{name}.safetensors")["latents"]
         torch.testing.assert_close(vae.decode(latents) / 2 + 0.5, expected, rtol=0, atol=1e-4)
         drawn = drawn_by_pipeline(tmp_path / f"{name}_pipeline", case, noise, monkeypatch)
         assert relative_error(drawn, expected.clamp(0, 1)) <= RTOL
         monkeypatch.setattr("tests.parity.test_pipelines.control_pictures", lambda _: control_pictures(case).flip(0))
-        _, exchanged = ours(generator, case)
+        _, exchanged = draw_samples(generator, case)
         monkeypatch.undo()
         assert relative_error(exchanged, expected) > 10 * RTOL
     pipeline = FluxControlPipeline.from_pretrained(base)

@@ -77,7 +77,7 @@ def each(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
 
 
-def test_every_tiny_recipe_is_here() -> None:
+def test_every_tiny_recipe_has_a_case() -> None:
     from recipes.registry import recipes
 
     assert {entry.name for entry in recipes() if entry.name.startswith("tiny_")} == {*RUNS, *SPREAD}
@@ -100,7 +100,7 @@ def test_losses_follow_the_recorded_curve(run_dir: Path, name: str) -> None:
     assert loss_values(run_dir) == pytest.approx(CURVES[name]["one rank"], rel=CURVE_RTOL)
 
 
-def test_a_run_traces_the_steps_it_was_asked_for(quick_runs: Path) -> None:
+def test_a_run_traces_the_requested_steps(quick_runs: Path) -> None:
     assert [path.name for path in (quick_runs / "tiny_dit" / "profile").iterdir()] == ["rank_0.json.gz"]
 
 

@@ -100,7 +100,7 @@ def test_other_held_out_data_are_reported(ended: dict[str, Any], folder: Path) -
     assert f"changed since step 6: data.validation_split: {folder / 'data'} (val): 8 samples in 1 shard" in log
 
 
-def test_a_checkpoint_of_an_earlier_version_is_accepted_with_a_line(ended: dict[str, Any], folder: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_accepted_with_a_message(ended: dict[str, Any], folder: Path) -> None:
     assert ended["legacy"].code == 0, ended["legacy"].err
     assert DATA in read_manifest(checkpoint(folder / "legacy", STEPS)).meta
     log = (folder / "world" / "rank_0.log").read_text()

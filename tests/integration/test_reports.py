@@ -81,7 +81,7 @@ def test_tensorboard_holds_every_scalar_and_picture(done: dict[str, Any], folder
     assert [event.step for event in events.Images("samples")] == [6]
 
 
-def test_wandb_stays_in_the_run_folder(done: dict[str, Any], folder: Path) -> None:
+def test_wandb_writes_only_to_the_run_folder(done: dict[str, Any], folder: Path) -> None:
     run_id = (folder / "mirrored" / "wandb_id").read_text().strip()
     (part,) = (folder / "mirrored" / "wandb").glob(f"offline-run-*-{run_id}")
     (record,) = part.glob("*.wandb")
@@ -106,7 +106,7 @@ def test_mirrors_change_nothing_in_the_record(done: dict[str, Any], folder: Path
 @pytest.mark.parametrize(
     ("name", "ranks", "tokens", "samples"), [("benchmark", 1, 64, 8), ("shape", 1, 32, 16), ("split", 2, 64, 8)]
 )
-def test_a_benchmark_adds_up(
+def test_the_parts_of_a_benchmark_sum_to_its_total(
     done: dict[str, Any], folder: Path, name: str, ranks: int, tokens: int, samples: int
 ) -> None:
     """Rates times time equal the independently counted tokens and operations of a step, for two shapes of data.

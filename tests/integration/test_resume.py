@@ -109,9 +109,7 @@ def held_out(run_dir: Path) -> dict[int, set[float]]:
     return found
 
 
-def test_killed_runs_become_the_run_that_was_never_killed(
-    command: Command, folder: Path, jobs: "Future[dict[str, Any]]"
-) -> None:
+def test_killed_runs_equal_an_uninterrupted_run(command: Command, folder: Path, jobs: "Future[dict[str, Any]]") -> None:
     """Kill -9 at a random moment, then during a save; the same command resumes every time."""
     rng = random.Random(SEED)
     run_dir, arguments = folder / "killed", command("killed")
@@ -158,7 +156,7 @@ def stop_while_saving(process: subprocess.Popen, run_dir: Path, step: int, log: 
         os.killpg(process.pid, signal.SIGCONT)
 
 
-def test_a_run_asked_to_stop_saves_and_goes_on_later(folder: Path, jobs: "Future[dict[str, Any]]") -> None:
+def test_a_signalled_run_saves_and_resumes_later(folder: Path, jobs: "Future[dict[str, Any]]") -> None:
     """After SIGTERM, the run saves and stops at the end of the current or the next step."""
     ended = jobs.result()
     assert (ended["asked"].code, ended["asked again"].code) == (75, 0)
@@ -166,7 +164,7 @@ def test_a_run_asked_to_stop_saves_and_goes_on_later(folder: Path, jobs: "Future
     assert_same_run(folder / "asked", folder / "uninterrupted", NUM_STEPS)
 
 
-def test_torchrun_passes_the_request_on_and_two_ranks_continue(
+def test_torchrun_forwards_the_signal_and_two_ranks_resume(
     command: Command, folder: Path, jobs: "Future[dict[str, Any]]"
 ) -> None:
     """SIGUSR1 to torchrun, as Slurm sends it: all ranks stop at the same step, and have the losses of one rank.
@@ -207,7 +205,7 @@ def test_bf16_trains_on_cpu_with_fp32_masters_and_resumes_to_the_bit(
             assert not torch.equal(tensor, tensor.bfloat16().float()), name
 
 
-def test_what_is_counted_between_two_log_lines_survives_a_stop(folder: Path, jobs: "Future[dict[str, Any]]") -> None:
+def test_counts_between_two_log_lines_survive_a_stop(folder: Path, jobs: "Future[dict[str, Any]]") -> None:
     """There is a log line every three steps and before each checkpoint."""
     jobs.result()
     assert scalars(folder / "bf16_stopped", "consumed_samples") == {step: 8 * step for step in (3, 4, 6, 8)}

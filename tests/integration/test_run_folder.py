@@ -73,7 +73,7 @@ def done(folder: Path) -> dict[str, Any]:
     return run_jobs(folder / "world", jobs)
 
 
-def test_a_second_process_is_refused_and_touches_nothing(done: dict[str, Any]) -> None:
+def test_a_second_process_is_refused_and_changes_no_file(done: dict[str, Any]) -> None:
     """All ranks exit with the usage code, and the error names the owner, even if the settings have mistakes."""
     runs = [*done["second process"], done["second process, other mistakes"]]
     assert [run.code for run in runs] == [2, 2, 2], [run.err for run in runs]
@@ -85,7 +85,7 @@ def test_a_second_process_is_refused_and_touches_nothing(done: dict[str, Any]) -
     assert done["after"] == done["before"]
 
 
-def test_a_run_ends_with_how_it_went_and_how_to_draw(done: dict[str, Any], folder: Path) -> None:
+def test_a_run_ends_with_its_losses_and_the_sampling_command(done: dict[str, Any], folder: Path) -> None:
     """The printed losses equal those of `metrics.jsonl`, and the printed command draws samples."""
     records = scalars_by_step(read_records(folder / "run" / "metrics.jsonl"))
     held_out = {step: values["held_out/loss"] for step, values in records.items() if "held_out/loss" in values}
@@ -146,12 +146,12 @@ def test_a_mistake_is_one_line_with_its_code_and_cure(
         assert words[0] in outcome(folder / name)["error"]
 
 
-def test_a_deleted_run_is_not_made_to_look_like_one(done: dict[str, Any], folder: Path) -> None:
+def test_a_deleted_run_is_not_created_again(done: dict[str, Any], folder: Path) -> None:
     assert os.listdir(folder / "deleted").count("checkpoints") == 0
     assert outcome(folder / "deleted")["step"] == 3
 
 
-def test_ctrl_c_is_130_everywhere(done: dict[str, Any], folder: Path) -> None:
+def test_ctrl_c_exits_with_code_130_everywhere(done: dict[str, Any], folder: Path) -> None:
     """The process returns it, and `exit.json` records it."""
     assert done["interrupted"].code == 130
     assert done["interrupted"].err.startswith("interrupted; a training continues from its last checkpoint")
@@ -159,7 +159,7 @@ def test_ctrl_c_is_130_everywhere(done: dict[str, Any], folder: Path) -> None:
     assert (record["code"], record["reason"], record["step"]) == (130, "interrupted", 2)
 
 
-def test_damaged_checkpoints_stop_a_run_unless_it_is_asked_to_start_anew(done: dict[str, Any], folder: Path) -> None:
+def test_damaged_checkpoints_stop_a_run_unless_a_new_start_is_requested(done: dict[str, Any], folder: Path) -> None:
     """The second run starts at step 0 and has the same losses as the first."""
     assert done["anew"].code == 0
     assert {step: len(values) for step, values in losses(folder / "interrupted").items()} == dict.fromkeys(

@@ -97,7 +97,7 @@ def test_pictures_are_the_decoded_latents_and_the_same_on_two_ranks(done: dict[s
     assert done["draw on 2"][1].out == ""
 
 
-def test_a_run_keeps_its_autoencoder_and_decodes_what_it_shows(done: dict[str, Any], folder: Path) -> None:
+def test_a_run_records_its_autoencoder_and_decodes_its_pictures(done: dict[str, Any], folder: Path) -> None:
     """The grid has the size of decoded samples (32 pixels, enlarged to 64); no message mentions false colours."""
     metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
     assert metadata["autoencoder"] == str(folder / "vae")
@@ -113,7 +113,7 @@ def test_a_size_is_drawn_in_pixels(done: dict[str, Any], folder: Path) -> None:
         assert image.size == (2 * (96 + 4) + 4, 128 + 16 + 2 * 4)
 
 
-def test_the_loss_is_that_of_the_run(done: dict[str, Any], folder: Path) -> None:
+def test_the_loss_equals_that_of_the_run(done: dict[str, Any], folder: Path) -> None:
     """The evaluated loss equals the run's last validation, which had the same weights, data, noise and precision."""
     found = json.loads(done["loss on 1"].out)
     (recorded,) = scalars(folder / "run", "held_out/loss").values()
@@ -122,7 +122,7 @@ def test_the_loss_is_that_of_the_run(done: dict[str, Any], folder: Path) -> None
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_several_ranks_measure_what_one_does(done: dict[str, Any], metric: str) -> None:
+def test_several_ranks_measure_the_loss_of_one_rank(done: dict[str, Any], metric: str) -> None:
     """Although the two ranks have different numbers of micro-batches, of two sizes."""
     one, (two, silent) = json.loads(done[f"{metric} on 1"].out), done[f"{metric} on 2"]
     assert silent.out == ""

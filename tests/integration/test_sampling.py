@@ -148,7 +148,7 @@ def test_guidance_scales_between_unconditional_and_conditional(drawn: dict, name
     assert 0 < away < distance(found["euler"], found["unconditional"])
 
 
-def test_the_average_is_what_is_drawn_from(done: dict[str, Any], drawn: dict, folder: Path) -> None:
+def test_samples_are_drawn_from_the_average(done: dict[str, Any], drawn: dict, folder: Path) -> None:
     stored = read_tensors(checkpoint(folder / "edm", NUM_STEPS))
     (average, _), (raw, raw_samples) = done["edm samples"], done["raw"]
     for name in average:
@@ -158,14 +158,14 @@ def test_the_average_is_what_is_drawn_from(done: dict[str, Any], drawn: dict, fo
     assert distance(raw_samples[0], drawn["edm"]["euler"]) > 1e-3
 
 
-def test_without_an_average_the_command_says_so(done: dict[str, Any], folder: Path) -> None:
+def test_a_missing_average_is_reported(done: dict[str, Any], folder: Path) -> None:
     assert done["draw average"].code == 5
     assert "no weight average" in done["draw average"].err
     assert done["draw raw"].code == 0
     assert (folder / "plain.png").is_file()
 
 
-def test_text_steers_samples_and_negative_text_steers_away(drawn: dict) -> None:
+def test_samples_follow_the_text_and_avoid_the_negative_text(drawn: dict) -> None:
     """If both texts are equal, guidance has no effect; with another negative text it has one."""
     found = drawn["text"]
     for name in ("no texts", "other texts", "negative", "unguided"):

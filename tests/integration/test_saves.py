@@ -95,7 +95,7 @@ def codes(ended: dict[str, Any], name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("step", ALL)
-def test_a_save_beside_training_is_the_synchronous_one(ended: dict[str, Any], folder: Path, step: int) -> None:
+def test_a_background_save_equals_a_synchronous_save(ended: dict[str, Any], folder: Path, step: int) -> None:
     """All files are equal to the byte, except the intended settings. Both get held-out losses."""
     assert codes(ended, "sync") == codes(ended, "async") == [0, 0], ended["async"][0].err
     one, other = (actions.contents(checkpoint(folder / name, step)) for name in ("sync", "async"))
@@ -157,19 +157,19 @@ def test_a_killed_writer_costs_one_checkpoint_at_most(ended: dict[str, Any], fol
     assert ("was killed by SIGKILL" in log_of(folder, name, rank)) == (4 not in saved(folder, name))
 
 
-def test_a_save_waits_for_the_one_before(ended: dict[str, Any], folder: Path) -> None:
+def test_a_save_waits_for_the_previous_save(ended: dict[str, Any], folder: Path) -> None:
     assert codes(ended, "slow") == [0, 0]
     assert "step 4: waiting for the checkpoint of step 2, which is still being written" in log_of(folder, "slow")
     assert saved(folder, "slow") == list(ALL)
 
 
-def test_waiting_for_a_save_is_no_hang(ended: dict[str, Any], folder: Path) -> None:
+def test_waiting_for_a_save_is_not_a_hang(ended: dict[str, Any], folder: Path) -> None:
     """Saves have a separate limit, `checkpoint.save_timeout_s`."""
     assert codes(ended, "watched") == [0, 0], ended["watched"]
     assert saved(folder, "watched") == list(ALL)
 
 
-def test_a_request_to_stop_waits_for_the_save_under_way_and_its_own(ended: dict[str, Any], folder: Path) -> None:
+def test_a_stopped_run_waits_for_the_current_save_and_the_last_save(ended: dict[str, Any], folder: Path) -> None:
     assert codes(ended, "stopped") == [75, 75]
     assert codes(ended, "stopped, again") == [0, 0]
     assert "resumed at step 5" in ended["stopped, again"][0].out
@@ -177,12 +177,12 @@ def test_a_request_to_stop_waits_for_the_save_under_way_and_its_own(ended: dict[
     assert losses(folder / "stopped") == losses(folder / "sync")
 
 
-def test_a_run_that_fails_lets_its_save_finish(ended: dict[str, Any], folder: Path) -> None:
+def test_a_failed_run_finishes_its_save(ended: dict[str, Any], folder: Path) -> None:
     assert codes(ended, "nan") == [4, 4]
     assert saved(folder, "nan") == [2, 4]
 
 
-def test_a_run_stops_before_its_time_is_up_and_goes_on_later(ended: dict[str, Any], folder: Path) -> None:
+def test_a_run_stops_before_its_time_limit_and_resumes(ended: dict[str, Any], folder: Path) -> None:
     """All ranks return the exit code for requeueing."""
     assert codes(ended, "late") == [75, 75]
     assert outcome(folder / "late")["code"] == 0
@@ -191,7 +191,7 @@ def test_a_run_stops_before_its_time_is_up_and_goes_on_later(ended: dict[str, An
     assert losses(folder / "late") == losses(folder / "sync")
 
 
-def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(ended: dict[str, Any], folder: Path) -> None:
+def test_a_run_without_its_disk_resumes_from_its_copies(ended: dict[str, Any], folder: Path) -> None:
     """The losses are those of an undisturbed run, and the copies equal the kept checkpoints to the byte."""
     assert codes(ended, "copied") == [75, 75]
     assert codes(ended, "copied, again") == [0, 0], ended["copied, again"][0].err
@@ -207,7 +207,7 @@ def test_a_run_whose_disk_is_lost_goes_on_from_its_copies(ended: dict[str, Any],
 @pytest.mark.parametrize(
     ("name", "change"), [("sibling", " -> 0.0003; training.run_dir: "), ("other seed", "training.seed: 1234 -> 5")]
 )
-def test_another_run_takes_no_copies(ended: dict[str, Any], folder: Path, name: str, change: str) -> None:
+def test_another_run_does_not_use_the_copies(ended: dict[str, Any], folder: Path, name: str, change: str) -> None:
     """The run is refused before it copies anything, so with another address it starts from step 0."""
     assert codes(ended, name) == [2, 2]
     run = (folder / "lost" / "run_id").read_text().strip()
@@ -228,7 +228,7 @@ def test_synchronous_saves_are_copied_with_their_held_out_losses(ended: dict[str
     assert read_manifest(there / "iter_0000008").held_out_loss is not None
 
 
-def test_copies_that_cannot_be_made_end_the_run_when_it_is_done(ended: dict[str, Any], folder: Path) -> None:
+def test_failed_copies_are_an_error_after_the_last_step(ended: dict[str, Any], folder: Path) -> None:
     assert codes(ended, "no copies") == [6, 6]
     assert saved(folder, "no copies") == list(ALL)
     assert losses(folder / "no copies") == losses(folder / "sync")

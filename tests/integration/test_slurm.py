@@ -36,7 +36,7 @@ def ended(job: subprocess.Popen, folder: Path) -> int:
         print((folder / "job.log").read_text()[-4000:])
 
 
-def test_a_preempted_job_of_two_nodes_is_requeued_and_goes_on(tmp_path):
+def test_a_preempted_job_of_two_nodes_is_requeued_and_resumes(tmp_path):
     """The ranks receive Slurm's signal; the requeued job resumes at the next step and exits with 0."""
     slurm.commands(tmp_path)
     run_dir = tmp_path / "run"

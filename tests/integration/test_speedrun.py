@@ -29,7 +29,7 @@ def words(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 
 
 @pytest.mark.slow
-def test_a_record_replays_to_the_bit_and_a_false_one_does_not(tmp_path, words, capsys):
+def test_a_true_record_replays_bitwise_equal_and_a_false_one_does_not(tmp_path, words, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
     assert speedrun.main(["--ranks", "1", "--out", str(first), *words]) == EXIT_OK
     record = Record.load(first / FILE)

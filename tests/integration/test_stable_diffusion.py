@@ -19,7 +19,7 @@ from tests.support.ranks import Job, run_jobs
 pytestmark = pytest.mark.slow
 
 
-def test_prepared_pictures_train_a_model_that_is_asked_for_sizes_and_crops(tmp_path: Path):
+def test_prepared_pictures_train_a_model_conditioned_on_sizes_and_crops(tmp_path: Path):
     """The run uses offset noise and v-prediction with zero terminal SNR; the requested crop changes the picture."""
     folder, run = prepare_sdxl(tmp_path), tmp_path / "run"
     settings = {"data": "energon", "data__path": folder / "joined", "data__num_streams": 1, "data__background": False}

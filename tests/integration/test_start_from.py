@@ -38,7 +38,7 @@ def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.
     return {name: parameter.detach() for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 
-def test_a_stage_starts_from_the_average_of_the_one_before(tmp_path, one_rank_world):
+def test_a_stage_starts_from_the_average_of_the_previous_stage(tmp_path, one_rank_world):
     """The weights start as the other run's average (lr is tiny); step, optimizer and data start again.
 
     Parameters added by an objective are newly initialised; the third run, whose objective has none, drops them.
@@ -76,7 +76,7 @@ def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
         find_folder_together(str(tmp_path / "nowhere"), one_rank_world, ExitStack())
 
 
-def test_a_start_passes_over_a_damaged_checkpoint(tmp_path, one_rank_world):
+def test_a_start_skips_a_damaged_checkpoint(tmp_path, one_rank_world):
     reading = ExitStack()
     store = make_store(tmp_path / "checkpoints", keep_last=2)
     save(store, 10)

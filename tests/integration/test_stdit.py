@@ -36,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["hybrid", "ring"])
-def test_two_ranks_train_as_one(runs: Path, name: str) -> None:
+def test_two_ranks_equal_one_rank_in_training(runs: Path, name: str) -> None:
     """20 steps on mixed packs of images and clips have the same losses."""
     one, two = loss_values(runs / "one"), loss_values(runs / name)
     assert len(one) == NUM_STEPS
@@ -44,7 +44,7 @@ def test_two_ranks_train_as_one(runs: Path, name: str) -> None:
     assert sum(one[-5:]) < 0.95 * sum(one[:5])
 
 
-def test_layers_with_full_attention_train_as_one(runs: Path) -> None:
+def test_two_ranks_with_full_attention_equal_one_rank(runs: Path) -> None:
     """Layers with ring attention over all tokens and local spatial and temporal attention have the same losses."""
     one, two = loss_values(runs / "full_one"), loss_values(runs / "full_hybrid")
     assert len(one) == FULL_STEPS

@@ -126,7 +126,7 @@ def held_out(run_dir: Path) -> dict[int, set[float]]:
 
 
 @pytest.mark.parametrize(("name", "step"), [("between", 7), ("in the step", 6), ("in the save", 6)])
-def test_a_stopped_run_keeps_its_held_out_loss_and_its_largest_sample(
+def test_a_resumed_run_has_its_held_out_loss_and_its_largest_sample(
     ended: dict[str, Any], folder: Path, name: str, step: int
 ) -> None:
     """Validation results and all checkpoint metadata equal those of the undisturbed run at every step."""
@@ -139,7 +139,7 @@ def test_a_stopped_run_keeps_its_held_out_loss_and_its_largest_sample(
         assert described(checkpoint(folder / name, saved)) == described(checkpoint(folder / "uninterrupted", saved))
 
 
-def test_a_checkpoint_says_when_its_held_out_loss_was_measured(ended: dict[str, Any], folder: Path) -> None:
+def test_a_checkpoint_records_the_step_of_its_held_out_loss(ended: dict[str, Any], folder: Path) -> None:
     measured = {step: values.pop() for step, values in held_out(folder / "uninterrupted").items()}
     assert list(measured) == [6, 12]
     manifests = {step: read_manifest(checkpoint(folder / "uninterrupted", step)) for step in (3, 6, 9, 12)}
@@ -148,7 +148,7 @@ def test_a_checkpoint_says_when_its_held_out_loss_was_measured(ended: dict[str, 
     assert [m.held_out_loss for m in manifests.values()] == [None, measured[6], None, measured[12]]
 
 
-def test_a_request_during_the_last_save_costs_nothing(ended: dict[str, Any], folder: Path) -> None:
+def test_a_stop_signal_during_the_last_save_changes_nothing(ended: dict[str, Any], folder: Path) -> None:
     """The save finishes and the run is complete; it skips validation and pictures."""
     assert ended["last save"].code == 0, ended["last save"].err
     assert [outcome(folder / "last save")[key] for key in ("code", "reason", "step")] == [0, "completed", 6]
@@ -157,14 +157,14 @@ def test_a_request_during_the_last_save_costs_nothing(ended: dict[str, Any], fol
     assert not (folder / "last save" / "samples").exists()
 
 
-def test_a_start_that_hangs_leaves_its_stacks(ended: dict[str, Any], folder: Path) -> None:
+def test_a_hanging_start_writes_its_stacks(ended: dict[str, Any], folder: Path) -> None:
     """Here the search for a checkpoint is only slow, so the run continues normally."""
     stacks = (folder / "last save" / "stacks" / "rank_0.txt").read_text()
     assert " in resume\n" in stacks
     assert ended["last save"].code == 0
 
 
-def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, Any], folder: Path) -> None:
+def test_a_stop_signal_before_the_first_step_stops_the_run_at_once(ended: dict[str, Any], folder: Path) -> None:
     """Nothing is logged or saved, on one rank and on two, in a new run and in a resumed one."""
     assert [run.code for run in ended["building"]] == [75, 75]
     for name in ("hashing", "loading"):
@@ -177,7 +177,7 @@ def test_a_request_before_the_first_step_is_honoured_at_once(ended: dict[str, An
 
 
 @pytest.mark.parametrize(("name", "step"), [("looks fail", 6), ("pictures fail", 3)])
-def test_what_fails_in_looking_loses_no_step(ended: dict[str, Any], folder: Path, name: str, step: int) -> None:
+def test_failed_validation_or_sampling_loses_no_step(ended: dict[str, Any], folder: Path, name: str, step: int) -> None:
     assert ended[name].code == 70
     assert "tried to allocate" in ended[name].err
     assert checkpoints(folder / name)[-1] == checkpoint(folder / name, step).name
@@ -191,7 +191,7 @@ def test_impossible_pictures_are_refused_at_once(ended: dict[str, Any], folder: 
     assert left == {"run.lock"}
 
 
-def test_metrics_are_on_the_disk_before_the_checkpoint(ended: dict[str, Any], folder: Path) -> None:
+def test_metrics_are_written_before_the_checkpoint(ended: dict[str, Any], folder: Path) -> None:
     """So a resume does not write lines again that are older than its checkpoint."""
     found = json.loads((folder / "flushes.json").read_text())
     assert len(found) == 4
@@ -214,7 +214,7 @@ def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, A
     assert "num_steps" not in ended[name].err
 
 
-def test_a_record_that_cannot_be_written_stays_the_former_one(ended: dict[str, Any], folder: Path) -> None:
+def test_a_failed_write_keeps_the_previous_record(ended: dict[str, Any], folder: Path) -> None:
     """After refused attempts and a failed write, the recorded settings are still those of the checkpoint."""
     assert ended["no room"].code == 5
     assert f"{folder / 'finished' / 'config.yaml'} cannot be written" in ended["no room"].err
@@ -222,7 +222,7 @@ def test_a_record_that_cannot_be_written_stays_the_former_one(ended: dict[str, A
     assert ended["refused"] == (checkpoint(folder / "finished", 3) / "config.yaml").read_text()
 
 
-def test_accepted_changes_are_listed_and_the_data_start_afresh(ended: dict[str, Any], folder: Path) -> None:
+def test_accepted_changes_are_listed_and_the_data_restart(ended: dict[str, Any], folder: Path) -> None:
     """The model continues to step four; the data restart and have read only one step."""
     assert ended["accepted"].code == 0, ended["accepted"].err
     log = (folder / "world" / "rank_0.log").read_text()

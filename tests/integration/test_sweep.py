@@ -24,7 +24,7 @@ def sweep(out: Path, layouts: tuple[str, ...], *words: str) -> list[dict]:
     return [json.loads(line) for line in (out / ROWS).read_text().splitlines()]
 
 
-def test_a_sweep_here_is_the_sweep_as_an_experiment(tmp_path):
+def test_a_local_sweep_equals_a_sweep_as_an_experiment(tmp_path):
     """Both have the same layouts, tokens and losses to the bit; only times differ. A refused layout is a row, too."""
     here = sweep(tmp_path / "here", LAYOUTS, "--ranks", "2")
     again = ("--executor", "torchrun(ranks=2)", "--folder", str(tmp_path / "nemo_run"))

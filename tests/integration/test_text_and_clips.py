@@ -89,7 +89,7 @@ def clips(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
     return folder, run_jobs(folder / "world", jobs)
 
 
-def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dict[str, Any]]) -> None:
+def test_clips_are_written_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dict[str, Any]]) -> None:
     folder, done = clips
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
     metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
@@ -166,7 +166,7 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
     return folder, run_jobs(folder / "world", jobs)
 
 
-def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tuple[Path, dict[str, Any]]) -> None:
+def test_images_and_clips_of_one_pack_train_equally_on_one_and_two_ranks(mixed: tuple[Path, dict[str, Any]]) -> None:
     """A patch has two frames, so stills are padded in time; letters with other classes join a model without classes."""
     folder, done = mixed
     ends = [e for ended in done.values() for e in (ended if isinstance(ended, list) else [ended])]

@@ -14,14 +14,14 @@ def rows(one_rank_world: ProcessGroups) -> dict[str, Row]:
     return {row.name: row for row in measure(arms, random_pictures(8, 1), 1)}
 
 
-def test_diffusers_builds_the_network_of_ours(rows: dict[str, Row]) -> None:
+def test_diffusers_builds_the_same_unet(rows: dict[str, Row]) -> None:
     """Equal operations, and equal parameters except the null token, which only ours has."""
-    ours, theirs = rows["latent diffusion"], rows["diffusers UNet2DConditionModel"]
-    assert ours.parameters == theirs.parameters + TEXT_WIDTH
-    assert ours.gflop == pytest.approx(theirs.gflop, rel=1e-3)
+    actual, expected = rows["latent diffusion"], rows["diffusers UNet2DConditionModel"]
+    assert actual.parameters == expected.parameters + TEXT_WIDTH
+    assert actual.gflop == pytest.approx(expected.gflop, rel=1e-3)
 
 
-def test_options_have_the_parameters_of_the_network_itself(rows: dict[str, Row]) -> None:
+def test_options_have_the_parameters_of_the_built_network(rows: dict[str, Row]) -> None:
     """Checkpointing adds most of a forward pass."""
     own = rows["Imagen"]
     for option in ("stable attention", "checkpointed"):
@@ -29,7 +29,7 @@ def test_options_have_the_parameters_of_the_network_itself(rows: dict[str, Row])
     assert 1.2 < rows["Imagen, checkpointed"].gflop / own.gflop < 1.34
 
 
-def test_rates_are_of_the_time_shown(rows: dict[str, Row]) -> None:
+def test_logged_rates_match_the_logged_time(rows: dict[str, Row]) -> None:
     for row in rows.values():
         assert row.images_per_s == pytest.approx(1 / row.seconds)
     assert {row.ratio for row in rows.values() if row.name in ("Imagen", "latent diffusion")} == {1.0}

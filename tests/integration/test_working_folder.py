@@ -21,7 +21,7 @@ def folder_of_module() -> Path:
     return Path.cwd()
 
 
-def test_fixtures_tests_and_children_run_outside_of_the_clone(folder_of_module, tmp_path):
+def test_fixtures_tests_and_subprocesses_run_outside_of_the_clone(folder_of_module, tmp_path):
     """Child processes import the same source, even if another copy is installed."""
     assert outside(folder_of_module)
     assert Path.cwd() == tmp_path
@@ -41,7 +41,7 @@ def test_ranks_have_the_working_folder_of_their_caller(tmp_path):
     assert {(logs / f"working_folder_{rank}").read_text() for rank in (0, 1)} == {str(tmp_path)}
 
 
-def test_new_deleted_and_changed_outputs_in_the_clone_are_seen(tmp_path):
+def test_new_deleted_and_changed_files_in_the_clone_are_detected(tmp_path):
     files = [tmp_path / name for name in ("data/letters/dataset.json", "runs/x/metrics.jsonl", "a.png", "README.md")]
     empty = outputs(tmp_path)
     for file in files:

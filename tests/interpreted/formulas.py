@@ -104,11 +104,11 @@ def check(
     rounded = [None if x is None else x.to(dtype) for x in leaves]
     got = run(kernel, rounded)
     want = run(formula, [None if x is None else x.double() for x in rounded])
-    for i, (ours, theirs) in enumerate(zip(got, want, strict=True)):
-        assert ours.isfinite().all()
-        largest = theirs.abs().amax(-1, keepdim=True).clamp(min=1e-3 * float(theirs.abs().max()))
-        error = float(((ours - theirs).abs() / largest).max()) / ULP[dtype]
-        assert error <= ulps, f"result {i} of shape {tuple(theirs.shape)} is off by {error:.1f} ulps"
+    for i, (actual, exact) in enumerate(zip(got, want, strict=True)):
+        assert actual.isfinite().all()
+        largest = exact.abs().amax(-1, keepdim=True).clamp(min=1e-3 * float(exact.abs().max()))
+        error = float(((actual - exact).abs() / largest).max()) / ULP[dtype]
+        assert error <= ulps, f"result {i} of shape {tuple(exact.shape)} is off by {error:.1f} ulps"
 
 
 def draws(*shapes: Optional[tuple[int, ...]]) -> list[Optional[Tensor]]:

@@ -52,26 +52,26 @@ def formula(p: Elements, r: Rates) -> dict[str, tuple[torch.Tensor, torch.Tensor
 
 
 def assert_is_the_formula(found, before, rates, ulps=ULPS):
-    for ours, old in zip(found, before, strict=True):
+    for new, old in zip(found, before, strict=True):
         for name, (want, size) in formula(old, rates).items():
-            error = float(((getattr(ours, name).double() - want).abs() / size).max()) / ULP[torch.float32]
+            error = float(((getattr(new, name).double() - want).abs() / size).max()) / ULP[torch.float32]
             assert error <= ulps, f"{name} of {want.numel()} elements is off by {error:.1f} ulps"
 
 
 @pytest.mark.parametrize("step", [1, 1000])
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not_aligned"])
-def test_every_element_is_the_formula(step, shift):
+def test_every_element_equals_the_formula(step, shift):
     """Sizes just below and above a block and a chunk. The copy is the main weight, as the interpreter rounds it."""
     rates, found = replace(RATES, step=step), parameters(shift=shift)
     before = copied(found)
     fused.adamw(found, rates)
     assert_is_the_formula(found, before, rates)
-    for ours, old in zip(found, before):
-        assert torch.equal(ours.gradient, old.gradient)
-        assert ((ours.model.float() - ours.main).abs() <= ULP[torch.bfloat16] * ours.main.abs()).all()
+    for new, old in zip(found, before):
+        assert torch.equal(new.gradient, old.gradient)
+        assert ((new.model.float() - new.main).abs() <= ULP[torch.bfloat16] * new.main.abs()).all()
 
 
-def test_the_eager_form_is_the_formula():
+def test_the_eager_form_equals_the_formula():
     found = parameters()
     before = copied(found)
     eager.adamw(found, RATES)
@@ -85,20 +85,20 @@ def test_nothing_changes_if_the_factor_is_nan(form):
     found = [replace(p, gradient=p.gradient * torch.nan, model=p.main.bfloat16()) for p in parameters()]
     before = copied(found)
     form(found, replace(RATES, clip=torch.tensor(torch.nan)))
-    for ours, old in zip(found, before, strict=True):
-        assert all(torch.equal(getattr(ours, name), getattr(old, name)) for name in (*FIELDS, "model"))
+    for new, old in zip(found, before, strict=True):
+        assert all(torch.equal(getattr(new, name), getattr(old, name)) for name in (*FIELDS, "model"))
 
 
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("model", [True, False])
-def test_what_a_parameter_has_not_is_neither_read_nor_written(average, model):
+def test_missing_tensors_of_a_parameter_are_neither_read_nor_written(average, model):
     found = parameters(average=average, model=model)
     both = parameters()
     fused.adamw(found, RATES)
     fused.adamw(both, RATES)
-    for ours, theirs in zip(found, both):
+    for new, reference in zip(found, both):
         names = FIELDS[:3] + ("average",) * average + ("model",) * model
-        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in names)
+        assert all(torch.equal(getattr(new, name), getattr(reference, name)) for name in names)
 
 
 def test_the_copy_may_be_fp16():
@@ -108,7 +108,7 @@ def test_the_copy_may_be_fp16():
         assert ((p.model.float() - p.main).abs() <= 2.0**-10 * p.main.abs() + 2.0**-24).all()
 
 
-def test_neighbours_in_one_buffer_stay_as_they_are():
+def test_neighbours_in_one_buffer_do_not_change():
     """The kernel writes no element before the first or after the last one of a parameter."""
     buffers = torch.randn(5, 300).abs()
     inner = Elements(*(row[7:190] for row in buffers), torch.zeros(300, dtype=torch.bfloat16)[7:190])
@@ -124,19 +124,19 @@ def test_a_weight_of_one_copies_the_weights_into_the_average():
     assert all(torch.equal(p.average, p.main) for p in found)
 
 
-def test_twenty_updates_stay_beside_torchs_adamw():
+def test_twenty_updates_match_adamw_of_torch():
     """Errors do not accumulate: after 20 updates with changing rates the weights are within 16 ulps of torch's."""
     found = parameters((100,))
     weight = torch.nn.Parameter(found[0].main.clone())
     found[0].exp_avg.zero_()
     found[0].exp_avg_sq.zero_()
-    theirs = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
+    reference = torch.optim.AdamW([weight], lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
     generator = torch.Generator().manual_seed(8)
     for step in range(1, 21):
-        theirs.param_groups[0]["lr"] = lr = 1e-2 / step
+        reference.param_groups[0]["lr"] = lr = 1e-2 / step
         weight.grad = torch.randn(100, generator=generator)
         found[0].gradient.copy_(weight.grad)
         fused.adamw(found, Rates(lr, 0.9, 0.95, 1e-6, 0.1, step, torch.ones(())))
-        theirs.step()
+        reference.step()
     size = weight.detach().abs().clamp(min=0.1)
     assert float(((found[0].main - weight.detach()).abs() / size).max()) <= 16 * ULP[torch.float32]

@@ -17,7 +17,7 @@ def drawn(dtype, shift=0, sizes=SIZES):
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "not_aligned"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_the_sums_are_those_of_torch_to_the_bit(dtype, shift):
+def test_the_sums_are_bitwise_equal_to_torch(dtype, shift):
     """The element after each main gradient belongs to another parameter and must not change."""
     mains, gradients = drawn(dtype, shift)
     want = [

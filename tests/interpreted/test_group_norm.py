@@ -45,24 +45,24 @@ def check(size, kind, precision="fp32"):
     def as_pictures(x):
         return x.view(pictures, height, width, channels).permute(0, 3, 1, 2)
 
-    def ours(x, weight, bias, scale, shift):
+    def kernel(x, weight, bias, scale, shift):
         y = fused.norm_groups(as_pictures(x), Groups(weight, bias, groups, EPS), scale, shift, activate=activate)
         return [y.permute(0, 2, 3, 1).flatten(1)]
 
-    def theirs(x, *given):
+    def reference(x, *given):
         return [formula(as_pictures(x), *given, groups, activate)[0].permute(0, 2, 3, 1).flatten(1)]
 
-    formulas.check(ours, theirs, leaves, dtype, ulps)
+    formulas.check(kernel, reference, leaves, dtype, ulps)
 
 
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
-def test_every_size_is_the_formula(size):
+def test_every_size_equals_the_formula(size):
     check(size, "scaled_silu")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", DTYPES)
-def test_every_kind_is_the_formula(kind, precision):
+def test_every_kind_equals_the_formula(kind, precision):
     check((2, 12, 5, 7, 4), kind, precision)
 
 
@@ -87,11 +87,11 @@ def test_the_scale_may_be_a_part_of_a_wider_tensor():
         scale, shift = wide.chunk(2, 1)
         out = function(x, groups, scale, shift, activate=True)
         found.append((out.detach(), *torch.autograd.grad(out.square().sum(), wide)))
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for kernel, reference in zip(*found):
+        torch.testing.assert_close(kernel, reference, rtol=1e-4, atol=1e-5)
 
 
-def test_pictures_stay_channels_last_and_others_are_copied():
+def test_channels_last_pictures_are_not_copied_and_others_are():
     x = torch.randn(2, 6, 3, 4)
     groups = Groups(torch.randn(6), torch.randn(6), 2, EPS)
     last = fused.norm_groups(x.contiguous(memory_format=torch.channels_last), groups)
@@ -99,7 +99,7 @@ def test_pictures_stay_channels_last_and_others_are_copied():
     assert torch.equal(fused.norm_groups(x, groups), last)
 
 
-def test_the_same_bits_every_time_and_for_a_picture_beside_any_other():
+def test_results_are_bitwise_equal_in_every_call_and_batch():
     x = torch.randn(3, 8, 5, 5).contiguous(memory_format=torch.channels_last)
     groups = Groups(torch.randn(8), torch.randn(8), 2, EPS)
     out = fused.norm_groups(x, groups, activate=True)

@@ -25,12 +25,12 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
     angles = 6 * torch.rand(tokens, 1, size // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     rotation = Rotation(angles.cos().float(), angles.sin().float()) if rope else None
 
-    def ours(x, weight_q, weight_k, b):
+    def kernel(x, weight_q, weight_k, b):
         of_heads = HeadNorm(weight_q, weight_k, EPS) if norm else None
         given = x if b is None else x + b.detach().view(x.shape[1:])  # as the projection does, without a gradient
         return fused.split_heads(given, heads, of_heads, rotation, b)
 
-    def theirs(x, weight_q, weight_k, b):
+    def reference(x, weight_q, weight_k, b):
         return formulas.heads(x, heads, weight_q, weight_k, EPS, angles if rope else None, b)
 
     shapes = (
@@ -39,7 +39,7 @@ def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32
         (size,) if norm and heads.keys else None,
         (groups * parts * size,) if bias else None,
     )
-    formulas.check(ours, theirs, formulas.draws(*shapes), dtype, ulps)
+    formulas.check(kernel, reference, formulas.draws(*shapes), dtype, ulps)
 
 
 BOTH, NORM, ROPE, NEITHER = (True, True), (True, False), (False, True), (False, False)
@@ -48,12 +48,12 @@ PARTS = {"qkv": (BOTH, NEITHER), "grouped": (NORM, ROPE), "queries": (NORM, ROPE
 
 
 @pytest.mark.parametrize(("kind", "norm", "rope"), [(kind, *parts) for kind, pair in PARTS.items() for parts in pair])
-def test_norm_and_rotation_together_and_alone_are_the_formulas(kind, norm, rope):
+def test_norm_and_rotation_equal_their_formulas_together_and_separately(kind, norm, rope):
     check(kind, tokens=18, groups=5, size=6, norm=norm, rope=rope)
 
 
 @pytest.mark.parametrize("size", [72, 128, 256])
-def test_every_head_size_is_the_formula(size):
+def test_every_head_size_equals_the_formula(size):
     check("qkv", tokens=5, groups=2, size=size, norm=True, rope=True)
 
 
@@ -62,12 +62,12 @@ def test_a_head_of_an_odd_size_is_normalised():
 
 
 @pytest.mark.parametrize("norm", [True, False])
-def test_the_gradient_of_the_projections_bias_is_the_sum_over_tokens(norm):
+def test_the_gradient_of_the_projection_bias_is_the_sum_over_tokens(norm):
     """With more tokens than fit one block."""
     check("qkv", tokens=37, groups=5, size=8, norm=norm, rope=True, bias=True)
 
 
-def test_bf16_is_the_formula():
+def test_bf16_equals_the_formula():
     check("grouped", tokens=9, groups=2, size=16, norm=True, rope=True, precision="bf16")
 
 
@@ -85,7 +85,7 @@ def test_values_and_unchanged_heads_are_views():
 @pytest.mark.parametrize(
     ("tokens", "width", "bias"), [(3, 2, False), (5, 250, True), (5, 250, False), (1, 4100, True), (37, 10, True)]
 )
-def test_activations_are_the_formulas(name, tokens, width, bias):
+def test_activations_equal_their_formulas(name, tokens, width, bias):
     """Rows in one block and in several, columns in one block and in several."""
     function = getattr(activations, {"gelu": "gelu_tanh", "geglu": "geglu_tanh"}.get(name, name))
     shapes = (tokens, width), (width,) if bias else None
@@ -96,7 +96,7 @@ def test_activations_are_the_formulas(name, tokens, width, bias):
 
 
 @pytest.mark.parametrize("name", ["gelu_tanh", "swiglu", "geglu_tanh"])
-def test_large_numbers_stay_finite(name):
+def test_large_inputs_have_finite_outputs(name):
     x = torch.tensor([[-1e4, 1e4, 1e4, -1e4, 3e4, 3e4]]).requires_grad_()
     out = getattr(activations, name)(x)
     out.sum().backward()

@@ -42,7 +42,7 @@ def words_kernel(k0, k1, element, step, address, out, COUNT: tl.constexpr):
     tl.store(out + 3 * COUNT + at, w3.to(tl.int64))
 
 
-def test_the_words_are_those_of_philox_to_the_bit():
+def test_the_words_are_bitwise_equal_to_philox():
     """Counters and keys include 0 and the maximum of 32 bits; addresses have 64 bits."""
     generator = torch.Generator().manual_seed(4)
     draws = [torch.randint(0, 2**32, (64,), generator=generator) for _ in range(6)]
@@ -89,7 +89,7 @@ PURE_NOISE = [
 
 
 @pytest.mark.parametrize(("layout", "seed", "channels"), PURE_NOISE)
-def test_pure_noise_is_the_transform_of_the_words(layout, seed, channels):
+def test_pure_noise_is_the_box_muller_transform_of_the_words(layout, seed, channels):
     """Mixed with coefficient 0 for x0 and 1 for the noise."""
     layout, seed = LAYOUTS[layout], SEEDS[seed]
     zeros, ones = torch.zeros(3), torch.ones(3)
@@ -106,7 +106,7 @@ def radius_kernel(u, out, COUNT: tl.constexpr):
     tl.store(out + at, _radius(tl.load(u + at)))
 
 
-def test_the_ends_of_the_logarithm_have_their_digits():
+def test_the_logarithm_is_exact_at_its_ends():
     """The 2,048 numbers closest to 0 and to 1; close to 1 the radius is small and cancellation costs digits."""
     steps = torch.arange(2048) + 0.5
     u = torch.cat([steps, 2**23 - steps]).float() * 2.0**-23

@@ -63,24 +63,24 @@ PARTS = {
 
 def check(layout, width, parts, precision):
     dtype, ulps = DTYPES[precision]
-    ours = partial(call, layout)
-    theirs = lambda *given: formulas.residual_norm(layout, *given, EPS)  # noqa: E731
-    formulas.check(ours, theirs, leaves(layout, width, parts.split()), dtype, ulps)
+    kernel = partial(call, layout)
+    reference = lambda *given: formulas.residual_norm(layout, *given, EPS)  # noqa: E731
+    formulas.check(kernel, reference, leaves(layout, width, parts.split()), dtype, ulps)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_is_the_formula(layout):
+def test_every_layout_equals_the_formula(layout):
     check(layout, 40, ALL, "fp32")
 
 
 @pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
 @pytest.mark.parametrize("precision", DTYPES)
-def test_every_part_is_the_formula(parts, precision):
+def test_every_part_equals_the_formula(parts, precision):
     check(PADDED, 48, parts, precision)
 
 
 @pytest.mark.parametrize("width", [5, 77, 1152, *(pytest.param(n, marks=SLOW) for n in (128, 3072, 4096, 5120)), 4100])
-def test_every_width_is_the_formula(width):
+def test_every_width_equals_the_formula(width):
     """The bias is added before the kernel for widths above 4096."""
     few = SequenceLayout.from_lengths([2, 1], total_tokens=4)
     check(few, width, ALL, "fp32")
@@ -105,7 +105,7 @@ def test_modulation_may_be_a_part_of_a_wider_tensor():
     torch.testing.assert_close(whole.grad.double(), want.grad, rtol=1e-5, atol=1e-4)
 
 
-def test_the_same_bits_every_time_and_for_a_sample_in_any_pack():
+def test_results_are_bitwise_equal_in_every_call_and_pack():
     """Sums have a fixed order, so a sample's outputs do not depend on the other samples of its pack."""
     x, y, gate, bias, shift, scale, _ = (None if t is None else t.float() for t in leaves(RAGGED, 24, ALL.split()))
     run = partial(formulas.run, partial(call, RAGGED))
@@ -148,7 +148,7 @@ def test_every_multiprocessor_has_four_or_five_blocks_with_sums(tokens, multipro
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_blocks_cover_every_token_once_and_stay_inside_a_sample(layout, rows):
+def test_blocks_cover_every_token_once_and_never_cross_samples(layout, rows):
     blocks = blocks_of(layout, rows)
     seen = []
     used = int(blocks.offsets[-1])

@@ -78,7 +78,7 @@ def test_runs_of_two_ranks_have_the_eager_state(two_ranks, name, precision):
 
 
 @pytest.mark.parametrize("first", ["eager", "triton"])
-def test_a_run_may_go_on_with_the_other_update(one_rank, first):
+def test_a_run_may_resume_with_the_other_update(one_rank, first):
     """Both updates save and load the same checkpoint: moments, average and Adam's step count."""
     resumed = one_rank[first, "resumed"]
     assert resumed["resumed_at"] == SAVED_AT

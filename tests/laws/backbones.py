@@ -37,7 +37,7 @@ class Row:
         recipe: argument of `--factory`.
         quick: layouts without the mark `slow`.
         other: another value for each field, in addition to `OTHER`.
-        given: settings without which a field has no effect, in addition to `GIVEN`; set on both sides.
+        requires: settings without which a field has no effect, in addition to `REQUIRES`; set on both sides.
         also: settings that must change together with a field.
         refused: fields whose value in `OTHER` is refused.
         without_effect: fields that change no number of a training step, and why.
@@ -49,7 +49,7 @@ class Row:
     recipe: str
     quick: tuple[str, ...] = ()
     other: Mapping[str, Any] = field(default_factory=dict)
-    given: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    requires: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     also: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     refused: tuple[str, ...] = ()
     without_effect: Mapping[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ TWO_PAIRS = {"num_attention_heads": 2, "rope_axes": [4, 4, 4, 4]}
 JOINT = {"block": "adaln_zero", "num_query_groups": None}
 UNPADDED = {"block": "adaln_zero", "modulation_silu": True, "learned_padding": 1}
 SD3_ROTARY = {**ROTARY, "position_crop": None, "rope_axes": [2, 2, 4]}
-GIVEN: dict[str, dict[str, Any]] = {
+REQUIRES: dict[str, dict[str, Any]] = {
     "class_dropout": CLASSES,
     "context_dropout": TEXT,
     "rope_theta": ROTARY,
@@ -138,8 +138,8 @@ OTHER: dict[str, Any] = {
     "routing": lambda value: RoutingConfig(first_layers=1, last_layers=0) if value is None else None,
 }
 LEARNED_POSITIONS: dict[str, Any] = {
-    "given": {
-        **{name: {**GIVEN[name], **LEARNED} for name in ("rope_theta", "rope_factors", "rope_scaling")},
+    "requires": {
+        **{name: {**REQUIRES[name], **LEARNED} for name in ("rope_theta", "rope_factors", "rope_scaling")},
         "ffn_hidden_size": {"moe_ffn_hidden_size": None},
     },
     "also": {"position_embedding": {"max_grid": LEARNED["max_grid"]}},
@@ -164,7 +164,7 @@ IMAGEN_OTHER: dict[str, Any] = {
     "noise_augmentation": False,
 }
 IMAGEN: dict[str, Any] = {
-    "given": {"num_attention_heads": {"head_size": None}},
+    "requires": {"num_attention_heads": {"head_size": None}},
     "refused": ("patch_temporal",),
     "text_tokens": 1,  # in fused attention, k null tokens have k times the weight of one
     "objective": EDM(),
@@ -183,7 +183,7 @@ FLUX1: dict[str, Any] = {
         "num_attention_heads": {"rope_axes": [4, 8, 4]},
         "position_embedding": {"rope_axes": [16, 56, 56]},
     },
-    "given": {
+    "requires": {
         "text_output": {"num_single_layers": 0},
         "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
     },
@@ -207,7 +207,7 @@ BACKBONES = {
         quick=("cp2",),
         other={"layer_pattern": ["spatial", "full"], "position_span": 8.0, "temporal_rope": False},
         # Temporal attention has rotary positions by default.
-        given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
+        requires={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
     ),
     "moviegen": Row(recipe="pretrain_ditllama5b", **LEARNED_POSITIONS),
     "experts": Row(recipe="pretrain_ecditllama1b", quick=("tp2_sp",), **LEARNED_POSITIONS),
@@ -240,7 +240,7 @@ BACKBONES = {
         quick=("tp2_sp",),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         # With one pair of features for each axis, theta has no effect.
-        given={name: TWO_PAIRS for name in ("rope_theta", "rope_factors")}
+        requires={name: TWO_PAIRS for name in ("rope_theta", "rope_factors")}
         | {"rope_scaling": {**TWO_PAIRS, "rope_factors": [2.0, 3.0, 2.0]}}
         | {"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32, 32]}},
         refused=(
@@ -271,7 +271,7 @@ BACKBONES = {
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
             "position_embedding": {"rope_axes": [16, 56, 56]},
         },
-        given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
+        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
         idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
     ),
@@ -281,7 +281,7 @@ BACKBONES = {
         other={"rope_factors": [1.0, 1.0, 4.0]},
         refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding", "block"),
         # Single blocks read the text of the last joint block; a shared modulation excludes parts of single blocks.
-        given={
+        requires={
             "num_single_layers": {"text_output": True},
             **{name: SD3_ROTARY for name in ("rope_axes", "rope_theta", "rope_factors", "text_positions")},
             "centred_positions": SD3_ROTARY,
@@ -296,7 +296,7 @@ BACKBONES = {
         quick=("cp2",),
         other={"num_cross_attention_heads": 4, "position_embedding": "sincos_2d"},
         refused=("num_query_groups", "rope_theta", "rope_factors", "rope_scaling"),
-        given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
+        requires={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
     ),
     "prx": Row(
         recipe="tiny_prx",
@@ -316,7 +316,7 @@ BACKBONES = {
             **{name: {"rope_axes": [0, 8, 8]} for name in ("hidden_size", "num_attention_heads")},
             "position_embedding": {"rope_axes": [0, 32, 32]},
         },
-        given={"rope_scaling": {"rope_factors": [1.0, 3.0, 2.0]}},
+        requires={"rope_scaling": {"rope_factors": [1.0, 3.0, 2.0]}},
         text_tokens=1,
     ),
     "lumina2": Row(
@@ -324,7 +324,7 @@ BACKBONES = {
         quick=("pp2",),
         refused=("approximator",),
         other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
-        given={
+        requires={
             "num_dual_layers": JOINT,
             "shared_modulation": JOINT,
             "text_output": {**JOINT, "num_single_layers": 0},
@@ -343,7 +343,7 @@ BACKBONES = {
         quick=("cp2",),
         refused=("approximator",),
         other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
-        given={
+        requires={
             **dict.fromkeys(("num_dual_layers", "shared_modulation"), UNPADDED),
             "text_output": {**UNPADDED, "num_single_layers": 0},
             "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 48, 48]},
@@ -369,7 +369,7 @@ BACKBONES = {
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
             "position_embedding": {"rope_axes": [16, 56, 56]},
         },
-        given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
+        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
         idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
     ),

@@ -32,7 +32,7 @@ from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, check_case, compare, tiny_pair
 from tests.conftest import BuildModel
-from tests.laws.backbones import BACKBONES, CONDITIONED, GIVEN, NAMES, OTHER, config_of, pack, run_of
+from tests.laws.backbones import BACKBONES, CONDITIONED, NAMES, OTHER, REQUIRES, config_of, pack, run_of
 from tests.support.ranks import rows, selected
 
 
@@ -120,7 +120,7 @@ def test_the_public_class_has_the_same_output_and_gradients(checks: Any, name: s
     assert len(check.errors) > 30
 
 
-def test_a_fault_of_every_layout_and_pack_is_found_by_the_public_class(checks: Any) -> None:
+def test_comparison_with_the_public_class_detects_a_fault_of_every_layout_and_pack(checks: Any) -> None:
     found = checks["scaled"]
     assert {name for name, check in found.items() if check.wrong} == {"diffusers"}
     assert "output" in found["diffusers"].wrong
@@ -133,14 +133,14 @@ def test_a_fault_of_every_layout_and_pack_is_found_by_the_public_class(checks: A
         ("published dit", "DiTTransformer2DModel computes a different function: .*time_frequency_shift=0"),
     ],
 )
-def test_a_model_without_a_public_class_says_why(checks: Any, name: str, why: str) -> None:
+def test_a_model_without_a_public_class_states_the_reason(checks: Any, name: str, why: str) -> None:
     check = checks[name]["diffusers"]
     assert check.wrong == []
     assert re.search(f"not compared: {why}", check.line("diffusers"))
 
 
 @pytest.mark.parametrize("name", CONDITIONED)
-def test_a_dropped_condition_is_one_that_is_not_given(build: Any, name: str) -> None:
+def test_a_dropped_condition_equals_a_missing_condition(build: Any, name: str) -> None:
     """The unconditional branch of guidance computes the prediction that training learned for dropped conditions."""
     config = config_of(name)
     batch, wanted = pack(config, SAMPLES, text_tokens=BACKBONES[name].text_tokens), config.conditions()
@@ -175,7 +175,7 @@ OTHER_TOKENS = ("tread", "sprint", "hunyuan_video")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_counted_parameters_and_operations_are_those_of_the_model(build: Any, name: str) -> None:
+def test_counted_parameters_and_operations_equal_those_of_the_model(build: Any, name: str) -> None:
     """Counts from the config equal those of the built model; every parameter has a gradient."""
     config = config_of(name)
     model, batch = build(config), pack(config, SAMPLES)
@@ -199,14 +199,14 @@ def observed_bases() -> dict[str, list[Tensor]]:
 
 
 @pytest.mark.parametrize(("name", "setting"), FIELDS)
-def test_every_setting_acts_or_says_why_not(
+def test_every_setting_has_an_effect_or_a_stated_reason(
     build: Any, observed_bases: dict[str, list[Tensor]], name: str, setting: str
 ) -> None:
     """Another value of a setting changes the prediction or a gradient of a step."""
     row = BACKBONES[name]
-    known, given = {**OTHER, **row.other}, {**GIVEN, **row.given}.get(setting, {})
+    known, requires = {**OTHER, **row.other}, {**REQUIRES, **row.requires}.get(setting, {})
     assert setting in known, f"add another value of {setting} to OTHER or to the row, and what it needs to act"
-    base = replace(config_of(name), **given)
+    base = replace(config_of(name), **requires)
     value = known[setting](getattr(base, setting)) if callable(known[setting]) else known[setting]
     changed = replace(base, **{setting: value}, **row.also.get(setting, {}))
     if setting in row.refused:

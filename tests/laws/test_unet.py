@@ -62,29 +62,29 @@ def done(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*RUNS, "resumed", "drawn"])
-def test_it_ends_well(done: dict[str, Any], name: str) -> None:
+def test_training_succeeds(done: dict[str, Any], name: str) -> None:
     ended = done[name] if isinstance(done[name], list) else [done[name]]
     assert {e.code for e in ended} == {EXIT_PREEMPTED if name == "stopped" else EXIT_OK}, ended
 
 
-def test_it_learns(done: dict[str, Any], folder: Path) -> None:
+def test_the_loss_falls(done: dict[str, Any], folder: Path) -> None:
     losses = loss_values(folder / "whole")
     assert len(losses) == NUM_STEPS
     assert sum(losses[-3:]) < FALLS * sum(losses[:3])
 
 
-def test_a_resumed_run_is_the_one_that_was_never_stopped(done: dict[str, Any], folder: Path) -> None:
+def test_a_resumed_run_equals_an_uninterrupted_run(done: dict[str, Any], folder: Path) -> None:
     assert loss_values(folder / "stopped") == loss_values(folder / "whole")
     ends = [read_tensors(checkpoint(folder / name, NUM_STEPS)) for name in ("stopped", "whole")]
     assert any(tensor.dim() == 4 for tensor in ends[0].values())
     assert_same_bits(*ends)
 
 
-def test_two_ranks_that_share_the_weights_train_as_one(done: dict[str, Any], folder: Path) -> None:
+def test_two_ranks_with_sharded_weights_equal_one_rank(done: dict[str, Any], folder: Path) -> None:
     assert loss_values(folder / "fsdp2") == pytest.approx(loss_values(folder / "whole"), rel=ROUNDING)
 
 
-def test_it_is_drawn_from_once_its_package_is_trusted(done: dict[str, Any], folder: Path) -> None:
+def test_sampling_needs_trust_in_the_package_of_the_model(done: dict[str, Any], folder: Path) -> None:
     """A checkpoint names the class of its config; loading it imports only packages that the user named."""
     assert (folder / "drawn.png").stat().st_size > 0
     refused = done["not trusted"]
@@ -92,7 +92,7 @@ def test_it_is_drawn_from_once_its_package_is_trusted(done: dict[str, Any], fold
     assert "set the environment variable DIT_PACKAGES=tests" in refused.err
 
 
-def test_a_saved_configuration_is_read_once_its_package_is_trusted(
+def test_reading_a_saved_configuration_needs_trust_in_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, path = call_recipe(FACTORY), tmp_path / "unet.yaml"
@@ -110,7 +110,7 @@ def test_a_saved_configuration_is_read_once_its_package_is_trusted(
         ("data.shapes=['1x8x8','1x4x8']", "UNetConfig does not support samples of different shapes in one micro-batch"),
     ],
 )
-def test_what_it_does_not_support_is_refused_before_anything_is_built(
+def test_unsupported_settings_are_refused_before_the_model_is_built(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, says: str
 ) -> None:
     with mock.patch.object(UNet, "__init__", side_effect=AssertionError("built")):
@@ -127,7 +127,7 @@ def test_groups_that_do_not_divide_the_channels_are_refused() -> None:
 
 
 @pytest.mark.parametrize("factory", [FACTORY, "pictogram_autoencoder"])
-def test_its_dry_run_counts_its_operations_and_its_memory(
+def test_a_dry_run_counts_operations_and_memory(
     build_model: BuildModel, capsys: pytest.CaptureFixture[str], factory: str
 ) -> None:
     """Convolutions have no FLOP formula: the dry run prints three times the count of torch for a forward pass."""

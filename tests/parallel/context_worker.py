@@ -80,13 +80,13 @@ def _errors(
         # Tokens of other ranks are zeros with zero gradients here; the sum over ranks is the full output.
         return torch.zeros_like(q).index_copy(0, mine, attend(q[mine], k[keys], v[keys], local_q, local_k))
 
-    ours, theirs = vars(run(split_attention, one, one.qkv())), vars(exact(one, one.qkv()))
-    summed = torch.cat([x.flatten() for x in ours.values()])
+    actual, expected = vars(run(split_attention, one, one.qkv())), vars(exact(one, one.qkv()))
+    summed = torch.cat([x.flatten() for x in actual.values()])
     dist.all_reduce(summed, group=group)
-    parts = summed.split([x.numel() for x in ours.values()])
+    parts = summed.split([x.numel() for x in actual.values()])
     found = {}
-    for name, got, layout in zip(theirs, parts, (true_q, true_q, true_k, true_k)):
-        want = theirs[name]
+    for name, got, layout in zip(expected, parts, (true_q, true_q, true_k, true_k)):
+        want = expected[name]
         got = got.view_as(want)
         found[name] = float((got - want).norm() / want.norm().clamp(min=1e-12))
         found[f"{name} padding"] = float(got[~layout.valid_T].abs().sum())

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from dit.layers.attention import WidthRMSNorm
 
 
-def norm_own_heads_alone(chunks: list) -> None:
+def normalise_local_heads(chunks: list) -> None:
     """Normalise queries and keys over the heads of one rank instead of all."""
     for module in chunks[0].modules():
         if isinstance(module, WidthRMSNorm):

@@ -78,7 +78,7 @@ def test_every_rank_writes_an_even_share(results, name):
     assert [size / even for size in written] == pytest.approx([1.0] * len(written), rel=SHARE_RTOL)
 
 
-def test_of_small_ranges_one_copy_writes_all():
+def test_one_replica_writes_all_small_ranges():
     """The other copies write nothing; the name selects the writer, so that writers differ between parameters."""
     small, large = (Part((n,), (n,), (0,), 0, n) for n in (4 * MIN_SHARE_ELEMENTS - 1, 4 * MIN_SHARE_ELEMENTS))
     writers = set()
@@ -93,7 +93,7 @@ def test_of_small_ranges_one_copy_writes_all():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_copies_are_written_once(results, name):
+def test_replicated_tensors_are_written_once(results, name):
     """All files together have the size of one state, as the dry run computes it, plus names."""
     state = checkpoint_bytes(results[name]["parameters"], averages=1)
     assert state < sum(results[name]["written"]) <= (1 + SHARE_RTOL) * state

@@ -51,5 +51,5 @@ def results(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *case: case in QUICK))
-def test_compiled_layers_on_two_ranks_are_eager_ones_on_one(results, layout, name, packed):
+def test_compiled_layers_on_two_ranks_equal_eager_layers_on_one_rank(results, layout, name, packed):
     assert_equal_training(*results[layout, name, packed])

@@ -95,14 +95,14 @@ def _cases(world: int, folder: Path):
 
 
 @pytest.mark.parametrize(("size", "comm", "split"), SCHEMES)
-def test_context_parallel_attention_is_that_of_full_packs(results, size, comm, split):
+def test_context_parallel_attention_equals_attention_of_full_packs(results, size, comm, split):
     """Outputs and gradients, with exact zeros in padding; text is replicated over ranks."""
     for case, errors in results["attention", size][comm, split].items():
         for what, error in errors.items():
             assert error <= (0 if "padding" in what else ATTENTION_RTOL), f"{case}: {what} is off by {error:.2e}"
 
 
-def test_ignoring_where_samples_end_is_seen(results):
+def test_ignored_sample_boundaries_are_detected(results):
     """If each pack is treated as one sample, the comparison above fails for every pack with several samples."""
     for case, errors in results["one_segment"]["p2p", "contiguous"].items():
         assert (errors["out"] <= ATTENTION_RTOL) == (case == "one_sample")
@@ -151,7 +151,7 @@ def sent(tokens: int, comm: str) -> tuple[dict[str, float], dict[str, float]]:
 
 
 @pytest.mark.parametrize("comm", COMMS[4])
-def test_bytes_sent_are_those_of_the_formulas(results, comm):
+def test_bytes_sent_equal_the_formulas(results, comm):
     """Ring and all-gather: 2 (T/c) h (c-1) forward and twice that backward; all-to-all: 4 (T/c) h (c-1)/c each way."""
     assert results["traffic"][comm] == sent(results["traffic"]["tokens"], comm)
 
@@ -161,7 +161,7 @@ def test_ranks_of_one_context_read_the_same_samples(results):
     assert results["placement"] == [(0, 0, [0, 2]), (0, 1, [1, 3]), (1, 0, [0, 2]), (1, 1, [1, 3])]
 
 
-def test_a_run_logs_what_one_rank_logs(results):
+def test_a_run_logs_the_numbers_of_one_rank(results):
     """Losses, held-out losses, and counts of samples, tokens and FLOPs do not depend on context parallelism."""
     one, two = results["run", 1], results["run", 2]
     scalars = [[line for line in lines if line["kind"] == "scalars"] for lines in (one, two)]

@@ -18,7 +18,7 @@ def results(tmp_path_factory):
     return found
 
 
-def test_two_ranks_measure_what_one_does_and_one_of_them_says_it(results):
+def test_two_ranks_measure_the_scores_of_one_rank_and_one_prints_them(results):
     """Scores of each stage are equal, pictures are equal to the bit, and only rank 0 prints."""
     one, two = results[1], results[2]
     assert [score["stage"] for score in one["scores"]] == ["base", "sr"]

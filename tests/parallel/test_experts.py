@@ -95,7 +95,7 @@ def test_layout_equals_one_rank(results, world, name, router, packed):
         ("saved_on_four", "saved_on_one"),
     ],
 )
-def test_checkpoints_carry_experts_between_layouts_to_the_bit(results, written, read):
+def test_checkpoints_move_experts_between_layouts_bitwise_unchanged(results, written, read):
     """Weights, average, Adam's state, fingerprint and the weights in the model are equal."""
     before, after = results[written], results[read]
     for name, value in before.items():

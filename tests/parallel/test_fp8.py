@@ -137,7 +137,7 @@ def assert_equal(one, many):
 
 
 @pytest.mark.parametrize("case", range(len(SHARDS)))
-def test_quantised_shards_are_slices_of_one_rank_to_the_bit(shards, case):
+def test_quantised_shards_are_bitwise_equal_to_slices_of_one_rank(shards, case):
     """x, weight and gradient, quantised along each dimension, on TP 2 x CP 2, for column and row linears."""
     wrong = shards[case]
     assert len(wrong) == 4

@@ -166,7 +166,7 @@ def test_fsdp_with_experts_equals_one_rank(results, expert_layout):
     assert_equal_training(results["one_experts"], results[expert_layout])
 
 
-def test_experts_go_to_one_rank_to_the_bit(results):
+def test_experts_move_to_one_rank_bitwise_unchanged(results):
     saved, loaded = results["saved_experts"], results["loaded_experts"]
     assert saved["fingerprint"] == loaded["fingerprint"]
     tensors = {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
@@ -175,7 +175,7 @@ def test_experts_go_to_one_rank_to_the_bit(results):
 
 
 @pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS])
-def test_every_gradient_arrives_however_the_model_is_laid_out(results, kind):
+def test_every_gradient_is_reduced_under_every_layout(results, kind):
     """Parameters of the root module, modules that run in another order than registered, and unused modules."""
     one, many = results["awkward_one"], results[f"awkward_{kind}"]
     assert many["norm"] == pytest.approx(one["norm"], rel=SUM_RTOL)
@@ -192,27 +192,27 @@ def test_bf16_gradients_are_summed_in_the_order_of_one_rank(results, kind):
     assert_close(many["gradients"], one["gradients"], SUM_RTOL)
 
 
-def test_weights_are_freed_behind_the_backward_pass_of_their_layer(results):
+def test_weights_are_freed_after_the_backward_pass_of_their_layer(results):
     """When the gradient of a layer's input is computed, only the layers before it have gathered weights."""
     found = results["joined_optim_grads_params"]["gathered"]
     assert found == {layer: list(range(layer)) for layer in range(6)}
 
 
 @pytest.mark.parametrize("backbone", SMALL)
-def test_no_weights_of_layers_stay_gathered_after_the_backward_pass(results, backbone):
+def test_all_layer_weights_are_freed_after_the_backward_pass(results, backbone):
     """This includes a first layer whose input needs no gradient because everything before it is frozen."""
     assert results[f"{backbone}_optim_grads_params"]["left"] == []
 
 
 @pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS, "fsdp1"])
-def test_gradients_of_a_model_with_frozen_parameters_arrive(results, kind):
+def test_gradients_of_a_model_with_frozen_parameters_are_reduced(results, kind):
     one, many = results["frozen_one"], results[f"frozen_{kind}"]
     assert not {"scale", "embed.weight"} & one["gradients"].keys()
     assert_close(many["gradients"], one["gradients"], SUM_RTOL)
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "hybrid2x2"])
-def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results, name):
+def test_an_fsdp_run_equals_a_distributed_optimizer_run(results, name):
     """Weights, average, moments, held-out loss and samples agree."""
     fsdp, other = results[f"run_{name}"], results["run_distributed2"]
     assert_same(fsdp["before"], other["before"])
@@ -223,7 +223,7 @@ def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results, name):
         torch.testing.assert_close(fsdp["looks_after"][kind], other["looks_after"][kind], rtol=1e-4, atol=1e-4)
 
 
-def test_average_and_weights_differ_and_come_back(results):
+def test_sampling_with_the_average_restores_the_weights(results):
     """Samples with the averaged weights differ, and sampling does not change the state of the run."""
     run = results["run_fsdp2"]
     assert (run["looks_after"]["averaged"] - run["looks_after"]["raw"]).abs().max() > 1e-3
@@ -262,7 +262,7 @@ RESUMED_CASES = rows(RESUMED.items(), lambda name, saved: name in QUICK_RESUMED)
 
 
 @pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
-def test_checkpoints_are_read_to_the_bit_on_another_layout(results, resumed, saved):
+def test_checkpoints_are_read_bitwise_equal_on_another_layout(results, resumed, saved):
     """Weights, average, both moments and Adam's step count; the next step equals that of the uninterrupted run."""
     run, other = results[saved], results[resumed]
     assert other["resumed_at"] == 2
@@ -272,7 +272,7 @@ def test_checkpoints_are_read_to_the_bit_on_another_layout(results, resumed, sav
 
 
 @pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
-def test_samples_and_held_out_loss_are_those_of_the_run_that_saved(results, resumed, saved):
+def test_samples_and_held_out_loss_equal_those_of_the_saving_run(results, resumed, saved):
     seen, expected = results[resumed]["looks_before"], results[saved]["looks_after"]
     assert seen["held_out"] == pytest.approx(expected["held_out"], rel=SUM_RTOL)
     for kind in ("averaged", "raw"):
@@ -280,7 +280,7 @@ def test_samples_and_held_out_loss_are_those_of_the_run_that_saved(results, resu
 
 
 @pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
-def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results, resumed, saved):
+def test_a_resumed_run_on_packs_of_several_sizes_equals_one_rank(results, resumed, saved):
     """After the save it trains on the same samples as the run of one rank and ends in the same state."""
     one, other = results["run_one"], results[resumed]
     assert results[saved]["samples"] == one["samples"]
@@ -290,7 +290,7 @@ def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results,
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance(results, kind):
+def test_ranks_of_an_instance_have_the_shards_of_fsdp_on_the_instance(results, kind):
     """Ranges, bytes of weights, gradients and moments, and checkpoint size are equal; every rank writes a part."""
     instance, ranks = results[f"instance_{kind}"], results[f"shards_{kind}"]
     for quantity in ("ranges", "bytes"):

@@ -201,7 +201,7 @@ def test_adapters_in_bf16_equal_those_of_one_rank(results, bf16_world, bf16_name
 
 
 @pytest.mark.parametrize("world", LAYOUTS)
-def test_layouts_leave_nothing_open(results, world):
+def test_layouts_release_their_process_groups(results, world):
     """Process groups are released before the next layout, so that connections and threads do not add up."""
     keys = [(name, packed) for name in LAYOUTS[world] for packed in (False, True)]
     counts = [results[key]["connections"] for key in keys if key in results]
@@ -237,7 +237,7 @@ def test_tensor_parallel_ranks_send_ten_collectives_per_layer(results):
     assert results["traffic", "tp4_sp"] == [expected] * 4
 
 
-def test_stages_send_activations_one_way_and_gradients_the_other(results):
+def test_stages_send_activations_forward_and_gradients_backward(results):
     """T h numbers per stage boundary, direction and micro-batch, divided among the tensor-parallel ranks."""
     boundary = MICRO_BATCHES * TOKENS * HIDDEN * FP32_BYTES
     assert [sent["pp p2p"] for sent in results["traffic", "pp4"]] == [boundary, 2 * boundary, 2 * boundary, boundary]

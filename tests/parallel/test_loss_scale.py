@@ -170,7 +170,7 @@ def test_gradients_do_not_depend_on_the_scale(results):
                 torch.testing.assert_close(results[scale]["after"][name], tensor, rtol=1e-3, atol=SUBNORMAL, msg=name)
 
 
-def test_a_scale_that_is_too_large_finds_its_level(results):
+def test_a_loss_scale_that_is_too_large_falls_until_steps_fit(results):
     """From 2^32 every step halves it; the weights do not change."""
     run = results["huge"]
     assert run["scales"] == [2.0 ** (32 - i) for i in range(STEPS)]

@@ -57,7 +57,7 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize("case", UNEQUAL)
-def test_what_is_not_equal_is_seen_and_shown(case):
+def test_every_difference_is_detected_and_shown(case):
     """Each case has exactly one named difference, also if the other batch of the layout is equal."""
     one, many, expected = UNEQUAL[case]
     with pytest.raises(AssertionError, match=expected):
@@ -81,7 +81,7 @@ def test_equal_trainings_are_equal():
     assert outcome.errors["parameters"] == pytest.approx(5e-5, rel=1e-2)  # 1e-4 of a vector of norm 2
 
 
-def test_nothing_to_compare_is_no_equality():
+def test_an_empty_comparison_is_not_equality():
     with pytest.raises(ValueError, match="0 values"):
         compare_training(training(losses=[]), training(losses=[]))
 
@@ -95,7 +95,7 @@ def test_nothing_to_compare_is_no_equality():
         ({"drifted": ["a"]}, ("a",)),
     ],
 )
-def test_a_bit_lost_in_a_checkpoint_is_seen_and_shown(changed, lost):
+def test_a_wrong_bit_in_a_checkpoint_is_detected_and_shown(changed, lost):
     written = {"weight.a": torch.ones(2), "ema.a": torch.zeros(2), "drifted": [], "step": 7}
     assert not_carried(written, {**written, **changed}) == lost
     outcome = Outcome((compare_training(EQUAL, EQUAL),), lost)

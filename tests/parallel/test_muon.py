@@ -118,7 +118,7 @@ def test_only_weights_of_blocks_have_no_second_moment(results):
 
 
 @pytest.mark.parametrize(ROW, rows([(name,) for name in (*LAYOUTS, *FOUR, "offload")], lambda name: name in QUICK))
-def test_a_layout_trains_as_one_rank(results, layout):
+def test_training_under_a_layout_equals_one_rank(results, layout):
     assert_equal(results[layout], results["one"])
 
 
@@ -126,12 +126,12 @@ def test_a_layout_trains_as_one_rank(results, layout):
     MODEL_ROW,
     rows([(model, n) for model, names in OF_MODELS.items() for n in names], lambda model, n: model in QUICK_MODELS),
 )
-def test_a_layout_of_other_models_trains_as_one_rank(results, model, layout_of_model):
+def test_training_of_other_models_equals_one_rank(results, model, layout_of_model):
     assert_equal(results[layout_of_model], results["one", model])
 
 
 @pytest.mark.parametrize(HALF_ROW, rows(HALF_RTOL, lambda *case: case in QUICK_HALF))
-def test_half_precision_trains_as_one_rank(results, kind, name):
+def test_half_precision_training_equals_one_rank(results, kind, name):
     """Errors are relative to the change of each weight over the run."""
     run, one = results[name, kind]["after"], results["one", kind]
     changes = {key: one["after"][key] - one["before"][key] for key in run if key.startswith("weight.")}

@@ -91,7 +91,7 @@ def assert_trained(run, formulas, rtol, done=0):
     assert_close(run["after"], formulas["after"], rtol)
 
 
-def test_the_settings_show_in_the_formulas(results):
+def test_some_steps_are_clipped_and_no_state_is_zero(results):
     """Some steps are clipped and some are not; no tensor of the state is zero."""
     norms = results["formulas", "fp32"]["grad_norms"]
     assert min(norms) < SETTINGS["optimizer"]["clip_grad"] < max(norms)
@@ -112,7 +112,7 @@ def test_experts_train_by_the_formulas(results, name):
 @pytest.mark.parametrize(
     OFFLOAD_ROW, rows([(name,) for named in KINDS.values() for name in named], lambda name: name in OFFLOAD_QUICK)
 )
-def test_moments_in_host_memory_are_those_of_the_formulas(results, offloaded):
+def test_moments_in_host_memory_equal_the_formulas(results, offloaded):
     assert_trained(results[offloaded, "offload"], results["formulas", "bf16"], RTOL["bf16"])
 
 

@@ -81,7 +81,7 @@ def test_pipeline_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
 
 
-def test_what_is_sent_stays_as_it_is_until_it_has_arrived(results):
+def test_sent_tensors_do_not_change_until_they_have_arrived(results):
     assert {"send_next", "send_prev"} <= set(results["sends"]["sent"])
     assert results["sends"]["touched"] == []
 
@@ -98,7 +98,7 @@ def test_embedders_differ_unless_the_same_elements_are_summed(results, reference
     assert any(name.startswith("conditioner") for name in broken["drifted"])
 
 
-def test_the_norm_counts_copies_once_only_because_they_are_marked(results):
+def test_marked_replicas_count_once_in_the_norm(results):
     one, broken = results["one", True], results["broken", "norm"]
     assert broken["grad_norms"][0] > one["grad_norms"][0] * (1 + 100 * SUM_RTOL)
     parts = [(2 if n.startswith("conditioner") else 1) * g.square().sum() for n, g in one["gradients"].items()]
@@ -117,7 +117,7 @@ def test_samples_and_held_out_losses_equal_one_rank(results, name):
 
 
 @pytest.mark.parametrize("world", [4, 1, 2])
-def test_checkpoints_move_between_layouts_to_the_bit(results, world):
+def test_checkpoints_move_between_layouts_bitwise_unchanged(results, world):
     saved, loaded = results["saved"], results["loaded", world]
     assert saved["drifted"] == loaded["drifted"] == []
     assert loaded["shapes"] == saved["shapes"]

@@ -46,6 +46,6 @@ def results(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(ROW, CASES)
-def test_recompute_equals_one_rank_without(results, layout, kind):
+def test_recompute_equals_one_rank_without_recompute(results, layout, kind):
     assert_equal_training(results[layout, "none"], results[layout, kind])
     assert results[layout, kind]["expert_load"] == pytest.approx(results[layout, "none"]["expert_load"])

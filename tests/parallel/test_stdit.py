@@ -141,7 +141,7 @@ def test_a_rank_with_nothing_but_padding_equals_one_rank(results, world, model, 
 
 @pytest.mark.parametrize("kind", ["spatial", "temporal"])
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_bytes_sent_are_those_of_the_formulas(results, topology, kind):
+def test_bytes_sent_equal_the_formulas(results, topology, kind):
     """Hybrid: 2 (T/c) D (c-1)/c per rank and direction, 0 for complete frames; ring: c times that, twice in backward.
 
     With TP + SP both are divided by the tensor-parallel size.

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.parallel_world import run_world
 from dit.verify.compare import SUM_RTOL, relative_errors
-from tests.parallel.stream_cases import forget_text_tokens, norm_own_heads_alone
+from tests.parallel.stream_cases import forget_text_tokens, normalise_local_heads
 from tests.support.ranks import selected
 from tests.support.reference import assert_equal_training
 
@@ -112,7 +112,7 @@ CASES = {
 }
 ROW = ("model", "layout", "packed")
 BROKEN = {
-    ("wan", "tp2", "norm_own_heads_alone"): {"parallel": TP, "break": norm_own_heads_alone},
+    ("wan", "tp2", "normalise_local_heads"): {"parallel": TP, "break": normalise_local_heads},
     ("flux", "tp2_sp", "forget_text_tokens"): {"parallel": SP, "break": forget_text_tokens},
 }
 
@@ -141,7 +141,7 @@ def test_layout_equals_one_rank(results, model, layout, packed):
 
 
 @pytest.mark.parametrize("key", BROKEN, ids="-".join)
-def test_a_forgotten_sum_is_seen(results, key):
+def test_a_missing_sum_is_detected(results, key):
     """Without one of the sums over ranks, the comparison reports the parameters concerned."""
     errors = relative_errors(results[key[0], True]["gradients"], results[key]["gradients"])
     seen = {name for name, error in errors.items() if error > 100 * SUM_RTOL}

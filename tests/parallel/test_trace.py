@@ -49,20 +49,20 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_that_of_a_real_rank(results, name):
+def test_traced_memory_equals_that_of_a_real_rank(results, name):
     real, traced = results[name]
     assert traced.live == pytest.approx(real["before"], rel=WITHIN)
     assert traced.peak == pytest.approx(real["peak"], rel=WITHIN)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operations_are_those_of_torch(results, name):
+def test_traced_operations_equal_those_of_torch(results, name):
     real, traced = results[name]
     assert traced.flops == real["flops"] > 0
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bytes_sent_are_those_of_a_real_rank(results, name):
+def test_traced_bytes_sent_equal_those_of_a_real_rank(results, name):
     """Includes the data-parallel wrappers; the real rank does not count the sends of an interleaved pipeline."""
     real, traced = results[name]
     ((group, counted),) = real["sent"].items()

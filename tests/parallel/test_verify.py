@@ -188,13 +188,13 @@ def fault_checks(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str
 
 
 @pytest.mark.parametrize("fault", MODEL_FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_that_every_layout_has_is_found(fault_checks, fault):
+def test_a_fault_of_every_layout_is_detected(fault_checks, fault):
     check, allowed = MODEL_FAULTS[fault]
     wrong = {name for name, found in fault_checks[fault].items() if found.wrong}
     assert check in wrong - {"diffusers"} <= allowed
 
 
-def test_the_comparison_with_one_rank_finds_such_a_fault_equal(capsys):
+def test_the_comparison_with_one_rank_does_not_detect_a_fault_of_every_layout(capsys):
     pair = pair_of("tiny_dit_pack", data_parallel="ddp")
     broken = replace(pair, one=replace(pair.one, alter=padding_adds), many=replace(pair.many, alter=padding_adds))
     with mock.patch("launch.verify.tiny_pair", return_value=broken):
@@ -254,7 +254,7 @@ def verdicts(tmp_path_factory):
     }
 
 
-def test_an_average_of_one_rank_that_differs_is_found(verdicts: dict[str, Verdict]) -> None:
+def test_a_different_average_on_one_rank_is_detected(verdicts: dict[str, Verdict]) -> None:
     verdict = verdicts["average"]
     assert verdict.wrong == ()
     assert {kind for kind in verdict.comparison.errors if verdict.comparison.wrong(kind)} == {"averages"}
@@ -268,7 +268,7 @@ def test_a_model_that_reads_padding_differs_from_one_rank(verdicts: dict[str, Ve
     assert "layers.1.attention.linear_qkv.weight" in {wrong.row.name for wrong in verdict.wrong}
 
 
-def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts):
+def test_a_missing_sum_is_named_by_the_parameter_nearest_the_loss(verdicts):
     """Each rank has a part of the gradient of the head's bias, from the tokens of its shard, so the copies drift."""
     verdict = verdicts["no sum"]
     first = verdict.wrong[0]
@@ -310,7 +310,7 @@ def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
     assert not any(part in wrong.row.name for wrong in verdict.wrong for part in split)
 
 
-def test_a_needless_sum_is_counted(verdicts):
+def test_an_unnecessary_sum_is_counted(verdicts):
     """The null text's gradient is complete on every rank; a sum over two ranks doubles it and no other gradient."""
     (wrong,) = verdicts["text twice"].wrong
     assert (wrong.row.name, wrong.row.reduced) == ("text.null", "-")
@@ -318,14 +318,14 @@ def test_a_needless_sum_is_counted(verdicts):
     assert "counted TP 2 times" in verdicts["text twice"].reading()
 
 
-def test_a_doubled_loss_is_no_fault_of_a_parameter(verdicts):
+def test_a_doubled_loss_is_not_attributed_to_a_parameter(verdicts):
     verdict = verdicts["loss twice"]
     assert len(verdict.wrong) == verdict.compared
     assert {round(wrong.ratio, 4) for wrong in verdict.wrong} == {2.0}
     assert "every gradient is 2.000 times its size" in verdict.reading()
 
 
-def test_a_copy_on_every_stage_that_nobody_stated_is_named(verdicts):
+def test_an_undeclared_replica_on_all_stages_is_named(verdicts):
     verdict = verdicts["no sum"]
     first = replace(verdict.wrong[0], by_rank={"tp 0 pp 0": 0.4, "tp 0 pp 1": 0.9})
     assert "replicate_on_all_stages(module.parameters())" in replace(verdict, wrong=(first,)).reading()
@@ -333,7 +333,7 @@ def test_a_copy_on_every_stage_that_nobody_stated_is_named(verdicts):
     assert "a part is missing" in replace(verdict, wrong=(stated,)).reading()
 
 
-def test_a_first_loss_that_differs_comes_before_any_gradient(verdicts):
+def test_a_different_first_loss_is_reported_before_gradients(verdicts):
     verdict = verdicts["no sum"]
     other = verdict.comparison.errors | {"losses": {"step 0": 0.1}}
     verdict = replace(verdict, comparison=replace(verdict.comparison, errors=other))
@@ -353,7 +353,7 @@ def test_every_recipe_has_a_tiny_form_for_its_parallel_ranks(recipe):
     assert count_parameters(pair.many.model) < 1_500_000
 
 
-def test_the_command_says_equal_or_names_what_is_not(verdicts, capsys):
+def test_the_command_prints_equal_or_names_the_difference(verdicts, capsys):
     words = ["--factory", "tiny_dit_pack", "parallel.tensor_model_parallel_size=2"]
     assert main(words) == EXIT_OK
     out = capsys.readouterr().out
@@ -372,7 +372,7 @@ def test_the_command_explains_the_real_model(capsys):
     assert re.split(r"\s{2,}", line)[1:] == ["3072 x 12288", "TP 2, dim 1", "DP x CP 2", "DP x CP 2"]
 
 
-def test_frozen_parameters_are_reduced_over_nothing(capsys):
+def test_frozen_parameters_are_not_reduced(capsys):
     assert main(["--explain", "--factory", "finetune_lora", "parallel.tensor_model_parallel_size=2"]) == EXIT_OK
     rows = [re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines()[1:]]
     frozen = {name for name, *_, reduced in rows if reduced == "frozen"}
@@ -390,7 +390,7 @@ def test_frozen_parameters_are_reduced_over_nothing(capsys):
         (["--factory", "tiny_dit", "parallel.expert_model_parallel_size=2"], "the model has none"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_a_line(capsys, words, says):
+def test_incomparable_settings_are_refused_in_one_line(capsys, words, says):
     assert main(words) == EXIT_CONFIG
     assert re.search(says, capsys.readouterr().err)
 

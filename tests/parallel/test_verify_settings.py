@@ -137,7 +137,7 @@ def test_the_settings_of_a_recipe_equal_one_rank(with_settings: dict[str, Any], 
     assert set(verdict.comparison.errors) == {"losses", "grad_norms", "gradients", "parameters", "averages"}
 
 
-def test_offload_that_forgets_the_moments_is_found(with_settings: dict[str, Any]) -> None:
+def test_offload_that_loses_the_moments_is_detected(with_settings: dict[str, Any]) -> None:
     """The first update has no earlier moments, so only the second update is wrong."""
     verdict, _ = with_settings["offload, moments forgotten"]
     assert verdict.wrong == ()
@@ -145,7 +145,7 @@ def test_offload_that_forgets_the_moments_is_found(with_settings: dict[str, Any]
     assert verdict.comparison.wrong("averages")
 
 
-def test_bf16_weights_that_miss_an_update_are_found(with_settings: dict[str, Any]) -> None:
+def test_bf16_weights_that_miss_an_update_are_detected(with_settings: dict[str, Any]) -> None:
     verdict, _ = with_settings["bf16, no copy"]
     assert verdict.wrong == ()
     assert verdict.comparison.wrong("losses").keys() == {"step 1"}
@@ -153,7 +153,7 @@ def test_bf16_weights_that_miss_an_update_are_found(with_settings: dict[str, Any
 
 
 @pytest.mark.parametrize(("name", "kind"), [("one unit", "weight"), ("other decay", "average")])
-def test_an_inexact_copy_within_the_bounds_of_half_precision_is_found(
+def test_an_inexact_copy_within_half_precision_bounds_is_detected(
     with_settings: dict[str, Any], name: str, kind: str
 ) -> None:
     sound, (verdict, many) = with_settings["bf16"][1], with_settings[f"bf16, {name}"]
@@ -165,7 +165,7 @@ def test_an_inexact_copy_within_the_bounds_of_half_precision_is_found(
     assert f"after the updates: {many['inexact'][0]}" in verdict.text()
 
 
-def test_a_loss_that_is_not_finite_is_no_overflow(with_settings: dict[str, Any]) -> None:
+def test_a_loss_that_is_not_finite_is_not_an_overflow(with_settings: dict[str, Any]) -> None:
     """No loss scale can fix it, so it is reported as in other precisions."""
     verdict, many = with_settings["fp16, NaN"]
     assert not any(map(math.isfinite, many["losses"]))
@@ -194,7 +194,7 @@ def test_an_overflow_lowers_the_loss_scale_until_the_step_fits(with_settings: di
     assert all(1.0 < scale < LARGE_LOSS_SCALE for scale in many["loss_scales"])
 
 
-def test_a_loss_scale_that_differs_between_ranks_is_found(with_settings: dict[str, Any]) -> None:
+def test_a_loss_scale_that_differs_between_ranks_is_detected(with_settings: dict[str, Any]) -> None:
     verdict, _ = with_settings["fp16, other scale"]
     assert verdict.wrong
     assert verdict.comparison.wrong("losses").keys() <= {"step 1"}

@@ -86,8 +86,8 @@ def run(network: nn.Module, model: ModelConfig, latents: Tensor, time_B: Tensor,
     return predict(network, model, latents, time_B, **given)
 
 
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
 
 
 def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -63,12 +63,10 @@ def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, st
     return {"total": total.detach(), "count": count, "sums": logs["sums"], "gradients": gradients}
 
 
-def test_loss_and_gradients_are_those_of_a_loop_over_samples(
-    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token adds -1/2 cos(y, h(x)) times the weight of its sample, without the factor 1 / t^2."""
     backbone, batch = network(build_model), aligned_pack()
-    ours = step_of(backbone, OBJECTIVE, batch)
+    actual = step_of(backbone, OBJECTIVE, batch)
     reference: Any = weights.reference_of(MODEL)
     for i, inputs, outputs in ((1, 48, 20), (2, 20, 20), (3, 20, 10)):
         setattr(reference, f"align_{i}", nn.Linear(inputs, outputs).double())
@@ -89,12 +87,12 @@ def test_loss_and_gradients_are_those_of_a_loop_over_samples(
             h = reference.align_3(nn.functional.silu(reference.align_2(h)))
             alignment = alignment - weight * 0.5 * (h @ y) / (h.norm() * y.norm())
     (error + alignment).backward()
-    assert ours["sums"][:2].tolist() == pytest.approx([error.item(), alignment.item()], rel=RTOL)
-    assert ours["total"].item() == pytest.approx((error + alignment).item(), rel=RTOL)
-    assert int(ours["count"]) == batch.layout.valid_tokens
+    assert actual["sums"][:2].tolist() == pytest.approx([error.item(), alignment.item()], rel=RTOL)
+    assert actual["total"].item() == pytest.approx((error + alignment).item(), rel=RTOL)
+    assert int(actual["count"]) == batch.layout.valid_tokens
     exact = weights.reference_gradients(backbone, reference, MODEL.num_attention_heads)
-    assert set(exact) == set(ours["gradients"])
-    for name, gradient in ours["gradients"].items():
+    assert set(exact) == set(actual["gradients"])
+    for name, gradient in actual["gradients"].items():
         assert relative_error(gradient, exact[name]) <= RTOL, name
 
 
@@ -113,7 +111,7 @@ def test_the_term_ends_at_its_step(build_model: BuildModel) -> None:
     assert idle == [(), ("alignment.",)]
 
 
-def test_the_held_out_loss_is_that_without_alignment(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
+def test_the_held_out_loss_excludes_the_alignment_term(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
     losses = []
     for objective in (OBJECTIVE, replace(OBJECTIVE, alignment=None)):
         backbone = network(build_model, objective)

@@ -34,19 +34,19 @@ def diffusers_model(**changes) -> AutoencoderKL:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
+def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: str):
     """Posterior, decoded sample with the same noise, decoded mean; pictures are not square."""
-    form, theirs = DiffusersAutoencoder(), diffusers_model(**SIZES[name])
-    state = random_weights({n: tuple(x.shape) for n, x in theirs.state_dict().items()}, scale=0.3, seed=1)
-    theirs.load_state_dict(state)
-    imported = form.read_settings(theirs.config)
+    form, external = DiffusersAutoencoder(), diffusers_model(**SIZES[name])
+    state = random_weights({n: tuple(x.shape) for n, x in external.state_dict().items()}, scale=0.3, seed=1)
+    external.load_state_dict(state)
+    imported = form.read_settings(external.config)
     model = imported.model
     rules = form.rules(model, parameter_shapes(model), imported.latent_size)
     assert_same_bits(rules.to_external(rules.from_external(state)), state)
     settings, notes = form.write_settings(model, imported.latent_size)
     assert notes == []
     assert {n: v for n, v in AutoencoderKL.from_config(settings).config.items() if n[0] != "_"}.keys() == {
-        n for n in theirs.config if n[0] != "_"
+        n for n in external.config if n[0] != "_"
     }
 
     network = load(build_model(model), rules.from_external(state))
@@ -64,9 +64,9 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
         sampled_TC = network(prepared.inputs_TC, time_S, batch)
         mean_TC = network(batch.latents_TC, time_S, batch)
         x, eps = pictures(batch.latents_TC, p), pictures(prepared.inputs_TC[:, C : C + z], 1)
-        posterior = theirs.encode(x).latent_dist
+        posterior = external.encode(x).latent_dist
         decoded, decoded_mean = (
-            theirs.decode(latent).sample for latent in (posterior.mean + posterior.std * eps, posterior.mean)
+            external.decode(latent).sample for latent in (posterior.mean + posterior.std * eps, posterior.mean)
         )
     assert relative_error(pictures(sampled_TC[:, C : C + z], 1), posterior.mean) <= RTOL
     assert relative_error(pictures(sampled_TC[:, C + z :], 1), posterior.logvar) <= RTOL
@@ -92,12 +92,12 @@ def test_the_frames_of_a_clip_are_encoded_one_by_one(build_model: BuildModel):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_config_survives_a_round_trip(name: str):
-    form, theirs = DiffusersAutoencoder(), diffusers_model(**SIZES[name]).config
-    imported = form.read_settings(theirs)
+    form, external = DiffusersAutoencoder(), diffusers_model(**SIZES[name]).config
+    imported = form.read_settings(external)
     settings, _ = form.write_settings(imported.model, imported.latent_size)
     again = AutoencoderKL.from_config(settings).config
     assert {n: _plain(v) for n, v in again.items() if n[0] != "_"} == {
-        n: _plain(v) for n, v in theirs.items() if n[0] != "_"
+        n: _plain(v) for n, v in external.items() if n[0] != "_"
     }
     assert form.read_settings(settings) == imported
 
@@ -106,15 +106,15 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def test_the_defaults_are_latent_diffusions_kl_f8():
+def test_the_defaults_equal_kl_f8_of_latent_diffusion():
     """Names and shapes of all 83,653,863 parameters are equal."""
     form, model = DiffusersAutoencoder(), AutoencoderConfig()
     settings, _ = form.write_settings(model, (1, 256, 256))
     rules = form.rules(model, parameter_shapes(model), (1, 256, 256))
     with torch.device("meta"):
-        theirs = {name: tuple(p.shape) for name, p in AutoencoderKL.from_config(settings).named_parameters()}
-    assert rules.external_shapes() == theirs
-    assert sum(math.prod(shape) for shape in theirs.values()) == 83_653_863
+        external = {name: tuple(p.shape) for name, p in AutoencoderKL.from_config(settings).named_parameters()}
+    assert rules.external_shapes() == external
+    assert sum(math.prod(shape) for shape in external.values()) == 83_653_863
 
 
 @pytest.mark.parametrize(
@@ -127,6 +127,6 @@ def test_the_defaults_are_latent_diffusions_kl_f8():
         ({"down_block_types": ("AttnDownEncoderBlock2D",) * 2}, "blocks AttnDownEncoderBlock2D"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+def test_unsupported_settings_are_refused(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersAutoencoder().read_settings({**diffusers_model(**SIZES["flat"]).config, **change})

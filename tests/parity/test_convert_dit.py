@@ -41,23 +41,23 @@ def diffusers_model(**changes) -> DiTTransformer2DModel:
 @pytest.mark.parametrize(
     "changes", [{}, {"out_channels": 4, "inner": 100, "patch": 4, "grid": 2}], ids=["sigma", "plain"]
 )
-def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, changes: dict):
+def test_a_published_state_dict_has_the_same_outputs(build_model: BuildModel, changes: dict):
     """Sizes are inferred from the tensors; predictions equal the public formulas, also for the null class."""
-    theirs = random_state(**{**SIZES, **changes})
-    imported = original_dit.read_sizes(theirs, num_attention_heads=4)
+    external = random_state(**{**SIZES, **changes})
+    imported = original_dit.read_sizes(external, num_attention_heads=4)
     rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    network = load(build_model(imported.model), rules.from_external(theirs))
-    ours = run(network, imported.model, images()[:, :, None], STEPS / 1000, labels_B=LABELS)[:, :, 0]
-    exact = public_forward(theirs, 4, images(), STEPS, LABELS)
-    assert ours.shape == exact.shape
-    assert relative_error(ours, exact) <= RTOL
-    back = rules.to_external(rules.from_external(theirs))
+    network = load(build_model(imported.model), rules.from_external(external))
+    actual = run(network, imported.model, images()[:, :, None], STEPS / 1000, labels_B=LABELS)[:, :, 0]
+    exact = public_forward(external, 4, images(), STEPS, LABELS)
+    assert actual.shape == exact.shape
+    assert relative_error(actual, exact) <= RTOL
+    back = rules.to_external(rules.from_external(external))
     # Our table is computed, so it differs by rounding.
-    torch.testing.assert_close(back.pop("pos_embed"), theirs.pop("pos_embed"), rtol=0, atol=1e-6)
-    assert_same_bits(back, theirs)
+    torch.testing.assert_close(back.pop("pos_embed"), external.pop("pos_embed"), rtol=0, atol=1e-6)
+    assert_same_bits(back, external)
 
 
-def test_published_sizes_have_their_published_counts():
+def test_published_sizes_have_their_published_parameter_counts():
     """S, B, L and XL at patch 2 with 1000 classes and learned variance, including the frozen table."""
     published = {(384, 12): 32_963_360, (768, 12): 130_512_416, (1024, 24): 458_102_816, (1152, 28): 675_129_632}
     for (width, depth), count in published.items():
@@ -69,34 +69,34 @@ def test_published_sizes_have_their_published_counts():
             num_classes=1000,
         )
         rules = original_dit.rules(model, parameter_shapes(model), (1, 32, 32))
-        theirs = sum(torch.Size(shape).numel() for shape in rules.external_shapes().values())
-        assert theirs + rules.tables["pos_embed"].numel() == count
+        external = sum(torch.Size(shape).numel() for shape in rules.external_shapes().values())
+        assert external + rules.tables["pos_embed"].numel() == count
 
 
 @pytest.mark.parametrize("out_channels", [8, 4])
-def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out_channels: int):
+def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, out_channels: int):
     """Random weights of diffusers in our model, and our random weights in diffusers."""
     form = DiffusersDiT()
     torch.manual_seed(0)
-    theirs = diffusers_model(out_channels=out_channels)
+    external = diffusers_model(out_channels=out_channels)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for parameter in external.parameters():
             parameter.normal_(std=0.1)
-        first = theirs.transformer_blocks[0].norm1.emb.state_dict()
-        for block in theirs.transformer_blocks[1:]:
+        first = external.transformer_blocks[0].norm1.emb.state_dict()
+        for block in external.transformer_blocks[1:]:
             block.norm1.emb.load_state_dict(first)
-    imported = form.read_settings(theirs.config)
+    imported = form.read_settings(external.config)
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    network = load(build_model(imported.model), rules.from_external(theirs.state_dict()))
-    assert_same_bits(rules.to_external(rules.from_external(theirs.state_dict())), theirs.state_dict())
+    network = load(build_model(imported.model), rules.from_external(external.state_dict()))
+    assert_same_bits(rules.to_external(rules.from_external(external.state_dict())), external.state_dict())
 
-    ours = random_weights(rules.shapes)
+    actual = random_weights(rules.shapes)
     settings, notes = form.write_settings(imported.model, imported.latent_size)
     again = DiTTransformer2DModel.from_config(settings).eval()
-    again.load_state_dict(rules.to_external(ours))
+    again.load_state_dict(rules.to_external(actual))
     assert notes == []
-    assert_same_bits(rules.from_external(again.state_dict()), ours)
-    for module, weights in ((theirs, None), (again, ours)):
+    assert_same_bits(rules.from_external(again.state_dict()), actual)
+    for module, weights in ((external, None), (again, actual)):
         if weights is not None:
             load(network, weights)
         here = run(network, imported.model, images()[:, :, None], STEPS / 1000, labels_B=LABELS)[:, :, 0]
@@ -107,14 +107,14 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out
 
 def test_the_config_survives_a_round_trip():
     form = DiffusersDiT()
-    theirs = dict(diffusers_model(norm_eps=1e-6, sample_size=16, patch_size=4, num_layers=3).config)
-    imported = form.read_settings(theirs)
+    external = dict(diffusers_model(norm_eps=1e-6, sample_size=16, patch_size=4, num_layers=3).config)
+    imported = form.read_settings(external)
     settings, _ = form.write_settings(imported.model, imported.latent_size)
-    assert {n: v for n, v in settings.items() if n[0] != "_"} == {n: v for n, v in theirs.items() if n[0] != "_"}
+    assert {n: v for n, v in settings.items() if n[0] != "_"} == {n: v for n, v in external.items() if n[0] != "_"}
     assert form.read_settings(settings) == imported
 
 
-def test_what_differs_in_diffusers_is_said():
+def test_differences_of_diffusers_are_reported():
     form = DiffusersDiT()
     assert "norm_eps=1e-05" in form.read_settings(diffusers_model(norm_eps=1e-5).config).notes[0]
     _, notes = form.write_settings(DiTConfig(num_classes=3), (1, 8, 8))
@@ -144,7 +144,7 @@ def test_the_published_folder_of_2022_is_read():
         ({"cross_attention_dim": 512}, "unknown: cross_attention_dim=512"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+def test_unsupported_settings_are_refused(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersDiT().read_settings({**diffusers_model().config, **change})
 
@@ -160,7 +160,7 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):
+def test_a_model_without_a_diffusers_form_is_refused(changes: dict):
     model = DiTConfig(**{"num_classes": 3, **changes})
     with pytest.raises(ConfigError, match=next(iter(changes))):
         original_dit.rules(model, parameter_shapes(model), (1, 8, 8))
@@ -169,10 +169,10 @@ def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):
 
 
 def test_weights_that_do_not_fit_are_named():
-    theirs = random_state(**SIZES)
-    imported = original_dit.read_sizes(theirs, num_attention_heads=4)
+    external = random_state(**SIZES)
+    imported = original_dit.read_sizes(external, num_attention_heads=4)
     rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    wrong = {**theirs, "blocks.1.attn.proj.bias": torch.zeros(47), "lora.up": torch.zeros(2)}
+    wrong = {**external, "blocks.1.attn.proj.bias": torch.zeros(47), "lora.up": torch.zeros(2)}
     del wrong["t_embedder.mlp.2.weight"]
     with pytest.raises(ConfigError) as error:
         rules.from_external(wrong)
@@ -180,20 +180,20 @@ def test_weights_that_do_not_fit_are_named():
     assert "1 missing: t_embedder.mlp.2.weight [48, 48]" in text
     assert "1 unknown: lora.up [2]" in text
     assert "blocks.1.attn.proj.bias is [47], needs [48]" in text
-    shifted = {**theirs, "pos_embed": theirs["pos_embed"].roll(1, dims=1)}
+    shifted = {**external, "pos_embed": external["pos_embed"].roll(1, dims=1)}
     with pytest.raises(ConfigError, match="not the fixed table"):
         rules.from_external(shifted)
     with pytest.raises(ConfigError, match="lacks pos_embed"):
-        original_dit.read_sizes({n: x for n, x in theirs.items() if n != "pos_embed"})
+        original_dit.read_sizes({n: x for n, x in external.items() if n != "pos_embed"})
     with pytest.raises(ConfigError, match="--num-attention-heads"):
-        original_dit.read_sizes(theirs)
+        original_dit.read_sizes(external)
 
 
-def test_embedders_of_their_own_in_each_block_are_refused():
+def test_separate_embedders_in_each_block_are_refused():
     """diffusers stores embedders in each block; ours are shared, so the stored ones must be equal."""
-    theirs = diffusers_model()
+    external = diffusers_model()
     form = DiffusersDiT()
-    imported = form.read_settings(theirs.config)
+    imported = form.read_settings(external.config)
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     with pytest.raises(ConfigError, match="copies of one tensor differ"):
-        rules.from_external(theirs.state_dict())
+        rules.from_external(external.state_dict())

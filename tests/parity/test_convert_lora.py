@@ -50,34 +50,34 @@ def normal(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def pixart(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+def pixart(network: Any, external: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
     images, texts, steps = normal(3, 4, 8, 8), normal(3, 5, 20), torch.tensor([0, 37, 999])
     here = run(network, model, images[:, :, None], steps / 1000, texts=list(texts))[:, :, 0]
-    return here, theirs(images, texts, steps).sample
+    return here, external(images, texts, steps).sample
 
 
-def unet(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+def unet(network: Any, external: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
     images, texts, steps = normal(2, 4, 8, 8), normal(2, 5, 10), torch.tensor([20.0, 700.0])
     here = run(network, model, images[:, :, None], steps / 1000, texts=list(texts))[:, :, 0]
-    return here, theirs(images, steps, texts).sample
+    return here, external(images, steps, texts).sample
 
 
 def unet_model() -> nn.Module:
     return test_convert_unet.diffusers_model(test_convert_unet.SIZES["v1"])
 
 
-def stream(network: Any, theirs: Any, model: Any) -> tuple[Tensor, Tensor]:
+def stream(network: Any, external: Any, model: Any) -> tuple[Tensor, Tensor]:
     images, texts = normal(1, 4, 1, 8, 6), normal(1, 5, 20)
     pooled_size = getattr(model, "pooled_size", None)
     pooled = {} if pooled_size is None else {"pooled": normal(1, pooled_size)}
     here = run(network, model, images, torch.tensor([0.25]), texts=list(texts), others=pooled)
     conditions = {"context": texts[0], **pooled}
-    (there,) = CALLS[type(theirs).__name__](theirs, images, torch.tensor([250.0]), conditions)
+    (there,) = CALLS[type(external).__name__](external, images, torch.tensor([250.0]), conditions)
     return here, there
 
 
-def fused(block: str, theirs: str, parts: list[str]) -> tuple[str, list[str]]:
-    return block, [f"{theirs}.{part}" for part in parts]
+def fused(block: str, external: str, parts: list[str]) -> tuple[str, list[str]]:
+    return block, [f"{external}.{part}" for part in parts]
 
 
 QKV = ["attn1.to_q", "attn1.to_k", "attn1.to_v"]
@@ -212,7 +212,7 @@ class Case:
 
     Attributes:
         module: builds a small model.
-        predict: returns our prediction and theirs.
+        predict: returns the predictions of this package and of diffusers.
         native: layers of the original code with adapters, and the layers of diffusers that each fuses.
         prefix: prefix of their names in ComfyUI.
         targets: layers with an adapter.
@@ -230,13 +230,13 @@ SD3_MEDIUM = test_convert_streams.FAMILIES["sd3.5_medium"]
 CASES = {
     "flux": Case(DiffusersFlux(), FAMILIES["flux"].small, stream, FLUX, targets=("layers.*",)),
     **{
-        name: Case(family.form, partial(family.theirs, **family.settings), stream, native, targets=("layers.*",))
+        name: Case(family.form, partial(family.external, **family.settings), stream, native, targets=("layers.*",))
         for name, native in (("chroma", CHROMA), ("flux2_klein", FLUX2), ("qwen_image", QWEN_IMAGE))
         for family in [test_convert_streams.FAMILIES[name]]
     },
     "sd3.5_medium": Case(
         DiffusersSD3(),
-        partial(SD3_MEDIUM.theirs, **SD3_MEDIUM.settings),
+        partial(SD3_MEDIUM.external, **SD3_MEDIUM.settings),
         stream,
         SD3,
         targets=("layers.*.linear_*", "layers.*.image.modulation.linear"),
@@ -284,23 +284,23 @@ def as_comfyui(state: dict[str, Tensor], tensors: dict[str, Tensor], case: Case)
 
 def adapted(build_model: BuildModel, case: Case) -> tuple[nn.Module, ModelConfig, nn.Module, dict[str, Adapter]]:
     """Return our model with adapters, its settings, the base model of diffusers, and the exported adapters."""
-    theirs = case.module()
-    imported = case.form.read_settings(theirs.config)
+    external = case.module()
+    imported = case.form.read_settings(external.config)
     model, lora = imported.model, replace(LORA, targets=list(case.targets))
     rules = case.form.rules(model, parameter_shapes(model), imported.latent_size)
     base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.unmatched}
     shapes = parameter_shapes(replace(model, lora=lora))
     adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n}, seed=1, scale=0.2)
     network = load(build_model(replace(model, lora=lora)), {**base, **adapters})
-    theirs.load_state_dict(rules.to_external(base))
-    return network, model, theirs, to_external_layers(rules, adapters, lora.scale)
+    external.load_state_dict(rules.to_external(base))
+    return network, model, external, to_external_layers(rules, adapters, lora.scale)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_exported_adapters_are_ours(build_model: BuildModel, name: str) -> None:
+def test_exported_adapters_have_the_same_outputs(build_model: BuildModel, name: str) -> None:
     case = CASES[name]
-    network, model, theirs, layers = adapted(build_model, case)
-    state = {name: x.clone() for name, x in theirs.state_dict().items()}
+    network, model, external, layers = adapted(build_model, case)
+    state = {name: x.clone() for name, x in external.state_dict().items()}
 
     prefix = case.form.part
     for changed in (
@@ -308,16 +308,16 @@ def test_exported_adapters_are_ours(build_model: BuildModel, name: str) -> None:
         as_peft(state, diffusers_tensors(layers, PEFT_PREFIX), "base_model.model"),
         as_comfyui(state, comfyui_tensors(layers, case.form.comfyui_name), case),
     ):
-        theirs.load_state_dict(changed)
+        external.load_state_dict(changed)
         with torch.no_grad():
-            here, there = case.predict(network, theirs, model)
+            here, there = case.predict(network, external, model)
         assert relative_error(here, there) <= RTOL
     config = adapter_config(layers)
     assert (config["r"], config["lora_alpha"]) == (LORA.rank, LORA.rank)
-    assert set(config["target_modules"]) <= {name for name, _ in theirs.named_modules()}
-    theirs.load_state_dict(state)
+    assert set(config["target_modules"]) <= {name for name, _ in external.named_modules()}
+    external.load_state_dict(state)
     with torch.no_grad():
-        here, there = case.predict(network, theirs, model)
+        here, there = case.predict(network, external, model)
     assert relative_error(here, there) > 1e-2
 
 
@@ -345,13 +345,13 @@ def test_the_code_of_the_page_loads_the_adapters(
     """The examples with a pipeline of diffusers (without its other parts) and with peft give our adapted prediction."""
     pytest.importorskip("peft")
     case, base = CASES[name], tmp_path / "base"
-    network, model, theirs, layers = adapted(build_model, case)
+    network, model, external, layers = adapted(build_model, case)
     write_adapter_folder(layers, case.form, model, tmp_path / "lora")
-    theirs.save_pretrained(base / case.form.part)
+    external.save_pretrained(base / case.form.part)
     pipeline = pipeline_class(case.form, model)
     if pipeline is not None and pipeline.reads_adapters:
         kind = getattr(diffusers, pipeline.class_name)
-        parts = {**dict.fromkeys(kind._get_signature_types()), case.form.part: theirs}
+        parts = {**dict.fromkeys(kind._get_signature_types()), case.form.part: external}
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: kind(**parts))
     blocks = page_blocks(tmp_path / "lora", base)
     loaded = [names.get(case.form.part) or names["pipeline"].components[case.form.part] for names in blocks]
@@ -366,10 +366,10 @@ def test_diffusers_reads_the_file_for_comfyui(build_model: BuildModel, tmp_path:
     """The file of a UNet has the names of kohya-ss, which diffusers can read."""
     pytest.importorskip("peft")
     case = CASES["unet"]
-    network, model, theirs, layers = adapted(build_model, case)
+    network, model, external, layers = adapted(build_model, case)
     save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
     state, _ = diffusers.StableDiffusionPipeline.lora_state_dict(str(tmp_path), weight_name="comfyui.safetensors")
-    theirs.load_lora_adapter(state, prefix=case.form.part)
+    external.load_lora_adapter(state, prefix=case.form.part)
     with torch.no_grad():
-        here, there = case.predict(network, theirs, model)
+        here, there = case.predict(network, external, model)
     assert relative_error(here, there) <= RTOL

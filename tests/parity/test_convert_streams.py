@@ -58,7 +58,7 @@ SIDES, TEXTS = ((10, 6), (6, 14)), (5, 3)
 @dataclass(frozen=True)
 class Family:
     form: DiffusersFormat[Any]
-    theirs: Any
+    external: Any
     settings: dict[str, Any]
 
 
@@ -142,11 +142,11 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 def import_random(family: Family) -> tuple[Any, Any, dict[str, Tensor]]:
     """Return diffusers' module with random weights, our settings and the imported weights."""
-    theirs = family.theirs(**family.settings).eval()
-    state = random_weights({name: tuple(x.shape) for name, x in theirs.named_parameters()}, seed=1)
-    state |= {name: x.clone() for name, x in theirs.named_buffers() if name in theirs.state_dict()}
-    theirs.load_state_dict(state)
-    imported = family.form.read_settings(theirs.config)
+    external = family.external(**family.settings).eval()
+    state = random_weights({name: tuple(x.shape) for name, x in external.named_parameters()}, seed=1)
+    state |= {name: x.clone() for name, x in external.named_buffers() if name in external.state_dict()}
+    external.load_state_dict(state)
+    imported = family.form.read_settings(external.config)
     rules = family.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     weights = rules.from_external(state)
     assert_same_bits(rules.to_external(weights), state)
@@ -154,7 +154,7 @@ def import_random(family: Family) -> tuple[Any, Any, dict[str, Tensor]]:
     model = imported.model
     if getattr(model, "guidance", None) is not None:
         model = replace(model, guidance=0.25)
-    return theirs, model, weights
+    return external, model, weights
 
 
 def latents_and_texts() -> tuple[list[Tensor], list[Tensor]]:
@@ -174,7 +174,7 @@ def pack_of(model: Any, samples: slice = slice(None)) -> PackedBatch:
 
 
 @pytest.mark.parametrize("sample", range(len(SIDES)))
-def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, family: Family, sample: int) -> None:
+def test_outputs_and_gradients_equal_those_of_diffusers(build_model: BuildModel, family: Family, sample: int) -> None:
     """All weights are imported into our model and exported again."""
     _, model, weights = import_random(family)
     batch = pack_of(model, slice(sample, sample + 1))
@@ -188,19 +188,19 @@ def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, f
 
 
 @torch.no_grad()
-def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, family: Family) -> None:
+def test_a_pack_of_two_sizes_equals_two_calls_of_diffusers(build_model: BuildModel, family: Family) -> None:
     """Positions start at zero in every sample, for the image and for its text."""
-    theirs, model, weights = import_random(family)
+    external, model, weights = import_random(family)
     latents, texts = latents_and_texts()
     batch, times = pack_of(model), torch.tensor([0.25, 0.75])
-    ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
-    for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
+    actual = load(build_model(model), weights)(batch.latents_TC, times, batch)
+    for i, out_TC in enumerate(actual.split(list(batch.layout.lengths))):
         conditions = {"context": texts[i]}
         if getattr(model, "guidance", None) is not None:
             conditions |= {"guidance": torch.tensor([0.25])}
         if "pooled" in batch.conditions:
             conditions |= {"pooled": batch.conditions["pooled"].values[i : i + 1]}
-        (exact,) = CALLS[family.form.class_name](theirs, latents[i][None], 1000 * times[i : i + 1], conditions)
+        (exact,) = CALLS[family.form.class_name](external, latents[i][None], 1000 * times[i : i + 1], conditions)
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, model.patch_spatial), exact[0]) <= RTOL
 
 
@@ -214,50 +214,50 @@ EDITING = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", EDITING)
-def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: BuildModel, name: str) -> None:
+def test_edited_pictures_equal_those_of_the_diffusers_pipelines(build_model: BuildModel, name: str) -> None:
     """The reference follows the picture, with the same time and another position on the first axis."""
     family, start = EDITING[name]
-    theirs, model, weights = import_random(family)
+    external, model, weights = import_random(family)
     _, texts = latents_and_texts()
     references = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(5)) for h, w in ((6, 8), (4, 2))]
     spec, time = model.batch_spec(micro_batch_size=2, multiple_of=4), torch.tensor([0.25])
     batch = add_references(pack_of(model), references, spec)
     network = load(build_model(model), weights)
-    ours = network(batch.latents_TC, shared_time(time, batch.layout), batch)
+    actual = network(batch.latents_TC, shared_time(time, batch.layout), batch)
     for i, (begin, (t, h, w)) in enumerate(zip(batch.layout.starts, batch.grids)):
         length, tokens = batch.layout.lengths[i], t * h * w
         # Features of a token are channel-first in diffusers.
         x_TC = batch.latents_TC[begin : begin + length].unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
         ids = torch.cat([grid_positions(grid) for grid in ((t, h, w), (1, *[n // 2 for n in references[i].shape[2:]]))])
         ids[tokens:, 0] = start
-        axes = len(theirs.config.axes_dims_rope)
+        axes = len(external.config.axes_dims_rope)
         text_ids = torch.zeros(len(texts[i]), axes)
         text_ids[:, 3:] = torch.arange(len(texts[i]))[:, None]
         others = {"guidance": torch.tensor([0.25])} if getattr(model, "guidance", None) is not None else {}
         if "pooled" in batch.conditions:
             others["pooled_projections"] = batch.conditions["pooled"].values[i : i + 1]
-        exact = theirs(
+        exact = external(
             x_TC[None], texts[i][None], timestep=time, img_ids=pad(ids, (0, axes - 3)), txt_ids=text_ids, **others
         ).sample[0, :tokens]
         exact_TC = exact.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
-        assert relative_error(ours[begin : begin + tokens], exact_TC) <= RTOL
+        assert relative_error(actual[begin : begin + tokens], exact_TC) <= RTOL
 
 
 @torch.no_grad()
-def test_a_masked_text_of_chroma_is_a_shorter_one(build_model: BuildModel) -> None:
+def test_a_masked_text_of_chroma_equals_a_shorter_text(build_model: BuildModel) -> None:
     """Values in the padding have no effect. The mask is bool, because attention adds other types to its scores."""
-    theirs, model, weights = import_random(FAMILIES["chroma"])
+    external, model, weights = import_random(FAMILIES["chroma"])
     latents, texts = latents_and_texts()
     batch = packed(model, latents[:1], texts[:1])
-    ours = load(build_model(model), weights)(batch.latents_TC, torch.tensor([0.25]), batch)
+    actual = load(build_model(model), weights)(batch.latents_TC, torch.tensor([0.25]), batch)
     padded = torch.cat([texts[0], torch.randn(4, 20)])
     mask = torch.arange(len(padded) + batch.layout.total_tokens)[None]
     mask = (mask < TEXTS[0]) | (mask >= len(padded))
-    theirs.register_forward_pre_hook(
+    external.register_forward_pre_hook(
         lambda _, words, named: (words, {**named, "attention_mask": mask}), with_kwargs=True
     )
-    (exact,) = call_flux(theirs, latents[0][None], torch.tensor([250.0]), {"context": padded})
-    assert relative_error(unpatchify(ours, batch.grids[0], 1, 2), exact[0]) <= RTOL
+    (exact,) = call_flux(external, latents[0][None], torch.tensor([250.0]), {"context": padded})
+    assert relative_error(unpatchify(actual, batch.grids[0], 1, 2), exact[0]) <= RTOL
 
 
 @torch.no_grad()
@@ -274,7 +274,7 @@ def test_samples_of_a_pack_may_have_no_learned_tokens(build_model: BuildModel, s
         assert relative_error(part_TC, network(single.latents_TC, times[i : i + 1], single)) <= RTOL
 
 
-def test_the_page_of_an_export_says_what_the_network_takes_and_predicts() -> None:
+def test_the_page_of_an_export_states_inputs_and_outputs_of_the_network() -> None:
     for name, line in {
         "sd3": "the network gets 1000 t as its timestep and predicts the velocity noise - x0",
         "z_image": "the network gets 1 - t as its timestep and predicts minus the velocity noise - x0",
@@ -283,11 +283,11 @@ def test_the_page_of_an_export_says_what_the_network_takes_and_predicts() -> Non
 
 
 def test_the_config_survives_a_round_trip(family: Family) -> None:
-    theirs = family.theirs(**family.settings).config
-    imported = family.form.read_settings(theirs)
+    external = family.external(**family.settings).config
+    imported = family.form.read_settings(external)
     settings, notes = family.form.write_settings(imported.model, imported.latent_size)
     assert notes == []
-    public = {name: value for name, value in theirs.items() if name[0] != "_"}
+    public = {name: value for name, value in external.items() if name[0] != "_"}
     lists = {name: list(value) if isinstance(value, tuple) else value for name, value in public.items()}
     assert {n: v for n, v in settings.items() if n[0] != "_"} == lists
     assert family.form.read_settings(settings) == imported
@@ -343,10 +343,10 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_their_parameters(name: str) -> None:
     """FLUX.2 dev has a learned null token in addition, because dropped texts are not replaced by an empty text."""
-    form, theirs, settings, billions = PUBLISHED[name]
+    form, external, settings, billions = PUBLISHED[name]
     model = form.read_settings(settings).model
     with torch.device("meta"):
-        published = sum(parameter.numel() for parameter in theirs(**settings).parameters())
+        published = sum(parameter.numel() for parameter in external(**settings).parameters())
     assert published / 1e9 == pytest.approx(billions, abs=0.006)
     assert (model.null_text == "learned") == (name == "FLUX.2 dev")
     assert count_parameters(model) == published + (model.context_size if model.null_text == "learned" else 0)
@@ -372,7 +372,7 @@ PRX_CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("setting", PRX_CHANGES)
-def test_prx_of_diffusers_draws_pictures_of_its_own_channels(setting: str) -> None:
+def test_settings_that_prx_of_diffusers_lacks_are_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match=f"PRXTransformer2DModel does not support this model: .*{setting}="):
         DiffusersPRX().write_settings(PRXConfig(**{setting: PRX_CHANGES[setting]}), (1, 8, 8))
 
@@ -385,6 +385,6 @@ def test_prx_of_diffusers_draws_pictures_of_its_own_channels(setting: str) -> No
         ({"rope_axes": [0]}, "3 even"),
     ],
 )
-def test_impossible_prx_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_impossible_prx_settings_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PRXConfig(**changes).validate()

@@ -41,14 +41,14 @@ class Family:
     """
 
     form: DiffusersFormat[Any]
-    theirs: Any
+    external: Any
     settings: dict[str, Any]
     model: ModelConfig
     beyond: list[dict[str, Any]]
     unsupported: list[tuple[dict[str, Any], str]] = field(default_factory=list)
 
     def small(self, **changes: Any) -> Any:
-        return self.theirs(**{**self.settings, **changes}).eval()
+        return self.external(**{**self.settings, **changes}).eval()
 
 
 FAMILIES = {
@@ -147,40 +147,40 @@ def test_the_defaults_are_the_published_model(name: str) -> None:
     imported = family.form.read_settings({})
     rules = family.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     with torch.device("meta"):
-        published = {key: tuple(p.shape) for key, p in family.theirs().named_parameters()}
+        published = {key: tuple(p.shape) for key, p in family.external().named_parameters()}
     assert rules.external_shapes() == published
     assert name != "sana" or imported.model == SanaConfig(null_text="empty")
 
 
 @pytest.mark.parametrize(("name", "change", "message"), UNSUPPORTED)
-def test_settings_that_ours_cannot_follow_are_refused(name: str, change: dict, message: str) -> None:
+def test_unsupported_settings_are_refused(name: str, change: dict, message: str) -> None:
     family = FAMILIES[name]
     with pytest.raises(ConfigError, match=message):
         family.form.read_settings({**family.small().config, **change})
 
 
 @pytest.mark.parametrize(("name", "changes"), BEYOND, ids=str)
-def test_a_model_that_theirs_cannot_hold_is_refused(name: str, changes: dict) -> None:
+def test_a_model_without_a_diffusers_form_is_refused(name: str, changes: dict) -> None:
     family = FAMILIES[name]
     with pytest.raises(ConfigError, match=next(iter(changes))):
         family.form.write_settings(replace(family.model, **changes), (1, 8, 8))
 
 
-def test_old_folders_are_told_apart_and_their_position_tables_checked() -> None:
+def test_old_folders_are_distinguished_and_their_position_tables_checked() -> None:
     """Old files use one class name for DiT and PixArt, and contain the position table, which we compute."""
-    theirs = FAMILIES["pixart"].small(interpolation_scale=2)
-    old = {**theirs.config, "_class_name": "Transformer2DModel"}
+    external = FAMILIES["pixart"].small(interpolation_scale=2)
+    old = {**external.config, "_class_name": "Transformer2DModel"}
     form = format_of_settings(old)
     assert isinstance(form, DiffusersPixArt)
     imported = form.read_settings(old)
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    table = theirs.pos_embed.pos_embed
-    rules.from_external({**theirs.state_dict(), "pos_embed.pos_embed": table})
+    table = external.pos_embed.pos_embed
+    rules.from_external({**external.state_dict(), "pos_embed.pos_embed": table})
     with pytest.raises(ConfigError, match="not the fixed table"):
-        rules.from_external({**theirs.state_dict(), "pos_embed.pos_embed": 2 * table})
+        rules.from_external({**external.state_dict(), "pos_embed.pos_embed": 2 * table})
 
 
-def test_a_model_of_oblong_pictures_gets_the_square_of_their_area(build_model: BuildModel) -> None:
+def test_a_model_of_oblong_pictures_exports_a_square_of_their_area(build_model: BuildModel) -> None:
     """Positions span one range at every size, so in diffusers the square is only the default size of pictures."""
     form, size = DiffusersPixArt(), (1, 8, 20)
     sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 2, "context_size": 20, "position_span": 6.0}
@@ -189,13 +189,13 @@ def test_a_model_of_oblong_pictures_gets_the_square_of_their_area(build_model: B
     assert settings["sample_size"] == 12
     assert "area of 8 x 20" in note
     weights = random_weights(parameter_shapes(model))
-    theirs = PixArtTransformer2DModel.from_config(settings).eval()
-    theirs.load_state_dict(form.rules(model, parameter_shapes(model), size).to_external(weights))
+    external = PixArtTransformer2DModel.from_config(settings).eval()
+    external.load_state_dict(form.rules(model, parameter_shapes(model), size).to_external(weights))
     generator = torch.Generator().manual_seed(1)
     picture, text = torch.randn(1, 4, 1, 8, 20, generator=generator), torch.randn(5, 20, generator=generator)
     here = run(load(build_model(model), weights), model, picture, torch.tensor([0.25]), texts=[text])
     with torch.no_grad():
-        (there,) = CALLS[form.class_name](theirs, picture, torch.tensor([250.0]), {"context": text})
+        (there,) = CALLS[form.class_name](external, picture, torch.tensor([250.0]), {"context": text})
     assert relative_error(here, there) <= RTOL
     with pytest.raises(ConfigError, match="draws pictures, not clips"):
         form.write_settings(model, (2, 8, 8))

@@ -62,14 +62,14 @@ def diffusers_model(model: LDMUNetConfig) -> UNet2DConditionModel:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, name: str):
+def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: str):
     """Outputs and every gradient, for latents of two sizes, one odd after halving; each has another time and text."""
     model, form = SIZES[name], DiffusersUNet()
     model.validate()
-    theirs = diffusers_model(model)
-    shapes = {n: tuple(x.shape) for n, x in theirs.state_dict().items()}
+    external = diffusers_model(model)
+    shapes = {n: tuple(x.shape) for n, x in external.state_dict().items()}
     state = random_weights(shapes, scale=0.2, seed=1)
-    theirs.load_state_dict(state)
+    external.load_state_dict(state)
     rules = form.rules(model, parameter_shapes(model), LATENT_SIZE)
     assert_same_bits(rules.to_external(rules.from_external(state)), state)
     network = load(build_model(model), rules.from_external(state))
@@ -79,7 +79,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
         texts = torch.randn(3, 5, model.context_size, generator=generator)
         steps = torch.tensor([0.0, 321.0, 999.0])
         network.zero_grad()
-        theirs.zero_grad()
+        external.zero_grad()
         control = None
         if model.control_channels is not None:
             control = torch.randn(3, model.control_channels, 1, height, width, generator=generator)
@@ -90,23 +90,23 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
             lengths = torch.randint(0, 64, (3, 6), generator=generator).float()
             others = {"pooled": pooled, "size_and_crop": lengths}
             added = {"text_embeds": pooled, "time_ids": lengths}
-        ours = predict(network, model, latents, steps / 1000, texts=list(texts), control=control, others=others)
+        actual = predict(network, model, latents, steps / 1000, texts=list(texts), control=control, others=others)
         given = latents if control is None else torch.cat([latents, control], 1)
-        exact = theirs(given[:, :, 0], steps, texts, added_cond_kwargs=added).sample[:, :, None]
-        assert relative_error(ours, exact.detach()) <= RTOL
+        exact = external(given[:, :, 0], steps, texts, added_cond_kwargs=added).sample[:, :, None]
+        assert relative_error(actual, exact.detach()) <= RTOL
         cotangent = torch.randn(exact.shape, generator=generator)
-        ours.backward(cotangent)
+        actual.backward(cotangent)
         exact.backward(cotangent)
         ours_by_name = {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
         found = rules.to_external(ours_by_name)
-        wanted = {n: p.grad for n, p in theirs.named_parameters()}
+        wanted = {n: p.grad for n, p in external.named_parameters()}
         assert found.keys() == wanted.keys()
         errors = {n: relative_error(found[n], gradient) for n, gradient in wanted.items() if gradient.norm() > 0}
         assert len(errors) == len(wanted)
         assert {n: error for n, error in errors.items() if not error <= GRADIENT_RTOL} == {}
 
 
-def test_texts_of_one_pack_differ_in_length(build_model: BuildModel):
+def test_texts_of_one_pack_may_differ_in_length(build_model: BuildModel):
     """Each latent attends only to its text, so outputs equal those of single samples."""
     model = SIZES["v1"]
     network = build_model(model, perturb=0.1)
@@ -122,13 +122,13 @@ def test_texts_of_one_pack_differ_in_length(build_model: BuildModel):
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_config_survives_a_round_trip(name: str):
-    form, theirs = DiffusersUNet(), diffusers_model(SIZES[name]).config
-    imported = form.read_settings(theirs)
+    form, external = DiffusersUNet(), diffusers_model(SIZES[name]).config
+    imported = form.read_settings(external)
     assert imported.model == SIZES[name]
     settings, _ = form.write_settings(imported.model, imported.latent_size)
     again = UNet2DConditionModel.from_config(settings).config
     assert {n: _plain(v) for n, v in again.items() if n[0] != "_"} == {
-        n: _plain(v) for n, v in theirs.items() if n[0] != "_"
+        n: _plain(v) for n, v in external.items() if n[0] != "_"
     }
 
 
@@ -136,21 +136,21 @@ def _plain(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def test_the_defaults_are_stable_diffusion_v1():
+def test_the_defaults_equal_stable_diffusion_v1():
     """Names and shapes of all 859,520,964 parameters; a learned null token is additional and is not exported."""
     form, model = DiffusersUNet(), LDMUNetConfig(null_text="empty")
     model.validate()
     settings, _ = form.write_settings(model, (1, 64, 64))
-    ours = parameter_shapes(model)
+    actual = parameter_shapes(model)
     with torch.device("meta"):
-        theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(settings).named_parameters()}
-    assert form.rules(model, ours, (1, 64, 64)).external_shapes() == theirs
-    assert sum(math.prod(shape) for shape in theirs.values()) == 859_520_964
+        external = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(settings).named_parameters()}
+    assert form.rules(model, actual, (1, 64, 64)).external_shapes() == external
+    assert sum(math.prod(shape) for shape in external.values()) == 859_520_964
     learned = replace(model, null_text="learned")
     [note] = form.rules(learned, parameter_shapes(learned), (1, 64, 64)).export_notes()
     assert note.startswith("text.null is not exported")
     assert "model.null_text=empty" in note
-    assert parameter_shapes(learned) == {**ours, "text.null": (768,)}
+    assert parameter_shapes(learned) == {**actual, "text.null": (768,)}
     published = {  # unet/config.json of runwayml/stable-diffusion-v1-5
         **{"_class_name": "UNet2DConditionModel", "act_fn": "silu", "attention_head_dim": 8, "sample_size": 64},
         **{"block_out_channels": [320, 640, 1280, 1280], "center_input_sample": False, "cross_attention_dim": 768},
@@ -162,7 +162,7 @@ def test_the_defaults_are_stable_diffusion_v1():
     assert form.read_settings(published).model == model
 
 
-def test_stable_diffusion_xl():
+def test_stable_diffusion_xl_has_the_published_parameters():
     """Names and shapes of all 2,567,463,684 parameters are equal."""
     form, model = DiffusersUNet(), fiddle.build(sdxl_unet())
     model.validate()
@@ -179,15 +179,15 @@ def test_stable_diffusion_xl():
     }
     assert form.read_settings(published).model == model
     settings, _ = form.write_settings(model, (1, 128, 128))
-    ours = parameter_shapes(model)
+    actual = parameter_shapes(model)
     for config in (published, settings):
         with torch.device("meta"):
-            theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(config).named_parameters()}
-        assert form.rules(model, ours, (1, 128, 128)).external_shapes() == theirs
-    assert sum(math.prod(shape) for shape in theirs.values()) == 2_567_463_684
+            external = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(config).named_parameters()}
+        assert form.rules(model, actual, (1, 128, 128)).external_shapes() == external
+    assert sum(math.prod(shape) for shape in external.values()) == 2_567_463_684
 
 
-def test_lengths_that_are_not_given_are_those_of_the_latent(build_model: BuildModel):
+def test_missing_sizes_are_those_of_the_latent(build_model: BuildModel):
     """The default is the size in pixels without a crop; another crop or pooled text changes the output."""
     model = SIZES["xl"]
     network = build_model(model, perturb=0.1)
@@ -221,7 +221,7 @@ def test_lengths_that_are_not_given_are_those_of_the_latent(build_model: BuildMo
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str):
+def test_unsupported_settings_are_refused(change: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersUNet().read_settings({**diffusers_model(SIZES["v1"]).config, **change})
 
@@ -234,7 +234,7 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
         ({"patch_spatial": 2}, "patch_spatial=2"),
     ],
 )
-def test_models_that_theirs_cannot_hold_are_refused(changes: dict, message: str):
+def test_models_without_a_diffusers_form_are_refused(changes: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersUNet().write_settings(replace(SIZES["v1"], **changes), LATENT_SIZE)
     with pytest.raises(ConfigError, match="draws pictures, not clips"):

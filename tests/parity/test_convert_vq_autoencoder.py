@@ -48,10 +48,10 @@ def public(name: str) -> tuple[VQModel, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_outputs_losses_and_gradients_are_those_of_the_public_class(build_model: BuildModel, name: str) -> None:
+def test_outputs_losses_and_gradients_equal_those_of_the_public_class(build_model: BuildModel, name: str) -> None:
     """Pictures are not square; the number of entries is not a multiple of the tokens."""
-    form, (theirs, state) = DiffusersVQModel(), public(name)
-    model = form.read_settings(theirs.config).model
+    form, (external, state) = DiffusersVQModel(), public(name)
+    model = form.read_settings(external.config).model
     rules = form.rules(model, parameter_shapes(model), (1, 32, 32))
     network = load(build_model(model), rules.from_external(state))
     batch = pack(model, [0, 1, 2])
@@ -65,9 +65,9 @@ def test_outputs_losses_and_gradients_are_those_of_the_public_class(build_model:
         return torch.stack([unpatchify(x, grid, 1, patch)[:, 0] for x, grid in parts])
 
     x = pictures(batch.latents_TC, p)
-    decoded = theirs(x)
-    z_NCHW = theirs.encode(x).latents
-    _, _, (_, _, code) = theirs.quantize(z_NCHW)
+    decoded = external(x)
+    z_NCHW = external.encode(x).latents
+    _, _, (_, _, code) = external.quantize(z_NCHW)
     assert len(code.unique()) > 5
     output_TC = prediction_TC.detach()
     assert relative_error(pictures(output_TC[:, :C], p), decoded.sample.detach()) <= RTOL
@@ -80,8 +80,8 @@ def test_outputs_losses_and_gradients_are_those_of_the_public_class(build_model:
     assert logs["codebook"].item() == pytest.approx(4 * logs["commitment"].item(), rel=RTOL)
     (total / count).backward()
     exact.backward()
-    ours = rules.to_external({n: p.grad for n, p in network.named_parameters()})
-    for parameter, error in tensor_errors({n: p.grad for n, p in theirs.named_parameters()}, ours).items():
+    actual = rules.to_external({n: p.grad for n, p in network.named_parameters()})
+    for parameter, error in tensor_errors({n: p.grad for n, p in external.named_parameters()}, actual).items():
         assert error <= GRADIENT_RTOL, parameter
 
 
@@ -112,8 +112,8 @@ def test_the_nearest_entry_replaces_a_vector_and_passes_its_gradient(build_model
 
 @pytest.mark.parametrize("name", SIZES)
 def test_a_folder_of_the_public_class_survives_a_round_trip_to_the_bit(tmp_path: Path, name: str) -> None:
-    theirs, state = public(name)
-    theirs.save_pretrained(tmp_path / "theirs")
+    external, state = public(name)
+    external.save_pretrained(tmp_path / "theirs")
     settings, stored = read_diffusers(tmp_path / "theirs")
     form = format_of_settings(settings)
     assert isinstance(form, DiffusersVQModel)
@@ -127,9 +127,9 @@ def test_a_folder_of_the_public_class_survives_a_round_trip_to_the_bit(tmp_path:
     write_diffusers(written, rules.to_external(weights), tmp_path / "ours", texts={})
     again = VQModel.from_pretrained(tmp_path / "ours", low_cpu_mem_usage=False)
     assert_same_bits(again.state_dict(), state)
-    changed = {n for n, x in again.config.items() if n[0] != "_" and _plain(x) != _plain(theirs.config[n])}
+    changed = {n for n, x in again.config.items() if n[0] != "_" and _plain(x) != _plain(external.config[n])}
     assert changed <= {"vq_embed_dim"}  # explicit instead of None
-    assert again.quantize.vq_embed_dim == theirs.quantize.vq_embed_dim
+    assert again.quantize.vq_embed_dim == external.quantize.vq_embed_dim
 
 
 def _plain(value: object) -> object:
@@ -146,9 +146,9 @@ def test_the_codebook_selects_the_class() -> None:
     assert [type(form) for form in forms] == [DiffusersAutoencoder, DiffusersVQModel]
     settings, _ = forms[1].write_settings(vq, (1, 256, 256))
     with torch.device("meta"):
-        theirs = {name: tuple(p.shape) for name, p in VQModel.from_config(settings).named_parameters()}
-    assert forms[1].rules(vq, parameter_shapes(vq), (1, 256, 256)).external_shapes() == theirs
-    assert sum(torch.Size(shape).numel() for shape in theirs.values()) == 55_322_782
+        external = {name: tuple(p.shape) for name, p in VQModel.from_config(settings).named_parameters()}
+    assert forms[1].rules(vq, parameter_shapes(vq), (1, 256, 256)).external_shapes() == external
+    assert sum(torch.Size(shape).numel() for shape in external.values()) == 55_322_782
     assert VQModel.from_config(settings).config.scaling_factor == 2.0
     assert not isinstance(format_of_settings({"_class_name": "AutoencoderKL"}), DiffusersVQModel)
 
@@ -162,6 +162,6 @@ def test_the_codebook_selects_the_class() -> None:
         ({"out_channels": 6}, "VQModel of blocks .* from 3 to 6 channels"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str) -> None:
+def test_unsupported_settings_are_refused(change: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DiffusersVQModel().read_settings({**public("flat")[0].config, **change})

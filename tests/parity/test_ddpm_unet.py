@@ -56,7 +56,7 @@ def counts(config: DDPMUNetConfig) -> dict[str, int]:
     ],
     ids=["cifar10", "cifar10_512", "fonts"],
 )
-def test_counts_are_those_of_the_description(changes: dict, expected: dict[str, int], total: int):
+def test_parameter_counts_equal_the_published_description(changes: dict, expected: dict[str, int], total: int):
     """15.66 M parameters, or 23.34 M with the wide middle."""
     config = DDPMUNetConfig(**changes)
     config.validate()
@@ -80,9 +80,9 @@ def batch_of(config: DDPMUNetConfig, height: int, width: int, labels: list[int])
     )
 
 
-def their_name(name: str) -> str:
+def reference_name(name: str) -> str:
     """Return the name in the reference of one of our parameters."""
-    for ours, theirs in (
+    for actual, external in (
         ("label.", "classes."),
         ("down_blocks", "down"),
         ("up_blocks", "up"),
@@ -99,17 +99,17 @@ def their_name(name: str) -> str:
         ("linear1.", "mlp.1."),
         ("linear2.", "mlp.3."),
     ):
-        name = name.replace(ours, theirs)
+        name = name.replace(actual, external)
     return name
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_torchs_own_modules_compute_the_same(build_model: BuildModel, name: str):
+def test_modules_of_torch_have_the_same_outputs(build_model: BuildModel, name: str):
     """Outputs and gradients for pictures higher than wide, with different times and classes, one without class."""
     config = DDPMUNetConfig(num_classes=3, hidden_size=10, **SIZES[name])
     config.validate()
     model = build_model(config, perturb=0.1)
-    theirs = ReferenceDDPMUNet(
+    external = ReferenceDDPMUNet(
         pixels=config.in_channels,
         classes=3,
         condition=config.hidden_size,
@@ -117,23 +117,23 @@ def test_torchs_own_modules_compute_the_same(build_model: BuildModel, name: str)
         middle=config.mid_out_channels,
         heads=config.num_attention_heads,
     ).double()
-    theirs.load_state_dict({their_name(n): p.detach() for n, p in model.named_parameters()})
+    external.load_state_dict({reference_name(n): p.detach() for n, p in model.named_parameters()})
     batch, step = batch_of(config, 8, 4, labels=[2, 0, 3]), torch.tensor([1.0, 500.0, 999.0])
     out_TC = model(batch.latents_TC, step / 1000, batch)
     pictures = batch.dense(batch.latents_TC)[:, 0].permute(0, 3, 1, 2).double()
-    exact = theirs(pictures, step.double(), batch.conditions["label"].values)
+    exact = external(pictures, step.double(), batch.conditions["label"].values)
     exact_TC = exact.permute(0, 2, 3, 1).flatten(0, 2)
     assert relative_error(out_TC, exact_TC) <= RTOL
     cotangent_TC = torch.randn(out_TC.shape, generator=torch.Generator().manual_seed(6))
     out_TC.backward(cotangent_TC)
     exact_TC.backward(cotangent_TC.double())
-    gradients = {n: p.grad for n, p in theirs.named_parameters()}
-    errors = {n: relative_error(p.grad, gradients[their_name(n)]) for n, p in model.named_parameters()}
+    gradients = {n: p.grad for n, p in external.named_parameters()}
+    errors = {n: relative_error(p.grad, gradients[reference_name(n)]) for n, p in model.named_parameters()}
     assert {n: error for n, error in errors.items() if not error <= RTOL} == {}
 
 
 @pytest.mark.parametrize("side", [1, 7])
-def test_odd_sides_come_back(build_model: BuildModel, side: int):
+def test_outputs_have_the_odd_sides_of_the_input(build_model: BuildModel, side: int):
     """A picture with odd sides is padded at the bottom and the right, and the output is cropped."""
     config = DDPMUNetConfig(num_classes=3, **SIZES["three"])
     batch = batch_of(config, side, 5, labels=[0])

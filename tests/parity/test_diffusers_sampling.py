@@ -86,7 +86,9 @@ def exported(folder: Path, model: DiTConfig, objective: Objective) -> tuple[Trai
     return trained, weights
 
 
-def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: str, steps: int, scale: float) -> tuple:
+def draw_samples(
+    build_model: BuildModel, trained: TrainedModel, weights: dict, solver: str, steps: int, scale: float
+) -> tuple:
     """Return the initial noise (standard deviation 1; for DDPM that of the noisiest step) and our samples."""
     model, objective = trained.model, trained.objective
     spec = model.batch_spec()
@@ -102,13 +104,13 @@ def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: 
 
 @pytest.mark.parametrize(("solver", "steps", "objective"), OBJECTIVES, ids=lambda value: str(value)[:48])
 @pytest.mark.parametrize("out_channels", [None, 8], ids=["plain", "variance"])
-def test_the_loop_on_the_page_draws_what_our_sampler_draws(
+def test_the_loop_on_the_page_draws_the_samples_of_the_sampler(
     build_model: BuildModel, tmp_path: Path, solver: str, steps: int, objective: Objective, out_channels: int | None
 ):
     """With guidance and the same noise; the code is from the README, the coefficients from diffusers' scheduler."""
     folder = tmp_path / "out"
     trained, weights = exported(folder, tiny(out_channels=out_channels), objective)
-    noise, expected = ours(build_model, trained, weights, solver, steps, 2.5)
+    noise, expected = draw_samples(build_model, trained, weights, solver, steps, 2.5)
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(code, namespace)
@@ -130,16 +132,16 @@ def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: py
     assert objective_of(record["objective"]) == FlowMatching(time_shift=2.0)
 
 
-def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
+def test_imported_stable_diffusion_draws_the_pictures_of_its_pipeline(
     build_model: BuildModel, tmp_path: Path, monkeypatch: Any
 ):
     """With and without a negative prompt; without one, guidance uses the embedding of "" as unconditional."""
     clip, unet, run = save_clip(tmp_path / "text_encoder", tmp_path / "tokenizer"), tmp_path / "unet", tmp_path / "run"
     sizes = {"block_out_channels": (8, 16), "layers_per_block": 1, "attention_head_dim": 2, "norm_num_groups": 4}
     blocks = {"down_block_types": DOWN[::-1], "up_block_types": UP}
-    theirs = UNet2DConditionModel(sample_size=8, cross_attention_dim=CLIP_WIDTH, **sizes, **blocks)
-    theirs.load_state_dict(random_weights({n: tuple(x.shape) for n, x in theirs.state_dict().items()}, scale=0.2))
-    theirs.save_pretrained(unet)
+    external = UNet2DConditionModel(sample_size=8, cross_attention_dim=CLIP_WIDTH, **sizes, **blocks)
+    external.load_state_dict(random_weights({n: tuple(x.shape) for n, x in external.state_dict().items()}, scale=0.2))
+    external.save_pretrained(unet)
     words = ["--from", unet, "--format", "diffusers", "--text-encoder", f"{clip}:padded", "--out", run]
     assert import_weights([str(word) for word in words]) == 0
 
@@ -179,7 +181,7 @@ def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
 
 
 @pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "empty text"])
-def test_imported_sdxl_draws_what_its_pipeline_draws(
+def test_imported_sdxl_draws_the_pictures_of_its_pipeline(
     build_model: BuildModel, tmp_path: Path, monkeypatch: Any, zeros: bool
 ):
     """The import reads only the pipeline's folder: encoders, pooled text, sizes, crop, and null text of its config."""

@@ -70,18 +70,18 @@ def rows_of(layout: SequenceLayout) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(layout.starts, layout.lengths)]
 
 
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Return |ours - exact| / |exact| in the Euclidean norm; if `exact` is zero, |ours| / 1e-12."""
-    ours, exact = ours.detach().double(), exact.detach()
-    return float((ours - exact).norm() / exact.norm().clamp(min=1e-12))
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Return |actual - exact| / |exact| in the Euclidean norm; if `exact` is zero, |actual| / 1e-12."""
+    actual, exact = actual.detach().double(), exact.detach()
+    return float((actual - exact).norm() / exact.norm().clamp(min=1e-12))
 
 
 def check_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
     exact = reference_gradients(model, reference, heads)
     errors = {}
     for name, parameter in model.named_parameters():
-        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        errors[name] = relative_error(ours, exact[name])
+        actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        errors[name] = relative_error(actual, exact[name])
     wrong = {name: error for name, error in errors.items() if not error <= RTOL}
     assert not wrong, wrong
 
@@ -119,7 +119,7 @@ def text(tokens: int, size: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("qk_layernorm", [False, True])
 @pytest.mark.parametrize("add_bias", [False, True])
-def test_block_is_the_papers(build_model: BuildModel, qk_layernorm: bool, add_bias: bool):
+def test_block_equals_the_formula_of_the_paper(build_model: BuildModel, qk_layernorm: bool, add_bias: bool):
     """One block in the middle of a ragged pack: outputs, and the gradients of tokens, conditioning and weights."""
     model_config = config(qk_layernorm=qk_layernorm, add_bias=add_bias, num_layers=1)
     model = build_model(model_config, perturb=0.1)
@@ -159,7 +159,7 @@ def test_block_is_the_papers(build_model: BuildModel, qk_layernorm: bool, add_bi
     ],
     ids=lambda changes: ",".join(changes) or "default",
 )
-def test_dense_batch_is_the_papers_model(build_model: BuildModel, changes: dict):
+def test_dense_batch_equals_the_model_of_the_paper(build_model: BuildModel, changes: dict):
     model_config = config(**changes)
     samples = [Sample((1, 3, 4), label=i) for i in (2, 0, 6)]
     compare(build_model(model_config, perturb=0.1), model_config, pack(samples, model_config), samples)
@@ -193,7 +193,7 @@ IMAGES_AND_CLIPS = [Sample((1, 4, 4), 3), Sample((3, 2, 2)), Sample((1, 2, 3), 0
 
 @pytest.mark.parametrize("padding", [{}, {"multiple_of": 8, "tail": 16}], ids=["ragged", "padded"])
 @pytest.mark.parametrize("name", POSITIONS)
-def test_positions_of_images_and_clips_are_the_formulas(build_model: BuildModel, name: str, padding: dict):
+def test_positions_of_images_and_clips_equal_the_formulas(build_model: BuildModel, name: str, padding: dict):
     """A head of 16 features has more pairs for t than for h and w; the width of 64 has fewer sines for t."""
     model_config = config(hidden_size=64, qk_layernorm=True, **POSITIONS[name])
     model_config.validate()
@@ -201,7 +201,7 @@ def test_positions_of_images_and_clips_are_the_formulas(build_model: BuildModel,
     compare(build_model(model_config, perturb=0.1), model_config, batch, IMAGES_AND_CLIPS)
 
 
-def test_no_class_has_a_vector_of_its_own(build_model: BuildModel):
+def test_missing_classes_train_only_the_last_row(build_model: BuildModel):
     """A batch without classes trains only the row after the last class."""
     model_config = config()
     samples = [Sample((1, 2, 2)), Sample((1, 2, 2))]

@@ -22,7 +22,7 @@ BASE = DiTConfig(hidden_size=48, num_layers=2, num_attention_heads=4, in_channel
     ],
     ids=["S/2", "B/2", "L/2", "XL/2"],
 )
-def test_counts_are_those_of_the_papers_code(
+def test_parameter_counts_equal_those_of_the_published_code(
     hidden_size: int, num_layers: int, num_attention_heads: int, published: int
 ):
     """The published counts include a frozen table of 16 x 16 positions, which we compute instead."""

@@ -213,19 +213,21 @@ def check(build_model: BuildModel, name: str, config: Any, samples: list[Sample]
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)
-def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str, variant: str) -> None:
+def test_mixed_pack_equals_the_formulas(build_model: BuildModel, name: str, variant: str) -> None:
     """Images and clips of one pack differ in time, length, text, frame rate and class; none affects another."""
     check(build_model, name, small(name, **FAMILIES[name].variants[variant]), MIXED)
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_padded_pack_is_the_formulas(build_model: BuildModel, name: str, padding: str) -> None:
+def test_padded_pack_equals_the_formulas(build_model: BuildModel, name: str, padding: str) -> None:
     check(build_model, name, small(name, **PADDED.get(name, {})), MIXED, **PADDINGS[padding])
 
 
 @pytest.mark.parametrize(("name", "changes", "samples"), DENSE_CASES, ids=lambda value: str(value)[:20])
-def test_dense_batch_is_the_formulas(build_model: BuildModel, name: str, changes: dict, samples: list[Sample]) -> None:
+def test_dense_batch_equals_the_formulas(
+    build_model: BuildModel, name: str, changes: dict, samples: list[Sample]
+) -> None:
     """Equal grids use the dense path of attention; texts have equal or different lengths, and one is dropped."""
     check(build_model, name, small(name, **changes), samples)
 
@@ -255,7 +257,7 @@ def test_blocks_start_as_the_identity(build_model: BuildModel, name: str, change
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_every_text_token_counts_and_only_for_its_sample(build_model: BuildModel) -> None:
+def test_text_tokens_affect_only_their_sample(build_model: BuildModel) -> None:
     """The output of a sample has a zero derivative by the texts of other samples, and by a dropped text."""
     config = small("dit_cross")
     model, batch = build_model(config, perturb=0.1), pack(MIXED, config)
@@ -294,7 +296,7 @@ def test_samples_beyond_the_position_tables_are_refused(build_model: BuildModel,
     assert rotary(*draw(batch), batch).isfinite().all()
 
 
-def test_joint_packs_hold_every_row_once() -> None:
+def test_joint_packs_contain_every_row_once() -> None:
     """For each sample: text, image, padding; `split` undoes `join`."""
     batch = pack(MIXED, small("flux"), multiple_of=8, tail=8, context_multiple_of=4)
     texts, layout = batch.conditions["context"].layout, batch.layout
@@ -324,7 +326,7 @@ def test_missing_text_is_one_null_token(build_model: BuildModel) -> None:
     assert relative_error(model(inputs, time, dropped), model(inputs, time, one)) > 1e-3
 
 
-def test_pooled_texts_are_one_for_each_sample() -> None:
+def test_each_sample_has_one_pooled_text() -> None:
     batch = pack(MIXED, small("flux"))
     three = {"pooled": per_sample(batch.conditions["pooled"].values[:3])}
     with pytest.raises(BatchError, match="'pooled' has 3 rows, needs 4"):
@@ -363,7 +365,7 @@ def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel) ->
         assert moved.tolist() == [feels(*index) for index in batch.positions_T3.tolist()]
 
 
-def test_span_hides_the_resolution() -> None:
+def test_positions_with_a_span_do_not_depend_on_the_resolution() -> None:
     """With a span, every second patch of a doubled grid has the position of a patch of the small grid."""
     batches = (pack([Sample(grid, 1)], small("stdit")) for grid in ((1, 2, 3), (1, 4, 6)))
     coarse, fine = (sincos(spanning(b.positions_T3, b.layout, b.grid_sizes(), 8.0), 48, "sincos_2d") for b in batches)

@@ -34,14 +34,14 @@ TEXTS, GLYPHS, IMAGES = (5, 3, 4), (4, 0, 2), (0, 3, 7)
 
 def import_random(**changes: Any) -> tuple[Any, HunyuanVideoConfig, dict[str, Tensor]]:
     """Return diffusers' module with random weights, our settings and the imported weights."""
-    theirs = HunyuanVideo15Transformer3DModel(**{**SETTINGS, **changes}).eval()
-    state = random_weights({name: tuple(x.shape) for name, x in theirs.state_dict().items()}, seed=1)
-    theirs.load_state_dict(state)
-    imported = FORM.read_settings(theirs.config)
+    external = HunyuanVideo15Transformer3DModel(**{**SETTINGS, **changes}).eval()
+    state = random_weights({name: tuple(x.shape) for name, x in external.state_dict().items()}, seed=1)
+    external.load_state_dict(state)
+    imported = FORM.read_settings(external.config)
     rules = FORM.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     weights = rules.from_external(state)
     assert_same_bits(rules.to_external(weights), state)
-    return theirs, imported.model, weights
+    return external, imported.model, weights
 
 
 def pack_of(
@@ -67,7 +67,7 @@ def pack_of(
 
 @pytest.mark.parametrize("changes", [{}, {"task_type": "i2v"}, {"patch_size": 2, "patch_size_t": 3}], ids=str)
 @pytest.mark.parametrize("sample", range(len(SIZES)))
-def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, sample: int, changes: Any) -> None:
+def test_outputs_and_gradients_equal_those_of_diffusers(build_model: BuildModel, sample: int, changes: Any) -> None:
     """Samples without a picture, without glyph text, and with both, with several frames and odd sizes."""
     _, model, weights = import_random(**changes)
     patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
@@ -82,23 +82,25 @@ def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, s
 
 @torch.no_grad()
 @pytest.mark.parametrize("task", ["t2v", "i2v"])
-def test_a_pack_of_ragged_conditions_is_one_call_of_diffusers_per_sample(build_model: BuildModel, task: str) -> None:
+def test_a_pack_of_ragged_conditions_equals_one_call_of_diffusers_per_sample(
+    build_model: BuildModel, task: str
+) -> None:
     """diffusers pads each condition and moves valid tokens to the front; our pack has only valid tokens."""
-    theirs, model, weights = import_random(task_type=task)
+    external, model, weights = import_random(task_type=task)
     batch, latents = pack_of(model)
     times = torch.tensor([0.25, 0.75, 0.5])
-    ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
-    for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
+    actual = load(build_model(model), weights)(batch.latents_TC, times, batch)
+    for i, out_TC in enumerate(actual.split(list(batch.layout.lengths))):
         single, _ = pack_of(model, slice(i, i + 1))
         conditions = {name: entry.values for name, entry in single.conditions.items()}
-        (exact,) = call_hunyuan_video(theirs, latents[i][None], 1000 * times[i : i + 1], conditions)
+        (exact,) = call_hunyuan_video(external, latents[i][None], 1000 * times[i : i + 1], conditions)
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 1), exact[0]) <= RTOL
 
 
 @torch.no_grad()
-def test_a_padded_batch_of_diffusers_is_a_pack(build_model: BuildModel) -> None:
+def test_a_padded_batch_of_diffusers_equals_a_pack(build_model: BuildModel) -> None:
     """Two clips of one size with texts of different lengths, with masked padding before and after each text."""
-    theirs, model, weights = import_random(task_type="i2v")
+    external, model, weights = import_random(task_type="i2v")
     sizes = [SIZES[0]] * 3
     batch, latents = pack_of(model, slice(1, 3), sizes)
     images = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(5))
@@ -112,15 +114,15 @@ def test_a_padded_batch_of_diffusers_is_a_pack(build_model: BuildModel) -> None:
         for i, text in enumerate(entry.values.split(list(entry.layout.lengths))):
             padded[name][i, 1 : 1 + len(text)], masks[name][i, 1 : 1 + len(text)] = text, 1
     inputs = torch.stack([torch.cat([x, first_frame_and_mask(x + 1)]) for x in latents])
-    exact = theirs(
+    exact = external(
         inputs, 1000 * times, padded["context"], masks["context"], None, padded["context_2"], masks["context_2"], images
     ).sample
-    ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
-    for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
+    actual = load(build_model(model), weights)(batch.latents_TC, times, batch)
+    for i, out_TC in enumerate(actual.split(list(batch.layout.lengths))):
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 1), exact[i]) <= RTOL
 
 
-def test_the_first_frame_and_its_mask_are_those_of_the_pipeline() -> None:
+def test_the_first_frame_and_its_mask_equal_those_of_the_pipeline() -> None:
     latent = torch.randn(4, 3, 5, 2)
     pipeline = SimpleNamespace(_get_image_latents=lambda **_: latent[None, :, :1], vae=None, video_processor=None)
     prepare: Any = HunyuanVideo15ImageToVideoPipeline.prepare_cond_latents_and_mask
@@ -130,11 +132,11 @@ def test_the_first_frame_and_its_mask_are_those_of_the_pipeline() -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"task_type": "i2v", "patch_size": 2, "mlp_ratio": 2.0}], ids=str)
 def test_the_config_survives_a_round_trip(changes: Any) -> None:
-    theirs = HunyuanVideo15Transformer3DModel(**{**SETTINGS, **changes}).config
-    imported = FORM.read_settings(theirs)
+    external = HunyuanVideo15Transformer3DModel(**{**SETTINGS, **changes}).config
+    imported = FORM.read_settings(external)
     settings, notes = FORM.write_settings(imported.model, imported.latent_size)
     assert notes == []
-    assert {n: v for n, v in settings.items() if n[0] != "_"} == {n: v for n, v in theirs.items() if n[0] != "_"}
+    assert {n: v for n, v in settings.items() if n[0] != "_"} == {n: v for n, v in external.items() if n[0] != "_"}
     assert FORM.read_settings(settings) == imported
 
 
@@ -157,6 +159,6 @@ def test_the_published_size_has_its_parameters() -> None:
         ({"task_type": "sr"}, "task_type"),
     ],
 )
-def test_settings_that_ours_cannot_follow_are_refused(change: Any, message: str) -> None:
+def test_unsupported_settings_are_refused(change: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FORM.read_settings({**SETTINGS, **change})

@@ -77,7 +77,9 @@ def picture(tokens_TC: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("kind", "reference", "changes"), [pytest.param(*c[:3], id=f"{c[0].__name__}-{c[3]}") for c in CASES]
 )
-def test_a_pack_is_the_formulas(build_model: BuildModel, kind: Any, reference: Any, changes: dict[str, Any]) -> None:
+def test_a_pack_equals_the_formulas(
+    build_model: BuildModel, kind: Any, reference: Any, changes: dict[str, Any]
+) -> None:
     """Outputs and gradients equal those of single samples, for texts of different lengths and padding."""
     config = kind(**{**SIZES, **changes})
     config.validate()
@@ -201,7 +203,7 @@ def test_every_level_of_the_efficient_unet_has_the_published_count() -> None:
         ("imagen_400m_res_1024_doc427m", {}, 427_050_500),
     ],
 )
-def test_the_published_counts(recipe: str, changes: dict[str, Any], count: int) -> None:
+def test_models_have_the_published_parameter_counts(recipe: str, changes: dict[str, Any], count: int) -> None:
     model = replace(built(call_recipe(recipe)).model, **changes)
     assert sum(by_module(model).values()) == count
 

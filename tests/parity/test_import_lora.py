@@ -43,12 +43,12 @@ TARGETS = {
 
 def a_base(case: Case) -> tuple[nn.Module, ModelConfig, RuleBook, dict[str, Tensor]]:
     """Return the model of diffusers with random weights, our config, the rules, and the weights under our names."""
-    theirs = case.module()
-    imported = case.form.read_settings(theirs.config)
+    external = case.module()
+    imported = case.form.read_settings(external.config)
     rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.unmatched}
-    theirs.load_state_dict(rules.to_external(base))
-    return theirs, imported.model, rules, base
+    external.load_state_dict(rules.to_external(base))
+    return external, imported.model, rules, base
 
 
 def imported_from(path: Path, case: Case, model: ModelConfig, rules: RuleBook) -> ImportedAdapters:
@@ -57,11 +57,11 @@ def imported_from(path: Path, case: Case, model: ModelConfig, rules: RuleBook) -
     return read_adapters(path, case.form, model, rules, linears)
 
 
-def with_peft(theirs: nn.Module, name: str, **settings: Any) -> Any:
+def with_peft(external: nn.Module, name: str, **settings: Any) -> Any:
     """Return a model of diffusers with adapters of peft, whose A and B are random."""
     config = {"r": 3, "lora_alpha": 5, "target_modules": TARGETS[name], "init_lora_weights": False, **settings}
     torch.manual_seed(7)
-    return peft.get_peft_model(theirs, peft.LoraConfig(**config))
+    return peft.get_peft_model(external, peft.LoraConfig(**config))
 
 
 def same_prediction(build_model: BuildModel, case: Case, adapters: ImportedAdapters, base: Any, there: Any) -> None:
@@ -77,7 +77,7 @@ def same_prediction(build_model: BuildModel, case: Case, adapters: ImportedAdapt
 
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["plain", "rslora"])
 @pytest.mark.parametrize("name", CASES)
-def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, settings: dict) -> None:
+def test_adapters_of_peft_are_imported(build_model: BuildModel, tmp_path: Path, name: str, settings: dict) -> None:
     """Some layers have another rank or alpha."""
     case, base = CASES[name], a_base(CASES[name])
     patterns = {"rank_pattern": {TARGETS[name][1]: 2}, "alpha_pattern": {TARGETS[name][0]: 9}}
@@ -88,7 +88,7 @@ def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, se
     same_prediction(build_model, case, adapters, base, there.base_model.model)
 
 
-def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildModel, tmp_path: Path) -> None:
+def test_an_adapter_of_only_the_wide_part_of_a_fused_layer_is_imported(build_model: BuildModel, tmp_path: Path) -> None:
     """In single-stream blocks of FLUX, only the MLP has adapters; it is wider than queries, keys and values."""
     case, base = CASES["flux"], a_base(CASES["flux"])
     there = with_peft(base[0], "flux", target_modules=["proj_mlp"])
@@ -99,28 +99,30 @@ def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildMo
 
 
 @pytest.mark.parametrize(("name", "pipeline"), [("flux", FluxPipeline), ("unet", StableDiffusionPipeline)])
-def test_adapters_of_diffusers_pipelines(build_model: BuildModel, tmp_path: Path, name: str, pipeline: Any) -> None:
+def test_adapters_of_diffusers_pipelines_are_imported(
+    build_model: BuildModel, tmp_path: Path, name: str, pipeline: Any
+) -> None:
     """Files of `save_lora_weights` with metadata, and of `save_lora_adapter`, whose names have no prefix."""
     case, base = CASES[name], a_base(CASES[name])
-    theirs, model, rules, _ = base
+    external, model, rules, _ = base
     torch.manual_seed(7)
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS[name], init_lora_weights=False)
-    theirs.add_adapter(config)
-    layers = peft.get_peft_model_state_dict(theirs, adapter_name="default")
+    external.add_adapter(config)
+    layers = peft.get_peft_model_state_dict(external, adapter_name="default")
     words = {f"{case.form.part}_lora_layers": layers, f"{case.form.part}_lora_adapter_metadata": config.to_dict()}
     pipeline.save_lora_weights(tmp_path / "pipeline", **words)
-    theirs.save_lora_adapter(tmp_path / "model")
+    external.save_lora_adapter(tmp_path / "model")
     both = [imported_from(tmp_path / folder, case, model, rules) for folder in ("pipeline", "model")]
     assert_same_bits(both[0].tensors, both[1].tensors)
-    same_prediction(build_model, case, both[0], base, theirs)
+    same_prediction(build_model, case, both[0], base, external)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_our_exports_come_back_to_the_bit(build_model: BuildModel, tmp_path: Path, name: str) -> None:
+def test_exported_adapters_are_imported_bitwise_unchanged(build_model: BuildModel, tmp_path: Path, name: str) -> None:
     """Imports of every file that we write have scale 1 and B multiplied by the scale."""
     case = CASES[name]
-    network, model, theirs, layers = adapted(build_model, case)
-    imported = case.form.read_settings(theirs.config)
+    network, model, external, layers = adapted(build_model, case)
+    imported = case.form.read_settings(external.config)
     rules = case.form.rules(model, parameter_shapes(model), imported.latent_size)
     write_adapter_folder(layers, case.form, model, tmp_path / "lora")
     save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
@@ -133,9 +135,9 @@ def test_our_exports_come_back_to_the_bit(build_model: BuildModel, tmp_path: Pat
         assert_same_bits(dict(sorted(adapters.tensors.items())), dict(sorted(scaled.items())))
 
 
-def kohya(theirs: nn.Module, layers: dict[str, str], alpha: float = 2.0) -> dict[str, Tensor]:
+def kohya(external: nn.Module, layers: dict[str, str], alpha: float = 2.0) -> dict[str, Tensor]:
     """Return tensors as in a file of kohya-ss; `layers` maps names in the file to layers of the model."""
-    weights, tensors = dict(theirs.named_parameters()), {}
+    weights, tensors = dict(external.named_parameters()), {}
     for i, (stem, layer) in enumerate(layers.items()):
         shape, generator = weights[f"{layer}.weight"].shape, torch.Generator().manual_seed(i)
         sides = shape[2:]
@@ -145,21 +147,21 @@ def kohya(theirs: nn.Module, layers: dict[str, str], alpha: float = 2.0) -> dict
     return tensors
 
 
-def test_adapters_of_kohya(build_model: BuildModel, tmp_path: Path) -> None:
+def test_adapters_of_kohya_are_imported(build_model: BuildModel, tmp_path: Path) -> None:
     """Predictions equal those of diffusers with the same file; adapters of the text encoder are skipped and counted."""
     case, base = CASES["unet"], a_base(CASES["unet"])
-    theirs, model, rules, _ = base
+    external, model, rules, _ = base
     block = "down_blocks.0.attentions.1"
     names = [f"{block}.proj_in", f"{block}.transformer_blocks.0.attn1.to_q", f"{block}.transformer_blocks.0.attn2.to_k"]
-    tensors = kohya(theirs, {f"lora_unet_{name.replace('.', '_')}": name for name in names})
+    tensors = kohya(external, {f"lora_unet_{name.replace('.', '_')}": name for name in names})
     save_file(tensors, tmp_path / "unet.safetensors")
     text = {name.replace("lora_unet", "lora_te_text_model"): x.clone() for name, x in tensors.items()}
     save_file({**tensors, **text}, tmp_path / "both.safetensors")
     state, alphas = StableDiffusionPipeline.lora_state_dict(str(tmp_path / "unet.safetensors"))
-    theirs.load_lora_adapter(state, network_alphas=alphas, prefix="unet")
+    external.load_lora_adapter(state, network_alphas=alphas, prefix="unet")
     adapters = imported_from(tmp_path / "both.safetensors", case, model, rules)
     assert any(note.startswith("3 adapters of a text encoder are left out (lora_te") for note in adapters.notes)
-    same_prediction(build_model, case, adapters, base, theirs)
+    same_prediction(build_model, case, adapters, base, external)
 
 
 def test_blocks_of_sdxl_are_numbered_as_kohya_numbers_them() -> None:
@@ -168,9 +170,9 @@ def test_blocks_of_sdxl_are_numbered_as_kohya_numbers_them() -> None:
     model = replace(SIZES["xl"], block_out_channels=[32, 64, 96], transformer_layers=[0, 2, 2], layers_per_block=2)
     model.mid_transformer_layers = 2
     settings, _ = form.write_settings(model, (1, 8, 8))
-    theirs = UNet2DConditionModel.from_config(settings)
+    external = UNet2DConditionModel.from_config(settings)
     layers = [
-        name for name, module in theirs.named_modules() if isinstance(module, nn.Linear) and ".attentions." in name
+        name for name, module in external.named_modules() if isinstance(module, nn.Linear) and ".attentions." in name
     ]
     names = layer_names(form, model, layers)
     numbered = {name: found[0] for name, found in names.items() if "_blocks_" in name and "put_blocks" in name}
@@ -219,10 +221,10 @@ def cut(part: str, axis: int) -> Change:
     ],
     ids=["dora", "loha", "half", "layer", "size", "nan", "unknown", "text", "product", "alpha"],
 )
-def test_what_has_no_counterpart_is_refused(tmp_path: Path, change: Change, message: str) -> None:
-    case, (theirs, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+def test_adapters_without_a_counterpart_are_refused(tmp_path: Path, change: Change, message: str) -> None:
+    case, (external, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
     layer = "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q"
-    save_file(change(kohya(theirs, {f"lora_unet_{layer.replace('.', '_')}": layer})), tmp_path / "x.safetensors")
+    save_file(change(kohya(external, {f"lora_unet_{layer.replace('.', '_')}": layer})), tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match=message):
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
@@ -234,9 +236,9 @@ def test_what_has_no_counterpart_is_refused(tmp_path: Path, change: Change, mess
         ("time_embedding.linear_1", None),
     ],
 )
-def test_a_convolution_of_3_x_3_has_no_adapter_here(tmp_path: Path, layer: str, message: str | None) -> None:
-    case, (theirs, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
-    save_file(kohya(theirs, {f"lora_unet_{layer.replace('.', '_')}": layer}), tmp_path / "x.safetensors")
+def test_adapters_of_3_x_3_convolutions_are_refused(tmp_path: Path, layer: str, message: str | None) -> None:
+    case, (external, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+    save_file(kohya(external, {f"lora_unet_{layer.replace('.', '_')}": layer}), tmp_path / "x.safetensors")
     if message is None:
         assert imported_from(tmp_path / "x.safetensors", case, model, rules).config.targets == ["time.linear_1"]
         return
@@ -244,9 +246,9 @@ def test_a_convolution_of_3_x_3_has_no_adapter_here(tmp_path: Path, layer: str, 
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
 
-def test_settings_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    case, (theirs, model, rules, _) = CASES["pixart"], a_base(CASES["pixart"])
-    with_peft(theirs, "pixart").save_pretrained(tmp_path)
+def test_settings_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    case, (external, model, rules, _) = CASES["pixart"], a_base(CASES["pixart"])
+    with_peft(external, "pixart").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     for change, message in (
         ({"lora_alpha": "5"}, "alpha='5'"),

@@ -21,7 +21,7 @@ SAMPLES = [Sample((1, 4, 4), 3), Sample((1, 2, 5), None), Sample((1, 1, 3), 0), 
     ],
     ids=lambda changes: ",".join(f"{k}={v}" for k, v in changes.items()),
 )
-def test_experts_are_the_formulas(build_model: BuildModel, changes: dict):
+def test_experts_equal_the_formulas(build_model: BuildModel, changes: dict):
     """Compare a ragged, padded pack in our model with single samples in the float64 reference, with the balancing loss.
 
     Both backward passes start from sum(cotangent * output); our model adds the balancing loss internally.

@@ -340,7 +340,7 @@ def generator_of(run: Path, build_model: BuildModel) -> Generator:
     return Generator(config, metadata, load(build_model(config.model), read_full_weights(folder, "weight")), 0)
 
 
-def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Tensor]:
+def draw_samples(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Return the noise for a scheduler, `[N, C, t, h, w]`, and our pictures in [0, 1], `[N, 3, T, H, W]`."""
     if case.encoders is None:
         given: Mapping[str, Any] = {"label": [2, 0]}
@@ -377,7 +377,7 @@ def page_call(code: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_pipeline_draws_what_our_sampler_draws(
+def test_the_pipeline_draws_the_samples_of_the_sampler(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Run the code of the README in the folder, with the same noise, texts and guidance."""
@@ -385,9 +385,9 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     run = a_run(tmp_path, case)
     assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
     generator = generator_of(run, build_model)
-    noise, expected = ours(generator, case)
+    noise, expected = draw_samples(generator, case)
     if case.guidance != 1:
-        _, unguided = ours(generator, case, guidance_scale=1.0)
+        _, unguided = draw_samples(generator, case, guidance_scale=1.0)
         assert relative_error(unguided, expected) > 30 * RTOL  # otherwise wrong guidance would pass
     drawn = drawn_by_pipeline(folder, case, noise, monkeypatch)
     assert drawn.shape == expected.shape
@@ -501,7 +501,7 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
         *("null of klein", "plain prompt", "compression"),
     ],
 )
-def test_a_run_whose_pipeline_would_draw_something_else_is_refused(
+def test_a_run_whose_pipeline_would_draw_other_samples_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, case: Case, said: str
 ) -> None:
     assert re.search(said, refused(tmp_path, case, capsys))
@@ -523,7 +523,7 @@ def test_a_part_that_has_moved_is_named_with_its_option(
 
 
 @pytest.mark.parametrize(("shift", "steps"), [(1.0, 1), (1.0, 2), (3.0, 1), (3.0, 4), (5.0, 50), (0.5, 10), (12.0, 30)])
-def test_a_scheduler_without_noise_levels_takes_our_steps(shift: float, steps: int) -> None:
+def test_a_scheduler_without_noise_levels_gets_the_sampling_steps(shift: float, steps: int) -> None:
     """`WanPipeline` passes only the number of steps, and by default the last noise level would be 1/1000."""
     assert "sigmas" not in signature(WanPipeline.__call__).parameters
     objective = FlowMatching(time_shift=shift)

@@ -103,9 +103,9 @@ NAMED: dict[str, tuple[Any, int, float]] = {
 @pytest.mark.usefixtures("one_rank_world")
 @pytest.mark.parametrize("name", NAMED)
 def test_named_sizes_have_their_parameters(name: str) -> None:
-    config, ours, published = NAMED[name]
-    assert count_parameters(config) == ours
-    assert ours == pytest.approx(published, rel=0.01)
+    config, actual, published = NAMED[name]
+    assert count_parameters(config) == actual
+    assert actual == pytest.approx(published, rel=0.01)
 
 
 def test_ec_dit_has_the_operations_of_its_dense_form() -> None:
@@ -140,7 +140,7 @@ PACKS = {"dense": DENSE, "mixed": MIXED, "no_text": [Sample((1, 2, 2))]}
 
 @pytest.mark.parametrize("samples", PACKS)
 @pytest.mark.parametrize("name", COUNTED)
-def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: str) -> None:
+def test_flops_equal_those_of_torch(build_model: BuildModel, name: str, samples: str) -> None:
     """Counts are exact; the training count excludes gradients of the inputs, which are not needed."""
     backbone, changes = COUNTED[name]
     config = replace(BASES[backbone], **changes)

@@ -121,12 +121,12 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_samples(
     (out * cotangent)[batch.layout.valid_T].sum().backward()
     exact_gradients = weights.reference_gradients(model, reference, model_config.num_attention_heads)
     for parameter_name, parameter in model.named_parameters():
-        ours = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert relative_error(ours, exact_gradients[parameter_name]) <= RTOL, parameter_name
+        actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert relative_error(actual, exact_gradients[parameter_name]) <= RTOL, parameter_name
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_sample_of_a_pack_is_the_sample_alone(build_model: BuildModel, name: str) -> None:
+def test_a_sample_of_a_pack_equals_a_pack_of_one_sample(build_model: BuildModel, name: str) -> None:
     model_config = config(num_layers=4, routing=CASES[name])
     model, batch = build_model(model_config, perturb=0.1), routed_pack(model_config)
     inputs, time, _ = drawn(batch)
@@ -200,7 +200,7 @@ def test_every_noise_level_of_a_sample_keeps_its_share() -> None:
     assert (shorter.levels.layout.lengths, shorter.levels.numbers) == ((1, 4, 3), (-1, 0, 0))
 
 
-def test_every_step_of_training_draws_other_tokens(build_model: BuildModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_training_step_draws_different_tokens(build_model: BuildModel, monkeypatch: pytest.MonkeyPatch) -> None:
     model_config = config(num_layers=4, routing=TREAD)
     model, keys = build_model(model_config), []
     forward = model.forward

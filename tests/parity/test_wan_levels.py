@@ -31,7 +31,7 @@ TI2V_5B = {
 }
 
 
-def test_a_time_per_token_is_that_of_diffusers(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
+def test_times_per_token_equal_those_of_diffusers(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
     """Compare a padded pack with one call per clip: clean first frame, one level, or one level per frame."""
     config = config_of("wan")
     network = build_model(config)
@@ -80,7 +80,7 @@ def test_a_time_per_token_is_that_of_diffusers(build_model: BuildModel, one_rank
     assert {name: error for name, error in errors.items() if not error <= GRADIENT_RTOL} == {}
 
 
-def test_the_settings_of_ti2v_5b_are_those_published() -> None:
+def test_the_settings_of_ti2v_5b_equal_the_published_settings() -> None:
     """Names and shapes of all weights, and their total; the recipe trains this model."""
     form = DiffusersWan()
     imported = form.read_settings(TI2V_5B)

@@ -84,7 +84,7 @@ def reference_names(name: str) -> list[str]:
     return [f"{prefix}{_DIRECT[module]}.{kind}"]
 
 
-def split_ours(name: str, x: Tensor, heads: int) -> list[Tensor]:
+def split_parameter(name: str, x: Tensor, heads: int) -> list[Tensor]:
     """Split one of our tensors into reference tensors; rows of a fused qkv: q, k, v of head 0, of head 1, ..."""
     if "linear_qkv" in name:
         return [part.flatten(0, 1) for part in x.unflatten(0, (heads, 3, -1)).unbind(1)]
@@ -93,8 +93,8 @@ def split_ours(name: str, x: Tensor, heads: int) -> list[Tensor]:
     return [x]
 
 
-def join_theirs(name: str, parts: list[Tensor], heads: int) -> Tensor:
-    """Undo `split_ours`."""
+def join_parameters(name: str, parts: list[Tensor], heads: int) -> Tensor:
+    """Undo `split_parameter`."""
     if "linear_qkv" in name:
         return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 2)
     if name == "conditioner.label.weight":
@@ -105,19 +105,21 @@ def join_theirs(name: str, parts: list[Tensor], heads: int) -> Tensor:
 @torch.no_grad()
 def copy_weights(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
     """Copy our weights into the reference; every parameter of both sides must occur exactly once."""
-    theirs = dict(reference.named_parameters())
+    reference_parameters = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
-        for target, part in zip(reference_names(name), split_ours(name, parameter, heads), strict=True):
-            tensor = theirs.pop(target)
+        for target, part in zip(reference_names(name), split_parameter(name, parameter, heads), strict=True):
+            tensor = reference_parameters.pop(target)
             assert tensor.shape == part.shape, (name, target)
             tensor.copy_(part)
-    assert not theirs, f"parameters of the reference that ours lacks: {sorted(theirs)}"
+    assert not reference_parameters, (
+        f"parameters of the reference that this model lacks: {sorted(reference_parameters)}"
+    )
 
 
 def reference_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> dict[str, Tensor]:
     """Return the reference's gradients under our names and in our shapes; zeros where it has none."""
     grads = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in reference.named_parameters()}
     return {
-        name: join_theirs(name, [grads[target] for target in reference_names(name)], heads)
+        name: join_parameters(name, [grads[target] for target in reference_names(name)], heads)
         for name, _ in model.named_parameters()
     }

@@ -53,7 +53,7 @@ def ranks(cluster: Cluster) -> list[psutil.Process]:
     return [process for process in cluster.processes() if "LOCAL_RANK" in process.environ()]
 
 
-def test_a_preempted_job_of_two_nodes_is_requeued_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_preempted_job_of_two_nodes_is_requeued_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
     """Slurm signals the job's steps as it does before the time limit; no training step is lost or repeated."""
     run_dir = tmp_path / "run"
     number = sbatch(cluster, tmp_path, *words(run_dir))

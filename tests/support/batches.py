@@ -76,8 +76,8 @@ def pack(
         labels = torch.tensor([condition.num_classes if s.label is None else s.label for s in samples])
         conditions |= {"label": per_sample(labels)}
     if (size := pooled_size(config)) is not None:
-        given = [sample.pooled(size) for sample in samples]
-        vectors = torch.stack([torch.full((size,), 1e3) if x is None else x for x in given])
+        pooled_texts = [sample.pooled(size) for sample in samples]
+        vectors = torch.stack([torch.full((size,), 1e3) if x is None else x for x in pooled_texts])
         conditions |= {"pooled": per_sample(vectors, dropped)}
     return PackedBatch(
         latents_TC=torch.zeros(layout.total_tokens, config.token_channels),

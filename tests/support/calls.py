@@ -50,11 +50,11 @@ def _selects_by_mask(name: str, args: Any) -> bool:
 @contextmanager
 def copies_to_host() -> Iterator[Counter[str]]:
     """Count calls of the methods that copy a tensor to the host, by name; on CPU these call no operator."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
 
     def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
+            counts[name] += 1
             return method(self, *args, **kwargs)
 
         return call
@@ -63,7 +63,7 @@ def copies_to_host() -> Iterator[Counter[str]]:
     for name, method in originals.items():
         setattr(Tensor, name, counted(name, method))
     try:
-        yield found
+        yield counts
     finally:
         for name, method in originals.items():
             setattr(Tensor, name, method)

@@ -135,7 +135,7 @@ def no_room_for_logs(limit: int) -> Iterator[None]:
 def flushes_counted(run_dir: Path, out: Path) -> Iterator[None]:
     """Record the flushed bytes and the size of `metrics.jsonl` when each checkpoint is published."""
     metrics, fsync, publish = run_dir / "metrics.jsonl", os.fsync, CheckpointStore.publish
-    flushed, found = [0], []
+    flushed, sizes = [0], []
 
     def noted_fsync(descriptor: int) -> None:
         fsync(descriptor)
@@ -143,8 +143,8 @@ def flushes_counted(run_dir: Path, out: Path) -> Iterator[None]:
             flushed.append(os.fstat(descriptor).st_size)
 
     def noted_publish(self: CheckpointStore, *args: Any) -> Any:
-        found.append((flushed[-1], metrics.stat().st_size))
-        out.write_text(json.dumps(found))
+        sizes.append((flushed[-1], metrics.stat().st_size))
+        out.write_text(json.dumps(sizes))
         return publish(self, *args)
 
     with mock.patch("os.fsync", noted_fsync), mock.patch.object(CheckpointStore, "publish", noted_publish):
@@ -296,11 +296,11 @@ def resaved(folder: Path) -> Iterator[None]:
     original = Checkpointer.resume
 
     def resume(self: Checkpointer, state: Any, mode: str) -> bool:
-        found = original(self, state, mode)
-        assert found
+        is_resumed = original(self, state, mode)
+        assert is_resumed
         folder.mkdir(exist_ok=True)
         sharded_state.save_state(folder, state.shards, state.ema, state.optimizer, state.groups)
-        return found
+        return is_resumed
 
     with mock.patch.object(Checkpointer, "resume", resume):
         yield

@@ -54,9 +54,9 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
     (folder / "jobs.pkl").write_bytes(pickle.dumps([(name, job, free_port()) for name, job in jobs.items()]))
     count = max(job.ranks for job in jobs.values())
     run_ranks(_work, count, folder, timeout_s=timeout_s)
-    found = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in range(count)]
+    outputs = [pickle.loads((folder / f"results_{rank}.pkl").read_bytes()) for rank in range(count)]
     return {
-        name: found[0][name] if job.ranks == 1 else [results[name] for results in found[: job.ranks]]
+        name: outputs[0][name] if job.ranks == 1 else [results[name] for results in outputs[: job.ranks]]
         for name, job in jobs.items()
     }
 

@@ -16,9 +16,9 @@ from dit.verify.compare import SUM_RTOL, compare_training
 RTOL = 1e-5
 
 
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Return |ours - exact| / |exact| in the Euclidean norm."""
-    return float((ours.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Return |actual - exact| / |exact| in the Euclidean norm."""
+    return float((actual.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp(min=1e-12))
 
 
 def assert_equal_training(one: dict, many: dict) -> None:
@@ -27,9 +27,9 @@ def assert_equal_training(one: dict, many: dict) -> None:
     assert not differences, "\n".join(differences)  # pytest explains asserts only in test files
     expected = part_norms(one["gradients"])
     for result in (one, many):
-        found = result["part_norms"]
-        assert found.keys() == expected.keys(), (found, expected)
-        wrong = {p: (found[p], norm) for p, norm in expected.items() if abs(found[p] - norm) > SUM_RTOL * norm}
+        norms = result["part_norms"]
+        assert norms.keys() == expected.keys(), (norms, expected)
+        wrong = {p: (norms[p], norm) for p, norm in expected.items() if abs(norms[p] - norm) > SUM_RTOL * norm}
         assert not wrong, f"gradient norms of parts, measured and expected: {wrong}"
 
 
@@ -51,27 +51,27 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self.made: dict[int, StorageWeakRef] = {}
+        self.allocations: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass, tree_leaves((args, kwargs)))):
             return NotImplemented  # a DTensor has no memory; operations on its shard are dispatched separately
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        inputs = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         # Tensors on the meta device have a size but no memory.
-        made = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not x.is_meta]
-        made = [storage for storage in made if storage._cdata not in given]
-        for storage in made:
+        allocations = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor) and not x.is_meta]
+        allocations = [storage for storage in allocations if storage._cdata not in inputs]
+        for storage in allocations:
             ref = StorageWeakRef(storage)
-            self.made[ref.cdata] = ref
-        if made:
+            self.allocations[ref.cdata] = ref
+        if allocations:
             self.peak = max(self.peak, self.total())
         return out
 
     def total(self) -> int:
         # Look up each storage once: another thread (gloo's, autograd's) may free one between two lookups.
-        storages = {cdata: torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self.made}
+        storages = {cdata: torch.UntypedStorage._new_with_weak_ptr(cdata) for cdata in self.allocations}
         alive = {cdata: storage for cdata, storage in storages.items() if storage is not None}
-        self.made = {cdata: self.made[cdata] for cdata in alive}
+        self.allocations = {cdata: self.allocations[cdata] for cdata in alive}
         # FSDP frees a storage by resizing it to 0 bytes.
         return sum(storage.nbytes() for storage in alive.values())

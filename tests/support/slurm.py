@@ -57,14 +57,14 @@ def directives(flags: Sequence[str] = ()) -> dict[str, str]:
     return dict(lines) | dict(flag.removeprefix("--").split("=", 1) for flag in flags)
 
 
-def environment(asked: Mapping[str, str], restarts: int) -> dict[str, str]:
+def environment(options: Mapping[str, str], restarts: int) -> dict[str, str]:
     """Return the variables that Slurm sets for a job with these directives."""
     return {
         "SLURM_JOB_ID": str(JOB_ID),
-        "SLURM_NNODES": asked["nodes"],
-        "SLURM_JOB_NODELIST": f"node[1-{asked['nodes']}]",
-        "SLURM_GPUS_ON_NODE": asked["gpus-per-node"],
-        "SLURM_CPUS_PER_TASK": asked["cpus-per-task"],
+        "SLURM_NNODES": options["nodes"],
+        "SLURM_JOB_NODELIST": f"node[1-{options['nodes']}]",
+        "SLURM_GPUS_ON_NODE": options["gpus-per-node"],
+        "SLURM_CPUS_PER_TASK": options["cpus-per-task"],
         "SLURM_RESTART_COUNT": str(restarts),
     }
 

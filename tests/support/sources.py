@@ -14,7 +14,7 @@ class Watched:
     """Synthetic samples, with faults and observations for tests.
 
     Args:
-        made: file that gets a byte for each sample.
+        sample_log: file that gets a byte for each sample.
         fails_at: number of the sample that raises an error instead.
         seconds: delay of each sample.
         collects: collect garbage before each sample.
@@ -23,7 +23,7 @@ class Watched:
     def __init__(
         self,
         spec: BatchSpec,
-        made: Optional[Path] = None,
+        sample_log: Optional[Path] = None,
         *,
         fails_at: Optional[int] = None,
         seconds: float = 0.0,
@@ -32,13 +32,13 @@ class Watched:
     ) -> None:
         data = MockData(**{"shapes": ["1x4x4", "2x6x4"], **settings})
         self.inner = MockSource(data, spec, seed=1, split="train", stream=0, num_streams=1)
-        self.made, self.fails_at, self.seconds, self.collects = made, fails_at, seconds, collects
+        self.sample_log, self.fails_at, self.seconds, self.collects = sample_log, fails_at, seconds, collects
         self.count = 0
 
     def next(self) -> StreamItem:
         self.count += 1
-        if self.made is not None:
-            with self.made.open("ab") as file:
+        if self.sample_log is not None:
+            with self.sample_log.open("ab") as file:
                 file.write(b".")
         if self.count == self.fails_at:
             raise ZeroDivisionError("here")

@@ -70,12 +70,12 @@ def settled(quiet_s: float = 2.0, timeout_s: float = 30.0) -> Usage:
     """Return the usage after the numbers of threads, files and children have been constant for a while."""
     deadline, seen, since = time.monotonic() + timeout_s, (-1, -1, -1), 0.0
     while True:
-        found = usage()
-        numbers = found.num_threads, len(found.files), len(found.children)
+        current = usage()
+        numbers = current.num_threads, len(current.files), len(current.children)
         if numbers != seen:
             seen, since = numbers, time.monotonic()
         if time.monotonic() > min(since + quiet_s, deadline):
-            return found
+            return current
         time.sleep(0.2)
 
 

@@ -110,7 +110,7 @@ def test_the_gradient_of_per_token_is_that_of_indexing(layout, longer, selected,
 
 @given(layouts)
 @settings(max_examples=60, deadline=None)
-def test_padding_is_inserted_as_zeros_and_taken_out_again(layout):
+def test_padding_is_inserted_as_zeros_and_removed(layout):
     x_R = torch.randn(layout.valid_tokens, 2, requires_grad=True)
     x_T = layout.insert_padding(x_R)
     assert torch.equal(x_T[layout.valid_T], x_R)
@@ -181,7 +181,7 @@ def test_dense_is_a_view_of_equal_samples():
 
 
 @pytest.mark.parametrize(("multiple_of", "total"), [(1, 8), (4, 8), (4, 12)])
-def test_dense_leaves_padding_out(multiple_of: int, total: int):
+def test_a_dense_view_omits_padding(multiple_of: int, total: int):
     batch = make_batch([(1, 1, 3), (1, 1, 3)])
     padded = replace(batch, layout=SequenceLayout.from_lengths([3, 3], multiple_of=multiple_of, total_tokens=total))
     padded.latents_TC = padded.layout.insert_padding(batch.latents_TC)
@@ -226,7 +226,7 @@ def test_dense_refuses_mixed_shapes_and_parts_of_samples():
         ),
     ],
 )
-def test_validate_names_the_part_that_is_wrong(change, message):
+def test_validate_names_the_wrong_part(change, message):
     batch = make_batch([(1, 2, 2), (1, 2, 3)], conditions=Conditions(label=per_sample(torch.tensor([0, 9]))))
     wanted = [replace(LABEL, num_classes=10)]
     assert batch.validate(wanted) is batch

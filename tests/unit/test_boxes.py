@@ -26,7 +26,7 @@ def elements(box, shape):
 
 
 @given(ranges())
-def test_boxes_are_the_range_in_its_order(drawn):
+def test_boxes_cover_the_range_in_order(drawn):
     shape, start, stop = drawn
     boxes = list(boxes_of_range(shape, start, stop))
     assert [i for box in boxes for i in elements(box, shape)] == list(range(start, stop))
@@ -47,7 +47,7 @@ def test_complete_rows_are_one_box():
 
 
 @given(ranges(), st.data())
-def test_overlap_is_what_is_in_both(drawn, data):
+def test_the_overlap_is_the_intersection(drawn, data):
     shape, start, stop = drawn
     cut = data.draw(st.integers(0, math.prod(shape)))
     for a in boxes_of_range(shape, start, stop):
@@ -58,14 +58,14 @@ def test_overlap_is_what_is_in_both(drawn, data):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shares_of_copies_are_equal_and_make_up_the_range(count):
+def test_shares_of_replicas_are_equal_and_cover_the_range(count):
     part = Part((10, 4), (5, 4), (5, 0), start=3, stop=18)
     shares = [part.share(i, count) for i in range(count)]
     assert [i for share in shares for i in range(share.start, share.stop)] == list(range(3, 18))
     assert max(s.stop - s.start for s in shares) - min(s.stop - s.start for s in shares) <= 1
 
 
-def test_views_lie_where_the_part_lies_and_share_its_memory():
+def test_views_have_the_position_of_the_part_and_share_its_memory():
     """A tensor is split in two along its second dimension; this rank has elements 3 to 9 of the right half."""
     full = torch.arange(24.0).view(4, 6)
     local = full[:, 3:].contiguous()

@@ -54,7 +54,7 @@ def clips(count: int = 6) -> list[Clip]:
     return [source.sample(i) for i in range(count)]
 
 
-def made() -> PackedBatch:
+def make_batch() -> PackedBatch:
     return collate(clips(), SPEC).validate(WANTED, patch_volume=SPEC.patch_volume)
 
 
@@ -71,9 +71,9 @@ def assert_same(some: Conditions, others: Conditions) -> None:
 
 
 @pytest.mark.parametrize("condition", WANTED, ids=NAMES)
-def test_packed_is_alone(condition: Condition) -> None:
+def test_a_packed_sample_equals_a_pack_of_one_sample(condition: Condition) -> None:
     """A sample has the same values in a pack as in a pack of one sample."""
-    together, parts = made(), clips()
+    together, parts = make_batch(), clips()
     packed = together.conditions[condition.name]
     for i, clip in enumerate(parts):
         alone = collate([clip], replace(SPEC, multiple_of=1)).conditions[condition.name].values
@@ -91,9 +91,9 @@ def test_packed_is_alone(condition: Condition) -> None:
 
 
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
-def test_what_two_ranks_cut_is_together_the_uncut(split: str) -> None:
+def test_shards_of_two_ranks_equal_the_unsharded_values(split: str) -> None:
     """Values per token are split over the ranks like the latents; all other values are on both ranks."""
-    source = made()
+    source = make_batch()
     rows = context_partition(source.layout, 2, split)
     back = {name: torch.full_like(source.conditions[name].values, 1e9) for name in NAMES}
     for rank in range(2):
@@ -125,16 +125,16 @@ def nulled(condition: Condition, batch: PackedBatch, dropped_S: Tensor) -> tuple
     return values, None
 
 
-def test_each_is_dropped_where_the_draw_of_its_group_lies_below_its_share() -> None:
-    batch, asked = made(), []
+def test_conditions_are_dropped_if_the_draw_of_their_group_is_below_their_share() -> None:
+    batch, purposes = make_batch(), []
     draws = {"drop conditions": torch.tensor([0.1, 0.39, 0.4, 0.5, 0.8, 0.2]), "drop control": torch.rand(6)}
 
     def draw(purpose: str) -> Tensor:
-        asked.append(purpose)
+        purposes.append(purpose)
         return draws[purpose]
 
     found = batch.conditions.drop(WANTED, draw, batch.layout)
-    assert sorted(asked) == ["drop conditions", "drop control"]
+    assert sorted(purposes) == ["drop conditions", "drop control"]
     for condition in WANTED:
         entry = found[condition.name]
         if condition.dropout is None:
@@ -147,8 +147,8 @@ def test_each_is_dropped_where_the_draw_of_its_group_lies_below_its_share() -> N
     assert torch.equal(again["context"].dropped_S, torch.tensor([True, True, False, False, True, True]))
 
 
-def test_unconditional_is_dropped_everywhere_and_drops_nothing_else() -> None:
-    batch = made()
+def test_the_unconditional_batch_drops_all_droppable_conditions_only() -> None:
+    batch = make_batch()
     always = [replace(c, dropout=None if c.dropout is None else 1.0) for c in WANTED]
     everywhere = batch.conditions.drop(always, lambda purpose: torch.rand(6), batch.layout)
     assert_same(batch.conditions.unconditional(WANTED, batch.layout), everywhere)
@@ -157,7 +157,7 @@ def test_unconditional_is_dropped_everywhere_and_drops_nothing_else() -> None:
 
 
 def test_a_pair_is_the_conditional_and_the_unconditional_half() -> None:
-    batch = made()
+    batch = make_batch()
     bare = without_conditions(batch, SPEC)
     pair = join(batch, bare).validate(replace_classes(11), patch_volume=SPEC.patch_volume)
     for half, (where, full) in enumerate(((0, batch), (1, bare))):
@@ -176,7 +176,7 @@ def replace_classes(count: int) -> list[Condition]:
 
 
 def test_moving_moves_values_flags_and_layouts() -> None:
-    moved = without_conditions(made(), SPEC).to("meta").conditions
+    moved = without_conditions(make_batch(), SPEC).to("meta").conditions
     assert {entry.values.device.type for entry in moved.values()} == {"meta"}
     assert moved["pooled"].dropped_S.device.type == moved["context_2"].layout.device.type == "meta"
 
@@ -192,8 +192,8 @@ def test_moving_moves_values_flags_and_layouts() -> None:
         ("label", lambda x: x + 10, r"has label 1.; the model has the classes 0 to 9"),
     ],
 )
-def test_what_does_not_fit_the_model_is_named(name: str, change, words: str) -> None:
-    batch = made()
+def test_conditions_that_do_not_fit_the_model_are_named(name: str, change, words: str) -> None:
+    batch = make_batch()
     if change is None:
         batch.conditions = batch.conditions.without(name)
     else:
@@ -203,7 +203,7 @@ def test_what_does_not_fit_the_model_is_named(name: str, change, words: str) -> 
 
 
 def test_another_axis_is_named_and_a_default_may_be_missing() -> None:
-    batch = made()
+    batch = make_batch()
     batch.conditions = batch.conditions.without("fps")
     batch.validate(WANTED, patch_volume=SPEC.patch_volume)
     batch.conditions |= {"pooled": per_latent_token(torch.zeros(batch.layout.total_tokens, 4))}
@@ -211,7 +211,7 @@ def test_another_axis_is_named_and_a_default_may_be_missing() -> None:
         batch.validate(WANTED, patch_volume=SPEC.patch_volume)
 
 
-def test_what_is_given_for_drawing_is_checked_and_the_rest_is_its_null() -> None:
+def test_sampling_checks_requested_conditions_and_uses_null_values_for_others() -> None:
     batch = empty_pack(SPEC, (1, 4, 4), 2, torch.device("cpu"), {"label": [3, 4]})
     batch.validate(without_texts(), patch_volume=SPEC.patch_volume)
     models_own = {
@@ -268,7 +268,7 @@ def test_negatives_replace_the_null() -> None:
         without_conditions(bare, SPEC, away)
 
 
-def test_shards_give_every_condition_and_what_is_missing_or_unused_is_named(tmp_path: Path) -> None:
+def test_shards_have_every_condition_and_missing_or_unused_ones_are_named(tmp_path: Path) -> None:
     """Arrays are read from parts, numbers from metadata keys; arrays without a time axis are one frame."""
     rng, samples = np.random.default_rng(0), []
     shapes = {
@@ -314,12 +314,12 @@ def test_shards_give_every_condition_and_what_is_missing_or_unused_is_named(tmp_
     assert match_conditions([sized(POOLED)], None) == []
 
 
-def test_texts_of_two_encoders_lie_side_by_side() -> None:
+def test_texts_of_two_encoders_are_dropped_together() -> None:
     """Each text has its own lengths and layout, and both are dropped together."""
-    first, second = (made().conditions[name] for name in ("context", "context_2"))
+    first, second = (make_batch().conditions[name] for name in ("context", "context_2"))
     assert first.layout.lengths != second.layout.lengths
     half = torch.tensor([0.1, 0.9] * 3)
-    batch = made()
+    batch = make_batch()
     found = batch.conditions.drop(WANTED, lambda purpose: half, batch.layout)
     flags = [found[name].dropped_S.tolist() for name in ("context", "context_2", "pooled")]
     assert flags == [[True, False] * 3] * 3
@@ -350,7 +350,7 @@ def test_texts_that_are_shorter_than_the_empty_text_are_refused_with_both() -> N
     assert ":padded" in fault
 
 
-def test_samples_and_guidance_ask_for_the_embedding_of_the_empty_text() -> None:
+def test_sampling_and_guidance_need_the_embedding_of_the_empty_text() -> None:
     spec = replace(SPEC, conditions=(replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5),))
     with pytest.raises(ConfigError, match="null of context is the embedding of the empty text"):
         empty_pack(spec, (1, 4, 4), 1, torch.device("cpu"))
@@ -364,7 +364,7 @@ def test_samples_and_guidance_ask_for_the_embedding_of_the_empty_text() -> None:
 OPTIONAL = replace(CONTEXT_2, shape=(5,), default=0.0, dropout=0.0)
 
 
-def test_an_optional_text_has_no_token_where_a_sample_stores_none() -> None:
+def test_a_missing_optional_text_has_no_token() -> None:
     """Training does not drop its tokens, so that their number does not depend on a draw; guidance removes them."""
     spec = replace(SPEC, conditions=(OPTIONAL,))
     data = MockData(shapes=["1x4x4"], text_tokens=5)

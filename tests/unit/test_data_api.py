@@ -7,7 +7,7 @@ from dit.errors import ConfigError, DataError
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 8])
-def test_streams_go_to_any_number_of_replicas(dp_size: int) -> None:
+def test_streams_are_distributed_over_any_number_of_replicas(dp_size: int) -> None:
     states = [{"format": 1, "streams": streams} for streams in ({0: "a", 2: "c"}, {}, {1: "b"})]
     for dp_rank in range(dp_size):
         state = merge_states(states, dp_rank=dp_rank, dp_size=dp_size)

@@ -27,7 +27,7 @@ from dit.terminal import printable
 from launch import train
 
 
-def test_long_words_alone_are_shortened():
+def test_only_long_words_are_shortened():
     long, path = "9" * 10_000, "/" + "d" * (LONGEST_WORD - 2)
     assert on_a_screen(f"{path} is missing\nsee it") == f"{path} is missing\nsee it"
     shown = on_a_screen(f"x={long} must be 1")
@@ -35,7 +35,7 @@ def test_long_words_alone_are_shortened():
     assert len(shown) < LONGEST_WORD
 
 
-def test_of_a_long_message_the_ends_are_left():
+def test_a_long_message_keeps_its_ends():
     shown = on_a_screen("the folder " + "x " * 5000 + "; restore it")
     assert shown.startswith("the folder x")
     assert shown.endswith("x ; restore it")
@@ -63,7 +63,7 @@ def raised(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize("number", DISK_ERRORS)
-def test_a_full_or_read_only_disk_is_one_line_with_the_file_and_the_cure(
+def test_a_full_or_read_only_disk_is_reported_in_one_line_with_the_file_and_the_cure(
     capsys: pytest.CaptureFixture[str], number: int
 ):
     assert raised(OSError(number, os.strerror(number), "data/mine")) == EXIT_CONFIG
@@ -72,7 +72,7 @@ def test_a_full_or_read_only_disk_is_one_line_with_the_file_and_the_cure(
     assert capsys.readouterr().err == f"error: {os.strerror(number)}; {DISK_ERRORS[number]}\n"
 
 
-def test_ctrl_c_is_one_word_and_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]):
+def test_ctrl_c_prints_one_word_and_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]):
     assert raised(KeyboardInterrupt()) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
     for error in (OSError(errno.EBADF, "not allowed \x1b[2J"), KeyError("not allowed"), RuntimeError("\x1b]0;a\x07")):
@@ -83,7 +83,7 @@ def test_ctrl_c_is_one_word_and_other_errors_keep_their_traceback(capsys: pytest
         assert "\x1b" not in printed
 
 
-def test_the_report_of_torchrun_has_no_orders_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_report_of_torchrun_has_no_control_characters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     name_root_cause("unexpected error KeyError: '\x1b[2J'")
@@ -117,14 +117,14 @@ def ended(command: tuple[str, ...], output: IO[bytes]) -> "subprocess.CompletedP
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_full_disk_at_the_end_of_the_output_is_one_line(command: tuple[str, ...]):
+def test_a_full_disk_at_the_end_of_the_output_is_reported_in_one_line(command: tuple[str, ...]):
     with open("/dev/full", "wb") as full:
         process = ended(command, full)
     assert process.stderr == f"error: {os.strerror(errno.ENOSPC)}; {DISK_ERRORS[errno.ENOSPC]}\n"
     assert process.returncode == EXIT_CONFIG
 
 
-def test_a_full_disk_of_the_written_configuration_is_one_line(
+def test_a_full_disk_during_a_configuration_write_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     def write(task: object, path: str) -> None:

@@ -76,7 +76,7 @@ def skies(install: Callable[..., None], tmp_path: Path) -> Iterator[None]:
     sys.modules.pop("skies", None)
 
 
-def test_a_clone_is_read_and_not_its_installed_copy(install: Callable[..., None]):
+def test_a_clone_takes_precedence_over_its_installed_copy(install: Callable[..., None]):
     """The installed copy may be an older revision."""
     install("megatron-dit", metrics="old = dit.errors:ConfigError")
     assert {"letters", "letter_edits", "pictograms", "avatars"} == extensions.registered("metrics").keys()
@@ -105,7 +105,7 @@ def test_names_of_a_package_are_those_of_the_commands(skies: None, capsys: pytes
     assert "mine" not in recipes_page.page()
 
 
-def test_what_cannot_be_imported_is_left_out_with_a_warning(
+def test_extensions_that_cannot_be_imported_are_omitted_with_a_warning(
     install: Callable[..., None], caplog: pytest.LogCaptureFixture
 ):
     install("broken", metrics="a = not_there:X\nb = dit.errors:NotThere", recipes="c = not_there.recipes")
@@ -119,7 +119,7 @@ def test_what_cannot_be_imported_is_left_out_with_a_warning(
     ]
 
 
-def test_a_package_that_raises_any_error_is_left_out_of_the_recipes(
+def test_a_package_that_raises_an_error_is_omitted_from_the_recipes(
     install: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / "broken_parent").mkdir()
@@ -142,7 +142,7 @@ def test_a_pyproject_of_another_project_is_not_read(
     assert extensions.registered("metrics")["mark"] == "dit.errors:ConfigError"
 
 
-def test_one_name_for_two_things_is_refused(install: Callable[..., None], tmp_path: Path):
+def test_a_duplicate_name_is_refused(install: Callable[..., None], tmp_path: Path):
     install("taken", metrics="loss = dit.errors:ConfigError", features="letters = dit.errors:ConfigError")
     with pytest.raises(ConfigError, match=r"dit\.errors:ConfigError is registered as 'loss' of metrics"):
         evaluate.metrics()

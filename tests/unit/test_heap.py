@@ -25,7 +25,7 @@ print(faults(10))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
-def test_freed_pages_are_not_faulted_in_again():
+def test_freed_pages_are_reused_without_page_faults():
     """Allocate and free 20 MiB ten times: without the setting, every allocation causes page faults."""
     counts = [
         int(subprocess.run([sys.executable, "-c", PROGRAM.format(kept=kept)], capture_output=True, check=True).stdout)
@@ -36,5 +36,5 @@ def test_freed_pages_are_not_faulted_in_again():
 
 
 @pytest.mark.parametrize("name", heap.VARIABLES)
-def test_what_the_user_has_set_is_kept(name: str):
+def test_settings_of_the_user_are_kept(name: str):
     assert not heap.keep_freed_memory({name: "1"})

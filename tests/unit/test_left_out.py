@@ -18,7 +18,7 @@ def test_quick():
 """
 
 
-def test_the_number_is_said_also_where_workers_collect(tmp_path):
+def test_the_number_of_skipped_tests_is_printed_with_xdist(tmp_path):
     """The summary of xdist does not include them."""
     (tmp_path / "test_four.py").write_text(FOUR)
     options = ["-p", "xdist", "-p", "tests.left_out", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", "."]

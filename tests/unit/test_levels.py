@@ -71,7 +71,7 @@ def test_a_layout_of_segments_has_the_tokens_of_the_samples() -> None:
     assert layout.sum_levels(torch.arange(6.0)).tolist() == [1.0, 2.0, 12.0]
 
 
-def test_a_layout_without_segments_is_its_own() -> None:
+def test_a_layout_without_segments_is_its_level_layout() -> None:
     layout = SequenceLayout.from_lengths([5, 3])
     assert with_levels(layout, [[], []]) is layout
     assert layout.level_layout is layout
@@ -119,7 +119,7 @@ def test_two_packs_are_joined_with_their_segments() -> None:
 
 @pytest.mark.parametrize("prediction", ["velocity", "x0"])
 @pytest.mark.parametrize("gamma", [None, 5.0])
-def test_flow_matching_of_every_token(prediction: str, gamma: float | None) -> None:
+def test_flow_matching_mixes_every_token_at_its_level(prediction: str, gamma: float | None) -> None:
     """Input, target and loss follow the formulas for a single token; clean tokens do not count."""
     batch = a_pack(a_layout())
     objective = FlowMatching(prediction=prediction, time_distribution="logit_normal", min_snr_gamma=gamma)  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ def test_every_mutant_changes_one_line_of_the_source(mutant):
     assert [test for test in mutant.tests if not exists(test.removeprefix("tests/"))] == []
 
 
-def test_mutants_have_names_of_their_own():
+def test_mutants_have_distinct_names():
     assert [name for name, count in Counter(mutant.name for mutant in MUTANTS).items() if count > 1] == []
     assert len(MUTANTS) >= 60
 
@@ -46,7 +46,7 @@ def test_the_page_has_one_row_for_each_mutant_and_names_tests_that_exist(tmp_pat
     assert PAGE.read_text() == (tmp_path / "README.md").read_text()
 
 
-def test_every_shipped_mistake_has_a_sentence_and_a_public_thread_of_its_own():
+def test_every_shipped_mistake_has_a_distinct_sentence_and_public_thread():
     shipped = [mutant for mutant in MUTANTS if mutant.source or mutant.fault]
     thread = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+")
     assert [mutant.name for mutant in shipped if not thread.fullmatch(mutant.source)] == []
@@ -59,7 +59,7 @@ def test_the_page_of_shipped_mistakes_has_the_rows_of_the_table():
     assert SHIPPED.read_text() == shipped_page(written_rows(PAGE))
 
 
-def test_the_page_of_shipped_mistakes_counts_those_that_are_seen_in_time():
+def test_the_page_of_shipped_mistakes_counts_mistakes_detected_in_time():
     fault, source = "It doubles.", "https://github.com/some/project/issues/"
     names = "within", "late", "unseen", "not run"
     mutants = [Mutant(name, "double.py", "x", "y", (), fault, f"{source}{i}") for i, name in enumerate(names)]
@@ -80,7 +80,7 @@ def test_the_page_of_shipped_mistakes_counts_those_that_are_seen_in_time():
     ]
 
 
-def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path, monkeypatch):
+def test_a_mutant_is_detected_or_survives_and_the_tree_is_restored(tmp_path, monkeypatch):
     """Also if both sources have the same size and time stamp: stale bytecode must not run."""
     monkeypatch.setattr(runner, "TEST_TIMEOUT_S", 2.0)
     source = tmp_path / "double.py"
@@ -103,7 +103,7 @@ def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path, mon
 def test_the_table_lists_survivors_first_and_keeps_rows_until_their_mutant_changes(tmp_path):
     a, b, c = (Mutant(name, "double.py", "x | 1", "x + 1", ()) for name in "abc")
     path = tmp_path / "table.md"
-    test = "unit/test_mutants.py::test_mutants_have_names_of_their_own"
+    test = "unit/test_mutants.py::test_mutants_have_distinct_names"
     rows = {"a": row(a, Verdict(test, 1.4)), "c": row(c, Verdict(None, 2.0))}
     write(path, rows, (a, b, c))
     assert path.read_text().splitlines()[-3:] == [

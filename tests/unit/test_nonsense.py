@@ -72,7 +72,9 @@ YAML_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 
 @pytest.mark.parametrize("name", [*JSON_READERS, *YAML_READERS])
 @pytest.mark.parametrize("content", [DEEP.encode(), b"\0" * 200, b"\xff\xfe\xfd", b'{"a": 1' + b"0" * 400 + b"}", b""])
-def test_deep_texts_and_large_numbers_end_in_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+def test_deeply_nested_texts_and_large_numbers_are_refused_in_one_line(
+    tmp_path: Path, name: str, content: bytes
+) -> None:
     file, read = {**JSON_READERS, **YAML_READERS}[name]
     path = written(tmp_path / file, content)
     if name == "data set":
@@ -84,7 +86,7 @@ def test_deep_texts_and_large_numbers_end_in_one_line(tmp_path: Path, name: str,
 
 
 @pytest.mark.parametrize("name", [*JSON_READERS, *YAML_READERS])
-def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> None:
     file, read = {**JSON_READERS, **YAML_READERS}[name]
     (tmp_path / file).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / file)
@@ -93,14 +95,14 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
-def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_weights_does_not_block(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
         bounded(lambda: read_tensors(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 100])
-def test_metadata_of_weights_is_read_from_sound_files_only(tmp_path: Path, content: Optional[bytes]) -> None:
+def test_metadata_of_weights_is_read_only_from_valid_files(tmp_path: Path, content: Optional[bytes]) -> None:
     """A pipe, an empty file and a damaged file have none."""
     path = tmp_path / "adapters.safetensors"
     os.mkfifo(path) if content is None else path.write_bytes(content)
@@ -109,7 +111,7 @@ def test_metadata_of_weights_is_read_from_sound_files_only(tmp_path: Path, conte
 
 
 @pytest.mark.parametrize("file", ["list.csv", "list.parquet"])
-def test_a_pipe_in_place_of_a_list_is_not_waited_for(tmp_path: Path, file: str) -> None:
+def test_a_pipe_in_place_of_a_list_does_not_block(tmp_path: Path, file: str) -> None:
     os.mkfifo(tmp_path / file)
     with pytest.raises(DataError, match="not a regular file"):
         bounded(lambda: read_list(tmp_path / file, {"a.png"}))
@@ -121,7 +123,7 @@ def test_the_metadata_of_a_sample_may_be_nonsense() -> None:
             unseal(content)
 
 
-def test_a_status_needs_no_sound_file(tmp_path: Path) -> None:
+def test_a_status_accepts_damaged_files(tmp_path: Path) -> None:
     """The lock is a pipe, and the number of steps is infinite."""
     written(tmp_path / "metrics.jsonl", '{"kind": "scalars", "step": 3, "time": 1, "attempt": 1, "samples_per_s": 1}\n')
     os.mkfifo(tmp_path / "run.lock")
@@ -248,7 +250,7 @@ def archives(folder: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["a member of 1 PiB", "a header of 3 GiB", "a sparse file", "a member beyond the end"])
-def test_an_archive_with_impossible_sizes_ends_there(tmp_path: Path, name: str) -> None:
+def test_an_archive_with_impossible_sizes_is_refused(tmp_path: Path, name: str) -> None:
     path = archives(tmp_path)[name]
     *_, last = bounded(
         lambda: [
@@ -258,14 +260,14 @@ def test_an_archive_with_impossible_sizes_ends_there(tmp_path: Path, name: str) 
     assert last[0] == "bad_tar"
 
 
-def test_an_array_is_as_long_as_its_header_says(tmp_path: Path) -> None:
+def test_arrays_must_have_the_length_in_their_header(tmp_path: Path) -> None:
     header = str({"descr": "<f8", "fortran_order": False, "shape": (10**12,)}).encode().ljust(117) + b"\n"
     path = written(tmp_path / "array.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
     with pytest.raises((OSError, ValueError)):
         bounded(lambda: read_array(path))
 
 
-def test_copies_that_are_no_checkpoints_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_that_are_not_checkpoints_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The copies have a file longer than its record, a manifest nested too deeply, and a pipe."""
     store = make_store(tmp_path / "a" / "checkpoints", keep_last=9)
     for step in (1, 2, 3, 4):

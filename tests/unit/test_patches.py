@@ -84,7 +84,7 @@ SETTINGS = {"torch._dynamo.config.recompile_limit"}
 """Documented settings of a library."""
 
 
-def test_nothing_of_a_library_is_replaced_without_a_declaration():
+def test_every_replacement_in_a_library_is_declared():
     undeclared = [
         f"{file}:{line}: {name}"
         for file, tree in TREES.items()
@@ -102,7 +102,7 @@ def test_nothing_of_a_library_is_replaced_without_a_declaration():
         "import megatron.core.utils as m\nsetattr(m, 'name', 1)",
     ],
 )
-def test_a_replacement_is_found(code):
+def test_the_scan_detects_a_replacement(code):
     [(line, _)] = replaced(ast.parse(code))
     assert line == code.count("\n") + 1
     assert (
@@ -111,7 +111,7 @@ def test_a_replacement_is_found(code):
     )
 
 
-def test_private_names_are_found():
+def test_the_scan_detects_private_names():
     code = (
         "import torch.distributed as dist\nfrom torch._x import y\ndist.z._w()\ntorch.__version__\ntorch._foreach_norm"
     )

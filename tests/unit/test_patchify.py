@@ -30,7 +30,7 @@ def test_unpatchify_is_the_exact_inverse(channels, t, h, w, patch_temporal, patc
 
 @given(st.lists(st.tuples(small, small, small), min_size=1, max_size=9), small)
 @settings(max_examples=60, deadline=None)
-def test_latents_of_many_sizes_have_their_tokens_one_after_another(grids, patch_spatial):
+def test_tokens_of_latents_of_many_sizes_are_consecutive(grids, patch_spatial):
     """Tokens follow the order of the latents, also where equal sizes are not neighbours."""
     latents = [torch.randn(2, t, h * patch_spatial, w * patch_spatial) for t, h, w in grids]
     expected = torch.cat([patchify(latent, 1, patch_spatial)[0] for latent in latents])
@@ -39,7 +39,7 @@ def test_latents_of_many_sizes_have_their_tokens_one_after_another(grids, patch_
 
 @given(small, small, small)
 @settings(max_examples=30, deadline=None)
-def test_token_n_lies_where_grid_positions_says(t, h, w):
+def test_token_n_has_the_position_of_grid_positions(t, h, w):
     """The token at (i, j, k) is the patch at (i, j, k): positions and tokens have the same order."""
     latent = torch.zeros(3, t, h, w)
     for i, j, k in product(range(t), range(h), range(w)):
@@ -50,7 +50,7 @@ def test_token_n_lies_where_grid_positions_says(t, h, w):
     assert where.dtype == torch.int64
 
 
-def test_channels_of_a_token_have_nemos_order():
+def test_channels_of_a_token_have_the_order_of_nemo():
     """(ph pw pt C): channel fastest, then frame, then column, then row of the patch."""
     latent = torch.zeros(2, 2, 2, 2)
     for c in range(2):
@@ -80,7 +80,7 @@ def test_outputs_of_a_patch_are_sorted():
     assert torch.equal(split_outputs(prediction_TC, mean_TC.shape[1], 3, 2), torch.cat([mean_TC, variance_TC], 1))
 
 
-def test_a_single_output_is_not_sorted_however_wide_its_other_columns_are():
+def test_a_single_output_is_not_sorted_for_any_number_of_other_columns():
     """A codebook with wide entries adds more columns than a token has."""
     prediction_TC = torch.randn(5, 36)
     assert split_outputs(prediction_TC, 12, 3, 1) is prediction_TC

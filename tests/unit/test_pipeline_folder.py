@@ -46,7 +46,7 @@ def test_the_error_lists_the_parts_if_none_fits(opener: str, tmp_path: Path) -> 
         OPENERS[opener][0](path)
 
 
-def test_the_autoencoder_of_a_pipeline_is_found(tmp_path: Path) -> None:
+def test_the_autoencoder_of_a_pipeline_is_loaded(tmp_path: Path) -> None:
     """Its folder is `vae` in every pipeline that has one, so naming the pipeline is enough."""
     path = pipeline(tmp_path / "pipe", "vae")
     (tmp_path / "pipe" / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL", "scaling_factor": 0.5}')

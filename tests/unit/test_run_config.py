@@ -49,7 +49,7 @@ def test_the_parts_are_the_arguments_of_pretrain_with_their_types():
     assert f"{pretrain.__module__}.{pretrain.__qualname__}" == TRAINING_FUNCTION
 
 
-def test_a_record_is_read_back_as_the_run_that_wrote_it():
+def test_a_run_survives_a_round_trip_through_its_record():
     """Also through YAML, as on disk; each part is stored as its own record, under the name of its class."""
     record = RUN.to_record()
     assert RunConfig.from_record(yaml.safe_load(yaml.safe_dump(record, sort_keys=False))) == RUN
@@ -145,7 +145,7 @@ def test_a_setting_without_effect_is_refused(unused, needs):
     changed(RUN, unused | needs).check()
 
 
-def test_no_guidance_is_accepted_for_a_model_that_cannot_be_guided():
+def test_a_guidance_scale_of_one_is_accepted_for_a_model_without_guidance():
     changed(RUN, {"model.num_classes": None, "sampling.guidance_scale": 1.0}).check()
 
 
@@ -163,7 +163,7 @@ def test_a_stop_after_the_last_step_is_refused():
         ({"logging.profile_steps": [10, 1001]}, r"logging.profile_steps=\[10, 1001\] .* not all of them are traced"),
     ],
 )
-def test_a_shortened_run_says_what_it_does_not_reach(settings, line):
+def test_a_shortened_run_reports_intervals_that_it_does_not_reach(settings, line):
     """This is a line and not an error, because a recipe's intervals are chosen for its full length."""
     dims, _ = changed(RUN, settings).check()
     (found,) = changed(RUN, settings).adaptations(dims)
@@ -171,7 +171,7 @@ def test_a_shortened_run_says_what_it_does_not_reach(settings, line):
     assert changed(RUN, settings | {"training.num_steps": 1001}).adaptations(dims) == []
 
 
-def test_an_autoencoder_that_is_no_folder_is_refused(tmp_path):
+def test_an_autoencoder_that_is_not_a_folder_is_refused(tmp_path):
     """A hub name is not looked up, and a relative path may be created later."""
     for missing in (tmp_path / "vae", "~/no such folder"):
         with pytest.raises(ConfigError, match=r"sampling\.vae='.*' is not a folder"):
@@ -186,7 +186,7 @@ def test_a_folder_called_tilde_is_refused():
             changed(RUN, {name: "~/x"}).check()
 
 
-def test_what_was_adapted_is_said():
+def test_adapted_settings_are_reported():
     dims, spec = replace(RUN, training=replace(RUN.training, global_batch_size=6)).check(world_size=4)
     assert (dims.micro_batch_size, spec.micro_batch_size, dims.micro_batches) == (3, 3, 1)
     adapted = replace(RUN, training=replace(RUN.training, global_batch_size=6, num_steps=5))

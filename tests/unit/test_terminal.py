@@ -25,7 +25,7 @@ def is_safe(text: str) -> bool:
     return all(line.isprintable() for line in text.split("\n"))
 
 
-def test_only_what_is_visible_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_visible_characters_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printable("line\n\tÄ 漢字 🙂") == "line\n\tÄ 漢字 🙂"
     assert printable(f"a{ATTACK}b\r\udcff\u2028c") == "a?]0;title??[2J?31m?b ? c"
     assert printable("two\nlines", allowed="") == "two lines"
@@ -33,7 +33,7 @@ def test_only_what_is_visible_is_printed(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == "a?\n1\nb?\n"
 
 
-def test_an_error_is_printed_without_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     @one_line_errors
     def command() -> int:
         raise ConfigError(f"{ATTACK} is no setting")
@@ -42,7 +42,7 @@ def test_an_error_is_printed_without_orders_to_the_terminal(capsys: pytest.Captu
     assert capsys.readouterr().err == "error: ?]0;title??[2J?31m? is no setting\n"
 
 
-def test_the_log_is_printed_without_orders_to_the_terminal() -> None:
+def test_the_log_is_printed_without_control_characters() -> None:
     """In a separate process, because pytest captures the log of this one."""
     program = (
         "import logging; from dit.terminal import log_to_stderr; log_to_stderr()\n"
@@ -77,7 +77,7 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def test_names_of_files_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_file_names_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = pictures(tmp_path / "in"), tmp_path / "out"
     words = ["--in", str(source), "--out", str(out), "--size", "32", "--processes", "1"]
     assert prepare(["images", *words]) == 0
@@ -86,7 +86,7 @@ def test_names_of_files_reach_no_terminal(tmp_path: Path, capsys: pytest.Capture
     assert is_safe(shown)
 
 
-def test_entries_of_a_data_set_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_data_sets_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     words = ["--in", str(pictures(tmp_path / "in")), "--out", str(out), "--size", "32", "--processes", "1"]
     assert prepare(["images", *words]) == 0
@@ -110,7 +110,7 @@ def test_entries_of_a_data_set_reach_no_terminal(tmp_path: Path, capsys: pytest.
     ],
     ids=["name of an override", "value of an override", "name in --yaml", "value in --yaml"],
 )
-def test_settings_in_errors_reach_no_terminal(
+def test_control_characters_in_settings_are_removed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Callable[[Callable[[str], str]], list[str]]
 ) -> None:
     def file(text: str) -> str:

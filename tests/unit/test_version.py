@@ -9,7 +9,7 @@ import dit
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_version_is_stated_once_per_place_and_everywhere_the_same():
+def test_the_version_is_equal_in_every_place():
     heading, note = re.search(r"^## (\S+)(?: \((.+)\))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).groups()
     [cited] = re.findall(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited == dit.__version__

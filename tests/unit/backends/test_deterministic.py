@@ -23,7 +23,7 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)  # must be switched off and on again
 
 
-def test_it_is_set_inside_and_gone_after() -> None:
+def test_deterministic_mode_ends_with_its_context() -> None:
     before = present()
     with deterministic(True):
         assert present() == (True, True, False, ":4096:8", "0")
@@ -36,7 +36,7 @@ def test_it_is_set_inside_and_gone_after() -> None:
         assert present() == before
 
 
-def test_workspaces_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspace_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(WORKSPACE, ":16:8")
     with deterministic(True):
         assert os.environ[WORKSPACE] == ":16:8"
@@ -64,7 +64,7 @@ def test_kernels_that_select_by_themselves_are_refused(setting: dict[str, object
     TrainingConfig(deterministic=True, attention="flash_attn", kernels="triton").validate()
 
 
-def test_what_is_compared_to_the_bit_must_be_deterministic() -> None:
+def test_bitwise_comparisons_require_determinism() -> None:
     TrainingConfig(recheck_interval=5, deterministic=True).validate()
     with pytest.raises(ConfigError, match=r"recheck_interval=5 .*set training\.deterministic=True"):
         TrainingConfig(recheck_interval=5).validate()

@@ -71,7 +71,7 @@ def test_main_gradients_are_sums_over_micro_batches(
 
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer"])
-def test_nothing_of_a_step_is_left_in_the_next_one(data_parallel: str, one_rank_world: ProcessGroups):
+def test_a_step_keeps_no_gradient_of_the_previous_step(data_parallel: str, one_rank_world: ProcessGroups):
     """Also without any gradient. A step of one micro-batch zeroes no buffer and adds nothing."""
     chunk, wrapped, _ = built(one_rank_world, data_parallel)
     parameters = list(chunk.parameters())
@@ -112,7 +112,7 @@ class _Undefined(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_parameter_in_use_without_a_gradient_has_that_of_no_step_before(overlap: bool, one_rank_world: ProcessGroups):
+def test_a_parameter_without_a_gradient_keeps_none_of_the_previous_step(overlap: bool, one_rank_world: ProcessGroups):
     """The parameter may be the last of a bucket, whose reduction then starts at once."""
     chunk, wrapped, _ = built(one_rank_world, "distributed_optimizer", overlap_grad_reduce=overlap)
     parameter = chunk.embed.weight
@@ -147,7 +147,7 @@ def test_two_gradients_of_one_backward_pass_are_added(one_rank_world: ProcessGro
     assert torch.equal(parameter.main_grad, torch.full_like(parameter, 2.0))
 
 
-def test_a_failed_pass_leaves_nothing(one_rank_world: ProcessGroups):
+def test_a_failed_pass_leaves_no_gradient(one_rank_world: ProcessGroups):
     """Gradients that were pending when a backward pass failed are dropped."""
     chunk, wrapped, _ = built(one_rank_world, "ddp")
     wrapped.zero_grad_buffer()

@@ -20,7 +20,7 @@ def full(init: Init, *, seed: int = 1, name: str = "layers.0.weight", rows: int 
 
 
 @pytest.mark.parametrize("init", INITS.values(), ids=INITS)
-def test_any_block_is_a_part_of_the_full_matrix(init: Init):
+def test_any_block_equals_a_part_of_the_full_matrix(init: Init):
     """A rank that draws only its slice gets the same values, also where the slice starts inside a block of four."""
     matrix = full(init)
     for rows, columns in [
@@ -106,7 +106,7 @@ def test_ranks_join_to_the_model_of_one_rank(tp_size: int):
         assert all(torch.equal(getattr(shard, n), getattr(alone, n)) for n in ("vector", "table", "kernel"))
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
+def test_initial_values_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch):
     """Large tensors are drawn in chunks of rows to limit memory; the values equal those of one draw."""
     one, many = Shard(1), Shard(1)
     initialize_weights(one, 5, tp_rank=0, tp_size=1)
@@ -115,7 +115,7 @@ def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch):
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters()))
 
 
-def test_lower_precision_is_the_rounded_start():
+def test_lower_precision_starts_from_rounded_float32_weights():
     """A bf16 model starts from the rounded float32 weights."""
     full, half = Shard(1), Shard(1).bfloat16()
     initialize_weights(full, 5, tp_rank=0, tp_size=1)
@@ -123,7 +123,7 @@ def test_lower_precision_is_the_rounded_start():
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(full.parameters(), half.parameters()))
 
 
-def test_a_parameter_that_does_not_say_how_it_starts_is_refused_by_name():
+def test_a_parameter_without_an_initialisation_is_refused_by_name():
     layer = nn.Linear(2, 2)
     for parameter in layer.parameters():
         set_sharding(parameter, ParameterSharding())

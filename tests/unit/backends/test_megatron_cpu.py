@@ -28,7 +28,7 @@ FACTORY_ARGUMENTS = {
 }
 
 
-def test_importing_redirects_nothing():
+def test_importing_redirects_no_function():
     """Only `install` changes torch: a GPU process may import the module."""
     program = (
         "import torch, dit.backends.megatron_cpu; x = torch.ones(1);"
@@ -48,7 +48,7 @@ def test_the_expert_dispatch_gets_its_split_sizes_as_numbers():
     assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
 
 
-def test_groups_of_the_same_ranks_are_one(one_rank_world: ProcessGroups):
+def test_groups_of_the_same_ranks_are_shared(one_rank_world: ProcessGroups):
     """Each gloo group costs threads and connections, so a job of one rank has one group in addition to the world."""
     from torch.distributed.distributed_c10d import _world
 
@@ -56,7 +56,7 @@ def test_groups_of_the_same_ranks_are_one(one_rank_world: ProcessGroups):
     assert len(_world.pg_map) == 2
 
 
-def test_installing_again_wraps_nothing_twice():
+def test_installing_twice_wraps_functions_once():
     before = torch.empty, torch.Tensor.to, dist.all_reduce
     megatron_cpu.install()
     assert (torch.empty, torch.Tensor.to, dist.all_reduce) == before
@@ -91,7 +91,7 @@ def test_tensors_make_new_cuda_tensors_on_cpu(name: str, device: object):
     assert getattr(x, name)(*arguments, dtype=torch.int32).dtype == torch.int32
 
 
-def test_factories_leave_other_devices_alone():
+def test_factories_do_not_change_other_devices():
     assert torch.empty(2, device="meta").is_meta
     with torch.device("meta"):
         assert torch.zeros(2).is_meta
@@ -99,7 +99,7 @@ def test_factories_leave_other_devices_alone():
 
 
 @pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
-def test_tensors_move_to_cuda_by_staying(device: object):
+def test_moving_a_tensor_to_cuda_returns_the_cpu_tensor(device: object):
     """`to` returns the CPU tensor, still changes the dtype if requested, and passes gradients."""
     x = torch.ones(2, requires_grad=True)
     assert x.to(device).device.type == "cpu"
@@ -130,7 +130,7 @@ def test_tensor_and_module_shortcuts_stay_on_cpu():
     ("dtype", "name"),
     [(torch.float32, "FloatTensor"), (torch.bfloat16, "BFloat16Tensor"), (torch.float16, "HalfTensor")],
 )
-def test_parameters_tell_their_type_as_on_cuda(dtype: torch.dtype, name: str):
+def test_parameters_report_their_cuda_type(dtype: torch.dtype, name: str):
     """Megatron-Core's optimizers sort parameters by this string."""
     assert torch.ones(1, dtype=dtype).type() == f"torch.cuda.{name}"
     assert torch.ones(1).type(dtype).dtype == dtype
@@ -159,7 +159,7 @@ def test_current_device_is_the_cpu():
         lambda: torch.cuda.nvtx.mark("x"),
     ],
 )
-def test_device_orders_do_nothing(call: Callable[[], None]):
+def test_device_management_calls_have_no_effect(call: Callable[[], None]):
     state = torch.get_rng_state()
     assert call() is None
     assert torch.equal(torch.get_rng_state(), state)
@@ -170,7 +170,7 @@ def test_device_memory_is_zero(name: str):
     assert getattr(torch.cuda, name)() == 0
 
 
-def test_streams_and_events_order_nothing():
+def test_streams_and_events_have_no_effect():
     """Work runs in program order, so streams and events are always finished; both are still separate classes."""
     stream, event = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
     with torch.cuda.stream(stream), stream:
@@ -258,7 +258,7 @@ def test_on_one_rank_a_collective_in_place_moves_nothing(one_rank_world: Process
     assert x._version == before
 
 
-def test_names_bound_at_import_are_redirected_too():
+def test_functions_imported_by_name_are_redirected():
     """Modules that imported a collective by name before `install` also use the blocking version."""
     from megatron.core.distributed import param_and_grad_buffer
     from megatron.core.tensor_parallel import layers, mappings
@@ -286,7 +286,7 @@ def test_coalesced_collectives_run_at_once(one_rank_world: ProcessGroups):
         assert work.wait()
 
 
-def test_meshes_of_megatron_fsdp_lie_on_the_cpu(one_rank_world: ProcessGroups):
+def test_meshes_of_megatron_fsdp_are_on_the_cpu(one_rank_world: ProcessGroups):
     """It requests a mesh of CUDA devices and gets one on CPU, whose DTensors work; torch's own class is unchanged."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from torch.distributed import DeviceMesh

@@ -21,7 +21,7 @@ SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_P
         ({**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1),
     ],
 )
-def test_the_world_is_what_the_launcher_says(environ, world_size, monkeypatch):
+def test_the_world_has_the_ranks_of_the_launcher(environ, world_size, monkeypatch):
     set_environment(environ, monkeypatch)
     assert world_size_from_environment() == world_size
 

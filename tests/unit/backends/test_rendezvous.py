@@ -41,7 +41,7 @@ def test_an_attempt_does_not_see_the_keys_of_those_before(first):
 
 
 @pytest.mark.parametrize("late", [0, 3])
-def test_a_job_comes_back_on_more_ranks_and_on_fewer(late):
+def test_a_job_restarts_on_more_ranks_and_on_fewer(late):
     """`torchrun --nnodes 1:2`: a new rank reads a store written by an attempt on fewer ranks."""
     store = dist.HashStore()
     for ranks in (2, 4, 1, 2):
@@ -49,7 +49,7 @@ def test_a_job_comes_back_on_more_ranks_and_on_fewer(late):
         assert meet(store, delays) == [f"{delays}"] * ranks
 
 
-def test_an_attempt_that_never_began_does_not_matter():
+def test_an_attempt_that_never_started_is_ignored():
     """Rank 0 and one other rank died before they met; their keys are still in the store."""
     store = dist.HashStore()
     store.set(ATTEMPT, "dead")
@@ -57,7 +57,7 @@ def test_an_attempt_that_never_began_does_not_matter():
     assert meet(store, [0.3, 0.0, 0.0]) == ["[0.3, 0.0, 0.0]"] * RANKS
 
 
-def test_a_rank_that_stays_alone_gives_up(monkeypatch):
+def test_a_rank_without_peers_times_out(monkeypatch):
     monkeypatch.setattr(rendezvous, "LOOK_S", 0.05)
     with pytest.raises(dist.DistStoreError, match="did not begin"):
         store_of_attempt(dist.HashStore(), 1, 2, 0.3)

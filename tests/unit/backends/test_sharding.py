@@ -34,7 +34,7 @@ TEXT, HEADS = ParameterSharding(gradient_covers="all_tokens"), ParameterSharding
         (EXPERT, True, ("expert_dp",), ("expert_dp",)),
     ],
 )
-def test_gradients_are_summed_over_the_ranks_whose_tokens_differ(sharding, sequence_parallel, copies, summed):
+def test_gradients_are_summed_over_ranks_with_different_tokens(sharding, sequence_parallel, copies, summed):
     """Gradients of copies are summed if each copy sees a part of the tokens, not if all see the same tokens."""
     assert sharding.replicated_over == copies
     assert sharding.reduced_over(sequence_parallel=sequence_parallel) == summed
@@ -55,13 +55,13 @@ def test_megatron_reads_exactly_these_sums():
 @pytest.mark.parametrize(
     ("pipeline", "first", "shared"), [(False, True, False), (True, True, False), (True, False, True)]
 )
-def test_one_copy_of_several_stages_enters_the_gradient_norm(pipeline, first, shared):
+def test_one_replica_of_several_stages_counts_in_the_gradient_norm(pipeline, first, shared):
     sharding = ParameterSharding(**EVERY_STAGE)
     read = megatron_attributes(sharding, sequence_parallel=False, pipeline=pipeline, first_stage=first)
     assert (read["shared"], read["shared_embedding"]) == (shared, pipeline)
 
 
-def test_a_parameter_without_a_statement_is_named():
+def test_a_parameter_without_a_sharding_is_named():
     model = nn.ModuleDict({"stem": nn.Conv2d(3, 8, 3)})
     set_sharding(model["stem"].weight, ParameterSharding())
     options = {"sequence_parallel": False, "pipeline": False, "first_stage": True, "sums_head_norms": False}
@@ -86,7 +86,7 @@ def test_a_norm_of_heads_must_have_the_name_that_megatron_sums(name, summed, fit
         write_attributes(model, **options)
 
 
-def test_the_table_of_a_model_on_every_axis():
+def test_every_parameter_has_its_sharding_on_every_axis():
     """TP 2 + SP, PP 2, EP 2, with four ranks each: experts have 2 copies, and each sum over ranks is listed once."""
     config = MovieGenConfig(
         hidden_size=32,

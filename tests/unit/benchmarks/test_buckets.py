@@ -10,7 +10,7 @@ from energon_data.prepare.pictures import Fit
 from tests.unit.launch.pages import ROOT
 
 
-def test_the_list_is_the_published_one():
+def test_the_list_of_buckets_equals_the_published_list():
     """40 sizes of multiples of 64, their area within a tenth of 1,024 squared, ratios from 1:4 to 4:1."""
     assert len(set(SDXL)) == 40
     assert all(w % 64 == h % 64 == 0 for w, h in SDXL)
@@ -26,7 +26,7 @@ def test_a_picture_covers_the_nearest_bucket():
     assert cover(512, 512) == (1024, 1024, 1024, 1024)
 
 
-def test_the_shares_of_a_list_by_hand():
+def test_bucket_shares_equal_a_calculation_by_hand():
     """Two squares, one enlarged, fill a batch of two; the third picture loses 32 columns and fills no batch."""
     found = losses([(2048, 2048), (512, 512), (1500, 1000)], cover, batch=2)
     cut, scaled = 2 * 1024**2 + 1216 * 832, 2 * 1024**2 + 1248 * 832
@@ -38,7 +38,7 @@ def test_the_shares_of_a_list_by_hand():
     assert native == {"cut": pytest.approx(1 - 96 * 64 / 7000), "shrunk": 0, "enlarged": 0, "dropped": 0}
 
 
-def test_the_pictures_have_the_sizes_that_the_page_says():
+def test_the_pictures_have_the_sizes_on_the_page():
     sizes = many_pictures(2000)
     assert sizes == many_pictures(2000)
     assert all(511 <= math.sqrt(w * h) <= 2049 for w, h in sizes)

@@ -44,7 +44,7 @@ def rows_of(main: Any, tmp_path: Path) -> list[dict[str, Any]]:
     return [{name: 1.0 if value is None else value for name, value in row.items()} for row in rows]
 
 
-def test_every_bar_finds_its_rows(tmp_path: Path):
+def test_every_bar_has_rows(tmp_path: Path):
     """Bars use the names of cases and fields in the rows that the commands write."""
     sizes = (*layers.KERNELS, layers.PLAIN, layers.PLAIN_COMPILED)
     measured = [
@@ -77,7 +77,7 @@ def test_the_bars_of_kernels_name_operations():
         assert f'"{bar.name.partition(", measured")[0]}": lambda' in source
 
 
-def test_rows_of_a_stage_survive_a_command_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_rows_of_a_stage_survive_a_failed_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """The first command ends with an error after its first row, the second one runs too long, the third one passes."""
     commands = tuple(Command(name, (name,), (), limit_s=5) for name in ("fails", "hangs", "works"))
     bars = tuple(Bar(name, field(name, "value"), low=2) for name in ("fails", "hangs", "works"))
@@ -102,6 +102,6 @@ def test_rows_of_a_stage_survive_a_command_that_fails(tmp_path: Path, monkeypatc
     assert json.loads((tmp_path / "values" / "fails.jsonl").read_text()) == {"value": 1}
 
 
-def test_a_stage_takes_less_than_eight_minutes():
+def test_every_stage_has_a_limit_below_eight_minutes():
     assert gpu_stages.STAGE_S < 480
     assert list(STAGES) == ["values", "layers", "kernels", "models", "packs"]

@@ -20,7 +20,7 @@ def test_every_layer_has_a_row_for_each_kind_of_kernels(one_rank_world: ProcessG
 
 
 @pytest.mark.skipif(use_cuda(), reason="the kernel would run")
-def test_fused_kernels_do_nothing_only_while_they_are_timed() -> None:
+def test_fused_kernels_are_disabled_only_during_timing() -> None:
     x_TF = torch.zeros(4, 8)
     with host.kernels_do_nothing():
         assert ops.activation(x_TF, None, False).shape == x_TF.shape
@@ -30,7 +30,7 @@ def test_fused_kernels_do_nothing_only_while_they_are_timed() -> None:
 
 
 @pytest.mark.skipif(use_cuda(), reason="the kernel would run")
-def test_a_fused_operator_is_seen_by_what_traces_it() -> None:
+def test_tracers_see_fused_operators() -> None:
     """Without a profiler or a mode, ops bypass torch's dispatcher; with one, they must not."""
     x_TF = torch.zeros(4, 8)
     with host.kernels_do_nothing():

@@ -52,7 +52,7 @@ def check(found: dict, device: str) -> None:
 
 @needs_triton
 @pytest.mark.slow
-def test_the_update_and_the_noise_move_what_their_tensors_have(tmp_path):
+def test_bytes_of_update_and_noise_equal_those_of_their_tensors(tmp_path):
     """Two parameters of 2**24 elements: 5 tensors, a factor and 9 rates read, 4.5 written. Noise: two results."""
     found = run(tmp_path, "--only", "AdamW", "noise")
     check(found, "h200")
@@ -89,12 +89,12 @@ def test_an_operator_of_torch_is_not_counted():
         ("CPU", None),
     ],
 )
-def test_a_measurement_stands_beside_the_model_of_its_own_kind_of_device(name, kind):
+def test_a_measurement_is_compared_with_the_model_of_its_device(name, kind):
     assert kind_of(name) == kind
     assert OTHERWISE in CHIPS
 
 
-def test_the_kind_of_the_present_device_is_modelled_unless_another_is_asked_for(monkeypatch, capsys):
+def test_the_present_device_is_modelled_unless_another_is_requested(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "describe", lambda: "NVIDIA B200")
     monkeypatch.setattr(kernels, "cases", lambda *_: {})
     assert kernels.main([]) == 0

@@ -51,7 +51,7 @@ def test_a_prediction_is_that_of_the_plan_command():
     assert found["planned_ms"] == pytest.approx(1e3 * min(same), rel=0.05)  # priced from two samples, not traced
 
 
-def test_a_row_of_a_known_device_is_planned_and_its_page_says_so(tmp_path, monkeypatch):
+def test_a_row_of_a_known_device_has_a_plan_on_its_page(tmp_path, monkeypatch):
     """The measurement is a stand-in. On a CPU, or after an error, the row has no plan."""
     record = json.dumps(MEASURED)
     code = f"import sys; open(sys.argv[sys.argv.index('--out') + 1], 'w').write({record!r} + chr(10))"

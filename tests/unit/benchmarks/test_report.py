@@ -13,7 +13,7 @@ NEMO = {10052: (519, 359), 3409: (439, 385), 2510: (468, 307), 1386: (445, 357)}
 
 
 @pytest.mark.parametrize("rate", NEMO)
-def test_nemos_table_is_met_in_its_convention_and_is_not_the_work(rate):
+def test_the_nemo_table_follows_from_the_nemo_convention_only(rate):
     [row] = [row for row in report.PUBLISHED if row.tokens_per_s == rate]
     work, (stated, executed) = report.work_of(row.recipe), NEMO[rate]
     assert row.tflops == stated
@@ -27,14 +27,14 @@ def test_every_published_row_names_a_recipe_that_exists():
     assert len(names) == 11
 
 
-def test_wan_at_37k_is_the_work_that_dfm_divides_by():
+def test_wan_at_37k_tokens_has_the_flops_of_dfm():
     """By its authors' exact count, 165.0 GFLOP per token: 1974 tokens/s for 325.8 TFLOPS."""
     work = report.work_of("bench_wan14b_37k_tp2sp_cp4")
     assert work.tokens == 37_440
     assert 1e3 * work.executed / work.tokens == pytest.approx(165.0, rel=0.01)
 
 
-def test_our_rows_stand_beside_the_published_rate_and_the_plan(tmp_path, capsys):
+def test_measured_rows_have_the_published_rate_and_the_plan(tmp_path, capsys):
     row = {"recipe": "bench_dit7b_8k_tp2sp", "layout": "own", "status": "ok", "world_size": 16, "device": "NVIDIA H200"}
     row |= {"step_ms_p50": 500.0, "planned_ms": 450.0, "valid_tokens_per_s_per_rank": 12565.0, "mfu": 0.45}
     refused = {"recipe": "tiny_dit", "layout": "pp4", "status": "refused", "ranks": 2, "device": "CPU"}

@@ -60,7 +60,7 @@ def rows(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (out / "sweep.jsonl").read_text().splitlines()]
 
 
-def test_every_cell_has_a_row_however_it_ends(tmp_path, started, capsys):
+def test_every_cell_has_a_row_for_every_outcome(tmp_path, started, capsys):
     """After a refused layout, out of memory on any rank, a failure and a hang, the sweep continues and reports them."""
     assert run(tmp_path, "--limit", "5", "--layouts", *LAYOUTS) == EXIT_UNEXPECTED
     found = rows(tmp_path)
@@ -75,7 +75,7 @@ def test_every_cell_has_a_row_however_it_ends(tmp_path, started, capsys):
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_sweep_goes_on_where_it_was_stopped(tmp_path, started, capsys):
+def test_a_stopped_sweep_continues_at_the_next_cell(tmp_path, started, capsys):
     """Complete rows are not changed. A row that was cut off, and a cell with other settings, are measured."""
     assert run(tmp_path, "--layouts", "ddp", "tp2") == EXIT_OK
     before = (tmp_path / "sweep.jsonl").read_text()
@@ -100,12 +100,12 @@ def test_a_dry_run_prints_the_commands(tmp_path, capsys):
     assert not any(tmp_path.iterdir())
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path, capsys):
+def test_unmeasurable_settings_are_refused(tmp_path, capsys):
     assert run(tmp_path, "--ranks", "0") == EXIT_CONFIG
     assert "--ranks=0 and --limit=1800 must be above 0" in capsys.readouterr().err
 
 
-def test_planned_times_have_a_column_where_a_row_has_one():
+def test_planned_times_have_a_column_if_a_row_has_a_plan():
     row = {"recipe": "r", "layout": "own", "variant": "", "status": "ok", "ranks": 1, "steps": 5, "warmup": 1}
     row |= {"device": "CPU", "torch": "2", "revision": "abc", "step_ms_p50": 20.0}
     assert "planned" not in sweep.page([row], "x")

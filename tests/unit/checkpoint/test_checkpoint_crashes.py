@@ -125,7 +125,7 @@ def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoi
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_loss_that_cannot_be_attached_harms_nothing(two_checkpoints, tmp_path, monkeypatch, code):
+def test_failed_attachment_of_a_loss_damages_no_checkpoint(two_checkpoints, tmp_path, monkeypatch, code):
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "copy"), keep_last=2)
 
     def fail():
@@ -148,7 +148,7 @@ def error_of_save(store, step):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_failing_disk_is_reported_and_harms_nothing(two_checkpoints, tmp_path, monkeypatch, code):
+def test_a_disk_error_is_reported_and_damages_no_checkpoint(two_checkpoints, tmp_path, monkeypatch, code):
     """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure; the old checkpoint is valid."""
 
     def fail():
@@ -193,7 +193,7 @@ def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
     assert newest_step(store) == 20
 
 
-def test_other_errors_pass_and_call_the_save_off(tmp_path):
+def test_other_errors_propagate_and_cancel_the_save(tmp_path):
     """A bug while writing is raised unchanged, and the unfinished files cannot be published."""
     store = make_store(tmp_path)
     store.begin(1)

@@ -24,7 +24,7 @@ from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newe
 NUM_FLIPS = 60
 
 
-def test_published_folder_is_what_was_written(tmp_path):
+def test_a_published_folder_has_the_written_files(tmp_path):
     """Names, bytes and metadata come back unchanged, and no other file is left."""
     store = make_store(tmp_path / "checkpoints")
     assert newest_valid(store) is None
@@ -128,7 +128,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 @pytest.mark.parametrize("seed", range(3))
-def test_damage_is_found_and_the_older_checkpoint_used(two_checkpoints, tmp_path, caplog, kind, seed):
+def test_damage_is_detected_and_an_older_checkpoint_used(two_checkpoints, tmp_path, caplog, kind, seed):
     """Every kind of damage is an error that names the place; resuming uses an older checkpoint and logs it."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
     folder = store.path(20)
@@ -142,7 +142,7 @@ def test_damage_is_found_and_the_older_checkpoint_used(two_checkpoints, tmp_path
     assert str(raised.value) in caplog.text
 
 
-def test_no_bit_can_flip_unnoticed(two_checkpoints, tmp_path):
+def test_every_flipped_bit_is_detected(two_checkpoints, tmp_path):
     """One flipped bit anywhere, also in the manifest, refuses the checkpoint."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
     rng = random.Random(0)
@@ -261,7 +261,7 @@ def test_checkpoints_ahead_of_the_run_do_not_push_out_the_new_one(tmp_path):
     assert newest_step(store) == 5
 
 
-def test_dying_before_every_deletion_leaves_one_too_many_at_most(tmp_path, monkeypatch):
+def test_a_crash_before_a_deletion_leaves_at_most_one_extra_checkpoint(tmp_path, monkeypatch):
     """A run that always dies between publishing and deleting does not fill the disk."""
     store = make_store(tmp_path, keep_last=2)
     prune = store.prune
@@ -294,7 +294,7 @@ def test_impossible_keep_rules_are_refused(tmp_path, keep):
         make_store(tmp_path, **keep)
 
 
-def test_empty_save_is_not_a_checkpoint(tmp_path):
+def test_an_empty_save_is_not_a_checkpoint(tmp_path):
     store = make_store(tmp_path)
     store.begin(1)
     with pytest.raises(CheckpointError, match="empty"):
@@ -379,7 +379,7 @@ def test_a_checkpoint_that_is_read_is_deleted_when_its_readers_have_ended(tmp_pa
     assert store.steps() == [3]
 
 
-def test_a_reader_that_comes_too_late_is_refused(tmp_path, monkeypatch):
+def test_a_late_reader_is_refused(tmp_path, monkeypatch):
     """Retention deletes the checkpoint after the reader has opened the folder and before it has the lock."""
     store = make_store(tmp_path, keep_last=1)
     save(store, 1)
@@ -397,7 +397,7 @@ def test_a_reader_that_comes_too_late_is_refused(tmp_path, monkeypatch):
         pass
 
 
-def test_a_disk_without_locks_deletes_as_ever(tmp_path, monkeypatch):
+def test_checkpoints_are_deleted_on_a_disk_without_locks(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -14,7 +14,7 @@ from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step
 from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, content, put
 
 
-def test_a_copy_whose_manifest_was_deleted_is_made_again(bucket, tmp_path):
+def test_a_copy_without_a_manifest_is_copied_again(bucket, tmp_path):
     """Its deletion by hand had begun. The index still lists it, and older copies are retained until it is replaced."""
     store = make_store(tmp_path / "a", keep_last=2)
     for step in (1, 2):
@@ -30,7 +30,7 @@ def test_a_copy_whose_manifest_was_deleted_is_made_again(bucket, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "manifest"])
-def test_a_damaged_copy_is_skipped_and_the_one_before_fetched(how, bucket, tmp_path, caplog):
+def test_a_damaged_copy_is_skipped_and_the_previous_copy_fetched(how, bucket, tmp_path, caplog):
     store = make_store(tmp_path / "a", keep_last=2)
     for step in (1, 2):
         save(store, step)
@@ -89,7 +89,7 @@ def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):
     assert not list(tmp_path.rglob("evil"))
 
 
-def test_copies_of_which_none_can_be_fetched_are_an_error(bucket, tmp_path, monkeypatch):
+def test_copies_that_all_fail_to_fetch_are_an_error(bucket, tmp_path, monkeypatch):
     """With an empty folder, the run would start at step 0; with an older checkpoint, it resumes from that."""
     store, empty, older = (make_store(tmp_path / name, keep_last=2) for name in ("a", "b", "c"))
     for step in (4, 6):

@@ -45,7 +45,7 @@ def random_box(shape: tuple[int, ...], generator: random.Random) -> Box:
 
 @pytest.mark.parametrize("piece", [4 << 20, 50])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_every_box_is_that_of_the_full_conversion(
+def test_every_box_equals_that_of_the_full_conversion(
     folders: Path, name: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit, also when read in pieces; nothing outside the box is written."""
@@ -238,7 +238,9 @@ def test_embedders_of_blocks_that_differ_are_refused(folders: Path, tmp_path: Pa
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_other_sizes_are_one_line_with_both_and_the_cure(folders: Path, name: str, changes: dict, message: str) -> None:
+def test_other_sizes_are_refused_in_one_line_with_both_sizes_and_the_cure(
+    folders: Path, name: str, changes: dict, message: str
+) -> None:
     network = read_network(folders / name)
     with pytest.raises(ConfigError, match=message) as raised:
         network.weights(replace(network.trained.model, **changes))

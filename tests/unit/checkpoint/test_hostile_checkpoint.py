@@ -88,7 +88,7 @@ def use(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [*FILES, *PLANTED])
-def test_no_file_of_a_checkpoint_runs_anything(run_dir, tmp_path, name):
+def test_no_file_of_a_checkpoint_executes_code(run_dir, tmp_path, name):
     folder, marker = run_dir / "checkpoints" / "iter_0000000", tmp_path / "sprung"
     original = (folder / name).read_bytes() if name in FILES else None
     for payload in payloads(marker).values():

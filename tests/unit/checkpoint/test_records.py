@@ -26,7 +26,7 @@ SOUND = {"class_names": ["a"], "latent_size": [1, 8, 8], "fps": 24.0, "text_enco
         *((name, 3) for name in ("text_encoder", "autoencoder", "attributions")),
     ],
 )
-def test_metadata_of_a_wrong_kind_are_refused(tmp_path: Path, name: str, value: Any) -> None:
+def test_metadata_of_a_wrong_type_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     (tmp_path / METADATA_FILE).write_text(json.dumps(SOUND | {name: value}))
     with pytest.raises(CheckpointError, match=rf"{METADATA_FILE}: {name}=.* is not a "):
         read_metadata(tmp_path)
@@ -35,7 +35,7 @@ def test_metadata_of_a_wrong_kind_are_refused(tmp_path: Path, name: str, value: 
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), TypeError("x"), OverflowError("x"), RecursionError("x")])
-def test_nonsense_is_an_error_of_the_file(error: Exception) -> None:
+def test_nonsense_raises_an_error_that_names_the_file(error: Exception) -> None:
     with (
         pytest.raises(CheckpointError, match=r"a\.json has an entry that cannot be used: .*'x'"),
         usable(Path("a.json")),
@@ -44,14 +44,14 @@ def test_nonsense_is_an_error_of_the_file(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("error", [ConfigError("x"), OSError("x"), AssertionError("x")])
-def test_other_errors_pass(error: Exception) -> None:
+def test_other_errors_propagate(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, usable(Path("a.json")):
         raise error
     assert caught.value is error
 
 
 @pytest.mark.parametrize("name", [0, 10**40, True, [], {"a": 1}])
-def test_a_class_that_is_no_name_is_refused(name: Any) -> None:
+def test_a_class_that_is_not_a_name_is_refused(name: Any) -> None:
     with pytest.raises(CheckpointError, match="the record names"):
         from_record({"_target_": name})
 
@@ -66,14 +66,14 @@ def test_an_error_of_a_record_names_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [None, 1, [], {"digest": 1}, {"digest": "x", "parameters": []}])
-def test_a_fingerprint_of_a_wrong_kind_is_none(stored: Any) -> None:
+def test_a_fingerprint_of_a_wrong_type_is_read_as_none(stored: Any) -> None:
     manifest = Manifest(step=3, files={}, meta={"fingerprint": stored})
     with pytest.raises(CheckpointError, match="no model fingerprint"):
         check_same_model(manifest, model_fingerprint({"w": (2,)}))
 
 
 @pytest.mark.parametrize("is_added", [True, False])
-def test_a_discriminator_that_only_one_of_them_has_is_named_with_the_cure(is_added):
+def test_a_discriminator_in_only_one_of_run_and_checkpoint_is_named_with_the_cure(is_added):
     """The error does not report another model, and does not list the parameters."""
     without, added = {"w": (1,)}, {"w": (1,), "discriminator.first.weight": (4, 3), "discriminator.first.bias": (4,)}
     saved, expected = (without, added) if is_added else (added, without)
@@ -87,13 +87,13 @@ def test_a_discriminator_that_only_one_of_them_has_is_named_with_the_cure(is_add
         check_same_model(manifest, model_fingerprint({**expected, "w": (2,), "v": (1,)}))
 
 
-def test_shapes_of_a_wrong_kind_differ() -> None:
+def test_shapes_of_a_wrong_type_differ() -> None:
     manifest = Manifest(step=3, files={}, meta={"fingerprint": {"digest": "x", "parameters": {"w": 5}}})
     with pytest.raises(ConfigError, match=r"w is 5 in the checkpoint and \[2\] in the model"):
         check_same_model(manifest, model_fingerprint({"w": (2,)}))
 
 
-def test_lines_of_nonsense_are_left_out_of_the_status(tmp_path: Path) -> None:
+def test_invalid_lines_are_omitted_from_the_status(tmp_path: Path) -> None:
     good = {"kind": "scalars", "step": 7, "attempt": 1, "time": 1.0, "samples_per_s": 1.0, "loss": 0.5}
     wrong = [good | {"attempt": "x"}, {"kind": "scalars", "step": 9, "samples_per_s": 1.0}]
     wrong.append({"kind": "incident", "incident": "rewind", "details": 3})
@@ -105,7 +105,7 @@ def test_lines_of_nonsense_are_left_out_of_the_status(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value"), [("time", [None]), ("code", "x"), ("rank", None), ("reason", 3), ("error", [0]), ("step", 0.5)]
 )
-def test_an_exit_record_of_wrong_kinds_is_none(tmp_path: Path, name: str, value: Any) -> None:
+def test_an_exit_record_of_wrong_types_is_read_as_none(tmp_path: Path, name: str, value: Any) -> None:
     sound = {"code": 5, "reason": "checkpoint", "step": None, "rank": 0, "time": 1.0}
     (tmp_path / "exit.json").write_text(json.dumps(sound))
     assert read_outcome(tmp_path) is not None

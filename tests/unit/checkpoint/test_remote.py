@@ -32,7 +32,7 @@ def requests_of(bucket, action):
     return result, [(method, path.partition("mine/")[2]) for method, path in bucket.requests]
 
 
-def test_a_copy_has_the_files_to_the_bit_and_comes_back(bucket, tmp_path):
+def test_a_copy_is_bitwise_equal_and_can_be_fetched(bucket, tmp_path):
     store = make_store(tmp_path / "a", keep_last=2)
     save(store, 3, consumed_samples=12)
     sent = copy_all(store, RemoteStore(ADDRESS))
@@ -46,7 +46,7 @@ def test_a_copy_has_the_files_to_the_bit_and_comes_back(bucket, tmp_path):
     assert (verify_folder(other.path(3)).meta["consumed_samples"], leftovers(other)) == (12, [])
 
 
-def test_the_manifest_is_put_last(bucket, tmp_path):
+def test_the_manifest_is_copied_last(bucket, tmp_path):
     store = make_store(tmp_path)
     save(store, 3)
     copy_all(store, RemoteStore(ADDRESS))
@@ -56,7 +56,7 @@ def test_the_manifest_is_put_last(bucket, tmp_path):
     assert puts[-1].endswith(MANIFEST)
 
 
-def test_a_copy_that_was_cut_off_is_none_and_is_made_again(bucket, tmp_path):
+def test_an_interrupted_copy_is_invalid_and_copied_again(bucket, tmp_path):
     store, puts = make_store(tmp_path / "a"), []
 
     def door(method, path):
@@ -75,7 +75,7 @@ def test_a_copy_that_was_cut_off_is_none_and_is_made_again(bucket, tmp_path):
     assert complete_copies() == [3]
 
 
-def test_what_was_cut_off_is_removed_later(bucket, tmp_path):
+def test_interrupted_copies_are_removed_later(bucket, tmp_path):
     """Its checkpoint was deleted meanwhile. Copies newer than all checkpoints of this folder are not touched."""
     for step in (2, 9):
         bucket.client().put_object(Bucket=BUCKET, Key=f"mine/iter_000000{step}/state.json", Body=b"{}")
@@ -85,7 +85,7 @@ def test_what_was_cut_off_is_removed_later(bucket, tmp_path):
     assert steps_of(bucket) == [3, 9]
 
 
-def test_what_is_there_is_not_sent_again(bucket, tmp_path):
+def test_existing_files_are_not_sent_again(bucket, tmp_path):
     store = make_store(tmp_path, keep_last=5)
     for step in (3, 6):
         save(store, step)
@@ -229,7 +229,7 @@ def test_an_index_lists_no_copy_that_is_incomplete(bucket, tmp_path):
     assert complete_copies() == [3]
 
 
-def test_a_copy_whose_folder_was_deleted_is_made_again(bucket, tmp_path):
+def test_a_copy_with_a_deleted_folder_is_copied_again(bucket, tmp_path):
     store = make_store(tmp_path / "a", keep_last=2)
     for step in (1, 2):
         save(store, step)
@@ -239,7 +239,7 @@ def test_a_copy_whose_folder_was_deleted_is_made_again(bucket, tmp_path):
     assert complete_copies() == [1, 2]
 
 
-def test_only_newer_ones_are_fetched(bucket, tmp_path):
+def test_only_newer_copies_are_fetched(bucket, tmp_path):
     store, other = make_store(tmp_path / "a"), make_store(tmp_path / "b")
     save(store, 3)
     copy_all(store, RemoteStore(ADDRESS))
@@ -253,7 +253,7 @@ def test_only_newer_ones_are_fetched(bucket, tmp_path):
     assert newest_step(make_store(tmp_path / "c")) == 3
 
 
-def test_a_store_that_errs_now_and_then_costs_nothing(bucket, tmp_path):
+def test_occasional_errors_of_a_store_are_retried(bucket, tmp_path):
     seen = []
 
     def door(method, path):
@@ -268,7 +268,7 @@ def test_a_store_that_errs_now_and_then_costs_nothing(bucket, tmp_path):
     assert len(seen) > len(FILES)
 
 
-def test_no_store_at_all_is_named(tmp_path, monkeypatch):
+def test_an_unreachable_store_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(remote, "ATTEMPTS", 1)
     for name, value in {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": "a"}.items():
         monkeypatch.setenv(name, value)
@@ -308,7 +308,7 @@ def test_a_damaged_owner_is_refused(bucket, content):
 
 
 @pytest.mark.parametrize("address", ["runs/mine", "s3:runs", "s3://key:word@bucket/x", "simplecache::s3://runs/x", ""])
-def test_addresses(address):
+def test_invalid_addresses_are_refused(address):
     with pytest.raises(ConfigError, match=r"checkpoint\.copy_to") as error:
         CheckpointConfig(copy_to=address).validate()
     assert "key:word" not in str(error.value)
@@ -355,7 +355,7 @@ def test_a_process_copies_and_reports(bucket, copying):
     assert copies.longest_s > 0
 
 
-def test_a_copy_that_hangs_is_given_up_and_the_next_one_brings_all(bucket, copying):
+def test_a_hanging_copy_is_cancelled_and_the_next_copy_sends_all_files(bucket, copying):
     store, copies, failures = copying(save_timeout_s=4.0)
     save(store, 1)
     bucket.door = hanging(30.0)
@@ -396,7 +396,7 @@ def test_the_process_ends_with_its_training_process(bucket, copying):
     assert copies._process.process.wait(5.0) == 0
 
 
-def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, monkeypatch):
+def test_a_request_is_retried_and_returns_its_error(bucket, tmp_path, monkeypatch):
     waits = []
     monkeypatch.setattr(copies_module.time, "sleep", waits.append)
     monkeypatch.setattr(copies_module, "copy_all", lambda store, there: shutil.copy("nothing", "there"))

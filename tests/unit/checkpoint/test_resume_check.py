@@ -76,7 +76,7 @@ def test_every_setting_of_every_class_is_refused_or_reported():
 
 
 @pytest.mark.parametrize("data", [MockData(shapes=["1x8x8"]), EnergonData(path="x")], ids=["mock", "energon"])
-def test_each_changed_setting_is_found_alone(data):
+def test_each_changed_setting_is_reported_separately(data):
     """Each change is reported with its path and both values, and is refused as the table states."""
     config = config_of(data=data)
     assert changes(config.to_record(), config) == []
@@ -104,7 +104,7 @@ def test_the_scales_of_quantised_products_change_with_the_micro_batch(fp8, size,
     assert changes_scales(check_same_experiment(FOLDER, saved, config, []), config) == expected
 
 
-def test_what_the_issue_is_about():
+def test_changed_settings_are_refused_or_accepted_as_the_table_states():
     """The table: settings that define another experiment, and settings that a resumed run may change."""
     refused = [
         *("objective.time_shift", "model.num_attention_heads", "model.time_scale", "model.class_dropout"),
@@ -126,7 +126,7 @@ def test_what_the_issue_is_about():
     assert [Change(path, 1, 2).restarts_data for path in (*restarts, *keeps)] == [True] * 2 + [False] * 5
 
 
-def test_another_class_is_one_change_and_a_moved_one_is_none():
+def test_another_class_is_one_change_and_a_moved_class_is_no_change():
     record = config_of().to_record()
     config = config_of(objective=EDM(p_mean=0.0))
     assert list(map(str, changes(record, config))) == ["objective: FlowMatching -> EDM"]
@@ -140,7 +140,7 @@ def test_another_class_is_one_change_and_a_moved_one_is_none():
     assert changes(record, config_of()) == []
 
 
-def test_settings_of_another_version():
+def test_settings_of_another_version_are_compared():
     """A new setting has its default in older records; a removed one is refused, because its effect is unknown."""
     record = config_of().to_record()
     del record["model"]["rope_factors"], record["optimizer"]["beta2"], record["sampling"]
@@ -153,7 +153,7 @@ def test_settings_of_another_version():
     assert check_same_experiment(FOLDER, record, config_of(), ["training.former"]) == [change]
 
 
-def test_the_message_names_all_refused_settings_and_what_is_accepted_already():
+def test_the_message_names_all_refused_and_accepted_settings():
     record = config_of().to_record()
     config = config_of(optimizer=OptimizerConfig(beta1=0.5, beta2=0.5, lr=1.0), objective=EDM())
     with pytest.raises(ConfigError) as raised:

@@ -55,7 +55,7 @@ def write(folder, ranks, seed=0):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_what_is_read_is_what_was_written(tmp_path, ranks):
+def test_read_tensors_equal_written_tensors(tmp_path, ranks):
     records = write(tmp_path / "x", ranks)
     reader = StateReader(tmp_path / "x")
     assert reader.scalars == {"adam_step": 7}
@@ -68,7 +68,7 @@ def test_what_is_read_is_what_was_written(tmp_path, ranks):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_any_box_of_any_tensor_is_read_alone(tmp_path, seed):
+def test_any_box_of_any_tensor_is_read_separately(tmp_path, seed):
     """Also in another precision, and only the box is written."""
     rng = random.Random(seed)
     write(tmp_path / "x", 3, seed)
@@ -115,7 +115,7 @@ def test_values_that_do_not_fill_their_boxes_are_an_error(tmp_path):
         ([Box((0, 0), (6, 5)), Box((0, 0), (0, 5))], "outside"),
     ],
 )
-def test_boxes_that_do_not_make_up_the_tensor_are_refused(tmp_path, boxes, message):
+def test_boxes_that_do_not_cover_the_tensor_are_refused(tmp_path, boxes, message):
     """Both when an index is written and when it is read."""
     with pytest.raises(CheckpointError, match=message):
         write_index(tmp_path, {"a": (6, 5)}, {"f": {"a": boxes}}, {})
@@ -146,7 +146,7 @@ def edited(folder, change):
         (lambda body: body["tensors"].__setitem__("weight.b", {"shape": [7]}), "cannot be read"),
     ],
 )
-def test_an_index_that_is_not_true_is_refused(tmp_path, change, message):
+def test_an_incorrect_index_is_refused(tmp_path, change, message):
     write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {"adam_step": 1})
     edited(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
@@ -154,14 +154,14 @@ def test_an_index_that_is_not_true_is_refused(tmp_path, change, message):
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "{}", "\0"])
-def test_garbage_for_an_index_is_refused(tmp_path, text):
+def test_an_invalid_index_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(CheckpointError, match="cannot be read"):
         StateReader(tmp_path)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0{}"])
-def test_garbage_for_a_file_is_refused(tmp_path, data):
+def test_an_invalid_file_is_refused(tmp_path, data):
     write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
     (tmp_path / "rank_00000.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"rank_00000.safetensors cannot be read"):

@@ -20,7 +20,7 @@ from tests.unit.training.test_rates import tiny_config
 
 
 @pytest.mark.parametrize(("held_out", "validated"), [(None, False), (HeldOut(0.5, 3), False), (HeldOut(0.5, 6), True)])
-def test_a_held_out_loss_is_that_of_its_step_alone(held_out: HeldOut | None, validated: bool) -> None:
+def test_a_held_out_loss_belongs_only_to_its_step(held_out: HeldOut | None, validated: bool) -> None:
     """A run that resumes at step 6 with the held-out loss of step 3 must validate first."""
     names = "wrapped", "chunks", "optimizer", "shards", "ema", "stream", "groups", "update"
     parts: dict[str, Any] = dict.fromkeys(names)
@@ -65,7 +65,7 @@ class Constant(Samples):
         return Sample(torch.full((1, 4, 4), self.value), {"label": 0})
 
 
-def test_other_samples_of_an_own_source_are_refused_by_a_resumed_run(
+def test_a_resumed_run_refuses_other_samples_of_a_user_source(
     tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the change is accepted, the samples are read from the beginning."""

@@ -97,7 +97,7 @@ def world(tmp_path):
         one.close()
 
 
-def found(store, step):
+def files_of(store, step):
     folder = store.path(step)
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -105,7 +105,7 @@ def found(store, step):
 def assert_saved(store, step, ranks=RANKS):
     """Check that the checkpoint verifies and has the files of all ranks and no temporary file."""
     manifest = verify_folder(store.path(step))
-    files = found(store, step)
+    files = files_of(store, step)
     del files["manifest.json"]
     assert files == expected(step, ranks)
     assert {name: record.sha256 for name, record in manifest.files.items()} == {
@@ -128,14 +128,14 @@ def test_the_parts_of_all_ranks_become_one_checkpoint(world):
     assert leftovers(saving.store) == []
 
 
-def test_what_changes_after_the_order_is_not_written(world):
+def test_changes_after_the_save_request_are_not_written(world):
     """Training continues to change the tensors."""
     saving = world(ranks=1)
     values = torch.ones(1_000_000)
     saving.writers[0].save(1, "token", {"a": [values]}, META)
     values.zero_()
     assert saving.reply()["error"] is None
-    assert found(saving.store, 1)["a"] == torch.ones(1_000_000).numpy().tobytes()
+    assert files_of(saving.store, 1)["a"] == torch.ones(1_000_000).numpy().tobytes()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -158,7 +158,7 @@ def test_a_full_disk_of_one_rank_fails_the_save_and_the_next_succeeds(world, ran
     assert_saved(saving.store, 3)
 
 
-def test_a_folder_that_vanishes_while_it_is_written_fails_the_save(world):
+def test_a_folder_deleted_during_a_save_fails_the_save(world):
     saving = world(ranks=2)
     saving.order(1, ranks=[0])
     deadline = time.monotonic() + 30
@@ -171,21 +171,21 @@ def test_a_folder_that_vanishes_while_it_is_written_fails_the_save(world):
     assert_saved(saving.store, 2, ranks=2)
 
 
-def test_a_root_that_is_no_folder_fails_the_save(world):
+def test_a_root_that_is_not_a_folder_fails_the_save(world):
     saving = world(ranks=1)
     saving.root.write_text("")
     saving.order(1)
     assert "checkpoint of step 1 was not written" in saving.reply()["error"]
 
 
-def test_a_part_that_never_comes_fails_the_save(world):
+def test_a_missing_part_fails_the_save(world):
     saving = world(save_timeout_s=0.3)
     saving.order(1, ranks=[0, 2])
     assert "no files arrived from 1 of 3 ranks (1)" in saving.reply()["error"]
     assert leftovers(saving.store) == []
 
 
-def test_notes_of_a_killed_attempt_are_not_taken_for_those_of_this_one(world):
+def test_records_of_a_killed_attempt_are_ignored(world):
     """Rank 1 finds the folder of a killed attempt; rank 0 begins later."""
     saving = world(ranks=2)
     stale = saving.store.begin(4)
@@ -200,7 +200,7 @@ def test_notes_of_a_killed_attempt_are_not_taken_for_those_of_this_one(world):
     assert_saved(saving.store, 4, ranks=2)
 
 
-def test_a_part_of_another_save_is_not_taken_for_one_of_this(world):
+def test_a_part_of_another_save_is_ignored(world):
     """A writer of a killed attempt may leave its file in the folder of the next one."""
     saving = world(ranks=2)
     saving.order(4, ranks=[0])
@@ -217,13 +217,13 @@ def test_a_part_of_another_save_is_not_taken_for_one_of_this(world):
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_signals_for_the_run_do_not_end_a_save(world, signal_number):
+def test_signals_to_the_run_do_not_stop_a_save(world, signal_number):
     saving = world(ranks=1)
     saving.writers[0].process.send_signal(signal_number)
     assert saving.save(1) == [None]
 
 
-def test_orders_are_executed_after_the_training_process_is_gone(world):
+def test_requests_are_executed_after_the_training_process_has_ended(world):
     """The connection closes at once, without waiting for the last reply."""
     saving = world()
     saving.order(1)
@@ -234,7 +234,7 @@ def test_orders_are_executed_after_the_training_process_is_gone(world):
     saving.writers.clear()
 
 
-def test_an_orphan_does_not_wait_for_parts_that_will_not_come(tmp_path, monkeypatch):
+def test_an_orphaned_writer_does_not_wait_for_missing_parts(tmp_path, monkeypatch):
     """Otherwise the next attempt would wait for the lock that this process has."""
     monkeypatch.setattr(writer_module, "ORPHAN_S", 0.2)
     ours, theirs = socket.socketpair()
@@ -365,7 +365,7 @@ def test_crash_of_a_machine_at_every_system_call_leaves_a_valid_checkpoint(tmp_p
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
-def test_failing_disk_at_every_system_call_is_reported_and_harms_nothing(tmp_path, monkeypatch, code):
+def test_a_disk_error_at_every_system_call_is_reported_and_damages_no_checkpoint(tmp_path, monkeypatch, code):
     """Fail each write, flush, rename and mkdir of either rank in turn: rank 0 reports it, or the save succeeds."""
 
     def fail():

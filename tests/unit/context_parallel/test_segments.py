@@ -163,7 +163,7 @@ def test_an_image_is_sent_to_one_rank():
     assert (sent - sent.diagonal().diag()).nonzero().tolist() == [[1, 0], [2, 0], [3, 0]]
 
 
-def test_one_unpadded_rank_orders_columns_alone():
+def test_one_unpadded_rank_only_reorders_columns():
     layout = a_pack(((2, 2, 2),))
     assert _one_rank_segments(layout, ((2, 2, 2),), "spatial").order is None
     assert _one_rank_segments(layout, ((2, 2, 2),), "temporal").order.send_index.tolist() == [0, 4, 1, 5, 2, 6, 3, 7]

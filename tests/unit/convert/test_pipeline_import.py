@@ -39,9 +39,9 @@ XL = LDMUNetConfig(context_size=24, pooled_size=10, null_text="zeros")
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_a_written_schedule_is_read_back_unchanged(objective):
     found = read_schedule(scheduler_config(objective), "here")
-    theirs = DDIMScheduler.from_config(scheduler_config(objective)).alphas_cumprod.sqrt()
-    ours = found.noise_schedule.angles(torch.device("cpu")).cos().float()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)  # theirs are float32
+    external = DDIMScheduler.from_config(scheduler_config(objective)).alphas_cumprod.sqrt()
+    actual = found.noise_schedule.angles(torch.device("cpu")).cos().float()
+    torch.testing.assert_close(actual, external, rtol=0, atol=2e-5)  # theirs are float32
     if objective.betas is None:
         assert found == objective
 

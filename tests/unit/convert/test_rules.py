@@ -37,34 +37,34 @@ def numbered(*shape: int) -> torch.Tensor:
 @given(fused())
 def test_by_head_is_a_permutation_and_its_inverse_undoes_it(form: ByHead):
     size = form.heads * sum(form.shares)
-    ours = numbered(size, 5) if form.dim == 0 else numbered(5, size)
-    theirs = form.to_external(ours)
-    assert [x.shape[form.dim] for x in theirs] == (
+    actual = numbered(size, 5) if form.dim == 0 else numbered(5, size)
+    external = form.to_external(actual)
+    assert [x.shape[form.dim] for x in external] == (
         [size] if form.fused else [form.heads * share for share in form.shares]
     )
-    assert torch.equal(form.from_external(theirs), ours)
-    assert torch.equal(torch.cat([x.flatten() for x in theirs]).sort().values, ours.flatten().sort().values)
+    assert torch.equal(form.from_external(external), actual)
+    assert torch.equal(torch.cat([x.flatten() for x in external]).sort().values, actual.flatten().sort().values)
 
 
 def test_by_head_gives_each_head_its_share_of_every_part():
     """Two heads of four features: q with reordered pairs, then v unchanged."""
     q, v = torch.arange(8), torch.arange(100, 108)
-    ours = ByHead(2, (4, 4), turned=(0,)).from_external([q, v])
-    assert ours.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
+    actual = ByHead(2, (4, 4), turned=(0,)).from_external([q, v])
+    assert actual.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
 
 
 def test_gates_and_values_alternate_in_each_head():
     """Two heads; each has one feature, then two gates and two values in turn."""
     parts = [torch.arange(start, start + count) for start, count in ((0, 2), (10, 4), (20, 4))]
-    ours = ByHead(2, (1, 2, 2), alternate=True).from_external(parts)
-    assert ours.tolist() == [0, 10, 20, 11, 21, 1, 12, 22, 13, 23]
+    actual = ByHead(2, (1, 2, 2), alternate=True).from_external(parts)
+    assert actual.tolist() == [0, 10, 20, 11, 21, 1, 12, 22, 13, 23]
 
 
-def test_a_turned_head_goes_from_neighbours_to_halves():
+def test_rotary_pairs_change_from_adjacent_to_halves():
     assert TURNED_HEAD.from_external([torch.arange(6)]).tolist() == [0, 2, 4, 1, 3, 5]
 
 
-def test_turned_pairs_keep_every_score():
+def test_reordered_rotary_pairs_keep_every_score():
     """Rotating neighbouring features, or halves, by equal angles gives the same products of queries and keys."""
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -77,13 +77,13 @@ def test_turned_pairs_keep_every_score():
         a, b = x.chunk(2)
         return torch.cat([a * by.cos() - b * by.sin(), b * by.cos() + a * by.sin()])
 
-    theirs = neighbours(q, 2 * angle) @ neighbours(k, 5 * angle)
-    ours = halves(TURNED_HEAD.from_external([q]), 2 * angle) @ halves(TURNED_HEAD.from_external([k]), 5 * angle)
-    torch.testing.assert_close(ours, theirs)
+    external = neighbours(q, 2 * angle) @ neighbours(k, 5 * angle)
+    actual = halves(TURNED_HEAD.from_external([q]), 2 * angle) @ halves(TURNED_HEAD.from_external([k]), 5 * angle)
+    torch.testing.assert_close(actual, external)
 
 
 @pytest.mark.parametrize(
-    ("form", "theirs"),
+    ("form", "external"),
     [
         (Same(), [numbered(4, 3)]),
         (Copies(2), [numbered(4, 3), numbered(4, 3)]),
@@ -92,13 +92,13 @@ def test_turned_pairs_keep_every_score():
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_forms_are_inverted_exactly(form: Form, theirs: list[torch.Tensor]):
-    back = form.to_external(form.from_external(theirs))
-    assert len(back) == len(theirs)
-    assert all(torch.equal(x, y) for x, y in zip(back, theirs))
+def test_forms_are_inverted_exactly(form: Form, external: list[torch.Tensor]):
+    back = form.to_external(form.from_external(external))
+    assert len(back) == len(external)
+    assert all(torch.equal(x, y) for x, y in zip(back, external))
 
 
-def test_chunks_have_the_given_order():
+def test_chunks_have_the_requested_order():
     assert Chunks((2, 0, 1)).from_external([torch.arange(6)]).tolist() == [4, 5, 0, 1, 2, 3]
 
 
@@ -106,7 +106,7 @@ def book(**options) -> RuleBook:
     return RuleBook({"a": (2,), "b": (3,)}, [Rule("a", ("x",)), Rule("b", ("y",))], **options)
 
 
-def test_a_book_has_every_parameter_and_every_tensor_once():
+def test_conversion_rules_cover_every_parameter_and_tensor_once():
     with pytest.raises(AssertionError):
         RuleBook({"a": (2,), "b": (3,)}, [Rule("a", ("x",))])
     with pytest.raises(AssertionError, match="two rules"):
@@ -116,7 +116,7 @@ def test_a_book_has_every_parameter_and_every_tensor_once():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_numbers_of_every_precision_come_in_exactly(dtype: torch.dtype):
+def test_numbers_of_every_precision_are_imported_exactly(dtype: torch.dtype):
     x = torch.tensor([1 / 3, -2e-3]).to(dtype)
     found = book().from_external({"x": x, "y": torch.zeros(3)})["a"]
     assert found.dtype == torch.float32
@@ -131,7 +131,7 @@ def test_numbers_of_every_precision_come_in_exactly(dtype: torch.dtype):
         (torch.tensor([1.0, float("nan")]), "x has 1 numbers that are not finite"),
     ],
 )
-def test_numbers_that_cannot_be_trusted_are_refused(x: torch.Tensor, message: str):
+def test_tensors_with_invalid_numbers_are_refused(x: torch.Tensor, message: str):
     with pytest.raises(ConfigError, match=message):
         book().from_external({"x": x, "y": torch.zeros(3)})
 
@@ -158,7 +158,7 @@ def test_dropping_the_variance_keeps_the_mean_of_every_position():
 
 
 @pytest.mark.parametrize("name", DIFFUSERS)
-def test_recorded_arguments_are_those_of_the_constructors_of_diffusers(name: str) -> None:
+def test_recorded_arguments_match_the_constructors_of_diffusers(name: str) -> None:
     parameters = dict(inspect.signature(getattr(diffusers, name).__init__).parameters)
     del parameters["self"]
     defaults = {argument: parameter.default for argument, parameter in parameters.items()}

@@ -46,7 +46,7 @@ def encoded(folder, group, spec=SPEC, **settings):
 @pytest.mark.parametrize(
     ("settings", "patch_temporal"), [({}, 1), ({"max_text_tokens": 3}, 1), ({}, 2)], ids=["plain", "cut", "two frames"]
 )
-def test_an_encoded_pack_is_that_of_stored_latents_and_embeddings(folder, one_rank_world, settings, patch_temporal):
+def test_an_encoded_pack_equals_stored_latents_and_embeddings(folder, one_rank_world, settings, patch_temporal):
     """Texts are truncated alike; an image is encoded once and repeated to fill a patch of two frames."""
     spec = replace(SPEC, patch_temporal=patch_temporal)
     expected, _ = packs(folder, "latents", spec, **settings)
@@ -110,7 +110,7 @@ def test_an_encoder_of_an_unused_entry_is_not_loaded(folder, one_rank_world):
 
 
 @pytest.mark.parametrize("kind", ["pixels", "latents"])
-def test_every_pack_comes_with_the_empty_text_by_the_encoder_of_the_data(folder, one_rank_world, kind):
+def test_every_pack_has_the_empty_text_of_the_data_encoder(folder, one_rank_world, kind):
     conditions = tuple(replace(c, null="empty text") if c.name == "context" else c for c in SPEC.conditions)
     spec, line = replace(SPEC, conditions=conditions), f"text={folder}/t5"
     settings = {"online_text_encoder": line} if kind == "pixels" else {}

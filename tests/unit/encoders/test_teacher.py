@@ -65,7 +65,7 @@ def picture(width: int, height: int, seed: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("registers", [False, True])
-def test_features_are_those_of_transformers(tmp_path: Path, registers: bool) -> None:
+def test_features_equal_those_of_transformers(tmp_path: Path, registers: bool) -> None:
     """Clips are not square, and each frame has features; 256 pixels are scaled to 224."""
     model = save_teacher(tmp_path, registers=registers)
     teacher = Teacher(str(tmp_path), PATCH)

@@ -48,7 +48,7 @@ def test_a_text_has_its_true_length(encoder):
 
 
 @installed
-def test_another_word_changes_its_row_most(encoder):
+def test_changing_a_word_changes_its_row_most(encoder):
     bold, light = encoder.encode([TEXTS[0], TEXTS[3]])["text"]
     change = (bold - light).norm(dim=1)
     assert bold.shape == light.shape
@@ -66,7 +66,7 @@ def test_a_text_that_is_too_long_is_truncated_with_a_warning(encoder, caplog):
 
 
 @installed
-def test_the_pooled_vector_is_that_of_sentence_transformers(encoder):
+def test_the_pooled_vector_equals_that_of_sentence_transformers(encoder):
     SentenceTransformer = pytest.importorskip("sentence_transformers").SentenceTransformer
     expected = SentenceTransformer(str(text_config.ENCODERS[NAME].folder), device="cpu").encode(TEXTS)
     found = text.TextEncoders(f"pooled={NAME}").encode(TEXTS)["pooled"]

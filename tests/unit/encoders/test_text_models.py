@@ -57,7 +57,7 @@ def test_t5_gives_the_real_tokens_of_a_masked_batch(folder):
     assert not torch.allclose(unmasked[2, : len(expected[2])], expected[2], **ROUNDING)  # so the mask matters
 
 
-def test_flux_takes_t5_tokens_and_the_pooled_vector_of_clip(folder):
+def test_flux_gets_t5_tokens_and_the_pooled_vector_of_clip(folder):
     """With `padded`, equal to diffusers' `FluxPipeline.encode_prompt`; the tokenizers are next to the models."""
     pipeline = FluxPipeline(
         scheduler=None,
@@ -197,7 +197,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused(folder):
         TextEncoders(f"{folder}/t5:prompt=chat").encode(["a"])
 
 
-def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
+def test_a_line_is_parsed_as_written(tmp_path, monkeypatch):
     for text in (
         "a/b",
         "text_2+pooled=a/b/c:layer=penultimate:max_tokens=7:padded",

@@ -103,7 +103,7 @@ def scale_and_shift(name, model):
     return mean, config.get("scaling_factor", 1.0) / std
 
 
-def test_latents_of_flux2_are_those_of_its_pipeline(saved):
+def test_latents_of_flux2_equal_those_of_its_pipeline(saved):
     """The pipeline normalises patches of 2 x 2 with channels first; our latents have the network's patch order."""
     folder, model = saved("flux2")
     pipeline = Flux2Pipeline(scheduler=None, vae=model, text_encoder=None, tokenizer=None, transformer=None)
@@ -123,7 +123,7 @@ def test_latents_of_flux2_are_those_of_its_pipeline(saved):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "flux2"])
-def test_latents_and_pixels_are_those_of_diffusers(saved, name):
+def test_latents_and_pixels_equal_those_of_diffusers(saved, name):
     folder, model = saved(name)
     vae = VAE(folder)
     frames = 5 if vae.geometry.time > 1 else 2
@@ -161,7 +161,7 @@ def test_sizes_are_known_without_the_weights(saved, name, tmp_path):
     assert geometry.pixel_shape(*shape[1:]) == (frames, 32, 64)
 
 
-def test_clips_of_any_shapes_are_encoded_in_batches_and_come_back_in_order(saved):
+def test_clips_of_any_shapes_are_encoded_in_batches_and_returned_in_order(saved):
     vae = VAE(saved("image")[0])
     generator = torch.Generator().manual_seed(2)
     clips = [torch.rand(3, 1, 16, 16 + 16 * (i % 3), generator=generator) for i in range(7)]
@@ -201,7 +201,7 @@ def test_a_path_without_a_folder_is_named_in_full(tmp_path, monkeypatch, name):
         Geometry.read(name)
 
 
-def test_errors_of_reading_and_encoding_are_one_line(saved, tmp_path):
+def test_errors_of_reading_and_encoding_have_one_line(saved, tmp_path):
     folder, _ = saved("hunyuan")
     with pytest.raises(ConfigError, match="multiples of 8"):
         Geometry.read(folder).latent_shape(1, 30, 32)

@@ -22,7 +22,7 @@ def loaded(model: torch.nn.Module) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_count_is_that_of_loaded_encoders(tmp_path, precision):
+def test_the_estimated_count_equals_that_of_loaded_encoders(tmp_path, precision):
     vae, t5 = save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
     clip = save_clip(tmp_path / "clip", projected=True)
     sentence = "all-minilm-l6-v2"
@@ -49,7 +49,7 @@ def test_the_hub_is_not_contacted(tmp_path):
         weight_bytes(OnlineEncoding(text_encoder="google/t5-v1_1-xxl"), (CONTEXT,))
 
 
-def test_the_dry_run_adds_them_to_the_memory(tmp_path):
+def test_the_dry_run_adds_encoders_to_the_memory(tmp_path):
     """If their size is unknown, the report has a line about it."""
     task = call_recipe("own_data")
     text = dry_run.report(task, world_size=1)

@@ -52,9 +52,9 @@ def opened() -> Iterator[Open]:
 @pytest.fixture
 def ends() -> Iterator[tuple[Sender, Connection]]:
     """The two ends of a connection, both in this process."""
-    ours, theirs = multiprocessing.Pipe()
-    with ours, theirs:
-        yield Sender(theirs, Ahead()), ours
+    receiver, other = multiprocessing.Pipe()
+    with receiver, other:
+        yield Sender(other, Ahead()), receiver
 
 
 def plain(state: Any) -> Any:
@@ -73,7 +73,7 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_a_message_has_every_tensor_to_the_bit(ends: tuple[Sender, Connection]) -> None:
+def test_a_message_transfers_every_tensor_bitwise_equal(ends: tuple[Sender, Connection]) -> None:
     sender, connection = ends
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(700, 600, generator=generator)
@@ -119,7 +119,7 @@ def test_memory_is_freed_with_the_last_view_of_a_message(ends: tuple[Sender, Con
     assert os.listdir("/proc/self/fd") == descriptors
 
 
-def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Sender, Connection]) -> None:
+def test_no_process_waits_for_a_closed_connection(ends: tuple[Sender, Connection]) -> None:
     """Messages that were sent before are received."""
     sender, connection = ends
     sender.send("last")
@@ -127,13 +127,13 @@ def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Sender, Connection]) -
     assert receive(connection) == "last"
     with pytest.raises((EOFError, ConnectionError)):
         receive(connection)
-    ours, theirs = multiprocessing.Pipe()
-    ours.close()
-    with theirs, pytest.raises((EOFError, ConnectionError)):
-        Sender(theirs, Ahead()).send("nobody")
+    receiver, other = multiprocessing.Pipe()
+    receiver.close()
+    with other, pytest.raises((EOFError, ConnectionError)):
+        Sender(other, Ahead()).send("nobody")
 
 
-def test_a_worker_has_no_part_of_the_training_process(opened: Open, tmp_path: Path) -> None:
+def test_a_worker_inherits_no_object_of_the_training_process(opened: Open, tmp_path: Path) -> None:
     """A fork of this process would collect the group, and crash or wait for threads, which a fork does not have."""
     gc.disable()
     try:
@@ -157,7 +157,7 @@ def test_a_worker_has_no_part_of_the_training_process(opened: Open, tmp_path: Pa
 
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["dense", "packed"])
-def test_every_position_continues_to_the_bit(
+def test_every_position_resumes_bitwise_equal(
     mixed_folder: Path, packing: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every third delivery has a position; a resumed stream reads later deliveries again, with or without worker."""
@@ -183,7 +183,7 @@ def test_every_position_continues_to_the_bit(
     stream.close()
 
 
-def test_the_position_of_a_resumed_stream_is_that_of_one_that_was_never_stopped(
+def test_the_position_of_a_resumed_stream_equals_an_uninterrupted_one(
     mixed_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So checkpoints of both streams are equal."""
@@ -200,7 +200,7 @@ def test_the_position_of_a_resumed_stream_is_that_of_one_that_was_never_stopped(
         stream.close()
 
 
-def test_the_position_is_there_while_the_worker_is_not(opened: Open) -> None:
+def test_the_position_is_available_without_the_worker(opened: Open) -> None:
     stream = opened()
     for _ in range(5):
         stream.next()
@@ -209,20 +209,20 @@ def test_the_position_is_there_while_the_worker_is_not(opened: Open) -> None:
     os.kill(stream._worker.pid, signal.SIGCONT)
 
 
-def test_a_worker_runs_ahead_and_stops(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_worker_prefetches_up_to_its_limit(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two deliveries wait (32 if they are small), and the worker has made the next one."""
-    made = tmp_path / "made"
+    sample_log = tmp_path / "made"
     for small_bytes, ahead in ((1, 2), (2**25, 32)):
         monkeypatch.setattr(background, "AHEAD", Ahead(small_bytes=small_bytes))
-        made.write_bytes(b"")
-        stream = opened(made=made)
+        sample_log.write_bytes(b"")
+        stream = opened(sample_log=sample_log)
         for consumed in (1, 2, 3):
             stream.next()
             deadline = time.monotonic() + 30
-            while made.stat().st_size < consumed + ahead + 1 and time.monotonic() < deadline:
+            while sample_log.stat().st_size < consumed + ahead + 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.2)
-            assert made.stat().st_size == consumed + ahead + 1
+            assert sample_log.stat().st_size == consumed + ahead + 1
 
 
 def test_a_killed_worker_is_named(opened: Open) -> None:
@@ -342,7 +342,7 @@ def test_a_stream_whose_worker_cannot_start_can_be_closed() -> None:
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
-def test_a_fault_in_the_worker_comes_as_a_delivery(opened: Open, fails_at: int) -> None:
+def test_a_worker_error_is_returned_as_a_stream_item(opened: Open, fails_at: int) -> None:
     stream = opened(fails_at=fails_at)
     assert [stream.next().failure for _ in range(fails_at - 1)] == [None] * (fails_at - 1)
     last = stream.next()
@@ -369,7 +369,7 @@ def test_a_worker_ends_with_its_stream(how: str) -> None:
     assert gone(worker.pid)
 
 
-def test_the_loader_knows_its_own_speed(opened: Open) -> None:
+def test_the_loader_measures_its_speed(opened: Open) -> None:
     """Samples per second of work, added over both workers; the time of training between deliveries does not count."""
     for workers, most in ((1, 4 / 0.02), (2, 2 * 4 / 0.02)):
         sources = {s: opened(seconds=0.02) for s in range(workers)}
@@ -383,7 +383,7 @@ def test_the_loader_knows_its_own_speed(opened: Open) -> None:
     assert 0 < inline.samples_per_s() <= 4 / 0.02
 
 
-def test_a_micro_batch_is_late_if_it_is_asked_for_before_it_is_there(opened: Open) -> None:
+def test_a_micro_batch_is_late_if_requested_before_it_is_ready(opened: Open) -> None:
     """A stream without worker is always late, and a worker with enough time never is."""
     source = opened(seconds=0.05)
     group = StreamGroup({0: source}, num_streams=1, dp_rank=0, dp_size=1, log=SkipLog(0), origin="a test")

@@ -54,7 +54,7 @@ def test_every_format_has_its_profile_converted(kind):
     assert opened.info["colours"] == "converted"
 
 
-def test_alpha_palettes_and_greys_are_converted_too():
+def test_alpha_palettes_and_greys_are_converted():
     profile, colour = rgb_profile(DISPLAY_P3), (140, 110, 120)
     expected = in_srgb(np.array(colour), DISPLAY_P3)
     see_through = Image.new("RGBA", (2, 1), (*colour, 255))
@@ -70,7 +70,7 @@ def test_alpha_palettes_and_greys_are_converted_too():
         assert np.abs(grey - grey_values(1.8, values)[:, None]).max() < ROUNDING, depth
 
 
-def test_inks_are_converted_by_their_profile():
+def test_cmyk_pictures_are_converted_by_their_profile():
     """Without a profile, full ink is black; with this one it is the grey of L* = 50, which is 119 in sRGB."""
     inks = Image.new("CMYK", (16, 16), (255, 255, 255, 0))
     opened = open_picture(as_file(inks, "JPEG", icc_profile=cmyk_profile(50), quality=100))

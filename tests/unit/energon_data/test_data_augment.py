@@ -35,18 +35,18 @@ def ramp(height: int, width: int) -> torch.Tensor:
     return torch.stack([rows, columns, rows * 0]).to(torch.uint8)[:, None]
 
 
-def test_a_resized_photograph_is_what_pillow_makes_of_it() -> None:
+def test_a_resized_photograph_equals_that_of_pillow() -> None:
     photograph = open_picture((SAMPLE_DATA / "grace_hopper.jpg").read_bytes())
     width, height = photograph.size
-    ours = pixel_values(resize(pixels_of([photograph]), 96))
+    actual = pixel_values(resize(pixels_of([photograph]), 96))
     size = (96, round(height * 96 / width))
-    theirs = pixel_values(pixels_of([photograph.resize(size, Image.Resampling.BICUBIC)]))
-    assert ours.shape == theirs.shape == (3, 1, size[1], 96)
-    assert (ours - theirs).abs().max() < 4 / 127.5  # Pillow rounds to 8 bits, and clips, after each of its two passes
-    assert (ours - theirs).abs().mean() < 0.5 / 127.5
+    expected = pixel_values(pixels_of([photograph.resize(size, Image.Resampling.BICUBIC)]))
+    assert actual.shape == expected.shape == (3, 1, size[1], 96)
+    assert (actual - expected).abs().max() < 4 / 127.5  # Pillow rounds to 8 bits and clips after each of its two passes
+    assert (actual - expected).abs().mean() < 0.5 / 127.5
 
 
-def test_a_crop_is_a_window_and_every_window_is_as_likely() -> None:
+def test_every_crop_window_is_equally_likely() -> None:
     augment = Augmentation(crop=(4, 6))
     corners = Counter()
     for visit in visits(3000):
@@ -85,7 +85,7 @@ def test_each_part_of_the_address_counts() -> None:
         assert Visit(**{**base, name: 5}).generator().random(3).tolist() != first
 
 
-def test_all_frames_of_a_clip_are_cut_alike() -> None:
+def test_all_frames_of_a_clip_have_the_same_crop() -> None:
     clip = ramp(9, 9).expand(-1, 5, -1, -1)
     for visit in visits(20):
         cut = Augmentation(smallest_side=8, crop=(4, 6), flip=0.5)(clip, visit)
@@ -93,7 +93,7 @@ def test_all_frames_of_a_clip_are_cut_alike() -> None:
         assert all(torch.equal(cut[:, 0], cut[:, t]) for t in range(5))
 
 
-def test_borders_are_cut_to_the_patch_and_what_is_too_small_is_left_out() -> None:
+def test_pictures_are_cropped_to_patches_and_small_ones_dropped() -> None:
     cut = Augmentation(multiple_of=4)(ramp(7, 13), Visit(0, 0, 0, 0))
     assert torch.equal(cut, ramp(7, 13)[:, :, 2:6, 1:13])  # (7 - 4 + 1) / 2 and (13 - 12 + 1) / 2
     with pytest.raises(FilteredOutError, match="3 x 13 pixels, cropped to multiples of 4"):
@@ -120,7 +120,7 @@ def picture_of(batch: PackedBatch) -> np.ndarray:
     return np.uint8(((pixels[:, 0].permute(1, 2, 0) + 1) * 127.5).round())
 
 
-def test_a_picture_is_cut_anew_in_every_epoch_and_in_the_middle_when_held_out(tmp_path: Path) -> None:
+def test_a_picture_has_a_new_crop_in_every_epoch_and_the_centre_crop_when_held_out(tmp_path: Path) -> None:
     stored = {key: parts["pixels.png"] for key, _, parts in pictures(6, sizes=[(12, 12)])}
     folder = write_dataset(
         tmp_path / "data", {"train": pictures(6, sizes=[(12, 12)]), "val": pictures(6, sizes=[(12, 12)])}
@@ -153,7 +153,7 @@ LIMITS: list[tuple[dict[str, Any], str, set[tuple[int, int]]]] = [
 
 
 @pytest.mark.parametrize(("settings", "reason", "left"), LIMITS, ids=lambda x: str(x))
-def test_limits_of_sizes_leave_out_exactly_what_is_beyond(
+def test_size_limits_drop_exactly_the_samples_beyond(
     picture_folder: Path, settings: dict[str, Any], reason: str, left: set[tuple[int, int]]
 ) -> None:
     batches, skipped = read(picture_folder, 40, **settings)
@@ -162,7 +162,7 @@ def test_limits_of_sizes_leave_out_exactly_what_is_beyond(
     assert 18 <= skipped[reason] <= 22  # 20 of the 60 of an epoch
 
 
-def test_limits_of_captions_and_durations(picture_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captions_and_durations_have_limits(picture_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches, skipped = read(picture_folder, 17, min_caption_length=2, max_caption_length=3)
     assert {int(key[-5:]) % 7 for batch in batches for key in batch.keys} == {2, 3}
     assert set(skipped) == {"caption_length"}
@@ -196,7 +196,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
         EnergonData(path="x", **settings).check_settings(spec(), 1, 1)
 
 
-def test_a_picture_beside_the_picture_is_not_left_unchanged_in_silence() -> None:
+def test_augmentation_next_to_a_second_picture_is_refused() -> None:
     asked = spec(latent_channels=3)
     with_mask = type(asked)(**{**vars(asked), "conditions": (*asked.conditions, MASK)})
     with pytest.raises(ConfigError, match="and not the mask that the model takes in addition"):
@@ -215,14 +215,14 @@ def test_a_picture_beside_the_picture_is_not_left_unchanged_in_silence() -> None
     ],
     ids=lambda settings: ",".join(settings),
 )
-def test_settings_without_what_they_modify_are_refused(settings, needed):
+def test_settings_without_their_requirement_are_refused(settings, needed):
     ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=rf"data\.{name}={value} has no effect without data\.{next(iter(needed))}"):
         EnergonData(path="x", **settings).check_settings(spec(micro_batch_size=1), 1, 1)
     EnergonData(path="x", **settings, **needed).check_settings(spec(micro_batch_size=1), 1, 1)
 
 
-def test_one_caption_of_each_sample_is_reported_if_captions_are_not_to_vary(mixed_folder: Path) -> None:
+def test_captions_that_do_not_vary_are_reported(mixed_folder: Path) -> None:
     """A recipe is not refused because of the captions in the data."""
     line = f"data.vary_captions=False has no effect: none of the samples read from {mixed_folder} has several captions"
     data = EnergonData(path=str(mixed_folder))

@@ -62,11 +62,11 @@ def sources(keys: tuple[str, ...]) -> Counter:
     return Counter(key.removeprefix("train_")[0] for key in keys)
 
 
-def test_members_come_in_the_shares_of_their_weights(members: dict[str, Path]) -> None:
+def test_members_are_read_in_proportion_to_their_weights(members: dict[str, Path]) -> None:
     _, stream = build(members, {"a": 1, "b": 3, "c": 0})
-    found = sum((sources(batch.keys) for batch in take(stream, 300)), Counter())
-    assert set(found) == {"a", "b"}
-    assert abs(found["a"] / 1200 - 0.25) < 0.05  # four standard deviations
+    counts = sum((sources(batch.keys) for batch in take(stream, 300)), Counter())
+    assert set(counts) == {"a", "b"}
+    assert abs(counts["a"] / 1200 - 0.25) < 0.05  # four standard deviations
 
 
 STAGES: dict[str, Any] = {"a": [1, 0, 1], "b": [0, 1, 1], "c": [0, 0, 2]}
@@ -82,7 +82,7 @@ def test_weights_change_at_their_steps(members: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("before", [0, 5, 11, 12, 13, 19, 27])
 @pytest.mark.parametrize("background", [False, True])
-def test_a_resumed_curriculum_continues_bit_for_bit(members: dict[str, Path], before: int, background: bool) -> None:
+def test_a_resumed_curriculum_is_bitwise_equal(members: dict[str, Path], before: int, background: bool) -> None:
     """Resumes at the start, inside a stage, at its last micro-batch, at its end and after it."""
     if background and before not in (11, 13):
         pytest.skip("a worker process is started for two of the places")
@@ -103,7 +103,7 @@ def test_a_curriculum_does_not_depend_on_the_ranks(members: dict[str, Path]) -> 
     same(take(alone, 30), [next(ranks[j % 2]) for j in range(30)])
 
 
-def test_held_out_data_are_those_of_every_member_once(members: dict[str, Path]) -> None:
+def test_held_out_data_contain_every_member_once(members: dict[str, Path]) -> None:
     data, _ = build(members, STAGES, blend_steps=[3, 5])
     keys = [key for batch in data.build_validation(spec(), dp_rank=0, dp_size=1) for key in batch.keys]
     assert len(keys) == len(set(keys)) == 15
@@ -128,7 +128,7 @@ def test_held_out_data_are_those_of_every_member_once(members: dict[str, Path]) 
         ([{"path": "a"}], [9, 9], "must be ascending"),
     ],
 )
-def test_a_blend_that_says_nothing_is_refused(blend: list, steps: list, message: str) -> None:
+def test_an_empty_blend_is_refused(blend: list, steps: list, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_blend(blend, steps)
 
@@ -159,18 +159,18 @@ def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
 ) -> None:
     """The blend must have one data set of letters; otherwise the error names the members and the flag."""
 
-    def found(*members: Path, data: str | None = None) -> str:
+    def folder_of(*members: Path, data: str | None = None) -> str:
         blend = [{"path": str(member)} for member in members]
         generator: Any = SimpleNamespace(config=SimpleNamespace(data=EnergonData(blend=blend)))
         return data_folder(Namespace(data=data), generator)
 
-    assert found(mixed_folder, letters.folder) == str(letters.folder)
-    assert found(mixed_folder, data="elsewhere") == "elsewhere"
+    assert folder_of(mixed_folder, letters.folder) == str(letters.folder)
+    assert folder_of(mixed_folder, data="elsewhere") == "elsewhere"
     with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
-        found(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))
+        folder_of(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))
 
 
-def test_a_blend_need_agree_only_on_what_the_model_takes(
+def test_members_of_a_blend_share_only_the_conditions_of_the_model(
     letters: LettersReport, bundled_fonts: Path, tmp_path: Path
 ) -> None:
     """Letters and moving letters have different classes: only a model without classes trains on a blend of both.

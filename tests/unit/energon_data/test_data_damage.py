@@ -66,7 +66,7 @@ def test_a_flipped_bit_ends_the_run_and_names_the_sample(mixed_folder: Path, cop
     assert exit_code(caught.value) == 3
 
 
-def test_every_flip_in_metadata_or_latent_is_noticed() -> None:
+def test_every_flipped_bit_in_metadata_or_latent_is_detected() -> None:
     parts = {"latent.npy": npy(np.arange(6, dtype=np.float32).reshape(1, 1, 2, 3))}
     sealed = seal({"label": 16, "caption": "Q"}, parts)
     decode_sample("k", {"json": sealed, **parts}, require_checksums=True)
@@ -79,7 +79,7 @@ def test_every_flip_in_metadata_or_latent_is_noticed() -> None:
                     decode_sample("k", {"json": sealed, **parts, name: bytes(broken)}, require_checksums=True)
 
 
-def test_budget_counts_each_lost_sample_once_with_key_shard_and_reason(
+def test_the_error_budget_counts_each_dropped_sample_once_with_key_shard_and_reason(
     mixed_folder: Path, copy_of: Copy, tmp_path: Path
 ) -> None:
     folder = copy_of(mixed_folder)
@@ -150,7 +150,7 @@ class _Touch:
 @pytest.mark.parametrize(
     "part", ["text.pyd", "text.pkl", "text.pickle", "text.pth", "text.pt", "latent.npy", "x.weird"]
 )
-def test_pickles_are_refused_and_never_run(tmp_path: Path, part: str) -> None:
+def test_pickles_are_refused_and_not_executed(tmp_path: Path, part: str) -> None:
     marker = tmp_path / "executed"
     payload = pickle.dumps(_Touch(marker))
     if part == "latent.npy":
@@ -168,7 +168,7 @@ def test_pickles_are_refused_and_never_run(tmp_path: Path, part: str) -> None:
     assert not marker.exists()
 
 
-def test_npy_reader_agrees_with_numpy_and_refuses_the_rest() -> None:
+def test_the_npy_reader_equals_numpy_and_refuses_other_formats() -> None:
     for dtype in (np.float32, np.float16, np.int64, np.uint8, ">f4", bool):
         for array in (
             np.arange(12).reshape(3, 4),
@@ -197,7 +197,7 @@ def test_npy_reader_agrees_with_numpy_and_refuses_the_rest() -> None:
         (b'{"crc32": {"latent.npy": "00000000"}}', "no checksum for itself"),
     ],
 )
-def test_metadata_that_proves_nothing_is_refused(content: bytes, words: str) -> None:
+def test_metadata_without_valid_checksums_is_refused(content: bytes, words: str) -> None:
     parts = {"json": content, "latent.npy": npy(np.zeros((1, 1, 2, 2), np.float32))}
     with pytest.raises(SampleError, match=words):
         decode_sample("k", parts, require_checksums=True)
@@ -218,7 +218,7 @@ def test_checksums_that_exist_are_verified_even_when_not_required() -> None:
 
 
 @pytest.mark.parametrize("key", ["../evil", "/etc/evil", "a/../../evil", "..\\evil"])
-def test_names_that_lead_out_are_refused(key: str) -> None:
+def test_names_outside_the_folder_are_refused(key: str) -> None:
     with pytest.raises(SampleError, match="outside"):
         decode_sample(key, {"json": seal({}, {})}, require_checksums=True)
 
@@ -280,7 +280,7 @@ WRONG_PARTS = {
 }
 
 
-def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path: Path) -> None:
+def test_metadata_and_types_out_of_range_have_separate_reasons(tmp_path: Path) -> None:
     """Each such sample counts as one lost sample; its line in the skip log has the reason and the entry."""
     wrong: dict[str, tuple[str, str]] = {}
 
@@ -315,7 +315,7 @@ def test_metadata_and_types_out_of_range_are_damage_of_their_own_reason(tmp_path
         run(folder, 2, max_lost_samples=len(wrong) - 1, min_aesthetic_score=1.0)
 
 
-def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:
+def test_pooled_texts_are_read_and_required(tmp_path: Path) -> None:
     """A model with pooled text gets the vector of each sample; a missing vector or another width is refused."""
 
     def with_pooled() -> Any:
@@ -348,7 +348,7 @@ def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:
         (np.full(3, np.nan, np.float32), "pooled text reach nan"),
     ],
 )
-def test_a_damaged_condition_is_damage_only_where_the_model_takes_it(
+def test_damage_of_a_condition_counts_only_for_models_with_the_condition(
     tmp_path: Path, array: np.ndarray, words: str
 ) -> None:
     samples = [(key, meta, {**parts, "pooled.npy": npy(array)}) for key, meta, parts in clips(8, sizes=[(1, 4, 4)])]
@@ -385,7 +385,7 @@ def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> 
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_limit_drops_a_latent_without_the_number_that_it_limits(
+def test_a_limit_drops_a_latent_without_the_limited_number(
     tmp_path: Path, settings: dict[str, float], reason: str, known: dict[str, float]
 ) -> None:
     def samples() -> Any:
@@ -421,7 +421,7 @@ def test_dropping_everything_ends_instead_of_looping(mixed_folder: Path, monkeyp
         run(mixed_folder, min_aesthetic_score=2.0)
 
 
-def test_ledger_hands_out_each_entry_once() -> None:
+def test_the_skip_counter_returns_each_entry_once() -> None:
     ledger = SkipCounter(1)
     drop = Skip("too_long", "k", "s", "d", lost=False)
     loss = Skip("checksum", "k", "s", "d", lost=True)
@@ -453,7 +453,7 @@ def test_damage_after_the_check_is_counted_not_fatal_to_the_budget(
     assert capfd.readouterr().out == ""
 
 
-def test_writer_refuses_names_it_could_not_read_back(tmp_path: Path) -> None:
+def test_the_writer_refuses_names_that_cannot_be_read(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, "train", 4)
     for key in ("", "a.b"):
         with pytest.raises(DataError, match="must not be empty or contain a dot"):

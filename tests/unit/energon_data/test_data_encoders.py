@@ -59,7 +59,7 @@ def first(data: EnergonData, wanted):
         stream.close()
 
 
-def test_texts_of_several_encoders_lie_beside_each_other_and_are_recorded(folder):
+def test_texts_of_several_encoders_are_stored_together_and_recorded(folder):
     """Training reads T5's tokens and CLIP's vector, as FLUX does, and finds the encoders in the record."""
     data = EnergonData(path=str(folder / "latents"), **PACKS)
     record = json.loads((folder / "latents" / "dataset.json").read_text())
@@ -236,7 +236,7 @@ def test_each_reading_draws_one_of_the_captions(folder, several, kind):
 
 
 @pytest.mark.parametrize("read", [Geometry.read, check_text_encoder])
-def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, capsys, read):
+def test_an_unreachable_hub_is_reported_at_once(monkeypatch, capsys, read):
     """The error comes immediately, not after a minute of retries, and does not blame a missing config.json."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -245,7 +245,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, capsys, read)
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_folder_of_something_else_than_an_autoencoder_is_named(tmp_path):
+def test_a_folder_without_an_autoencoder_is_named(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ConfigError, match=r"has no _class_name in its config\.json"):
         Geometry.read(str(tmp_path))

@@ -41,7 +41,7 @@ def test_a_sample_is_a_function_of_its_number() -> None:
     assert len(set(batch.grids)) == 3
 
 
-def test_a_still_fills_a_patch_in_time() -> None:
+def test_a_still_is_repeated_to_one_patch_of_frames() -> None:
     """As in real data: with a temporal patch of 2, a still has the tokens of a clip without motion."""
     data = MockData(shapes=["1x8x8", "4x8x8"])
     batch = source(data, spec(patch_temporal=2)).next().batch.validate()
@@ -78,7 +78,7 @@ def test_pooled_texts_are_drawn_where_the_model_takes_them() -> None:
     assert torch.equal(plain.batch.conditions["context"].values, pooled.batch.conditions["context"].values)
 
 
-def test_drawing_leaves_the_global_generator_alone() -> None:
+def test_drawing_does_not_change_the_global_generator() -> None:
     before = torch.get_rng_state()
     source(MockData(), spec()).next()
     assert torch.equal(before, torch.get_rng_state())
@@ -97,7 +97,7 @@ def test_classes_differ_more_than_samples_of_one_class() -> None:
 
 
 @pytest.mark.parametrize("multiple_of", [1, 8])
-def test_packs_are_full_legal_and_in_order(multiple_of: int) -> None:
+def test_packs_are_full_valid_and_ordered(multiple_of: int) -> None:
     data = MockData(shapes=MIXED, max_tokens_per_pack=64, pack_multiple_of=8)
     s = spec(micro_batch_size=1, multiple_of=multiple_of)
     data.validate(s, 1, 1)
@@ -155,7 +155,7 @@ def test_impossible_settings_name_the_numbers(data: MockData, words: str) -> Non
         data.validate(spec(micro_batch_size=1, multiple_of=4), 2, 6)
 
 
-def test_packs_want_micro_batches_of_one_and_resume_wants_the_seed() -> None:
+def test_packs_require_micro_batches_of_one_and_resume_requires_the_seed() -> None:
     with pytest.raises(ConfigError, match="micro_batch_size is 4"):
         MockData(max_tokens_per_pack=64).validate(spec(), 1, 1)
     reader = source(MockData(), spec())

@@ -26,7 +26,7 @@ from recipes import components
 
 @given(st.lists(st.integers(1, 100), max_size=200), st.integers(100, 300))
 @settings(max_examples=100, deadline=None)
-def test_every_item_in_exactly_one_bin_and_no_bin_too_full(lengths: list[int], capacity: int) -> None:
+def test_every_item_is_in_one_bin_and_no_bin_exceeds_its_limit(lengths: list[int], capacity: int) -> None:
     bins = greedy_knapsack(lengths, capacity)
     assert sorted(i for items in bins for i in items) == list(range(len(lengths)))
     assert all(0 < sum(lengths[i] for i in items) <= capacity for items in bins)
@@ -45,7 +45,7 @@ def test_waste_is_small_on_a_realistic_mix() -> None:
 
 @given(st.lists(st.integers(1, 100), max_size=200), st.integers(100, 300), st.integers(1, 500), st.integers(100, 150))
 @settings(max_examples=100, deadline=None)
-def test_no_bin_costs_more_than_its_longest_sample_may(
+def test_no_bin_exceeds_the_cost_limit_of_the_longest_sample(
     lengths: list[int], capacity: int, attention: int, longest: int
 ) -> None:
     """Costs are tokens, and n + n^2 / attention in exact fractions."""
@@ -60,14 +60,14 @@ def test_no_bin_costs_more_than_its_longest_sample_may(
     assert all(0 < sum(lengths[i] for i in items) <= capacity and cost(items) <= budget for items in bins)
 
 
-def test_equal_items_are_shared_out_equally() -> None:
+def test_equal_items_are_distributed_equally() -> None:
     """24 items of 20 tokens and 60 of 10 make twelve packs, each with two of the long and five of the short items."""
     lengths = [20] * 24 + [10] * 60
     bins = balanced_packs(lengths, 100, CostLimit(100, 50))
     assert {tuple(sorted(lengths[i] for i in items)) for items in bins} == {(10,) * 5 + (20,) * 2}
 
 
-def test_few_packs_hold_what_fits_where_tokens_are_scarce() -> None:
+def test_packs_have_at_most_six_percent_unused_tokens() -> None:
     """With pictures of many resolutions both limits matter; packs have at most 6 % more room than tokens."""
     for seed in range(4):
         lengths = many_resolutions(np.random.default_rng(seed), 1000)
@@ -76,7 +76,7 @@ def test_few_packs_hold_what_fits_where_tokens_are_scarce() -> None:
         assert len(bins) * capacity < 1.06 * sum(lengths)
 
 
-def test_a_limit_of_cost_lets_ranks_wait_less() -> None:
+def test_a_cost_limit_reduces_waiting_of_ranks() -> None:
     """Greedy packing pads less than 0.5 %; two budgets raise the throughput of 64 ranks by these factors."""
     for mix, bar in zip(MIXES, (1.05, 1.15, 1.15), strict=True):
         rows = {row["way"].partition(" (")[0]: row for row in measure(mix, 1000, 8, 64, ATTENTION)}
@@ -86,7 +86,7 @@ def test_a_limit_of_cost_lets_ranks_wait_less() -> None:
         assert rows["two budgets"]["imbalance"] < rows["greedy"]["imbalance"]
 
 
-def test_the_tokens_of_equal_work_are_those_of_the_program() -> None:
+def test_equal_work_tokens_match_the_traced_program() -> None:
     """A sample of n tokens costs a + b n + c n^2 in the layers, traced at three lengths; the model states b / c."""
     for component in (components.dit_s, components.dit_cross_s, components.moviegen_1b):
         model = fiddle.build(component())
@@ -129,7 +129,7 @@ _SIZES = st.tuples(st.integers(1, 3), st.sampled_from([2, 4, 6]), st.sampled_fro
     st.lists(st.tuples(_SIZES, st.integers(1, 7)), min_size=1, max_size=6), st.sampled_from([1, 4, 8]), st.booleans()
 )
 @settings(max_examples=40, deadline=None)
-def test_a_pack_holds_each_sample_at_its_place(
+def test_a_pack_contains_each_sample_at_its_position(
     samples: list[tuple[tuple[int, int, int], int]], multiple_of: int, tail: bool
 ) -> None:
     sizes = {"latent_channels": 3, "num_classes": 10, "context_size": 5, "pooled_size": 7}
@@ -158,7 +158,7 @@ def test_a_pack_holds_each_sample_at_its_place(
     assert batch.conditions["fps"].values.tolist() == [30.0] * len(clips)
 
 
-def test_conditions_the_model_does_not_take_are_left_out() -> None:
+def test_conditions_without_use_in_the_model_are_omitted() -> None:
     asked = spec(latent_channels=3, num_classes=None, context_size=None, micro_batch_size=1)
     batch = collate([_clip(0, (1, 2, 2), 3, loss_weight=0.5), _clip(1, (2, 2, 2), 3, fps=12.0)], asked)
     assert set(batch.conditions) == {"fps"}
@@ -182,7 +182,7 @@ def test_the_order_of_packs_does_not_depend_on_their_lengths() -> None:
     assert order(lengths) == order(lengths[::-1]) != list(range(64))
 
 
-def test_copies_of_a_pack_are_apart_when_a_buffer_holds_few_samples_many_times() -> None:
+def test_repetitions_of_a_pack_are_separated_in_a_small_buffer() -> None:
     """Six samples, each forty times in the buffer and each filling a pack: no sample is repeated in a long run."""
     clips = [_clip(i % 6, (1, 4, 4), 1) for i in range(240)]
     for clip in clips:

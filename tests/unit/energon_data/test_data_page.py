@@ -58,7 +58,7 @@ def written(tmp_path, monkeypatch) -> Path:
     return tmp_path / "data" / "mine"
 
 
-def test_the_example_is_read_as_it_was_written(written):
+def test_the_example_is_read_unchanged(written):
     """Every sample of both splits is read once, with its values, grid, text and frame rate."""
     rng = np.random.default_rng(0)
     data = EnergonData(path=str(written), max_tokens_per_pack=128)
@@ -107,7 +107,7 @@ def red_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (folder / "pictures" / f"{i}.txt").write_text(f"red of strength {i}")
 
 
-def test_pictures_of_ones_own_are_prepared_and_trained_on_as_the_page_says(tmp_path, monkeypatch):
+def test_user_pictures_are_prepared_and_trained_on_by_the_commands_of_the_page(tmp_path, monkeypatch):
     red_pictures(tmp_path, monkeypatch)
     prepare = command("python -m energon_data.prepare images --in pictures --out data/pictures")
     assert prepare_main(prepare[prepare.index("images") :]) == 0
@@ -127,7 +127,7 @@ def test_pictures_of_ones_own_are_prepared_and_trained_on_as_the_page_says(tmp_p
     assert len(seen) == 6
 
 
-def test_pictures_are_encoded_beforehand_and_while_training_as_the_page_says(tmp_path, monkeypatch):
+def test_pictures_are_encoded_before_and_during_training_by_the_commands_of_the_page(tmp_path, monkeypatch):
     """Small encoders are saved at the paths of the page, and the model has their widths."""
     red_pictures(tmp_path, monkeypatch)
     for place in ("vae", "flux/vae"):

@@ -66,7 +66,7 @@ def test_a_pack_has_both_texts_side_by_side_and_the_true_sizes_and_crops(folder)
     torch.testing.assert_close(pack.conditions["pooled"].values.float(), torch.stack(second["pooled"]), **HALF)
 
 
-def test_the_crop_is_where_the_scaled_picture_was_cut(folder):
+def test_the_recorded_crop_is_that_of_the_scaled_picture(folder):
     """The stored pixels equal a crop at these numbers, made by hand."""
     line = f"text={folder}/clip:padded,text+pooled={folder}/projected:padded:joined"
     pack, _ = read(folder / "pixels", spec(3), online_text_encoder=line)
@@ -81,7 +81,7 @@ def test_the_crop_is_where_the_scaled_picture_was_cut(folder):
         assert torch.equal(tokens_TC.T.reshape(3, 1, 16, 16), expected)
 
 
-def test_encoders_on_the_training_device_give_what_is_stored(folder, one_rank_world):
+def test_online_encoders_equal_stored_embeddings(folder, one_rank_world):
     line = f"text={folder}/clip:{SDXL_OPTIONS},text+pooled={folder}/projected:{SDXL_OPTIONS}:joined"
     stored, _ = read(folder / "joined", spec())
     raw, data = read(folder / "pixels", spec(), online_vae=str(folder / "vae"), online_text_encoder=line)
@@ -92,7 +92,7 @@ def test_encoders_on_the_training_device_give_what_is_stored(folder, one_rank_wo
         torch.testing.assert_close(found.conditions[name].values, stored.conditions[name].values.float(), **HALF)
 
 
-def test_pictures_that_are_cut_while_they_are_read_have_their_own_sizes(folder):
+def test_pictures_cropped_during_reading_have_their_own_sizes(folder):
     """A mirrored picture has the stored sizes."""
     line = f"text={folder}/clip:padded,text+pooled={folder}/projected:padded:joined"
     cut, _ = read(folder / "pixels", spec(3), online_text_encoder=line, crop_size=[8, 8])
@@ -114,7 +114,7 @@ def test_data_of_one_encoder_name_the_one_that_is_missing(folder):
         read(folder / "pixels", spec(), online_vae=str(folder / "vae"), online_text_encoder=line)
 
 
-def test_other_models_take_no_notice_of_stored_sizes(folder):
+def test_other_models_ignore_stored_sizes(folder):
     stored = EnergonData(path=str(folder / "joined")).stored_conditions()
     assert "size_and_crop" in stored
     wanted = [c for c in spec().conditions if c.name in ("context", "pooled")]

@@ -63,7 +63,7 @@ def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) ->
 
 
 @pytest.mark.parametrize("steps", [0, 8])
-def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) -> None:
+def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: int) -> None:
     data, mbs = case
     stream = build(data, mbs=mbs)
     take(stream, steps)
@@ -79,7 +79,7 @@ def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) 
 
 
 @pytest.mark.parametrize("worlds", [(1, 2, 3, 8), (8, 1, 6)])
-def test_resume_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
+def test_a_stream_resumes_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
     """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn."""
     data, mbs = case
     alone, state = build(data, mbs=mbs), None
@@ -222,7 +222,7 @@ def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
     assert len(keys) == len(set(keys)) == 75
 
 
-def test_packs_from_disk_keep_the_laws(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_packs_from_disk_have_the_same_properties(mixed_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = EnergonData(path=str(mixed_folder), shuffle_buffer=0, **PACKED | {"pack_multiple_of": 1})
     lengths = {(1, 2, 2): 4, (2, 2, 2): 8, (1, 3, 4): 12}
     filled = []
@@ -237,7 +237,7 @@ def test_packs_from_disk_keep_the_laws(mixed_folder: Path, capfd: pytest.Capture
     assert capfd.readouterr() == ("", ""), "no progress bars, no prints"
 
 
-def test_buckets_hold_one_shape(mixed_folder: Path) -> None:
+def test_buckets_contain_one_shape(mixed_folder: Path) -> None:
     data = EnergonData(path=str(mixed_folder), bucket_by_shape=True)
     for batch in take(build(data), 10):
         assert batch.grid(1, 2).shape[0] == 4
@@ -255,7 +255,7 @@ def test_order_depends_on_the_seed_and_not_on_global_random_state(mixed_folder: 
     assert first != [next(other).keys for _ in range(6)]
 
 
-def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
+def test_long_texts_are_truncated_to_their_first_tokens(mixed_folder: Path) -> None:
     full, truncated = (
         take(build(EnergonData(path=str(mixed_folder), max_text_tokens=limit, shuffle_buffer=0)), 5)
         for limit in (None, 3)
@@ -270,7 +270,7 @@ def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
 
 @pytest.mark.parametrize("dp", [1, 4])
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["dense", "packed"])
-def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, packing: dict[str, Any]) -> None:
+def test_validation_reads_the_same_samples_on_any_layout(mixed_folder: Path, dp: int, packing: dict[str, Any]) -> None:
     """Every sample is counted once; ranks without a last micro-batch get one that does not count."""
     data = EnergonData(path=str(mixed_folder), validation_samples=None, **packing)
     s = spec(micro_batch_size=1 if packing else 4)
@@ -417,7 +417,7 @@ def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
         merge_states([state, other.state_dict()])
 
 
-def test_codec_round_trip_and_closed_list() -> None:
+def test_states_survive_the_codec_and_other_types_are_refused() -> None:
     value = {"a": [1, 2.5, None, True, "x"], "t": (1, ("y", b"\x00\xff")), 3: torch.arange(3), "e": b"", "d": {}}
     back = from_plain(through_disk(to_plain(value)))
     assert str(back) == str(value)

@@ -13,7 +13,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_largest_magnitude_is_that_of_any_value(dtype: torch.dtype) -> None:
+def test_the_largest_magnitude_equals_that_of_torch(dtype: torch.dtype) -> None:
     """Values of either sign at any place; zeros of both signs, subnormal numbers and infinities."""
     small = torch.finfo(dtype).smallest_normal / 4
     x = torch.randn(40, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -28,14 +28,14 @@ def test_the_largest_magnitude_is_that_of_any_value(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_nan_of_either_sign_is_seen(dtype: torch.dtype) -> None:
+def test_a_nan_of_either_sign_is_detected(dtype: torch.dtype) -> None:
     for nan in (math.nan, -math.nan):
         for other in (1.0, -1.0, math.inf, -math.inf):
             row = torch.tensor([other, other, nan], dtype=dtype)
             assert math.isnan(largest_magnitude(row))
 
 
-def test_a_checksum_is_that_of_the_standard() -> None:
+def test_checksums_equal_the_crc32_standard() -> None:
     """Compared with the check value of CRC-32/ISO-HDLC, and with zlib at all lengths near steps of fast versions."""
     assert checksum(b"123456789") == "cbf43926"
     data = torch.randint(0, 256, (4200,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy()

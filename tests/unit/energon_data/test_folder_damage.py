@@ -91,7 +91,7 @@ def test_offsets_that_no_shard_has_are_refused(tmp_path: Path, offsets: tuple[in
         read_offsets(tmp_path / "a.tar")
 
 
-def test_sound_offsets_are_read(tmp_path: Path) -> None:
+def test_valid_offsets_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.tar.idx").write_bytes(struct.pack("<3Q", 0, 1024, 2**62))
     assert read_offsets(tmp_path / "a.tar").tolist() == [0, 1024, 2**62]
 
@@ -127,7 +127,9 @@ _SAFE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
         ("mine", "images --in PICTURES"),
     ],
 )
-def test_a_missing_folder_is_rendered_only_where_a_command_does(tmp_path: Path, folder: str, command: str) -> None:
+def test_the_error_for_a_missing_folder_names_a_rendering_command_or_the_page(
+    tmp_path: Path, folder: str, command: str
+) -> None:
     with pytest.raises(DataError, match=rf"`python -m energon_data\.prepare {command}.* --out {tmp_path}/{folder}`"):
         check_dataset(str(tmp_path / folder), "train")
     with pytest.raises(DataError, match=r"does not exist; .*energon_data/README\.md.*how to write one$"):

@@ -119,7 +119,7 @@ def test_held_out_clips_have_the_same_levels_in_every_pass() -> None:
     assert {CLEAN, 0} == set(numbers)
 
 
-def test_without_the_settings_packs_are_as_before() -> None:
+def test_packs_do_not_change_without_the_settings() -> None:
     assert all(batch.layout.levels is None for batch in packs(4))
 
 
@@ -136,7 +136,7 @@ def test_without_the_settings_packs_are_as_before() -> None:
     ],
     ids=["range", "range of masks", "objective", "model"],
 )
-def test_what_cannot_take_them_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_models_and_objectives_are_refused(changes: dict[str, Any], message: str) -> None:
     run = RunConfig(model=MODEL, data=MockData(clean_first_frame=0.5), objective=FlowMatching())
     run.check()
     with pytest.raises(ConfigError, match=message):

@@ -86,7 +86,7 @@ def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/net/udp")
-def test_the_trap_sees_an_open_port():
+def test_the_port_check_detects_an_open_port():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         opened.bind(("127.0.0.1", PORT))
         assert f":{PORT:04X} " in Path("/proc/net/udp").read_text()
@@ -219,7 +219,7 @@ def test_a_header_with_too_many_pixels_is_refused_before_decoding(size: tuple[in
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_picture_of_a_phone_with_200_megapixels_is_decoded_without_copies():
+def test_a_200_megapixel_picture_is_decoded_without_copies():
     data = black(16320, 12240, rows=12240)
     assert bounded(lambda: open_picture(data).size, memory_bytes=1 << 30) == (
         16320,
@@ -228,7 +228,7 @@ def test_a_picture_of_a_phone_with_200_megapixels_is_decoded_without_copies():
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "F", "I", "P"])
-def test_bands_of_rows_change_no_pixel(mode: str, monkeypatch: pytest.MonkeyPatch):
+def test_decoding_in_bands_changes_no_pixel(mode: str, monkeypatch: pytest.MonkeyPatch):
     picture = Image.merge("RGBA", (*noise(40).split(), noise(41).crop((0, 0, 40, 40)).getchannel(0))).convert(mode)
     buffer = io.BytesIO()
     picture.save(buffer, "TIFF" if mode in ("F", "I") else "PNG", **({"transparency": 7} if mode == "P" else {}))
@@ -275,7 +275,7 @@ def test_a_video_of_an_unknown_codec_or_of_several_sizes_is_refused(tmp_path: Pa
     assert examples == {"bad_video": ["unknown.mp4: FFmpeg has no decoder for its video stream"]}
 
 
-def test_a_gap_in_time_is_not_filled_with_copies_without_end(monkeypatch: pytest.MonkeyPatch):
+def test_a_gap_in_time_is_filled_with_a_bounded_number_of_frames(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(media_files, "MAX_FRAMES", 100)
     assert len(next(clips_of(of_two_sizes((0, 1, 90)), Cut(fps=8.0)))[0]) == 91
     with pytest.raises(SampleError, match="more than 100 frames"):
@@ -328,6 +328,6 @@ def test_a_picture_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, kind: str):
 
 
 @pytest.mark.usefixtures("clock")
-def test_training_drops_and_counts_what_takes_too_long(tmp_path: Path):
+def test_training_drops_and_counts_slow_samples(tmp_path: Path):
     files = {"long.mp4": video_bytes(film(24), 8.0)}
     assert read(tmp_path / "data", files, tmp_path / "run") == {"long.mp4": "too_slow"}

@@ -85,7 +85,7 @@ def test_values_of_undeclared_conditions_are_reported() -> None:
     assert Scored().remarks(replace(SPEC, conditions=(*SPEC.conditions, SCORE))) == []
 
 
-def test_an_epoch_is_what_is_not_held_out() -> None:
+def test_an_epoch_has_all_samples_that_are_not_held_out() -> None:
     assert Numbers(count=20, validation_samples=3).epoch_samples() == 17
 
 
@@ -205,7 +205,7 @@ def test_ranks_share_the_micro_batches_of_one(settings: dict, spec: BatchSpec, r
         assert [labels(batch) for batch in islice(shared, 32 // ranks)] == one[rank::ranks]
 
 
-def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
+def test_every_epoch_has_every_sample_once_in_a_new_order() -> None:
     data = Numbers(validation_samples=5, num_streams=1)
     spec = replace(SPEC, micro_batch_size=18)
     epochs = [labels(batch) for batch in islice(stream(data, spec), 3)]
@@ -329,7 +329,7 @@ def test_a_held_out_pass_drops_damaged_samples_within_the_budget(budget: int) ->
             list(damaged.build_validation(SPEC, dp_rank=0, dp_size=1))
 
 
-def test_workers_read_what_this_process_reads() -> None:
+def test_workers_read_the_samples_of_the_main_process() -> None:
     data = Numbers(**PACKS)
     expected = [labels(batch) for batch in islice(stream(data, PACK_SPEC), 12)]
     background = stream(replace(data, background=True), PACK_SPEC)
@@ -350,7 +350,7 @@ def test_workers_read_what_this_process_reads() -> None:
         ({"max_lost_samples": -1}, "max_lost_samples=-1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict, says: str) -> None:
+def test_impossible_settings_are_refused(settings: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Numbers(**settings).validate(SPEC, 1, 4)
 
@@ -363,7 +363,7 @@ def test_a_first_sample_that_does_not_fit_the_model_is_refused() -> None:
         Numbers(damaged=(0,)).validate(SPEC, 1, 4)
 
 
-def test_samples_of_one_shape_are_promised() -> None:
+def test_equal_sample_shapes_are_declared() -> None:
     assert Numbers().mixes_shapes(SPEC)
     data = Numbers(same_shape=True)
     assert not data.mixes_shapes(SPEC)

@@ -37,7 +37,7 @@ def page(capsys: pytest.CaptureFixture, *words: str) -> dict[str, list[str]]:
     return found
 
 
-def test_the_page_says_what_was_written(mixed_folder: Path, capsys: pytest.CaptureFixture):
+def test_the_page_describes_the_written_samples(mixed_folder: Path, capsys: pytest.CaptureFixture):
     """75 samples of three sizes in turn, 25 of them clips of two frames at 12 per second, texts of 1 to 8 tokens."""
     found = page(capsys, str(mixed_folder))
     size = sum(path.stat().st_size for path in mixed_folder.glob("train-*.tar")) / 2**20
@@ -65,7 +65,7 @@ def test_samples_that_patches_do_not_divide_are_reported(mixed_folder: Path, cap
 
 
 @pytest.mark.parametrize(("capacity", "multiple_of"), [(24, 1), (16, 1), (20, 8)])
-def test_packs_fill_as_those_of_the_loader(mixed_folder: Path, capacity: int, multiple_of: int):
+def test_packs_equal_those_of_the_loader(mixed_folder: Path, capacity: int, multiple_of: int):
     """With all samples in one buffer, the estimate and the loader pack the same; all tokens except padding are real."""
     info = check_dataset(str(mixed_folder), "train")
     lengths = [one.tokens((1, 2, 2)) for one in survey(info, limit=None).seen]
@@ -85,7 +85,7 @@ def test_packs_fill_as_those_of_the_loader(mixed_folder: Path, capacity: int, mu
     assert expected.real == sum(layout.valid_tokens for layout in layouts) / (len(layouts) * capacity)
 
 
-def test_packing_of_few_samples_repeats_them_and_leaves_long_ones_out():
+def test_packing_repeats_few_samples_and_omits_long_ones():
     """5 + 3 fill a pack of 8; in a buffer of the five samples 5, 3, 5, 3, 5 the last one gets a separate pack."""
     packing = expected_packing([5, 3, 9], 8, buffer=5)
     assert (packing.packs, packing.samples, packing.real) == (3, 5, 21 / 24)
@@ -100,7 +100,7 @@ def test_a_part_of_a_large_folder_is_read_evenly(mixed_folder: Path, capsys: pyt
     assert page(capsys, str(mixed_folder), "--samples", "5")["read"] == ["5 of them, evenly distributed"]
 
 
-def test_damage_is_counted_as_training_counts_it(
+def test_damage_is_counted_as_in_training(
     mixed_folder: Path, copy_of: Callable[[Path], Path], capsys: pytest.CaptureFixture
 ):
     """Changed values of a latent lose one sample, named with its shard; if no sample is left, the command fails."""
@@ -138,7 +138,7 @@ def pictures(tmp_path: Path) -> Path:
     return write_dataset(tmp_path / "pictures", {"train": samples})
 
 
-def test_captions_and_pictures(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_page_shows_captions_and_pictures(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     """Each tile of the sheet has its picture in the centre, at the largest size that fits, undistorted."""
     sheet = tmp_path / "sheet.png"
     found = page(capsys, str(pictures), "--sheet", str(sheet))
@@ -162,7 +162,7 @@ def test_latents_are_shown_in_false_colours(mixed_folder: Path, tmp_path: Path, 
     assert Image.open(sheet).size[0] < 3 * TILE
 
 
-def test_latents_are_decoded_where_an_autoencoder_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_named_autoencoder_decodes_latents(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Each tile is the decoded latent of its sample; data with another number of channels are refused."""
     root = prepare_twice(tmp_path)
     sheet, vae = tmp_path / "sheet.png", root / "vae"
@@ -194,12 +194,12 @@ def test_latents_are_decoded_where_an_autoencoder_is_named(tmp_path: Path, capsy
         (["--split", "test"], 3, "has no split 'test', only ['train', 'val']"),
     ],
 )
-def test_a_mistake_is_a_line(mixed_folder: Path, capsys: pytest.CaptureFixture, words, code, expected):
+def test_a_user_error_has_one_line(mixed_folder: Path, capsys: pytest.CaptureFixture, words, code, expected):
     assert main([str(mixed_folder), *words]) == code
     assert expected in capsys.readouterr().err
 
 
-def test_samples_without_checksums_are_read_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_samples_without_checksums_are_read_on_request(tmp_path: Path, capsys: pytest.CaptureFixture):
     folder = tmp_path / "data"
     write_dataset(folder, {"train": [("a", {}, {"latent.npy": npy(np.zeros((2, 1, 4, 4), np.float32))})]})
     shard = folder / "train-000000.tar"
@@ -219,7 +219,7 @@ def test_bins_cover_every_value_once():
 
 
 @pytest.mark.parametrize(("scale", "warns"), [(255, False), (60, True)])
-def test_the_scale_of_latents_is_said_and_warned_of(
+def test_the_scale_of_latents_is_printed_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture, scale: int, warns: bool
 ):
     """Preparation and `inspect` print the numbers of numpy. The autoencoder `identity` returns the pixels."""
@@ -288,13 +288,15 @@ LONG_AND_SHORT = [(1, 4, 4), (4, 8, 8), (1, 4, 4), (8, 8, 8)]
         ({}, []),
     ],
 )
-def test_drops_are_expected_before_training(tmp_path: Path, settings: dict[str, Any], lines: list[str]) -> None:
+def test_expected_drops_are_reported_before_training(
+    tmp_path: Path, settings: dict[str, Any], lines: list[str]
+) -> None:
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=LONG_AND_SHORT)})
     data = EnergonData(path=str(folder), **settings)
     assert data.remarks(spec(micro_batch_size=1)) == [f"{folder}: {line}" for line in lines]
 
 
-def test_few_of_many_samples_are_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_some_samples_are_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are evenly distributed, and fewer are read if reading is slow."""
     monkeypatch.setattr("energon_data.report.survey.MOST_BEFORE_TRAINING", 16)
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(4, 8, 8)] + [(1, 4, 4)] * 3)})

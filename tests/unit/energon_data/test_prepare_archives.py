@@ -25,7 +25,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def test_archives_of_one_name_and_samples_of_one_name(tmp_path: Path) -> None:
+def test_archives_and_samples_of_one_name_are_distinguished(tmp_path: Path) -> None:
     """Equal names in two folders are two samples; the second of the same name in an archive is counted as skipped."""
     for folder in ("a", "b"):
         (tmp_path / "in" / folder).mkdir(parents=True)

@@ -38,7 +38,7 @@ def described(source: Path, out: Path, command: str, *words: str) -> dict:
     return json.loads((out / "dataset.json").read_text())
 
 
-def test_a_folder_of_both_is_read_in_one_command(tmp_path, capsys):
+def test_a_folder_of_files_and_archives_is_read_in_one_command(tmp_path, capsys):
     """Clips have 3 frames: two come from the video with 6 frames, and one from each other video."""
     found = described(mixed(tmp_path / "in"), tmp_path / "out", "folder", "--frames", "3")
     assert found["shapes"] == {"3x1x16x32": 6, "3x3x16x16": 5}
@@ -68,7 +68,7 @@ def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, 
     assert "skipped" not in capsys.readouterr().out
 
 
-def test_a_dry_run_counts_the_files_of_the_folder_and_the_samples_that_it_tried(tmp_path, capsys):
+def test_a_dry_run_counts_files_and_tried_samples(tmp_path, capsys):
     source = mixed(tmp_path / "in", videos=0)
     rows = [json.dumps({"file_name": name}) for name in ("p00.png", "p01.png")]
     (source / "metadata.jsonl").write_text("\n".join(rows))
@@ -113,7 +113,7 @@ def metadata_of(folder: Path) -> dict[str, dict]:
     return found
 
 
-def test_captions_of_a_csv_that_spell_numbers_are_texts(tmp_path):
+def test_numeric_captions_of_a_csv_are_texts(tmp_path):
     source = mixed(tmp_path / "in", videos=0)
     captions = ["7", "nan", "1_000", "-inf", "1e3", "plain"]
     rows = [f"p{i:02d}.png,{caption},{i},0.5" for i, caption in enumerate(captions)]
@@ -144,7 +144,7 @@ DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)
 
 @pytest.mark.parametrize("kind", ["companion", "list"])
 @pytest.mark.parametrize(("picture", "text"), [(COMPOSED, DECOMPOSED), (DECOMPOSED, COMPOSED)])
-def test_a_caption_is_found_in_either_spelling_of_an_accent(tmp_path, kind, picture, text):
+def test_a_caption_matches_in_both_unicode_forms_of_an_accent(tmp_path, kind, picture, text):
     """macOS writes a letter and its accent as two characters, most editors as one."""
     source = mixed(tmp_path / "in", pictures=1, videos=0)
     (source / "p00.png").rename(source / f"{picture}.png")
@@ -159,7 +159,7 @@ def test_a_caption_is_found_in_either_spelling_of_an_accent(tmp_path, kind, pict
 
 
 @pytest.mark.parametrize("kind", ["companion", "list"])
-def test_files_in_both_spellings_of_an_accent_keep_their_own_captions(tmp_path, kind):
+def test_files_in_both_unicode_forms_of_an_accent_have_separate_captions(tmp_path, kind):
     source = mixed(tmp_path / "in", pictures=2, videos=0)
     names = (COMPOSED, DECOMPOSED)
     for i, name in enumerate(names):
@@ -173,7 +173,7 @@ def test_files_in_both_spellings_of_an_accent_keep_their_own_captions(tmp_path, 
     assert found == {f"{COMPOSED}.png": "picture 0", f"{DECOMPOSED}.png": "picture 1"}
 
 
-def test_two_spellings_of_one_file_in_a_list_are_refused(tmp_path, capsys):
+def test_two_unicode_forms_of_one_file_in_a_list_are_refused(tmp_path, capsys):
     source = mixed(tmp_path / "in", pictures=1, videos=0)
     (source / "p00.png").rename(source / f"{DECOMPOSED}.png")
     rows = [{"file_name": f"{name}.png", "text": name} for name in (COMPOSED, DECOMPOSED)]
@@ -182,7 +182,7 @@ def test_two_spellings_of_one_file_in_a_list_are_refused(tmp_path, capsys):
     assert "is listed twice" in capsys.readouterr().err
 
 
-def test_a_class_of_some_samples_is_said(tmp_path, capsys):
+def test_a_class_of_only_some_samples_is_reported(tmp_path, capsys):
     source = mixed(tmp_path / "in", pictures=4, videos=0)
     (source / "p02.json").write_text('{"label": "3"}')
     found = described(source, tmp_path / "out", "images")
@@ -209,7 +209,7 @@ def change_picture(source: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [change_list, change_caption, change_picture])
-def test_an_interrupted_preparation_does_not_go_on_with_other_captions_or_files(tmp_path, change):
+def test_an_interrupted_preparation_does_not_continue_with_other_captions_or_files(tmp_path, change):
     """Otherwise half of the samples would have the old caption and half the new one."""
     source = mixed(tmp_path / "in", videos=0)
     if change is change_list:
@@ -271,7 +271,7 @@ def test_a_name_that_an_archive_has_twice_is_counted(tmp_path, between):
     assert metadata_of(tmp_path / "out").keys() == {"0.tar/1.png"}
 
 
-def test_pictures_with_a_second_dot_are_samples_and_what_is_not_taken_is_counted(tmp_path):
+def test_pictures_with_a_second_dot_are_samples_and_skipped_files_are_counted(tmp_path):
     members = [
         ("plain.png", png(0)),
         ("photo.v2.png", png(1)),
@@ -300,7 +300,7 @@ def test_pictures_with_a_second_dot_are_samples_and_what_is_not_taken_is_counted
 # Pictures.
 
 
-def test_a_file_that_is_no_picture_has_the_same_name_in_every_run(tmp_path):
+def test_an_invalid_picture_has_the_same_error_text_in_every_run(tmp_path):
     """The text of an error goes into `dataset.json`, which must be equal in every run, so it has no memory address."""
     with pytest.raises(SampleError) as caught:
         open_picture(b"no picture")
@@ -317,13 +317,13 @@ def test_a_file_that_is_no_picture_has_the_same_name_in_every_run(tmp_path):
     ("values", "shades"),
     [([0.0, 0.5, 1.0], [0, 128, 255]), ([0.0, 127.5, 255.0], [0, 128, 255]), ([0.0, 32768.0, 65535.0], [0, 128, 255])],
 )
-def test_grey_in_floating_point_keeps_its_shades(values, shades):
+def test_floating_point_grey_is_converted_exactly(values, shades):
     buffer = io.BytesIO()
     Image.fromarray(np.array([values], np.float32)).save(buffer, "TIFF")
     assert np.asarray(open_picture(buffer.getvalue()))[0, :, 0].tolist() == shades
 
 
-def test_values_that_are_not_finite_are_no_picture():
+def test_pictures_with_nonfinite_values_are_refused():
     buffer = io.BytesIO()
     Image.fromarray(np.array([[0.5, np.nan]], np.float32)).save(buffer, "TIFF")
     with pytest.raises(SampleError, match="not finite"):

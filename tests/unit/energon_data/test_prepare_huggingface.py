@@ -142,7 +142,7 @@ def test_classes_have_the_names_of_the_data_set(tmp_path):
     assert (found["class_names"], found["num_classes"]) == (["cat", "dog"], 2)
 
 
-def test_rows_without_a_picture_or_with_a_damaged_one_are_named_and_the_others_stay(tmp_path, capsys):
+def test_rows_with_a_missing_or_damaged_picture_are_named_and_skipped(tmp_path, capsys):
     secret = tmp_path / "secret.png"
     secret.write_bytes(png(255))
     pictures = [
@@ -176,14 +176,14 @@ def test_rows_without_a_picture_or_with_a_damaged_one_are_named_and_the_others_s
         (["--split", "tarin"], "has no split 'tarin', only train; did you mean train?"),
     ],
 )
-def test_a_column_or_split_that_does_not_exist_is_one_line(tmp_path, capsys, words, says):
+def test_a_missing_column_or_split_is_refused_in_one_line(tmp_path, capsys, words, says):
     assert prepare(parquet_file(tmp_path), tmp_path / "out", *words) == EXIT_CONFIG
     assert says in (said := capsys.readouterr().err)
     assert said.count("\n") == 2  # with "preparing ..."
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_data_without_pictures_or_with_two_columns_of_them_say_which_columns_there_are(tmp_path, capsys):
+def test_the_error_for_no_or_two_picture_columns_lists_all_columns(tmp_path, capsys):
     write_parquet(tmp_path / "urls.parquet", {"url": ["https://x/1.jpg"], "caption": ["text"]})
     assert prepare(tmp_path / "urls.parquet", tmp_path / "out") == EXIT_CONFIG
     assert "no column has pictures; name one of url, caption with --image-column" in capsys.readouterr().err
@@ -202,7 +202,7 @@ def test_a_damaged_file_is_one_line(tmp_path, capsys):
     assert "x.parquet cannot be" in said
 
 
-def test_code_of_a_data_set_is_not_run(tmp_path, capsys):
+def test_code_of_a_data_set_is_not_executed(tmp_path, capsys):
     folder = tmp_path / "scripted"
     folder.mkdir()
     (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -225,7 +225,7 @@ def test_a_name_on_the_hub_without_a_network_is_one_line(tmp_path, capsys, monke
     assert said.count("\n") == 2  # with "preparing ..."
 
 
-def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
+def test_an_interrupted_preparation_continues_to_the_same_bytes(tmp_path):
     source = saved_split(tmp_path)
 
     def preparation(out: str):
@@ -259,7 +259,7 @@ def test_links_out_of_the_folder_are_read_with_follow_links_only(tmp_path, capsy
     assert described(linked, tmp_path / "followed", "--follow-links")["samples"] == {"train": COUNT}
 
 
-def test_a_saved_data_set_names_only_its_own_files(tmp_path, capsys):
+def test_a_saved_data_set_reads_only_its_own_files(tmp_path, capsys):
     saved = saved_split(tmp_path)
     state = json.loads((saved / "state.json").read_text())
     (data,) = state["_data_files"]
@@ -271,7 +271,7 @@ def test_a_saved_data_set_names_only_its_own_files(tmp_path, capsys):
     assert prepare(saved, tmp_path / "followed", "--follow-links") == EXIT_OK
 
 
-def test_a_name_on_the_hub_is_the_data_set_that_the_library_opens(tmp_path, monkeypatch):
+def test_a_hub_name_reads_the_data_set_of_the_datasets_library(tmp_path, monkeypatch):
     """A local builder replaces that of the repository; its splits are those of a `DatasetDict`."""
     folder, names = parquet_folder(tmp_path), []
     write_parquet(folder / "data" / "test-00000-of-00001.parquet", rows(2))
@@ -290,7 +290,7 @@ def test_a_name_on_the_hub_is_the_data_set_that_the_library_opens(tmp_path, monk
 
 
 @pytest.mark.parametrize("make", [parquet_file, saved_split])
-def test_other_processes_get_the_files_not_the_rows(tmp_path, make):
+def test_worker_processes_get_files_instead_of_rows(tmp_path, make):
     prepared = prepare_huggingface(str(make(tmp_path)), tmp_path / "out", Options(), Table())
     rows = prepared.job.sources.args[0]
     sent = pickle.dumps(prepared.job)

@@ -51,7 +51,7 @@ def captions(folder: Path) -> dict[str, list[str]]:
     return {name: about.get("captions", [about.get("caption")]) for name, about in metadata_of(folder).items()}
 
 
-def test_captions_of_files_come_before_those_of_their_folders(tmp_path):
+def test_captions_of_files_override_those_of_their_folders(tmp_path):
     assert prepare(kohya_folder(tmp_path), tmp_path / "out", "--repeats") == EXIT_OK
     assert captions(tmp_path / "out") == {
         "1_dog/0.png": ["a dog"],
@@ -130,7 +130,7 @@ def test_a_file_outside_of_the_folders_is_refused(tmp_path, capsys):
 TAGS = "1girl, solo,long hair, , smile, hat, sky, sea"
 
 
-def test_orders_of_tags_differ_keep_the_first_ones_and_begin_with_the_caption_as_it_is():
+def test_shuffled_tags_keep_the_first_tags_and_start_with_the_original_caption():
     wording = Wording(tag_orders=20, keep_tags=2)
     orders = wording.apply([TAGS], "a.png")
     assert orders[0] == TAGS
@@ -145,7 +145,7 @@ def test_orders_of_tags_differ_keep_the_first_ones_and_begin_with_the_caption_as
 @pytest.mark.parametrize(
     ("caption", "count"), [("one", 1), ("a, b", 2), ("a,b, c", 6), ("a, a", 1), ("x, x, x, x, x, x, x", 1)]
 )
-def test_a_caption_of_few_tags_has_as_many_orders_as_there_are(caption, count):
+def test_a_caption_of_few_tags_has_every_possible_order(caption, count):
     orders = Wording(tag_orders=50).apply([caption], "a.png")
     assert orders[0] == caption
     assert len(set(orders)) == len(orders) == count

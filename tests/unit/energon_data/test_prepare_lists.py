@@ -68,7 +68,7 @@ def test_clips_of_a_span_are_cut_like_those_of_a_video():
     assert [numbers(frames) for frames, _ in found] == [[8, 10, 12], [14, 16, 18], [20, 22, 24]]
 
 
-def test_a_start_beyond_the_end_says_both():
+def test_the_error_for_a_start_beyond_the_end_has_both_times():
     with pytest.raises(SampleError, match=r"its last frame is at 5\.88 s, before the start at 7\.0 s") as caught:
         list(clips_of(film(), Cut(), (7.0, 8.0)))
     assert caught.value.reason == "too_short"
@@ -150,7 +150,7 @@ def downloaded(root: Path, names: list[str]) -> Path:
 # Lists of other names, and hints to other commands.
 
 
-def test_a_list_may_lie_elsewhere_and_comes_before_that_of_the_folder(tmp_path):
+def test_a_list_may_be_in_another_folder_and_overrides_the_list_in_the_folder(tmp_path):
     source = downloaded(tmp_path, ["a.png", "b.png"])
     (source / "metadata.csv").write_text("file_name,text\na.png,not this one\n")
     (tmp_path / "mine.csv").write_text("file_name,text\nb.png,this one\n")
@@ -166,7 +166,7 @@ def test_a_list_may_lie_elsewhere_and_comes_before_that_of_the_folder(tmp_path):
         ("list.jsonl", "line 2 is not JSON"),
     ],
 )
-def test_a_list_that_cannot_be_one_is_refused(tmp_path, capsys, name, says):
+def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
     source = downloaded(tmp_path, ["a.png"])
     (tmp_path / "list.txt").write_text("a.png")
     (tmp_path / "list.jsonl").write_text('{"file_name": "a.png", "text": "red"}\n{"file_name": \n')
@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path, capsys):
     assert "Not a directory; choose another --out" in capsys.readouterr().err
 
 
-def test_parquet_files_are_shown_the_way_to_their_command(tmp_path, capsys):
+def test_the_error_for_parquet_files_names_their_command(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "train.parquet").write_bytes(b"PAR1")
     for source in (tmp_path / "in", tmp_path / "in" / "train.parquet"):

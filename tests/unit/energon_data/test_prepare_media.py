@@ -59,7 +59,7 @@ def test_transparent_pixels_are_white_and_rotated_pictures_upright():
     assert open_picture(as_file(noise(40, 20), exif=exif)).size == (20, 40)
 
 
-def test_sixteen_bits_of_grey_keep_their_shades():
+def test_sixteen_bit_grey_is_converted_exactly():
     grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
     assert np.asarray(open_picture(as_file(grey)))[0, :, 0].tolist() == [0, 128, 255]
 
@@ -73,7 +73,7 @@ def test_sixteen_bits_of_grey_keep_their_shades():
         (black(60_000, 60_000, rows=0), "too_large"),
     ],
 )
-def test_damaged_pictures_and_bombs_are_refused(data, reason):
+def test_damaged_pictures_and_decompression_bombs_are_refused(data, reason):
     with pytest.raises(SampleError) as caught:
         open_picture(data)
     assert caught.value.reason == reason
@@ -83,7 +83,7 @@ def test_damaged_pictures_and_bombs_are_refused(data, reason):
 
 
 @pytest.mark.parametrize("kind", ["png", "webp"])
-def test_pixels_come_back_to_the_bit(tmp_path, kind):
+def test_pixels_are_read_bitwise_unchanged(tmp_path, kind):
     source = tmp_path / "in"
     source.mkdir()
     originals = {}
@@ -100,7 +100,7 @@ def test_pixels_come_back_to_the_bit(tmp_path, kind):
         assert torch.equal(found[name], expected)
 
 
-def test_a_file_that_fits_is_stored_as_it_is(tmp_path):
+def test_a_file_that_fits_is_stored_unchanged(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     photo = as_file(noise(48, 32), "JPEG", quality=80)
@@ -126,7 +126,7 @@ def test_every_file_is_a_sample_and_the_folder_passes_the_checks_of_training(tmp
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_captions_and_classes_from_every_convention(tmp_path):
+def test_captions_and_classes_of_every_convention_are_read(tmp_path):
     source = tmp_path / "in"
     for name in ("cat/a.png", "cat/b.png", "dog/c.png", "dog/d.png"):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def test_captions_and_classes_from_every_convention(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
-def test_a_list_of_files_names_captions_and_what_it_lacks_is_counted(tmp_path, kind):
+def test_a_list_of_files_has_captions_and_unlisted_files_are_counted(tmp_path, kind):
     source = tmp_path / "in"
     source.mkdir()
     for name in ("a", "b", "unlisted"):
@@ -190,7 +190,7 @@ def test_a_wrong_list_of_files_is_one_line_with_its_row(tmp_path, row, said):
         prepare(source, tmp_path / "out")
 
 
-def test_hidden_files_are_no_samples(tmp_path):
+def test_hidden_files_are_not_samples(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 1)
     (source / ".hidden.png").write_bytes(b"")
     assert [entry.name for entry in list_folder(source, frozenset({"png"})).entries] == ["p00.png"]
@@ -227,7 +227,7 @@ def test_a_link_to_a_video_outside_of_the_folder_is_not_followed(tmp_path):
     assert [metadata["source"] for _, metadata, _, _ in samples(tmp_path / "out")] == ["own.mp4"]
 
 
-def test_a_list_of_files_does_not_lead_out_of_the_folder(tmp_path):
+def test_a_list_cannot_name_files_outside_the_folder(tmp_path):
     """A row may not name a link or a file in a linked folder, and the list may not be a link."""
     outside = folder_of_pictures(tmp_path / "outside", 2)
     source = folder_of_pictures(tmp_path / "in", 2)
@@ -275,7 +275,7 @@ def test_a_webdataset_of_jpg_and_txt_is_read_and_a_truncated_archive_counted(tmp
 # Videos.
 
 
-def test_clips_are_cut_at_the_rate_asked_for():
+def test_clips_have_the_requested_frame_rate():
     frames = [Image.new("RGB", (32, 16), (8 * i, 0, 255 - 8 * i)) for i in range(24)]
     data = video_bytes(frames, 24.0)
     for fps, count in ((None, 24), (24.0, 24), (12.0, 12), (6.0, 6), (48.0, 48)):
@@ -332,7 +332,7 @@ def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path
     assert (stored == original) == (how == "as stored")  # otherwise it is encoded upright, for other readers
 
 
-def test_a_clip_that_is_turned_by_another_angle_is_refused():
+def test_a_clip_rotated_by_another_angle_is_refused():
     slanted = turned_mp4(mp4(marked()), (0.7071, 0.7071, -0.7071, 0.7071))
     with pytest.raises(SampleError, match="multiple of 90 degrees"):
         list(clips_of(slanted, Cut()))
@@ -349,7 +349,7 @@ def test_pixels_of_a_clip_that_are_not_square_are_made_square():
 # Damage, restarts, repetition.
 
 
-def test_bad_files_are_counted_by_reason_and_nothing_else_is_lost(tmp_path):
+def test_bad_files_are_counted_by_reason_and_all_others_are_kept(tmp_path):
     source = folder_of_pictures(tmp_path / "in")
     (source / "p03.png").write_bytes(b"")
     (source / "p04.png").write_bytes(black(60_000, 60_000, rows=0))
@@ -387,7 +387,7 @@ def test_any_number_of_processes_writes_the_same_bytes(tmp_path):
     assert one == two
 
 
-def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
+def test_an_interrupted_preparation_continues_to_the_same_bytes(tmp_path):
     source = folder_of_pictures(tmp_path / "in")
     prepare(source, tmp_path / "undisturbed")
     preparation = Preparation.of(
@@ -416,7 +416,7 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
     assert len(shards(tmp_path / "out")) > len(shards(tmp_path / "undisturbed")) - 1
 
 
-def test_kill_9_and_the_same_command_give_the_same_shards(tmp_path):
+def test_a_killed_preparation_writes_the_same_shards_when_repeated(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 40)
     command = ["images", "--in", str(source), "--samples-per-shard", "2", "--validation", "0.3", "--processes", "1"]
     out = tmp_path / "out"
@@ -434,7 +434,7 @@ def test_kill_9_and_the_same_command_give_the_same_shards(tmp_path):
     assert shards(out) == shards(tmp_path / "undisturbed")
 
 
-def test_ranks_make_the_shards_of_one_process(tmp_path):
+def test_ranks_write_the_shards_of_one_process(tmp_path):
     """Four units on three ranks; only rank 0 reports."""
     command = ["images", "--in", str(folder_of_pictures(tmp_path / "in", 8)), "--samples-per-shard", "2"]
     command += ["--validation", "0.3", "--processes", "1"]
@@ -447,7 +447,7 @@ def test_ranks_make_the_shards_of_one_process(tmp_path):
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_a_dry_run_says_what_would_be_made_and_writes_nothing(tmp_path, capsys):
+def test_a_dry_run_prints_the_planned_samples_and_writes_no_file(tmp_path, capsys):
     source = folder_of_pictures(tmp_path / "in")
     assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
     said = capsys.readouterr().out
@@ -470,7 +470,7 @@ def test_the_summary_counts_samples_shapes_and_skips(tmp_path, capsys):
     assert "skipped, too_small: 1; p03.png" in said
 
 
-def test_one_caption_for_all_files_without_their_own(tmp_path):
+def test_one_caption_is_used_for_all_files_without_a_caption(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 3)
     (source / "p01.txt").unlink()
     options = Options(fit=Fit(multiple_of=16), wording=Wording(default="a photo of sks dog"))

@@ -118,7 +118,7 @@ def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path
     assert numbers(pairs, encoded) == set(range(COUNT))
 
 
-def test_flips_and_crops_are_the_same_for_both_pictures(tmp_path: Path) -> None:
+def test_flips_and_crops_are_equal_for_both_pictures(tmp_path: Path) -> None:
     edited, originals = write_pairs(tmp_path)
     assert prepare(tmp_path / "out", "--in", edited, "--reference", originals) == EXIT_OK
 
@@ -180,7 +180,7 @@ def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.M
     assert wrong == EXIT_CONFIG
 
 
-def test_a_changed_original_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_changed_original_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Unfinished work is not continued after such a change."""
     from energon_data.prepare.media import Options
     from energon_data.prepare.pictures import Fit

@@ -66,14 +66,14 @@ def test_sizes_are_multiples_within_the_area_and_cover_without_enlarging(width, 
         ((40, 40), (32, 32), 0),
     ],
 )
-def test_little_is_cut_at_small_sizes(picture, stored, cut):
+def test_small_sizes_lose_few_pixels(picture, stored, cut):
     target = Fit(size=64).target(*picture)
     assert target[2:] == stored
     assert target.cut == pytest.approx(cut, abs=0.01)
 
 
 @pytest.mark.parametrize("aspect", ["square", "buckets"])
-def test_nothing_is_enlarged_or_cut_to_a_sliver_unless_a_flag_allows_it(aspect):
+def test_enlarging_and_extreme_crops_need_a_flag(aspect):
     options = {"size": 128, "aspect": aspect}
     for picture in ((64, 64), (1, 5000)):
         with pytest.raises(SampleError, match="--enlarge scales it up") as caught:
@@ -99,7 +99,7 @@ def test_buckets_cover_the_ratios_with_the_largest_areas():
         assert 1 / 4 <= width / height <= 4
 
 
-def test_the_middle_is_cut_out():
+def test_crops_are_centred():
     picture = noise(50, 20)
     cut = Fit(multiple_of=16).apply(picture)
     assert cut.size == (48, 16)

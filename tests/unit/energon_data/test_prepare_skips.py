@@ -195,7 +195,7 @@ def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
         assert json.loads((tmp_path / command / "dataset.json").read_text())["shapes"] == shapes
 
 
-def test_heic_without_its_reader_is_refused_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
+def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, capsys, monkeypatch):
     for module in (media, media_files, preparation):
         monkeypatch.setattr(module, "reads_heic", lambda: False)
     data = b"\0\0\0\x1cftypheic" + bytes(100)
@@ -233,7 +233,7 @@ def fail_at(monkeypatch, number: int, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
-def test_a_preparation_that_fails_goes_on_from_where_it_was_and_says_so(tmp_path, capsys, monkeypatch, error):
+def test_a_failed_preparation_continues_and_reports_this(tmp_path, capsys, monkeypatch, error):
     source, out, partial = pictures(tmp_path / "in"), tmp_path / "out", tmp_path / ".out.partial"
     with monkeypatch.context() as patch:
         fail_at(patch, 2, error)
@@ -249,7 +249,7 @@ def test_a_preparation_that_fails_goes_on_from_where_it_was_and_says_so(tmp_path
     assert not partial.exists()
 
 
-def test_a_preparation_that_fails_before_its_first_shard_leaves_nothing(tmp_path, capsys, monkeypatch):
+def test_a_preparation_that_fails_before_its_first_shard_leaves_no_file(tmp_path, capsys, monkeypatch):
     source = pictures(tmp_path / "in")
     with monkeypatch.context() as patch:
         fail_at(patch, 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))

@@ -133,7 +133,7 @@ def test_samples_are_drawn_with_references(build_model: BuildModel) -> None:
     assert (other[1] - drawn[1]).abs().max() > 1e-3
 
 
-def test_what_cannot_take_references_is_refused() -> None:
+def test_models_without_references_are_refused() -> None:
     run = RunConfig(model=MODEL, data=Edits(), objective=FlowMatching())
     run.check()
     with pytest.raises(ConfigError, match=r"data\.references=True needs several noise levels"):

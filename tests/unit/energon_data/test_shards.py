@@ -51,7 +51,7 @@ def open_shards(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("limit", [None, 2])
-def test_no_shard_stays_open_after_it_was_read(mixed_folder: Path, tmp_path: Path, limit: int | None) -> None:
+def test_shards_are_closed_after_reading(mixed_folder: Path, tmp_path: Path, limit: int | None) -> None:
     """A run validates thousands of times, but may open only about a thousand files."""
     folder = tmp_path / "data"
     shutil.copytree(mixed_folder, folder)  # other tests may have files of the shared folder open
@@ -72,7 +72,7 @@ def noise(count: int, seed: int) -> list[Any]:
     return list(clips(count, sizes=[(1, 4, 4)], seed=seed))
 
 
-def test_the_identity_of_a_folder_changes_with_its_shards_and_not_with_its_place(tmp_path: Path) -> None:
+def test_the_identity_of_a_folder_depends_on_its_shards_and_not_on_its_path(tmp_path: Path) -> None:
     """Folders differ in the number of samples and shards, or only in the bytes of samples of the same sizes."""
 
     def identity_of(name: str) -> str:

@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_scores_are_the_logits_of_the_model(folder: Path) -> None:
+def test_scores_equal_the_logits_of_the_model(folder: Path) -> None:
     images = torch.rand(3, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1)) * 2 - 1
     theirs = transformers.CLIPModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

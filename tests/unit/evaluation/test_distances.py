@@ -43,7 +43,7 @@ def test_the_distance_of_gaussians_in_the_plane_has_a_closed_form() -> None:
     assert frechet_distance(second, first) == pytest.approx(expected, rel=EXACT)
 
 
-def test_equal_sets_have_no_distance_though_their_covariance_is_singular() -> None:
+def test_equal_sets_with_a_singular_covariance_have_zero_distance() -> None:
     moments = Moments()
     moments.add(random(4, 7))
     gaussian = moments.reduce()
@@ -74,7 +74,7 @@ def explicit(x: Tensor, y: Tensor) -> float:
     return within(x) + within(y) - 2 * sum(k(a, b) for a in x for b in y) / (len(x) * len(y))
 
 
-def test_the_kernel_distance_is_the_u_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_distance_equals_the_u_statistic(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = random(7, 3), random(5, 3, seed=1) + 0.3
     expected = explicit(x, y)
     assert kernel_distance(x, y) == pytest.approx(expected, rel=EXACT)

@@ -138,7 +138,7 @@ def pictures() -> Tensor:
 
 
 @pytest.mark.parametrize("has_counters", [True, False])
-def test_features_are_those_of_the_published_network(has_counters: bool, tmp_path: Path, pictures: Tensor) -> None:
+def test_features_equal_those_of_the_published_network(has_counters: bool, tmp_path: Path, pictures: Tensor) -> None:
     """Batch counters, which old files do not have, do not matter."""
     weights = state()
     kept = {name: x for name, x in weights.items() if has_counters or not name.endswith("num_batches_tracked")}

@@ -37,7 +37,7 @@ def one_line(path: Path, read: Callable[[Path, str], Any] = read_gaussian) -> st
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("order", ["C", "F"])
-def test_published_statistics_are_those_of_the_features(tmp_path: Path, save: Callable, order: Any) -> None:
+def test_published_statistics_equal_those_of_the_features(tmp_path: Path, save: Callable, order: Any) -> None:
     """As pytorch-fid, clean-fid and EDM write them, compressed or not; other arrays of the file are not read."""
     others = {"mu_s": np.zeros(3), "arr_0": np.zeros((1, 2, 2, 3), np.uint8)}
     path = saved(tmp_path / "x.npz", save, mu=MU, sigma=np.asarray(SIGMA, order=order), **others)
@@ -104,7 +104,9 @@ TILTED[0, 1] += 0.5
         ({"mu": np.zeros(20_000, np.float32), "sigma": SIGMA}, "at most 16,384 features"),
     ],
 )
-def test_statistics_that_are_no_covariance_end_in_one_line(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+def test_statistics_without_a_valid_covariance_are_refused_in_one_line(
+    tmp_path: Path, arrays: dict[str, Any], said: str
+) -> None:
     assert re.search(said, one_line(saved(tmp_path / "x.npz", **arrays)))
 
 
@@ -115,7 +117,7 @@ def test_mean_and_covariance_do_not_determine_the_kernel_distance(tmp_path: Path
     assert "150 of 150 numbers of feats are not finite" in one_line(path, read_features)
 
 
-def test_a_damaged_archive_ends_in_one_line(tmp_path: Path) -> None:
+def test_a_damaged_archive_is_refused_in_one_line(tmp_path: Path) -> None:
     path = saved(tmp_path / "x.npz", np.savez_compressed, mu=np.zeros(40), sigma=np.asarray(random(40, 40)))
     whole = path.read_bytes()
     path.write_bytes(whole[:-30])
@@ -129,7 +131,7 @@ def test_a_damaged_archive_ends_in_one_line(tmp_path: Path) -> None:
     assert "No such file" in one_line(path)
 
 
-def test_an_array_of_an_archive_is_as_long_as_its_header_says(tmp_path: Path) -> None:
+def test_arrays_of_an_archive_must_have_the_length_in_their_header(tmp_path: Path) -> None:
     """A header of 8 TB, and a member of zeros that expands a thousand times to 8 GiB, take no memory."""
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)})

@@ -115,10 +115,10 @@ def exact(case: AttentionCase, qkv: tuple[Tensor, ...]) -> Result:
 
 def check(attention: Attention, case: AttentionCase, qkv: tuple[Tensor, ...], *, rtol: float) -> None:
     """Compare outputs and all gradients with the reference, and require exact zeros in padding rows."""
-    ours, theirs = run(attention, case, qkv), exact(case, qkv)
+    actual, expected = run(attention, case, qkv), exact(case, qkv)
     layout_q, layout_k = case.layouts()
     for name, layout in (("out", layout_q), ("grad_q", layout_q), ("grad_k", layout_k), ("grad_v", layout_k)):
-        got, want = getattr(ours, name), getattr(theirs, name)
+        got, want = getattr(actual, name), getattr(expected, name)
         error = (got - want).norm() / want.norm().clamp(min=1e-12)
         assert error <= rtol, f"{name} is off by {error:.2e}"
         assert not got[~layout.valid_T].any(), f"{name} is not zero in padding rows"

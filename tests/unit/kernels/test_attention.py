@@ -15,12 +15,12 @@ RTOL = 2e-6
 
 
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES], ids=lambda case: case.name)
-def test_segment_sdpa_is_the_reference(case: AttentionCase):
+def test_segment_sdpa_equals_the_reference(case: AttentionCase):
     check(segment_sdpa, case, case.qkv(), rtol=RTOL)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_reference_is_softmax_of_each_segment_alone(case: AttentionCase):
+def test_the_reference_is_a_separate_softmax_per_segment(case: AttentionCase):
     """The mask-based reference equals a plain softmax over one segment at a time, in float64."""
     q, k, v = case.qkv()
     layout_q, layout_k = case.layouts()
@@ -45,7 +45,7 @@ def test_order_of_tokens_inside_a_sample_does_not_matter(attention):
     torch.testing.assert_close(attention(q[rows], k[rows], v[rows], layout, layout), expected)
 
 
-def test_padding_may_hold_anything():
+def test_padding_values_do_not_matter():
     """NaN in padding rows of q, k and v reaches no output row and no gradient."""
     case = AttentionCase("padded", (5, 3), multiple_of_q=4, tail_q=4)
     layout, _ = case.layouts()
@@ -63,7 +63,7 @@ def kernel_that_needs_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
 
 @pytest.mark.parametrize("attention", [segment_sdpa, partial(_packed, kernel_that_needs_queries)])
 @pytest.mark.parametrize("lengths", [((0, 0), (3, 5)), ((4, 0), (0, 5))])
-def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
+def test_padding_ranks_have_zero_outputs_with_a_graph(attention, lengths):
     """On a context-parallel rank with only padding, every parameter before attention still gets a gradient, of zeros.
 
     The padding may have any values, and no kernel is called without queries or keys.
@@ -77,7 +77,7 @@ def test_where_nothing_is_attended_to_zeros_have_a_graph(attention, lengths):
     assert [x.grad is not None and not x.grad.any() for x in (q, k, v)] == [True] * 3
 
 
-def test_gathered_layout_is_that_of_the_global_pack():
+def test_the_gathered_layout_equals_the_global_pack():
     """Under sequence parallelism, attention gets all rows and a layout of local rows; it must use the pack's."""
     for case in (CASES[0], CASES[4]):
         layout, _ = case.layouts()
@@ -159,7 +159,7 @@ def test_a_sample_in_a_shared_call_never_sees_another(case: AttentionCase):
     assert all(x.grad[~bad].isfinite().all() for x, bad in zip(leaves, (bad_T, bad_K, bad_K)))
 
 
-def test_groups_are_made_once_for_all_layers():
+def test_groups_are_computed_once_for_all_layers():
     """The second layer of a step builds no table and copies no number to the host."""
     case = AttentionCase("mixed", (4, 6, 70, 3), (5, 20, 3, 3), multiple_of_q=4)
     layouts, qkv = case.layouts(), case.qkv()
@@ -184,7 +184,7 @@ def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_packed_kernels_get_padding_as_segments_of_its_own(case: AttentionCase):
+def test_packed_kernels_get_padding_as_separate_segments(case: AttentionCase):
     """No token is copied, and padding attends to nothing."""
     given = []
 

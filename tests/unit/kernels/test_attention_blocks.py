@@ -70,7 +70,7 @@ KERNELS = {"eager": EagerBlocks, "flash_bookkeeping": flash_on_cpu}
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES], ids=lambda case: case.name)
-def test_one_block_of_all_keys_is_the_reference(case: AttentionCase, kernel: str):
+def test_one_block_of_all_keys_equals_the_reference(case: AttentionCase, kernel: str):
     check(OneBlock(KERNELS[kernel]()), case, case.qkv(), rtol=RTOL)
 
 
@@ -115,7 +115,7 @@ def test_merge_with_no_keys_changes_nothing():
     assert (merged.lse_TN == -torch.inf).all()
 
 
-def test_padding_may_hold_anything():
+def test_padding_values_do_not_matter():
     """NaN in padding rows of any input reaches no output and no gradient."""
     layout = SequenceLayout.from_lengths([5, 3], multiple_of=4, total_tokens=16)
     padding = ~layout.valid_T[:, None, None]

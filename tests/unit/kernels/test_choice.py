@@ -55,7 +55,7 @@ TOY = Op("toy", (NEW, FAST, ANY), "training.toy")
         (GPU, 8, "any", "any"),
     ],
 )
-def test_the_first_that_can_run_is_selected_or_the_one_asked_for(device, head_size, asked, expected):
+def test_the_first_available_or_the_requested_implementation_is_selected(device, head_size, asked, expected):
     assert choose(TOY, Target(device, HALF, head_size), asked).name == expected
 
 
@@ -67,12 +67,12 @@ def test_the_first_that_can_run_is_selected_or_the_one_asked_for(device, head_si
         (8, CPU, "fats", "training.toy='fats' is unknown; use one of auto, new, fast, any"),
     ],
 )
-def test_one_that_cannot_run_is_refused_with_the_reason(head_size, device, asked, words):
+def test_an_unavailable_implementation_is_refused_with_the_reason(head_size, device, asked, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         choose(TOY, Target(device, HALF, head_size), asked)
 
 
-def test_the_table_says_why_not_the_others():
+def test_the_table_states_why_others_are_not_selected():
     by_itself, asked = (table([TOY], Target(GPU, HALF, 12), asked)["toy"] for asked in ({}, {"training.toy": "new"}))
     heads = "needs a head size that is a multiple of 4 up to 8, not 12"
     assert (by_itself.name, by_itself.others) == ("any", {"new": UNVERIFIED, "fast": heads})
@@ -159,7 +159,7 @@ def test_attention_is_selected_by_device_precision_and_head_size(device, dtype, 
     assert (choose(ATTENTION, target).name, choose(ATTENTION_BLOCKS, target).name) == (attention, blocks)
 
 
-def test_the_target_is_that_of_the_model():
+def test_the_target_equals_that_of_the_model():
     model = DiTConfig(hidden_size=96, num_attention_heads=8, num_layers=1, in_channels=4)
     assert target_of(model, "bf16", GPU) == Target(GPU, HALF, 12)
     training = TrainingConfig(precision="fp32", attention="sdpa", linears="megatron")

@@ -105,7 +105,7 @@ def test_tensorwise_scaling_maps_the_largest_magnitude_to_the_largest_number(rol
     assert torch.allclose(quantised.scale, 1 / factor, rtol=1e-6)
 
 
-def test_numbers_that_are_not_finite_stay_so():
+def test_nonfinite_numbers_stay_nonfinite():
     """A run must see them in its loss; saturated values would look like ordinary numbers."""
     for kind in KINDS:
         for value in (math.inf, math.nan):
@@ -123,7 +123,7 @@ def test_zeros_stay_zeros():
 
 @pytest.mark.parametrize("summed", [64, 100])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_the_instruction_multiplies_as_the_emulation(dtype, summed):
+def test_the_gpu_instruction_equals_the_emulation(dtype, summed):
     """`torch._scaled_mm` also works on CPU; sums over 100 are padded with zeros to a multiple of 16."""
 
     def operand(rows: int, columns: int, dtype: torch.dtype, seed: int) -> Quantized:
@@ -161,7 +161,7 @@ def reference(kind: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_linear_layer_and_its_gradients(kind):
+def test_a_linear_layer_and_its_gradients_equal_the_formula(kind):
     x, weight, grad = matrix(48, 128, 1), matrix(64, 128, 2), matrix(48, 64, 3)
     bias = torch.randn(64)
     for tensor in (x, weight, bias):
@@ -180,7 +180,7 @@ def test_a_linear_layer_and_its_gradients(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_products_are_near_those_of_the_weights_precision(kind):
+def test_fp8_products_are_near_unquantised_products(kind):
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(n, 128, generator=generator) for n in (256, 128, 256))
     x.requires_grad_(), weight.requires_grad_()

@@ -35,12 +35,12 @@ def interpret(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-def test_every_kernel_is_its_formula_in_the_interpreter():
+def test_every_kernel_equals_its_formula_in_the_interpreter():
     interpret()
 
 
 @pytest.mark.slow
-def test_more_sizes_and_layouts_in_the_interpreter():
+def test_more_sizes_and_layouts_equal_the_formula_in_the_interpreter():
     interpret("-m", "slow")
 
 

@@ -28,7 +28,7 @@ def grouped(counts, x, *parameters, bias=True):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_each_group_is_its_linear_layer(counts, dtype, bias):
+def test_each_group_equals_its_linear_layer(counts, dtype, bias):
     given = leaves(counts, dtype)
     exact = [x.detach().double().requires_grad_() for x in given]
     weights, biases = exact[1 : len(counts) + 1], exact[len(counts) + 1 :]
@@ -37,9 +37,9 @@ def test_each_group_is_its_linear_layer(counts, dtype, bias):
     got = grouped(counts, *given, bias=bias)
     cotangent = torch.linspace(-2, 3, got.numel()).to(torch.bfloat16).view_as(got)
     used = slice(None) if bias else slice(len(counts) + 1)
-    ours = torch.autograd.grad(got, given[used], cotangent.to(dtype))
-    theirs = torch.autograd.grad(want, exact[used], cotangent.double())
-    for a, b in zip((got, *ours), (want, *theirs), strict=True):
+    actual = torch.autograd.grad(got, given[used], cotangent.to(dtype))
+    expected = torch.autograd.grad(want, exact[used], cotangent.double())
+    for a, b in zip((got, *actual), (want, *expected), strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a.double(), b, rtol=RTOL[dtype], atol=8 * RTOL[dtype])
 
@@ -68,7 +68,7 @@ def test_the_number_of_operations_does_not_depend_on_the_number_of_experts(exper
     assert operations.counts.total() <= 20 + 2 * experts  # gradients of the parameters are stored one by one here
 
 
-def test_flops_are_those_of_all_rows():
+def test_flops_count_all_rows():
     given = leaves([5, 0, 2, 1], torch.bfloat16)
     with FlopCounterMode(display=False) as flops:
         grouped([5, 0, 2, 1], *given).sum().backward()

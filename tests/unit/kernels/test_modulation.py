@@ -44,7 +44,7 @@ def test_dense_view_equals_ragged_gather(name: str):
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("layout", [DENSE, RAGGED], ids=["dense", "ragged"])
-def test_each_row_takes_its_own_samples_conditioning(name: str, layout: SequenceLayout):
+def test_each_row_has_the_conditioning_of_its_sample(name: str, layout: SequenceLayout):
     """Every sample of the pack equals a pack of only that sample."""
     x, a, b = draws(layout.total_tokens)
     out = OPS[name](x, a, b, layout)
@@ -62,7 +62,7 @@ def test_a_rank_with_some_rows_computes_those_rows(name: str):
     torch.testing.assert_close(OPS[name](x[rows], a, b, RAGGED.select(rows)), expected)
 
 
-def test_modulated_norm_is_its_formula():
+def test_modulated_norm_equals_its_formula():
     x, shift, scale = draws(24)
     mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
     normed = (x - mean) / (variance + 0.1).sqrt()
@@ -70,7 +70,7 @@ def test_modulated_norm_is_its_formula():
     torch.testing.assert_close(layer_norm_modulate(x, shift, scale, RAGGED, 0.1), expected)
 
 
-def test_zero_gate_is_the_identity_bit_for_bit():
+def test_a_zero_gate_is_bitwise_the_identity():
     x, y = torch.randn(24, 10), torch.randn(24, 10)
     assert torch.equal(gated_residual(x, y, torch.zeros(3, 10), RAGGED), x)
 

@@ -70,7 +70,7 @@ def forward_and_backward(build_model, config, choice, layers=None):
 
 @pytest.mark.parametrize("choice", ["selective", "full"])
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: type(c).__name__ + ("+experts" if c is EXPERTS else ""))
-def test_no_number_changes_and_less_is_saved(build_model, config, choice):
+def test_recompute_changes_no_number_and_saves_fewer_activations(build_model, config, choice):
     loss, gradients, saved = forward_and_backward(build_model, config, "none")
     again, others, less = forward_and_backward(build_model, config, choice)
     assert again == loss
@@ -81,14 +81,14 @@ def test_no_number_changes_and_less_is_saved(build_model, config, choice):
     assert less < saved
 
 
-def test_selective_keeps_neither_modulated_norms_nor_the_activation(build_model):
+def test_selective_recompute_saves_neither_modulated_norms_nor_activations(build_model):
     _, _, saved = forward_and_backward(build_model, DIT, "none")
     _, _, less = forward_and_backward(build_model, DIT, "selective")
     rows, h, f = a_pack(DIT)[0].layout.total_tokens, DIT.hidden_size, DIT.ffn_size
     assert saved - less >= DIT.num_layers * 4 * rows * (2 * h + f)
 
 
-def test_full_keeps_the_input_of_a_layer_alone(build_model):
+def test_full_recompute_saves_only_the_input_of_a_layer(build_model):
     """Under full recompute, each further layer only costs its input and its modulation."""
     _, _, all_of_three = forward_and_backward(build_model, DIT, "full")
     _, _, two_of_three = forward_and_backward(build_model, DIT, "full", layers=2)
@@ -127,6 +127,6 @@ def test_experts_are_counted_once(build_model, choice):
 
 
 @pytest.mark.parametrize(("choice", "layers"), [("some", None), ("none", 2), ("full", 0)])
-def test_settings_without_sense_are_refused(choice, layers):
+def test_meaningless_settings_are_refused(choice, layers):
     with pytest.raises(ConfigError, match=r"training\.recompute"):
         check_recompute(choice, layers)

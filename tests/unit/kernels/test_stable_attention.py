@@ -24,7 +24,7 @@ def gradients(attention: Attention, scale: float, dtype: torch.dtype = torch.flo
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
-def test_it_is_attention(scale: float) -> None:
+def test_stable_attention_equals_attention(scale: float) -> None:
     """Output and gradients in float32, for gradients of any size."""
     for found, exact in zip(gradients(stable_attention, scale), gradients(reference_attention, scale), strict=True):
         torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)

@@ -38,7 +38,7 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         ("energon_data.prepare letters --out {folder}/made", "preparing {folder}/made"),
     ],
 )
-def test_a_command_says_what_it_does_before_its_slow_imports(command: str, line: str, tmp_path: Path) -> None:
+def test_a_command_prints_its_task_before_slow_imports(command: str, line: str, tmp_path: Path) -> None:
     words = command.format(folder=tmp_path).split()
     done = subprocess.run([sys.executable, "-c", STOPPED_AT_TORCH, *words], capture_output=True, text=True, check=False)
     first, second = done.stderr.splitlines()
@@ -61,7 +61,7 @@ def test_an_encoder_is_named_before_it_is_loaded(
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(None, 1), ("0", 1), ("1", 0)])
-def test_one_rank_announces(rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_one_rank_prints_announcements(rank: str | None, lines: int, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)

@@ -45,7 +45,7 @@ def reread(task, folder):
     sequence_parallel=st.booleans(),
     run_dir=WORDS,
 )
-def test_yaml_gives_the_same_configuration_back(
+def test_a_configuration_survives_a_round_trip_through_yaml(
     tmp_path_factory, objective, lr, ema_decay, precision, sequence_parallel, run_dir
 ):
     task = letters_dit()
@@ -64,7 +64,7 @@ def test_the_file_is_complete(tmp_path):
     assert config_file.dump(reread(tiny_dit(), tmp_path)) == text
 
 
-def test_the_record_of_a_run_can_be_fed_back(tmp_path):
+def test_the_record_of_a_run_is_a_valid_configuration(tmp_path):
     parts = {name: fiddle.build(getattr(tiny_dit(), name)) for name in tiny_dit().__arguments__}
     record = to_record(parts)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
@@ -85,7 +85,7 @@ def test_the_record_of_a_run_can_be_fed_back(tmp_path):
         ("dit.training.pretrain.pretrain", "shutil.rmtree", "shutil.rmtree"),
     ],
 )
-def test_a_wrong_file_is_refused_with_the_place(tmp_path, old, new, word):
+def test_an_invalid_file_is_refused_with_the_line(tmp_path, old, new, word):
     text = config_file.dump(tiny_dit())
     assert old in text
     (tmp_path / "config.yaml").write_text(text.replace(old, new, 1))
@@ -100,7 +100,7 @@ def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path, text):
         config_file.load(tmp_path / "config.yaml", pretrain, load_component)
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+def test_a_pipe_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match=r"config\.yaml cannot be read: not a regular file; --to-yaml"):
         config_file.load(tmp_path, pretrain, load_component)
@@ -113,7 +113,7 @@ def test_a_wrong_setting_is_named_with_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("trusted", ["", "other", "test", "tests.unit", ".", "tests.unit.launch"])
-def test_a_class_of_the_users_own_is_not_imported_unless_its_package_is_trusted(monkeypatch, trusted):
+def test_a_user_class_is_imported_only_if_its_package_is_trusted(monkeypatch, trusted):
     """Training finds it by --factory. A record may come from a stranger, so reading one requires DIT_PACKAGES."""
     name = f"{OwnSettings.__module__}.{OwnSettings.__qualname__}"
     monkeypatch.setenv("DIT_PACKAGES", trusted)
@@ -131,13 +131,13 @@ def test_the_packages_that_a_record_needs_are_those_of_its_classes_outside_this_
 
 
 @pytest.mark.parametrize("name", ["os.system", "ditto.x", "dit", ".x", "", "energon_data"])
-def test_nothing_else_is_imported(monkeypatch, name):
+def test_no_other_package_is_imported(monkeypatch, name):
     monkeypatch.setenv("DIT_PACKAGES", "")
     with pytest.raises(CheckpointError, match="only classes of dit, energon_data are rebuilt"):
         from_record({CLASS_KEY: name})
 
 
-def test_a_run_folder_stands_for_its_configuration(tmp_path):
+def test_a_run_folder_is_read_as_its_configuration(tmp_path):
     config_file.write(tiny_dit(), tmp_path / "config.yaml")
     assert built(config_file.load(tmp_path, pretrain, load_component)) == built(tiny_dit())
 
@@ -160,7 +160,7 @@ def test_an_optional_list_of_numbers_is_read_back(tmp_path):
     assert built(reread(task, tmp_path)) == built(task)
 
 
-def test_the_summary_shows_what_differs_from_the_defaults():
+def test_the_summary_shows_differences_from_the_defaults():
     line = next(x for x in config_file.summary(tiny_dit()).splitlines() if x.startswith("optimizer"))
     assert line.split(maxsplit=1)[1] == "OptimizerConfig(lr=0.003)"
 

@@ -82,7 +82,9 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
         (["train", "--factory", "tiny_dit", "--dryrnu"], EXIT_CONFIG, "did you mean --dryrun "),
     ],
 )
-def test_a_mistake_is_a_line_and_a_code(capsys: pytest.CaptureFixture, words: list[str], code: int, expected: str):
+def test_a_user_error_has_one_line_and_an_exit_code(
+    capsys: pytest.CaptureFixture, words: list[str], code: int, expected: str
+):
     assert console.main(words) == code
     out, err = capsys.readouterr()
     [line] = (out + err).splitlines()
@@ -105,7 +107,7 @@ def test_a_folder_with_a_package_name_does_not_hide_the_package_from_the_command
     assert "letters_dit" in ended.stdout
 
 
-def test_python_m_says_which_folder_hides_a_package(tmp_path: Path):
+def test_python_m_names_the_folder_that_hides_a_package(tmp_path: Path):
     """One line names the folder and the fix."""
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "__init__.py").touch()
@@ -116,7 +118,7 @@ def test_python_m_says_which_folder_hides_a_package(tmp_path: Path):
     assert "start `megatron-dit COMMAND`" in line
 
 
-def test_python_m_goes_on_without_the_examples_if_a_folder_hides_them(tmp_path: Path):
+def test_python_m_works_without_the_examples_if_a_folder_hides_them(tmp_path: Path):
     """Many projects have a folder named `examples`, and few need the examples of this project."""
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "__init__.py").touch()
@@ -129,7 +131,7 @@ def test_python_m_goes_on_without_the_examples_if_a_folder_hides_them(tmp_path: 
 
 
 @pytest.mark.parametrize("file", ["not_ours/__init__.py", "not_ours/data.txt", "not_ours.py"])
-def test_a_package_found_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str):
+def test_a_package_in_another_location_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str):
     """The file is in a package or in a folder without `__init__.py`, or is a module."""
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()

@@ -62,7 +62,7 @@ def folder_of(path: Path, settings: dict, tensors: dict) -> Path:
     return path
 
 
-def test_a_pickle_with_code_is_refused_and_not_run(tmp_path, capsys):
+def test_a_pickle_with_code_is_refused_and_not_executed(tmp_path, capsys):
     torch.save({"weight": torch.zeros(2), "trap": Trap(tmp_path / "sprung")}, tmp_path / "evil.pt")
     assert "can run code" in refuse(capsys, tmp_path / "run", tmp_path / "evil.pt")
     assert not (tmp_path / "sprung").exists()
@@ -159,14 +159,14 @@ def test_weights_of_another_size_than_the_settings_are_refused(tmp_path, capsys)
         ({}, "no weight_map"),
     ],
 )
-def test_an_index_that_points_elsewhere_is_refused(tmp_path, capsys, weight_map, message):
+def test_an_index_with_outside_paths_is_refused(tmp_path, capsys, weight_map, message):
     source = folder_of(tmp_path / "in", {"_class_name": "DiTTransformer2DModel"}, {"x": torch.zeros(1)})
     (source / "diffusion_pytorch_model.safetensors").rename(source / "part.safetensors")
     (source / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert message in refuse(capsys, tmp_path / "run", source, kind="diffusers")
 
 
-def test_a_pipeline_is_told_from_its_transformer(tmp_path, capsys):
+def test_a_pipeline_is_distinguished_from_its_transformer(tmp_path, capsys):
     (tmp_path / "pipe").mkdir()
     folder_of(tmp_path / "pipe" / "transformer", {}, {"x": torch.zeros(1)})
     assert "name its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
@@ -222,7 +222,7 @@ def with_record(path: Path, text: str) -> Path:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_record_that_a_stranger_wrote_is_checked(tmp_path, capsys, change, message):
+def test_a_record_from_an_unknown_source_is_checked(tmp_path, capsys, change, message):
     """Only fields of known classes are set, after a check of their types; anything else gives an error of one line."""
     source = with_record(tmp_path / "x.safetensors", json.dumps(a_record(**change)))
     assert message in refuse(capsys, tmp_path / "run", source)
@@ -243,7 +243,7 @@ def test_a_record_survives_json_for_each_format(form):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "[]"])
-def test_a_record_that_is_none_is_refused(tmp_path, capsys, text):
+def test_an_invalid_record_is_refused(tmp_path, capsys, text):
     assert "export the run again" in refuse(capsys, tmp_path / "run", with_record(tmp_path / "x.safetensors", text))
 
 
@@ -269,7 +269,7 @@ def test_a_config_that_was_changed_after_its_export_is_refused(tmp_path, capsys)
         ("", "cannot be read"),
     ],
 )
-def test_an_objective_that_cannot_be_is_refused(tmp_path, capsys, text, message):
+def test_an_impossible_objective_is_refused(tmp_path, capsys, text, message):
     save_file(random_state(**SIZES), tmp_path / "x.safetensors")
     words = ("--num-attention-heads", "4", "--objective", text)
     assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.safetensors", *words)
@@ -353,7 +353,7 @@ def test_large_models_are_written_in_shards_and_read_again(tmp_path):
     ],
     ids=["safetensors", "pt", "diffusers"],
 )
-def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, write):
+def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch, write):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -363,7 +363,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch, write):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_written_over(tmp_path):
+def test_no_file_is_overwritten(tmp_path):
     write_tensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match="not changed"):
         write_tensors({"x": torch.ones(2)}, tmp_path / "x.safetensors")
@@ -371,7 +371,7 @@ def test_nothing_is_written_over(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "code", "message"), [(False, 5, "is no folder"), (True, 5, "neither a run folder")])
-def test_exporting_what_is_no_run_is_a_checkpoint_error(tmp_path, capsys, make, code, message):
+def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys, make, code, message):
     if make:
         (tmp_path / "run").mkdir()
     arguments = ["--checkpoint", str(tmp_path / "run"), "--format", "dit", "--out", str(tmp_path / "x.pt")]
@@ -379,7 +379,7 @@ def test_exporting_what_is_no_run_is_a_checkpoint_error(tmp_path, capsys, make, 
     assert message in capsys.readouterr().err
 
 
-def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise():
+def test_the_error_for_a_model_without_a_diffusers_class_names_the_differences_of_similar_classes():
     """The message is checked against the installed classes; if a release changes them, revise the message."""
     pytest.importorskip("diffusers")
     from diffusers.models.transformers import pixart_transformer_2d, transformer_cosmos, transformer_kandinsky
@@ -411,7 +411,7 @@ def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise
         ("zeros", []),
     ],
 )
-def test_an_import_says_what_guidance_leads_away_from(
+def test_an_import_reports_the_unconditional_branch_of_guidance(
     tmp_path: Path, capsys: pytest.CaptureFixture, null_text: Any, notes: list[str]
 ) -> None:
     sizes = {"block_out_channels": [8], "transformer_layers": [1], "layers_per_block": 1, "num_attention_heads": 2}

@@ -118,7 +118,7 @@ def test_a_documented_command_plans_at_its_world_size(command):
     assert command.world_size in (None, dims.world_size)
 
 
-def test_the_commands_of_all_pages_are_found():
+def test_the_parser_reads_the_commands_of_all_pages():
     """They include four nodes in launch/README.md, by torchrun and by Slurm, and variables of make."""
     found = {(str(c.page), c.recipe, c.world_size) for c in COMMANDS}
     assert ("README.md", "dit_xl2_imagenet", 8) in found
@@ -128,7 +128,7 @@ def test_the_commands_of_all_pages_are_found():
     assert any("training.num_steps=2100" in c.overrides for c in COMMANDS)
 
 
-def test_two_runs_on_one_machine_take_two_ports():
+def test_two_runs_on_one_machine_use_two_ports():
     """torchrun picks a free port only with `--standalone`; commands for several nodes set a port."""
     sharing = []
     for page in PAGES:
@@ -225,7 +225,7 @@ def checked_by(page: Path, line: str) -> str:
     if start.startswith("energon prepare"):
         return "test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure"
     if words[0] == "python" and (ROOT / page).read_text().find(f"# {words[1]}\n") > 0:
-        return "test_a_command_of_the_page_does_what_it_says"
+        return "test_a_command_of_the_page_has_the_described_result"
     return ""
 
 
@@ -281,7 +281,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=str)
-def test_the_links_of_a_page_lead_somewhere(page):
+def test_the_links_of_a_page_exist(page):
     """Files, folders and headings of this repository."""
     text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):

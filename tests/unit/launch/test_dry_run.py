@@ -25,7 +25,7 @@ def laid_out(task, world_size=None):
     return "\n".join(dry_run.layout_lines(config, dims, packed=False, requested=world_size is not None))
 
 
-def test_the_report_says_what_was_asked_for(capsys):
+def test_the_report_has_the_requested_settings_and_their_cost(capsys):
     """FLOPs come from the traced program; memory is computed by hand for fp32 and Adam on one rank."""
     task = call_recipe("tiny_dit")
     text = dry_run.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
@@ -118,13 +118,13 @@ def test_a_global_batch_that_no_micro_batch_divides_is_refused(world_size, inter
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_short_run_says_how_its_warm_up_changes():
+def test_a_short_run_reports_its_changed_warm_up():
     task = call_recipe("letters_dit")
     task.training.num_steps = 50
     assert "a warm-up of 50 steps, not schedule.warmup_steps=" in laid_out(task)
 
 
-def test_the_fewest_ranks_are_taken_when_none_are_given():
+def test_the_default_is_the_smallest_number_of_ranks():
     task = call_recipe("tiny_dit")
     task.parallel.tensor_model_parallel_size = 4
     assert "ranks       4 = tensor 4 x data 1, data_parallel=ddp; the fewest" in laid_out(task)
@@ -173,7 +173,7 @@ def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
         ("imagen_600m_res_1024", Sample((1, 256, 256), 128)),
     ],
 )
-def test_real_data_is_planned_by_its_limits_or_its_crops(recipe, sample):
+def test_plans_of_stored_data_use_its_limits_or_crops(recipe, sample):
     """If only a number of tokens is known, the plan assumes and reports a picture as square as possible."""
     task = call_recipe(recipe)
     assert planned_sample(fiddle.build(task.data), fiddle.build(task.model)) == sample
@@ -200,7 +200,7 @@ def test_a_pack_holds_as_many_samples_as_fit():
         ("logging", "profile_steps", [5, 2]),
     ],
 )
-def test_a_plan_refuses_what_training_would(part, setting, value):
+def test_a_plan_refuses_settings_that_training_refuses(part, setting, value):
     """Otherwise a run would fail at its start or at its first pictures."""
     task = call_recipe("tiny_dit")
     setattr(getattr(task, part), setting, value)
@@ -224,6 +224,6 @@ def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
         ("tiny_stdit", "PixArtTransformer2DModel does not support this model: layer_pattern=['spatial', 'temporal']"),
     ],
 )
-def test_the_report_says_whether_the_model_leaves_to_diffusers(recipe: str, line: str):
+def test_the_report_states_whether_diffusers_can_load_the_model(recipe: str, line: str):
     [found] = [row for row in dry_run.report(call_recipe(recipe), 1).splitlines() if row.startswith("export")]
     assert found.endswith(line)

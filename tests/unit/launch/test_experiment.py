@@ -36,7 +36,7 @@ def test_a_layout_is_written_as_recipes_spell_it():
 
 
 @pytest.mark.parametrize("layout", ["tp", "tp0", "2tp", "tp2tp4", "fsdp_ddp", "spsp", "zero3", "tp2 sp"])
-def test_a_word_that_is_no_layout_is_named(layout):
+def test_an_invalid_layout_is_named(layout):
     with pytest.raises(ConfigError, match=r"layout .* is unknown or repeated; write sizes as tp, pp, cp, ep"):
         grid.layout_overrides(layout)
 
@@ -124,7 +124,7 @@ def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", [None, "", "/shared/scripts"])
-def test_scripts_are_written_where_slurm_reads_them(tmp_path, monkeypatch, folder):
+def test_scripts_are_written_to_the_folder_of_slurm(tmp_path, monkeypatch, folder):
     """The folder is `job_dir`, and `--folder` may name it again; other executors use the folder of `--folder`."""
     monkeypatch.chdir("/")
     executor = experiment.executor_of(SLURM)

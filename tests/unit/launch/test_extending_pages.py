@@ -74,7 +74,7 @@ def ended(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if not line.startswith(VERIFY)])
-def test_a_command_of_the_page_does_what_it_says(ended, folder, line):
+def test_a_command_of_the_page_has_the_described_result(ended, folder, line):
     assert ended[line].code == 0, ended[line].err
     if "--yes" in line:
         assert "finished step 4 of 4" in ended[line].err + ended[line].out
@@ -95,7 +95,7 @@ def test_the_layouts_of_the_page_equal_one_rank(verdicts, line):
         assert verdicts[line].text().endswith("equal: 31 gradients, losses, weights and their copies")
 
 
-def test_a_copy_on_every_stage_that_is_not_stated_is_named_with_its_cure(verdicts):
+def test_an_undeclared_replica_on_all_stages_is_named_with_its_cure(verdicts):
     """The verdict has the first wrong parameter, the number of stages with a copy, and the function to call."""
     (verdict,) = (verdicts[line] for line in verdicts if "not_stated" in line)
     assert verdict.wrong[0].row.name == "conditioner.label.weight"

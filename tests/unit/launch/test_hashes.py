@@ -43,7 +43,7 @@ def test_every_requirement_is_pinned_and_has_hashes(file: str, least: int) -> No
         assert all(HASH.fullmatch(one) for one in hashes), requirement
 
 
-def test_the_pages_need_what_has_hashes() -> None:
+def test_every_package_of_the_docs_has_a_hash() -> None:
     """hashes-docs.txt has every package that `make docs` needs, and none that hashes.txt has for every platform."""
     everywhere = {name for name, (r, _) in hashed().items() if "sys_platform" not in str(r.marker)}
     assert not everywhere & hashed("hashes-docs.txt").keys()
@@ -66,7 +66,7 @@ def test_the_versions_are_those_of_the_constraints() -> None:
     }
 
 
-def test_nothing_else_is_downloaded_without_a_hash() -> None:
+def test_every_download_has_a_hash() -> None:
     """Everything else is a wheel with a hash, except this project, which is installed without its dependencies."""
     for name in ("Makefile", "Dockerfile"):
         text = (ROOT / name).read_text().split("FROM ${BASE}")[0].replace("\\\n", "")

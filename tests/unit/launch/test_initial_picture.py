@@ -19,7 +19,7 @@ def picture(folder: Path, pixels: np.ndarray) -> Path:
     return folder / "picture.png"
 
 
-def test_a_picture_of_the_size_is_its_pixels(tmp_path: Path) -> None:
+def test_a_picture_of_the_sample_size_is_used_unchanged(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3), np.uint8)
     found = read_initial(picture(tmp_path, pixels), (1, 6, 4), 3, NOTHING)
     exact = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1).permute(2, 0, 1)[:, None]

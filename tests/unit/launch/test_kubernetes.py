@@ -58,7 +58,7 @@ def test_an_older_record_does_not_count(tmp_path):
 
 
 @pytest.mark.parametrize("delay", ["", "sleep 0.5\n"], ids=["later", "at once"])
-def test_a_pod_that_must_leave_lets_its_ranks_save(tmp_path, delay):
+def test_an_evicted_pod_waits_until_its_ranks_have_saved(tmp_path, delay):
     """Kubernetes sends the signal only to the shell, which may not have continued after the start of torchrun."""
     script = SCRIPT.replace('"$RUN_DIR" &\n', f'"$RUN_DIR" &\n{delay}')
     assert delay in script
@@ -69,7 +69,7 @@ def test_a_pod_that_must_leave_lets_its_ranks_save(tmp_path, delay):
     assert pod.wait(timeout=20) == EXIT_PREEMPTED
 
 
-def test_its_torchrun_takes_the_words_and_the_recipe_plans_on_its_ranks(tmp_path):
+def test_a_pod_passes_its_arguments_to_torchrun_and_the_recipe_plans_on_its_ranks(tmp_path):
     started(tmp_path, 0).wait(timeout=30)
     parsed = get_args_parser().parse_args(shlex.split((tmp_path / "torchrun.words").read_text()))
     spec: dict[str, Any] = JOB["spec"]

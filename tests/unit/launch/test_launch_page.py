@@ -22,7 +22,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_torchrun_and_the_launcher_take_each_command(command):
+def test_torchrun_and_the_launcher_accept_each_command(command):
     """Every flag, the recipe and every overridden setting exist."""
     parsed = get_args_parser().parse_args(shlex.split(command)[1:])
     assert (parsed.module, parsed.training_script) == (True, "launch.train")
@@ -30,7 +30,7 @@ def test_torchrun_and_the_launcher_take_each_command(command):
     assert task.data.path == "/data/latents"
 
 
-def test_the_image_holds_what_on_gpu_starts():
+def test_the_image_contains_every_program_of_on_gpu():
     """The folders of the modules and tests that benchmarks/on_gpu.sh runs, of those that they start, and pytest."""
     images = (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert [image.splitlines()[0].rpartition(" AS ")[2] for image in images] == ["cpu", "cuda"]

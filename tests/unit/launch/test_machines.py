@@ -42,7 +42,7 @@ def test_a_layout_gets_the_same_variables_in_the_image_as_outside(settings: dict
     assert {n for n in inside if read_by_cuda.search(n)} == {n for n in outside if read_by_cuda.search(n)}
 
 
-def test_the_image_alone_lists_the_recipes(capsys: pytest.CaptureFixture):
+def test_the_default_command_of_the_image_lists_the_recipes(capsys: pytest.CaptureFixture):
     """The default command of both images is the installed program and needs no GPU."""
     assert "ENTRYPOINT" not in IMAGE
     [words] = set(re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE))
@@ -66,7 +66,7 @@ esac
 """Stand-in for Ubuntu's Python 3.12 without the package python3-venv, as in the base image since torch 2.10."""
 
 
-def test_the_python_of_the_cuda_image_can_do_what_its_build_runs(tmp_path: Path):
+def test_the_python_of_the_cuda_image_runs_the_build_commands(tmp_path: Path):
     """The base image's pip refuses to install outside of a virtual environment, and its `venv` has no pip to add."""
     for name in ("mkdir", "chmod", "rm", "touch"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))

@@ -83,14 +83,14 @@ def test_lists_are_not_shared_between_parses():
     assert first is not second
 
 
-def test_a_part_is_swapped_before_its_settings_wherever_it_stands():
+def test_a_part_is_replaced_before_its_settings_at_any_position():
     for texts in (("objective=edm", "objective.p_mean=-0.4"), ("objective.p_mean=-0.4", "objective=edm")):
         objective = overridden(*texts).objective
         assert objective.__fn_or_cls__ is EDM
         assert objective.p_mean == -0.4
 
 
-def test_a_part_takes_settings_in_parentheses():
+def test_settings_of_a_part_may_stand_in_parentheses():
     objective = overridden("objective=ddpm(prediction='v', discrete_steps=none)").objective
     assert objective.__fn_or_cls__ is DDPM
     assert (objective.prediction, objective.discrete_steps) == ("v", None)
@@ -119,13 +119,13 @@ def test_a_part_of_a_user_package_is_found_by_name(tmp_path, monkeypatch):
         overridden("objective=unknown_part")
 
 
-def test_swapped_parts_are_independent():
+def test_replaced_parts_are_independent():
     first, second = overridden("objective=edm", "objective.p_mean=5.0"), overridden("objective=edm")
     assert first.objective.p_mean == 5.0
     assert second.objective.p_mean == EDM().p_mean
 
 
-def test_operators_work_on_the_value_so_far_in_order():
+def test_operators_apply_to_the_current_value_in_order():
     task = overridden("training.num_steps=5", "training.num_steps*=3", "training.num_steps+=1", "optimizer.lr/=2")
     assert task.training.num_steps == 16
     assert task.optimizer.lr == OptimizerConfig().lr / 2
@@ -144,20 +144,20 @@ def test_an_operator_that_does_not_fit_is_refused(texts, words):
         overridden(*texts)
 
 
-def test_a_whole_number_stays_one():
+def test_an_integer_stays_an_integer():
     task = overridden("training.num_steps=6", "training.num_steps/=2", "training.stop_at_step=8", "training.seed/=1")
     assert repr(task.training.num_steps) == "3"
     assert isinstance(task.training.seed, int)
 
 
 @pytest.mark.parametrize("text", ["training.run_dir[0]=x", "training.num_steps[0]+=1"])
-def test_an_entry_is_not_assigned(text):
+def test_assignment_to_an_entry_is_refused(text):
     with pytest.raises(ConfigError, match=r"write the list in full"):
         overridden(text)
 
 
 @pytest.mark.parametrize("recipe", ["dit_xl2_imagenet", "pretrain_ditllama5b", "mock_stdit_s", "flux_12b"])
-def test_a_misspelt_setting_is_answered_with_the_right_one(recipe):
+def test_the_error_for_a_misspelt_setting_suggests_the_correct_name(recipe):
     """Also where a default is a list, which fiddle's `getattr` does not return."""
     with pytest.raises(ConfigError, match=r"did you mean training\.num_steps\?"):
         apply_overrides(call_recipe(recipe), ["training.num_stepz=3"], load_component)
@@ -192,12 +192,12 @@ def test_a_path_with_an_empty_step_is_refused(text):
         overridden(text)
 
 
-def test_a_wrong_argument_of_a_part_is_refused_beside_its_key():
+def test_a_wrong_argument_of_a_part_is_refused_with_its_key():
     with pytest.raises(ConfigError, match=r"objective=edm\(\)\(\): .* is not an override"):
         overridden("objective=edm()()")
 
 
-def test_a_run_folder_named_like_a_function_is_only_a_text():
+def test_a_run_folder_named_like_a_function_is_a_string():
     """nemo-run first looks a word up as a factory, and would call `main` of the main module."""
     assert overridden("training.run_dir=main").training.run_dir == "main"
 
@@ -235,7 +235,7 @@ def test_every_field_of_a_settings_class_can_be_reached():
         assert str(getattr(overridden(f"training.{name}={text}").training, name)) == text
 
 
-def test_data_can_be_swapped_by_name():
+def test_data_can_be_replaced_by_name():
     def feeds(data: DataConfig) -> None: ...
 
     task = run.Partial(feeds, data=run.Config(EnergonData, path="somewhere"))

@@ -246,7 +246,7 @@ def test_every_class_is_requested_unless_some_are_named(build_model: BuildModel)
         assert len(requests) == count
 
 
-def test_a_named_data_set_takes_the_place_of_the_runs(tmp_path: Path) -> None:
+def test_a_named_data_set_replaces_that_of_the_run(tmp_path: Path) -> None:
     asked = arguments("--metric", "loss", "--data", str(tmp_path), "--samples", "3")
     for data in (NoData(), MockData(), EnergonData(path="elsewhere", max_tokens_per_pack=64)):
         found = data_of(asked, data)
@@ -307,6 +307,6 @@ def test_the_quoted_words_of_prompts_are_read_in_their_pictures(
         picture_scores.ocr(arguments("--metric", "ocr"), generator)
 
 
-def test_a_minimum_is_of_metrics_that_grow_with_quality(capsys: pytest.CaptureFixture[str]) -> None:
+def test_minimums_are_accepted_only_for_metrics_that_grow_with_quality(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--checkpoint", "run", "--metric", "fid", "--minimum", "1"]) == 2
     assert "fid falls" in capsys.readouterr().err

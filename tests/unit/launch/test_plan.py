@@ -58,7 +58,7 @@ def test_rates_follow_from_the_time(written):
         assert ("recompute" in row["layout"]) == (row["mfu"]["model"] < row["mfu"]["hardware"])
 
 
-def test_the_overrides_of_a_row_make_its_layout(written):
+def test_the_overrides_of_a_row_build_its_layout(written):
     """Applied to the recipe, they give the layout that the row names."""
     from launch.config_file import built
     from launch.overrides import apply_overrides
@@ -80,7 +80,7 @@ def test_the_overrides_of_a_row_make_its_layout(written):
         (["--nodes-of", "0"], "--nodes-of must be at least 1"),
     ],
 )
-def test_a_mistake_is_one_line(flags, message, capsys):
+def test_a_user_error_has_one_line(flags, message, capsys):
     assert plan.main([*SMALL, *flags]) == EXIT_CONFIG
     assert message in capsys.readouterr().err
 

@@ -145,7 +145,7 @@ def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:
     return not isinstance(value, list) and key in table.get(value, ())
 
 
-def test_nonsense_is_refused_by_name_or_is_in_the_table():
+def test_every_nonsense_value_is_refused_by_name_or_listed():
     """About a thousand cases. The accepted values of data settings are planned together, once for each recipe."""
     wrong = []
     planned: dict[tuple[str, ...], Any] = {}
@@ -195,13 +195,13 @@ def test_every_configuration_class_is_tried():
         (Range(0, math.inf, open_low=True), (1e-300, math.inf), (0, -1), "a finite number above 0"),
     ],
 )
-def test_a_range_has_its_ends_unless_they_are_open(allowed, inside, outside, words):
+def test_closed_ranges_include_their_ends(allowed, inside, outside, words):
     assert all(value in allowed for value in inside)
     assert not any(value in allowed for value in outside)
     assert str(allowed) == words
 
 
 @pytest.mark.parametrize("path", ["", "  ", "a\0b"])
-def test_a_path_that_no_disk_takes_is_refused(path):
+def test_an_invalid_path_is_refused(path):
     with pytest.raises(ConfigError, match=r"training\.run_dir=.*is not a path"):
         check_path("training.run_dir", path)

@@ -84,7 +84,7 @@ def test_every_class_is_drawn_by_default(generator, tmp_path):
     assert {generator.calls[0][k] for k in given} == {None}
 
 
-def test_the_picture_shows_what_was_generated(generator, tmp_path):
+def test_the_picture_shows_the_generated_samples(generator, tmp_path):
     assert draw(tmp_path, "--labels", "C,A", "--columns", "1") == 0
     image = torch.from_numpy(np.array(Image.open(tmp_path / "x.png")))
     scale = grid.enlargement(6, 6)
@@ -138,7 +138,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
     }
 
 
-def test_a_picture_is_drawn_inside_the_mask_only(generator, tmp_path, capsys):
+def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys):
     """Only patches that the mask touches are generated; pixels outside the mask are the picture's."""
     pixels, mask = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8), np.zeros((6, 6, 3), np.uint8)
     mask[1:3, 4] = 255
@@ -188,11 +188,11 @@ def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
     assert "trained without references (data.references=False)" in capsys.readouterr().err
 
 
-def test_a_name_wins_over_a_number_and_over_another_case():
+def test_class_names_take_precedence_over_numbers_and_other_cases():
     assert sample_requests.read_labels("1,b,B", ["2", "b", "B", "1"]) == [3, 1, 2]
 
 
-def test_a_class_the_model_does_not_know_is_code_2_and_names_the_classes(generator, tmp_path, capsys):
+def test_an_unknown_class_exits_with_code_2_and_lists_the_classes(generator, tmp_path, capsys):
     for label in ("26", "ß", "-1"):
         assert draw(tmp_path, f"--label={label}") == 2
         err = capsys.readouterr().err
@@ -201,14 +201,14 @@ def test_a_class_the_model_does_not_know_is_code_2_and_names_the_classes(generat
         assert "A, B, C" in err
 
 
-def test_many_classes_are_shown_spread_out():
+def test_a_grid_of_many_classes_shows_evenly_spaced_classes():
     shown = sample_requests.spread(1000, 36)
     assert (len(set(shown)), shown[0]) == (36, 0)
     assert shown[-1] >= 1000 - 2 * 1000 // 36
     assert sample_requests.spread(26, 36) == list(range(26))
 
 
-def test_text_embeddings_of_the_models_width_are_passed_on(generator, tmp_path, capsys):
+def test_text_embeddings_of_the_model_width_are_passed_to_the_model(generator, tmp_path, capsys):
     for name, shape in (("good", (5, 8)), ("bad", (5, 9))):
         np.save(tmp_path / f"{name}.npy", np.ones(shape, dtype=np.float16))
     assert draw(tmp_path, "--text-embedding", str(tmp_path / "good.npy")) == 2
@@ -264,7 +264,7 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     assert "needs --prompt" in capsys.readouterr().err
 
 
-def test_a_file_of_prompts_has_negatives_and_seeds_of_its_own(generator, tmp_path, monkeypatch):
+def test_a_file_of_prompts_may_have_negatives_and_seeds(generator, tmp_path, monkeypatch):
     monkeypatch.setattr("dit.encoders.text.load_text_encoders", lambda name, device: LengthEncoder())
     generator.context_size, generator.text_encoder = 8, "some encoder"
     lines = ['{"prompt": "a bold Q", "seed": 5}', '{"prompt": "an R", "negative": "ugly thing"}', '{"prompt": "S"}']
@@ -298,7 +298,7 @@ def test_sizes_are_those_of_the_model_or_refused(generator, tmp_path, capsys):
     assert leave.value.code == 2
 
 
-def test_latents_without_an_autoencoder_are_false_colours_and_said_to_be(generator, tmp_path, capsys):
+def test_latents_without_an_autoencoder_are_shown_and_reported_as_false_colours(generator, tmp_path, capsys):
     generator.channels = 4
     assert draw(tmp_path, "--labels", "A", "--save-latents", str(tmp_path / "x.safetensors")) == 0
     assert "latents of 4 channels are drawn as false colours" in capsys.readouterr().err
@@ -309,13 +309,13 @@ def test_latents_without_an_autoencoder_are_false_colours_and_said_to_be(generat
     assert "--save-latents x.npy must end in .safetensors" in capsys.readouterr().err
 
 
-def test_captions_keep_the_words_that_tell_prompts_apart():
+def test_shortened_captions_keep_the_words_that_distinguish_prompts():
     prompts = ["the letter Q in a bold font", "the letter R in an italic font"]
     assert sample_requests.telling_words(prompts) == ["Q bold", "R italic"]
     assert sample_requests.telling_words(["the letter Q"]) == ["the letter Q"]
 
 
-def test_attributions_reach_no_terminal_unfiltered(generator, tmp_path, capsys):
+def test_attributions_are_printed_without_control_characters(generator, tmp_path, capsys):
     """Attributions come from the data set and may contain escape codes."""
     generator.attributions = ["Fonts by \x1b]0;title\x07\x1b[2J somebody"]
     assert draw(tmp_path, "--labels", "A") == 0
@@ -324,7 +324,7 @@ def test_attributions_reach_no_terminal_unfiltered(generator, tmp_path, capsys):
     assert all(line.isprintable() for line in said.splitlines())
 
 
-def test_a_model_of_texts_takes_no_labels(generator, tmp_path, capsys):
+def test_a_text_model_refuses_labels(generator, tmp_path, capsys):
     """Class names in the data do not make a model class-conditional."""
     generator.num_classes = None
     assert draw(tmp_path, "--labels", "A") == 2
@@ -332,7 +332,7 @@ def test_a_model_of_texts_takes_no_labels(generator, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("ending", ["gif", "mp4"])
-def test_the_ending_chooses_a_film(generator, tmp_path, ending):
+def test_the_file_extension_selects_a_film(generator, tmp_path, ending):
     if ending == "mp4":
         pytest.importorskip("av")
     generator.frames = 3
@@ -342,7 +342,7 @@ def test_the_ending_chooses_a_film(generator, tmp_path, ending):
 
 
 @pytest.mark.parametrize(("flags", "ms_per_frame"), [(["--fps", "10"], 100), ([], 50)], ids=["asked", "training data"])
-def test_a_film_plays_at_the_rate_the_model_is_told(generator, tmp_path, flags, ms_per_frame):
+def test_a_film_plays_at_the_frame_rate_of_the_condition(generator, tmp_path, flags, ms_per_frame):
     generator.frames = 3
     assert sample.main(["--checkpoint", "run", "--labels", "A", *flags, "--out", str(tmp_path / "x.gif")]) == 0
     with Image.open(tmp_path / "x.gif") as clip:  # three equal frames, which a GIF stores as one
@@ -364,19 +364,19 @@ def test_an_array_that_could_execute_code_is_refused(generator, tmp_path, capsys
     assert "evil.npy" in capsys.readouterr().err
 
 
-def test_an_unconditional_model_draws_as_many_as_asked(generator, tmp_path):
+def test_an_unconditional_model_draws_the_requested_number(generator, tmp_path):
     generator.num_classes, generator.class_names = None, None
     assert draw(tmp_path, "--count", "3") == 0
     assert generator.calls[0]["count"] == 3
 
 
 @pytest.mark.parametrize(("command", "words"), [(sample.main, []), (evaluate.main, ["--metric", "loss"])])
-def test_a_missing_checkpoint_is_code_5(command, words, tmp_path, capsys):
+def test_a_missing_checkpoint_exits_with_code_5(command, words, tmp_path, capsys):
     assert command(["--checkpoint", str(tmp_path / "nowhere"), *words]) == 5
     assert "nowhere does not exist" in capsys.readouterr().err
 
 
-def test_wrong_flags_are_code_2(tmp_path, capsys):
+def test_wrong_flags_exit_with_code_2(tmp_path, capsys):
     for flags in (
         ["--solver", "eulr"],
         ["--steps", "0"],
@@ -402,7 +402,7 @@ class Loaded:
         self.guide = weaker
 
 
-def test_a_guide_is_loaded_beside_the_model(tmp_path, monkeypatch):
+def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     """The guide has the same ranks and the same kind of weights, raw or averaged; an error names a missing folder."""
     monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: "ranks")
     monkeypatch.setattr(

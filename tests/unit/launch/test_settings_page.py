@@ -8,7 +8,7 @@ import pytest
 from tests.support import settings_page
 
 
-def test_the_page_is_true():
+def test_the_page_is_up_to_date():
     assert settings_page.PAGE.read_text() == settings_page.page(), "run python -m tests.support.settings_page --write"
 
 

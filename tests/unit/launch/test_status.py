@@ -53,7 +53,7 @@ def half_done(tmp_path: Path) -> Path:
     return run_folder(tmp_path / "half", *falling, *held_out, bad)
 
 
-def test_lines_of_a_run_that_was_killed(half_done: Path) -> None:
+def test_the_status_of_a_killed_run_has_its_lines(half_done: Path) -> None:
     saved = half_done / "checkpoints" / "iter_0000016"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text("{}")
@@ -73,7 +73,7 @@ def test_lines_of_a_run_that_was_killed(half_done: Path) -> None:
     assert said["incidents"] == "1 spike; the newest: step 7 spike (reason: grad_norm=9; action: skip)"
 
 
-def test_a_run_that_is_running_has_the_lock_and_an_end_in_sight(half_done: Path) -> None:
+def test_the_status_of_a_running_run_has_its_lock_and_remaining_time(half_done: Path) -> None:
     with RunLock(half_done):
         said = told(half_done)
     assert f"running (process {os.getpid()} on " in said["run"]
@@ -85,7 +85,7 @@ def test_a_finished_run_of_one_line_has_a_rate(tmp_path: Path) -> None:
     assert told(run_folder(tmp_path / "run", scalars(20), num_steps=20))["rate"] == "32.0 samples/s, MFU 41.0%"
 
 
-def test_a_run_that_failed_says_how(half_done: Path) -> None:
+def test_the_status_of_a_failed_run_has_its_error(half_done: Path) -> None:
     write_outcome(half_done, Outcome(4, "not_finite", 20, 1, "NotFiniteError: step 21: loss=nan", NOW))
     assert "not_finite (code 4): NotFiniteError: step 21: loss=nan" in told(half_done)["run"]
 
@@ -97,7 +97,7 @@ def test_a_run_that_failed_before_its_first_step_has_all_lines(tmp_path: Path) -
     assert (said["step"], said["loss"], said["incidents"]) == ("0, attempt 1", "none yet", "none")
 
 
-def test_steps_that_a_run_went_back_behind_do_not_count(tmp_path: Path) -> None:
+def test_steps_discarded_by_a_rewind_do_not_count(tmp_path: Path) -> None:
     """After a rewind, the run's step is not the largest step of the log, and losses of later steps are dropped."""
     back = record("incident", 21, incident="rewind", details={"to_step": 8})
     again = [scalars(9, loss=0.5), scalars(10, loss=0.25)]
@@ -133,7 +133,7 @@ def test_steps_of_a_killed_attempt_do_not_count(tmp_path: Path) -> None:
     assert "2 steps since" in said["checkpoint"]
 
 
-def test_an_attempt_before_its_first_line_stands_at_the_checkpoint(tmp_path: Path) -> None:
+def test_an_attempt_without_a_line_is_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", *attempt(1, range(1, 21), 1.0, NOW))
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**record("incident", 16, incident="signal", details={}), "attempt": 2}) + "\n")
@@ -156,7 +156,7 @@ def test_an_attempt_that_has_logged_nothing_yet_drops_lost_steps(tmp_path: Path)
     assert "mean of the last 8 lines" in said["loss"]
 
 
-def test_a_newer_checkpoint_of_an_attempt_that_went_on_from_an_older_one_does_not_count(tmp_path: Path) -> None:
+def test_a_newer_skipped_checkpoint_does_not_count(tmp_path: Path) -> None:
     """A damaged newest checkpoint was skipped, so the run is at an earlier step; no number may be negative."""
     folder = run_folder(tmp_path / "run", *attempt(1, range(1, 21), 1.0, NOW), *attempt(2, range(9, 11), 1.0, NOW + 99))
     publish(folder, 16, NOW + 33)
@@ -193,7 +193,7 @@ def beat(folder: Path, age: float) -> None:
     (folder / "heartbeats" / "rank_0.json").write_text(json.dumps({**words, "time": when}))
 
 
-def test_where_a_disk_has_no_locks_the_heartbeats_tell(half_done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats_replace_locks_on_a_disk_without_locks(half_done: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A healthy run is not reported as ended, nor an ended run as healthy."""
 
     def refuse(*_: Any) -> None:
@@ -230,7 +230,7 @@ DAMAGED = (
 )
 
 
-def test_records_with_values_of_other_kinds_end_nothing(tmp_path: Path) -> None:
+def test_records_with_values_of_other_types_are_no_error(tmp_path: Path) -> None:
     folders = [run_folder(tmp_path / f"run{number}", scalars(1), scalars(2)) for number in range(len(DAMAGED))]
     for folder, damaged in zip(folders, DAMAGED):
         with (folder / "metrics.jsonl").open("a") as file:
@@ -239,7 +239,7 @@ def test_records_with_values_of_other_kinds_end_nothing(tmp_path: Path) -> None:
     assert main([*map(str, folders)]) == 0
 
 
-def test_numbers_that_are_not_finite_are_said_and_make_no_trend(tmp_path: Path) -> None:
+def test_nonfinite_numbers_are_shown_and_excluded_from_trends(tmp_path: Path) -> None:
     good = [scalars(step, loss=2.0 if step <= 5 else 1.0) for step in range(1, 11)]
     bad = [scalars(11, loss="NaN", grad_norm="NaN"), scalars(12, loss="Infinity", grad_norm="Infinity")]
     said = told(run_folder(tmp_path / "run", *good, *bad))
@@ -252,7 +252,7 @@ def test_numbers_that_are_not_finite_are_said_and_make_no_trend(tmp_path: Path) 
     assert nothing["loss"] == "nan; not finite in 1 of the last 1 lines"
 
 
-def test_texts_of_records_break_no_line(tmp_path: Path) -> None:
+def test_line_breaks_in_records_are_removed(tmp_path: Path) -> None:
     details = {"error": "first\nsecond\r\n\x1b[2Jthird"}
     folder = run_folder(tmp_path / "run", scalars(1), record("incident", 1, incident="signal\u2028", details=details))
     write_outcome(folder, Outcome(70, "error", 1, 0, "RuntimeError: one\ntwo", NOW))
@@ -261,7 +261,7 @@ def test_texts_of_records_break_no_line(tmp_path: Path) -> None:
     assert "first second" in found[-1]
 
 
-def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(
+def test_records_with_damaged_lines_words_and_repeated_steps_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = run_folder(tmp_path / "run", scalars(1), scalars(2, loss="NaN"), {**scalars(2, loss=3.0), "attempt": 2})
@@ -274,6 +274,6 @@ def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(
     assert list(status.times) == [2]
 
 
-def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "is not a run folder" in capsys.readouterr().err

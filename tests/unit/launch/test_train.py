@@ -96,7 +96,7 @@ def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, mon
         (["--yaml", "/no/such/file.yaml", "--yes"], ["/no/such/file.yaml", "--to-yaml"]),
     ],
 )
-def test_a_mistake_on_the_command_line_is_code_2_and_names_the_cure(arguments, words, capsys):
+def test_a_command_line_error_exits_with_code_2_and_names_the_cure(arguments, words, capsys):
     assert train.main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == "" or OWN in arguments  # whose own training function refuses
@@ -113,12 +113,12 @@ def test_tokens_are_a_number_or_patches(text, tokens):
     assert cli.parse(["--dryrun", "--tokens", text]).tokens == tokens
 
 
-def test_without_anybody_to_ask_training_needs_yes(capsys):
+def test_training_without_a_terminal_needs_yes(capsys):
     assert train.main(["--factory", OWN]) == 2
     assert "--yes" in capsys.readouterr().err
 
 
-def test_a_person_is_asked_and_may_decline(monkeypatch, capsys):
+def test_a_user_may_decline_at_the_prompt(monkeypatch, capsys):
     monkeypatch.setattr(environment, "can_ask", lambda: True)
     for answer, trained in (("n", False), ("", False), ("y", True)):
         monkeypatch.setattr("builtins.input", lambda prompt, answer=answer: answer)
@@ -126,7 +126,7 @@ def test_a_person_is_asked_and_may_decline(monkeypatch, capsys):
         assert ("trained" in capsys.readouterr().out) == trained
 
 
-def test_a_model_that_diffusers_lacks_is_named_before_the_first_step(monkeypatch, capsys):
+def test_a_model_without_a_diffusers_class_is_named_before_the_first_step(monkeypatch, capsys):
     monkeypatch.setattr(train, "_check_run", lambda task: None)  # the test has no data
     monkeypatch.setattr("nemo_run.run", lambda task, direct: print("first step"))
     assert train.main(["--factory", "own_data(backbone='dit')", "--yes"]) == 0
@@ -173,7 +173,7 @@ def test_the_parts_that_are_checked_first_are_those_of_training():
     assert {part: hints[part] for part in cli.PLAIN_PARTS} == cli.PLAIN_PARTS
 
 
-def test_prepare_keeps_what_the_user_has_set():
+def test_prepare_keeps_environment_variables_of_the_user():
     environ = {"TOKENIZERS_PARALLELISM": "true", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     environ["TORCH_FR_BUFFER_SIZE"] = "7"
     before = dict(environ)

@@ -105,7 +105,7 @@ def test_errors_of_another_job_in_the_folder_do_not_count(tmp_path):
     assert job(tmp_path, "--factory", "tiny_dit", MAX_RESTARTS="1").requeued
 
 
-def test_an_error_before_there_is_a_folder_is_counted_and_one_that_cannot_be_is_not_requeued(tmp_path):
+def test_an_error_before_the_folder_exists_is_counted_and_an_uncountable_error_is_not_requeued(tmp_path):
     """A job that cannot store its count would be requeued forever."""
     ends_with(tmp_path, 1, None)
     assert job(tmp_path, "--factory", "tiny_dit", make_run=False).requeued
@@ -135,7 +135,7 @@ def test_the_record_of_an_earlier_attempt_does_not_count(tmp_path):
     assert (ended.code, ended.requeued) == (70, True), ended.log
 
 
-def test_every_node_starts_a_torchrun_that_takes_the_words(tmp_path):
+def test_every_node_passes_the_arguments_to_torchrun(tmp_path):
     """Four nodes use the first as rendezvous, a word with spaces stays one word, and signal and time match Slurm's."""
     ends_with(tmp_path, 0, 0)
     words = ("--factory", "dit_xl2_imagenet", "data.path=/data/with space", "training.run_dir=/shared/xl2")
@@ -153,7 +153,7 @@ def test_every_node_starts_a_torchrun_that_takes_the_words(tmp_path):
     assert 30 < int((tmp_path / "timeout").read_text()) < int(seconds)
 
 
-def test_a_refused_command_line_starts_nothing(tmp_path):
+def test_a_refused_command_line_starts_no_process(tmp_path):
     ended = job(tmp_path, "--factory", "refused")
     assert (ended.code, ended.requeued, ended.started) == (2, False, [])
 
@@ -171,7 +171,7 @@ def test_a_missing_requirement_of_a_node_is_named(tmp_path, environ, message):
     assert message in ended.log
 
 
-def test_numa_binding_is_torchruns_own(tmp_path):
+def test_numa_binding_uses_the_option_of_torchrun(tmp_path):
     """If numactl is installed, torchrun binds each rank to the cores near its GPU."""
     ends_with(tmp_path, 0, 0)
     numactl = tmp_path / "numactl"
@@ -183,7 +183,7 @@ def test_numa_binding_is_torchruns_own(tmp_path):
     assert (parsed.numa_binding, parsed.nproc_per_node) == ("node", "4")
 
 
-def test_outside_slurm_the_way_is_named(tmp_path):
+def test_the_script_names_the_alternative_outside_slurm(tmp_path):
     environ = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
     ended = subprocess.run(["bash", slurm.SCRIPT, "--factory", "x"], env=environ, cwd=tmp_path, capture_output=True)
     assert ended.returncode == 2

@@ -20,7 +20,7 @@ from tests.conftest import BuildModel
 KEYS = torch.tensor([5, 2**62 + 1, 2**33 + 5])
 
 
-def test_the_share_and_the_scale_are_as_stated() -> None:
+def test_dropout_has_the_requested_share_and_scale() -> None:
     """A quarter of 30,000 activations is zero, within four standard deviations; the others are divided by 3/4."""
     out = Dropout(0.25, 0)(torch.ones(3, 10, 100, 10), KEYS)
     share = float((out == 0).float().mean())
@@ -28,7 +28,7 @@ def test_the_share_and_the_scale_are_as_stated() -> None:
     assert torch.equal(out[out != 0].unique(), torch.tensor([1 / 0.75]))
 
 
-def test_it_depends_on_the_key_and_the_layer_alone() -> None:
+def test_dropout_depends_only_on_key_and_layer() -> None:
     """It depends neither on other pictures nor on the memory format; both halves of a key count."""
     x = torch.ones(3, 4, 6, 6)
     out = Dropout(0.5, 3)(x, KEYS)
@@ -39,7 +39,7 @@ def test_it_depends_on_the_key_and_the_layer_alone() -> None:
     assert not torch.equal(out[0], out[2]), "their keys differ in the upper half"
 
 
-def test_nothing_is_dropped_without_a_key() -> None:
+def test_dropout_without_a_key_is_the_identity() -> None:
     x = torch.randn(2, 4, 3, 3)
     assert Dropout(0.5, 0)(x, None) is x
     assert Dropout(0.0, 0)(x, KEYS[:2]) is x
@@ -58,7 +58,7 @@ def test_keys_differ_by_step_sample_and_draw() -> None:
 
 
 @pytest.mark.parametrize("choice", ["none", "selective", "full"])
-def test_a_step_drops_alike_where_it_is_recomputed(build_model: BuildModel, choice: Any) -> None:
+def test_a_recomputed_step_has_the_same_dropout(build_model: BuildModel, choice: Any) -> None:
     """The backward pass of a recomputed block uses the same mask; another step uses another mask."""
     config = UNetConfig(
         **{"hidden_size": 16, "channel_multipliers": [1, 2], "num_res_blocks": [1, 1], "attention_levels": [1]},

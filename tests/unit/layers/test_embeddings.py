@@ -21,7 +21,7 @@ def test_time_features_are_cosines_then_sines():
         assert row == pytest.approx([*map(math.cos, angles), *map(math.sin, angles)], abs=1e-7)
 
 
-def test_time_features_tell_neighbouring_steps_apart():
+def test_time_features_distinguish_neighbouring_steps():
     """All thousand classic timesteps differ by far more than the bf16 rounding of one feature."""
     features = timestep_features(torch.arange(1000.0), 256)
     assert torch.cdist(features, features).fill_diagonal_(9.0).min() > 0.5
@@ -29,7 +29,7 @@ def test_time_features_tell_neighbouring_steps_apart():
 
 @pytest.mark.parametrize("kind", ["sincos_2d", "sincos_3d"])
 @pytest.mark.parametrize("hidden_size", [12, 16, 64, 100, 384, 1152])
-def test_every_position_of_a_large_grid_is_its_own(kind: str, hidden_size: int):
+def test_every_position_of_a_large_grid_is_distinct(kind: str, hidden_size: int):
     """No two patches of a 48 x 48 grid (768 px) share an embedding: there is no table that could alias."""
     features = sincos(grid_positions((1, 48, 48)), hidden_size, kind)
     assert features.shape == (48 * 48, hidden_size)
@@ -45,14 +45,14 @@ def test_position_is_a_product_of_axes(kind: str):
     torch.testing.assert_close(gram[0, 4, 6, 2, 1, 0], gram[2, 4, 6, 0, 1, 0], rtol=1e-6, atol=1e-6)
 
 
-def test_paper_positions_ignore_time_and_ours_do_not():
+def test_only_positions_with_a_time_axis_depend_on_time():
     first, later = torch.tensor([[0, 2, 3]]), torch.tensor([[5, 2, 3]])
     assert torch.equal(sincos(first, 64, "sincos_2d"), sincos(later, 64, "sincos_2d"))
     assert not torch.equal(sincos(first, 64, "sincos_3d"), sincos(later, 64, "sincos_3d"))
 
 
 @pytest.mark.parametrize("hidden_size", [12, 16, 20, 64, 384, 1152, 3072])
-def test_each_axis_has_features_of_its_own(hidden_size: int):
+def test_each_axis_has_separate_features(hidden_size: int):
     """Moving along one axis only changes features of that axis, and every axis has features."""
     origin = sincos(torch.tensor([[0, 0, 0]]), hidden_size, "sincos_3d")
     changed = []

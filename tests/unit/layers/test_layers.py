@@ -101,7 +101,7 @@ def test_final_layer_starts_at_zero_and_learns(provider: LayerProvider):
     assert layer.linear.weight.grad.any()
 
 
-def test_mlp_is_its_formula(provider: LayerProvider):
+def test_the_mlp_equals_its_formula(provider: LayerProvider):
     layer = started(MLP(16, 40, provider))
     x = randn(7, 16)
     hidden = x @ layer.linear_fc1.weight.T
@@ -109,7 +109,7 @@ def test_mlp_is_its_formula(provider: LayerProvider):
     torch.testing.assert_close(layer(x).added(), hidden @ layer.linear_fc2.weight.T, rtol=1e-5, atol=1e-6)
 
 
-def test_label_table_has_a_row_for_no_class(provider: LayerProvider):
+def test_the_label_table_has_a_row_for_a_missing_class(provider: LayerProvider):
     layer = started(LabelEmbedder(3, 16, provider))
     assert torch.equal(layer(torch.tensor([3, 0, 3])), layer.weight[[3, 0, 3]])
 
@@ -129,7 +129,7 @@ def text_batch(context: torch.Tensor | None, layout: SequenceLayout | None, drop
     )
 
 
-def test_pooled_text_sees_the_mean_alone(provider: LayerProvider):
+def test_pooled_text_depends_only_on_the_mean(provider: LayerProvider):
     """The order, repetition and padding of text tokens do not matter; every real token does."""
     layer = started(PooledTextEmbedder(6, 16, provider))
     a, b = randn(3, 6, seed=1), randn(1, 6, seed=2)

@@ -57,7 +57,7 @@ def samples(layout: SequenceLayout) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(layout.starts, layout.lengths)]
 
 
-def test_capacity_is_exact():
+def test_the_capacity_of_experts_is_exact():
     """It is rounded up once, never because of the last bit of a float, and never exceeds the length of the sample."""
     assert [expert_capacity(n, 4, 2.0) for n in (1, 2, 3, 4, 256)] == [1, 1, 2, 2, 128]
     assert expert_capacity(30, 1, 0.1) == 3  # 30 * 0.1 > 3 in floats
@@ -87,7 +87,7 @@ def test_padding_is_never_selected(scores: Tensor):
     assert torch.equal(select_tokens(scores, LAYOUT, 1.5), select_tokens(real, LAYOUT, 1.5))
 
 
-def test_ties_go_to_the_first():
+def test_ties_select_the_first():
     even = torch.ones(8, 4)
     layout = SequenceLayout.from_lengths([8])
     assert torch.equal(select_tokens(even, layout, 2.0), (torch.arange(8) < 4)[:, None].expand(-1, 4))
@@ -103,7 +103,7 @@ def test_each_token_has_its_best_experts():
 
 
 @pytest.mark.parametrize("router", ["expert_choice", "top_k"])
-def test_a_pack_is_its_samples(provider: LayerProvider, router: str):
+def test_a_pack_equals_its_samples(provider: LayerProvider, router: str):
     """In a pack or in a separate batch, with or without padding: the same outputs and gradients."""
     layer = moe(provider, router, aux_loss_coeff=0.3)
     x, cotangent = randn(40, SIZE), randn(40, SIZE, seed=1)
@@ -132,7 +132,7 @@ def test_order_of_tokens_and_samples_does_not_matter(provider: LayerProvider, ro
 
 
 @pytest.mark.parametrize("router", ["expert_choice", "top_k"])
-def test_one_expert_is_a_plain_mlp(one_rank_world: ProcessGroups, router: str):
+def test_one_expert_equals_a_plain_mlp(one_rank_world: ProcessGroups, router: str):
     provider = make_provider(one_rank_world, 1)
     layer = moe(provider, router, 1, capacity_factor=1.0, top_k=1)
     mlp = MLP(SIZE, INNER, provider)
@@ -147,7 +147,7 @@ def test_both_routers_agree_when_everything_is_selected(provider: LayerProvider)
     torch.testing.assert_close(by_expert, moe(provider, "top_k", top_k=4)(x, LAYOUT))
 
 
-def test_a_token_nobody_chose_adds_nothing(provider: LayerProvider):
+def test_an_unselected_token_has_no_output(provider: LayerProvider):
     layer = moe(provider, "expert_choice", capacity_factor=0.5)
     x = randn(40, SIZE)
     scores = torch.nn.functional.linear(x, layer.router.weight).softmax(-1)
@@ -185,7 +185,7 @@ def test_load_is_counted_in_training_only(provider: LayerProvider):
     assert not layer.load.take(torch.device("cpu")).any()
 
 
-def test_balancing_loss_is_its_formula():
+def test_the_balancing_loss_equals_its_formula():
     """sum_s n_s E sum_e f_se P_se, sample by sample."""
     scores = randn(40, 4).softmax(-1)
     selected = select_experts(scores, LAYOUT.valid_T, 2)

@@ -48,7 +48,7 @@ def test_scores_see_every_axis(axis: int):
     assert not torch.allclose(torch.einsum("tnh,tnh->nt", q, k), torch.einsum("tnh,tnh->nt", q, moved), rtol=1e-2)
 
 
-def test_features_turn_as_complex_numbers():
+def test_features_rotate_as_complex_numbers():
     """(x_i + i x_(i + H / 2)) e^(i angle): trained weights rely on the direction of rotation, that of Eq. 34."""
     positions, x = grid_positions((2, 3, 4)), draw(24, 5)
     angles = ROTARY.angles(positions)[:, None]
@@ -67,7 +67,7 @@ def test_rotation_keeps_lengths_and_the_origin(head_size: int):
 
 
 @pytest.mark.parametrize("head_size", [6, 8, 64, 72, 128])
-def test_every_axis_turns_pairs_of_its_own(head_size: int):
+def test_every_axis_rotates_separate_pairs(head_size: int):
     """Each pair of features rotates with exactly one axis; h and w have equally many pairs, time has the rest."""
     axes = RotaryPositions(head_size).angles(torch.eye(3, dtype=torch.long)) != 0
     assert (axes.sum(0) == 1).all()
@@ -104,7 +104,7 @@ def test_ntk_scaling_stretches_the_longest_wave_and_keeps_the_shortest(head_size
         assert (ratio.diff() < 0).all()
 
 
-def test_rotation_is_exact_far_out():
+def test_rotation_is_exact_at_large_positions():
     """Angles are computed in float64: at index 100,000, a float32 angle would be off by 4e-3."""
     near, far = torch.tensor([[100_000, 0, 0]]), torch.tensor([[100_001, 0, 0]])
     rotation, following = ROTARY(near), ROTARY(far)
@@ -115,7 +115,7 @@ def test_rotation_is_exact_far_out():
     torch.testing.assert_close(turn.real, unit.cos_T1H.double(), rtol=0, atol=1e-6)
 
 
-def test_half_precision_is_turned_in_float32():
+def test_half_precision_is_rotated_in_float32():
     x, positions = draw(60, 4).bfloat16(), grid_positions((3, 4, 5)) + 1000
     turned = rotate(x, ROTARY(positions))
     assert turned.dtype == torch.bfloat16

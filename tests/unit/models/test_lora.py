@@ -78,7 +78,7 @@ def give(network: Backbone, values: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_adapters_start_as_nothing_and_merge_into_the_weights(build_model: BuildModel, backbone: str) -> None:
+def test_adapters_start_at_zero_and_merge_into_the_weights(build_model: BuildModel, backbone: str) -> None:
     """At first, predictions are equal to the bit; after training, merged weights give the same ones, to rounding."""
     model = tiny_model(backbone, **OPTIONS.get(backbone, {}))
     base = build_model(model, perturb=0.1)
@@ -133,7 +133,7 @@ def test_a_recipe_of_a_model_without_adapters_is_refused_in_one_line(monkeypatch
         finetune_lora()
 
 
-def test_the_router_of_experts_has_none(build_model: BuildModel) -> None:
+def test_the_router_of_experts_has_no_adapter(build_model: BuildModel) -> None:
     """The weight of the router is used without its forward, so an adapter would get no gradient."""
     experts = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
     model = build_model(tiny_model(**experts, lora=LORA))

@@ -59,7 +59,7 @@ MODEL = MoodyConfig(hidden_size=32, num_layers=1, num_attention_heads=2, num_cla
 SPEC = MODEL.batch_spec(micro_batch_size=8)
 
 
-def test_it_is_trained_and_dropped(build_model: BuildModel) -> None:
+def test_a_new_condition_is_trained_and_dropped(build_model: BuildModel) -> None:
     """Synthetic data include it, the step drops it by draws of its group, and its reader gets a gradient."""
     network = build_model(MODEL, perturb=0.1)
     stream = MockData(height=4, width=4).build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
@@ -82,7 +82,7 @@ def test_it_is_trained_and_dropped(build_model: BuildModel) -> None:
         assert parameter.grad.abs().sum() > 0, name
 
 
-def test_it_is_drawn_from_and_guided_away_from(build_model: BuildModel) -> None:
+def test_a_new_condition_is_sampled_and_guided(build_model: BuildModel) -> None:
     network = build_model(MODEL, perturb=0.1)
 
     def drawn(scale: float, **given: Any) -> Tensor:

@@ -20,7 +20,7 @@ def test_the_first_drop_of_a_reason_and_each_doubling_are_printed() -> None:
     assert "seconds" in line
 
 
-def test_a_line_has_the_counts_the_first_sample_and_a_note_if_no_clip_is_used() -> None:
+def test_a_line_has_counts_the_first_sample_and_a_note_if_all_clips_are_dropped() -> None:
     (line,) = DropReport().lines(counts(150, too_long=96))
     assert line == f"96 of 246 samples dropped so far, {LONG['too_long']}; no clip was used, all 96 were dropped"
     some = counts(150, too_long=96)

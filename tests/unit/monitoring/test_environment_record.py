@@ -46,7 +46,7 @@ def test_the_record_has_versions_and_resolved_implementations(monkeypatch):
     json.dumps(record)
 
 
-def test_attempts_are_added(tmp_path, caplog):
+def test_the_record_lists_all_attempts(tmp_path, caplog):
     """A file of an older version is extended; a damaged file is replaced with a warning."""
     path = tmp_path / "env.json"
     path.write_text('{"torch": "2.0"}')

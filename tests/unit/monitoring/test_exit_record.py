@@ -83,7 +83,7 @@ def test_preemption_is_recorded(tmp_path):
     assert (record.code, outcome.code, outcome.reason, outcome.step) == (75, 75, "preempted", 12)
 
 
-def test_a_new_attempt_forgets_the_old_record(tmp_path):
+def test_a_new_attempt_deletes_the_old_record(tmp_path):
     """During a run there is no exit record, and an old failure does not remain after a success."""
     end_with(tmp_path, ConfigError("old"), rank=3)
     with ExitRecord(tmp_path):
@@ -180,7 +180,7 @@ def test_only_communication_errors_count_as_lost_peers(error, lost):
     assert is_peer_lost(error) == lost
 
 
-def test_a_real_gloo_peer_loss_is_recognised(tmp_path):
+def test_a_lost_gloo_peer_is_recognised(tmp_path):
     """On the rank whose peer was killed, the error is recognised as a consequence."""
     torch = pytest.importorskip("torch")
     ranks = [FORKS.Process(target=_lose_a_peer, args=(str(tmp_path), rank)) for rank in range(2)]

@@ -65,7 +65,7 @@ def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("config", [TINY, MID, WIDE_MLP, MOE, MOE_TOP_K], ids=CONFIG_NAMES)
-def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, layout: SequenceLayout):
+def test_counts_equal_those_of_torch(build_model: BuildModel, config: DiTConfig, layout: SequenceLayout):
     """The forward count is exact; the training count omits gradients of the inputs, which are not needed."""
     model = build_model(config, perturb=0.1)
     batch = batch_of(layout, config)
@@ -104,14 +104,14 @@ def test_layers_recomputed_per_chunk_add_up():
     assert recomputed_share(TrainingConfig(recompute="selective"), parallel, 5) == 0
 
 
-def test_xl_2_is_the_papers_figure():
+def test_xl_2_has_the_flops_of_the_paper():
     """The paper's "118.6 Gflops" for DiT-XL/2 at 256 px are multiply-adds."""
     layout = SequenceLayout.from_lengths([256])
     counted = PackFlops(XL_2).forward(layout, [(1, 16, 16)])
     assert counted / 2e9 == pytest.approx(118.6, abs=0.05)
 
 
-def test_padding_costs_the_device_and_not_the_model():
+def test_padding_counts_in_device_flops_and_not_in_model_flops():
     """Padding only changes the hardware count; without padding, both counts are equal."""
     ragged, padded = (shape_of(LAYOUTS[name]) for name in ("ragged", "padded"))
     flops = PackFlops(MID)
@@ -130,7 +130,7 @@ def test_rows_of_one_rank_do_not_change_the_pack():
         assert flops.training(*part, convention=convention) == flops.training(*whole, convention=convention)
 
 
-def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
+def test_expert_choice_has_the_flops_of_a_dense_mlp_of_its_mean_width():
     """64 experts of width 1024 at capacity factor 8 cost a dense MLP of width 8192, except the router (EC-DiT 1B)."""
     dense = DiTConfig(hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
     sparse = replace(dense, num_experts=64, moe_ffn_hidden_size=1024, moe_capacity_factor=8.0)
@@ -161,7 +161,7 @@ def nemo_flops_per_token(num_parameters: float, num_layers: int, hidden_size: in
     [(3072, 8192, 10052, 519), (3072, 73728, 3409, 439), (6144, 8192, 2510, 468), (6144, 65536, 1386, 445)],
     ids=["7B 8k", "7B 74k", "28B 8k", "28B 64k"],
 )
-def test_nemo_convention_meets_the_published_rows(
+def test_the_nemo_convention_reproduces_the_published_rows(
     hidden_size: int, sequence_length: int, tokens_per_s: float, published_tflops: float
 ):
     """All four rows: 32 layers of 23 h^2 weights, 9 h^2 of them adaLN (4 self, 2 cross, 8 MLP, 9 adaLN)."""
@@ -170,7 +170,7 @@ def test_nemo_convention_meets_the_published_rows(
     assert per_token * tokens_per_s / 1e12 == pytest.approx(published_tflops, rel=0.01)
 
 
-def test_nemo_convention_of_a_config_is_the_plain_formula():
+def test_the_nemo_convention_of_a_config_equals_the_formula():
     shape = shape_of(SequenceLayout.from_lengths([4096]))
     formula = nemo_flops_per_token(count_parameters(XL_2), XL_2.num_layers, XL_2.hidden_size, 4096)
     assert PackFlops(XL_2).training(*shape, convention="nemo") / 4096 == pytest.approx(formula)

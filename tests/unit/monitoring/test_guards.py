@@ -104,7 +104,7 @@ def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later():
     assert left.value.code == 75
 
 
-def test_suspicion_names_ranks_and_the_first_samples():
+def test_the_report_of_a_bad_step_names_ranks_and_first_samples():
     keys = [f"clip-{i}" for i in range(20)]
     where, look = suspicion({3: keys, 5: keys})  # two ranks that share a model
     for part in ("rank 3, 5 is", "and 12 more"):
@@ -113,7 +113,7 @@ def test_suspicion_names_ranks_and_the_first_samples():
     assert look.startswith("look at these samples")
 
 
-def test_an_overflow_in_the_backward_pass_blames_no_sample():
+def test_an_overflow_in_the_backward_pass_names_no_sample():
     assert suspicion({}) == ("Each rank's own loss is finite", "")
 
 

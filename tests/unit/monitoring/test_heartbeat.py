@@ -30,7 +30,7 @@ def judge(found: dict[int, Beat], world_size: int, silent_s: float = 50, silent:
     return verdict(found, {rank: 100.0 * (rank == silent) for rank in found}, 0, world_size, silent_s)
 
 
-def test_a_silent_rank_is_blamed_before_a_late_one():
+def test_a_silent_rank_is_named_before_a_late_rank():
     found = beats((7, "reduces the gradient"), (6, "reads data"), (7, "reduces the gradient"))
     text, blamed, silent = judge(found, 3, silent=2)
     assert (blamed, silent) == ([2], True)
@@ -91,7 +91,7 @@ def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
     assert (told["kind"], told["incident"], told["details"]["blamed"]) == ("incident", "hang", [1])
 
 
-def test_a_process_of_another_container_of_this_host_is_not_looked_up():
+def test_process_ids_of_other_containers_are_ignored():
     """Containers may have equal host names; the same process id may then belong to another process."""
     found = beats((7, "updates"), (7, "updates"))
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -106,7 +106,7 @@ def test_a_process_of_another_container_of_this_host_is_not_looked_up():
         assert judge(found, 2)[1] == []
 
 
-def test_the_machine_is_in_the_beat_and_files_of_others_do_not_matter(tmp_path):
+def test_heartbeats_name_their_machine_and_other_files_are_ignored(tmp_path):
     (tmp_path / "heartbeats").mkdir()
     for name in ("rank_x.json", "rank_1.json"):
         (tmp_path / "heartbeats" / name).write_text("{}")
@@ -216,7 +216,7 @@ def test_a_rank_with_a_dead_launcher_gets_a_stop_request(tmp_path, launched):
                 os.kill(rank, signal.SIGKILL)
 
 
-def test_without_a_limit_the_file_is_written_and_nothing_ends(tmp_path):
+def test_a_heartbeat_without_a_limit_ends_no_process(tmp_path):
     with Heartbeat(tmp_path, 0, 1, None, end=pytest.fail):
         assert read_beats(tmp_path)[0].pid == os.getpid()
     assert Outcome(70, "hang", 1, 0).precedence < Outcome(70, "peer_lost", 1, 1).precedence

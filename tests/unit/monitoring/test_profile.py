@@ -39,7 +39,7 @@ def traced(path, steps, *, start=1):
         pytest.param(None, 1, None, id="not asked for"),
     ],
 )
-def test_a_trace_holds_its_steps(tmp_path, steps, start, expected):
+def test_a_trace_contains_its_steps(tmp_path, steps, start, expected):
     assert traced(tmp_path / "profile" / "rank_0.json.gz", steps, start=start) == expected
 
 

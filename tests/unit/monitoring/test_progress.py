@@ -56,7 +56,7 @@ def test_a_line_has_the_share_of_waiting_for_data():
     assert format_progress(3, 9, {**waits, "data_wait_share": 0.04}, 2.0) == "step 3/9  loss 1.0000  ETA 2s"
 
 
-def test_log_file_gets_plain_lines():
+def test_the_log_file_has_plain_lines():
     """One header, one line per interval, no control codes; the remaining time only counts training steps."""
     lines = run(io.StringIO()).splitlines()
     assert lines == [
@@ -67,7 +67,7 @@ def test_log_file_gets_plain_lines():
     ]
 
 
-def test_terminal_gets_the_same_text(monkeypatch):
+def test_the_terminal_shows_the_same_text(monkeypatch):
     """The live line has the text of the plain one; its last state and the messages stay on the screen."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")
@@ -78,7 +78,7 @@ def test_terminal_gets_the_same_text(monkeypatch):
     assert "checkpoint of step 30" in text
 
 
-def test_missing_quantities_are_left_out():
+def test_missing_quantities_are_omitted():
     assert format_progress(1, 10, {"loss": float("nan")}, None) == "step  1/10  loss nan"
 
 
@@ -98,7 +98,7 @@ def test_durations_are_formatted(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_a_name_cannot_give_orders_to_the_terminal(monkeypatch):
+def test_control_characters_in_names_are_removed(monkeypatch):
     """Messages contain names of samples, which come from the data."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm")

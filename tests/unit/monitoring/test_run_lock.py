@@ -61,7 +61,7 @@ def _hold(run_dir, ready):
     signal.pause()
 
 
-def test_a_crash_releases_it(tmp_path, no_wait):
+def test_a_crash_releases_the_lock(tmp_path, no_wait):
     """After `kill -9` of the holder, the folder is free at once."""
     context = multiprocessing.get_context("fork")
     ready = context.Event()
@@ -143,7 +143,7 @@ def test_the_heartbeat_of_an_earlier_attempt_is_ignored(tmp_path, no_wait, orpha
 
 
 @pytest.mark.parametrize("place", ["/proc/nope", "file/run", "bad\0name"])
-def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path, place):
+def test_a_folder_that_cannot_be_created_is_a_configuration_error(tmp_path, place):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"training.run_dir=.*cannot be used: .*choose another folder"):
         take(os.path.join(tmp_path, place))
@@ -158,14 +158,14 @@ def test_a_disk_without_locks_is_warned_about(tmp_path, monkeypatch, caplog):
     assert "has no locks (No locks available)" in caplog.text
 
 
-def test_a_pipe_in_its_place_does_not_hang(tmp_path, no_wait):
+def test_a_pipe_in_place_of_the_lock_does_not_hang(tmp_path, no_wait):
     """The lock file is read only if it is a regular file."""
     os.mkfifo(tmp_path / LOCK_FILE)
     with pytest.raises(ConfigError, match="cannot be used"):
         take(tmp_path)
 
 
-def test_a_folder_recreated_by_another_run_is_not_ours(tmp_path):
+def test_a_folder_recreated_by_another_run_is_refused(tmp_path):
     """A lock on a deleted file protects nothing; the new folder belongs to the process that locked it there."""
     first = take(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")

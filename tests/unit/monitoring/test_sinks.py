@@ -59,7 +59,7 @@ def picture(tmp_path):
 # --- metrics.jsonl --------------------------------------------------------------------------------------------------
 
 
-def test_values_are_read_back_to_the_bit(tmp_path):
+def test_values_are_read_bitwise_unchanged(tmp_path):
     """Any float is exact, the training loss also as hex; values that JSON lacks are still written as strict JSON."""
     rng = random.Random(0)
     losses = [struct.unpack("<d", rng.randbytes(8))[0] for _ in range(300)] + [0.1 + 0.2, -0.0, 5e-324]
@@ -135,7 +135,7 @@ def test_records_with_entries_of_wrong_kinds_are_dropped(tmp_path):
     assert current_records(read_records(path)) == [*sound[:2], rewind, start]
 
 
-def test_jsonl_survives_kill_up_to_the_last_line(tmp_path):
+def test_jsonl_keeps_every_complete_line_after_a_kill(tmp_path):
     """Every record whose call returned before `kill -9` is in the file, exact, and the file can be continued."""
     path = tmp_path / "metrics.jsonl"
     child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(path)], stdout=subprocess.PIPE)
@@ -167,7 +167,7 @@ def test_torn_last_line_is_cut_off(tmp_path, length):
     assert [r["step"] for r in read_records(path)] == [1, 2]
 
 
-def test_only_torn_line_leaves_an_empty_file(tmp_path):
+def test_a_single_torn_line_leaves_an_empty_file(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"kind": "sca')
     assert JsonlSink(tmp_path / "metrics.jsonl").attempt == 1
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
@@ -316,7 +316,7 @@ assert list(home.iterdir()) == [], list(home.iterdir())
 """
 
 
-def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
+def test_offline_wandb_writes_to_the_run_folder_and_keeps_its_id(tmp_path):
     """Two attempts without a key leave two offline parts of one run, with names and pictures, and no other file."""
     pytest.importorskip("wandb")
     run_dir, home = tmp_path / "run", tmp_path / "home"
@@ -387,7 +387,7 @@ def keep_wandb_in(folder, monkeypatch):
 
 @pytest.mark.parametrize("offline", [False, True])
 @pytest.mark.parametrize("epoch_samples", [400, None])
-def test_checkpoints_are_uploaded_where_wandb_is_online(tmp_path, monkeypatch, offline, epoch_samples):
+def test_checkpoints_are_uploaded_if_wandb_is_online(tmp_path, monkeypatch, offline, epoch_samples):
     """All files are uploaded from a copy, which stays if the checkpoint is deleted; the name has step and epoch."""
     wandb = pytest.importorskip("wandb")
     folder = tmp_path / "checkpoints" / "iter_0000030"

@@ -110,7 +110,7 @@ def test_a_run_without_lines_has_no_losses_in_its_summary(tmp_path):
         ({"text_encoder": "all-minilm-l6-v2", "prompts": ["the letter Q"]}, []),
     ],
 )
-def test_a_shell_and_the_sampler_accept_the_command(arguments, words):
+def test_the_printed_command_is_accepted_by_a_shell_and_the_sampler(arguments, words):
     from launch.sample import build_parser
 
     command = drawing_command("runs/my run", **({"frames": 1, "text_encoder": None, "prompts": None} | arguments))

@@ -57,7 +57,7 @@ def test_a_run_without_limit_never_stops():
     assert not TimeLimit(None).is_near(1e9)
 
 
-def test_it_stops_while_three_steps_and_two_saves_still_fit(monkeypatch):
+def test_a_run_stops_while_three_steps_and_two_saves_fit(monkeypatch):
     """The longest step so far counts, not the last step."""
     now = [1000.0]
     monkeypatch.setattr(time_limit.time, "time", lambda: now[0])

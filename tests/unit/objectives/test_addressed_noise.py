@@ -59,7 +59,7 @@ def test_no_product_overflows():
 
 
 @pytest.mark.parametrize("keys", ["numbers", "one for each row"])
-def test_words_of_numpy_are_those_of_torch(keys):
+def test_words_of_numpy_equal_those_of_torch(keys):
     """Also for more counters than fit one block, and for a view with repeated rows; counters are not changed."""
     generator = torch.Generator().manual_seed(0)
     rows, columns = 7, 3001
@@ -92,7 +92,7 @@ def test_local_tokens_get_the_noise_of_the_global_pack(draws):
     assert torch.equal(AddressedNoise(1, 7, IDS, part.select(again), draws).normal_TC("eps", 6), full[rows[again]])
 
 
-def test_a_seed_per_sample_gives_each_the_noise_of_its_seed():
+def test_each_sample_has_the_noise_of_its_seed():
     """All 64 bits of a seed count."""
     layout = SequenceLayout.from_lengths([5, 3, 4], multiple_of=4)
     seeds = [3, 2**40 + 3, 2**62 + 1]
@@ -142,7 +142,7 @@ def test_every_part_of_the_address_matters():
         assert abs((base * other).mean().item()) < 4 * standard_error, name
 
 
-def test_a_step_on_the_device_gives_the_numbers_of_a_step_on_the_host():
+def test_step_numbers_on_device_and_host_give_equal_noise():
     """Changing the tensor, which a CUDA graph reads, changes the next draw."""
     layout, step = SequenceLayout.from_lengths([4, 4, 4]), torch.tensor(0)
     on_device = AddressedNoise(1, step, IDS, layout)
@@ -153,7 +153,7 @@ def test_a_step_on_the_device_gives_the_numbers_of_a_step_on_the_host():
             assert torch.equal(draw(on_device), draw(on_host))
 
 
-def test_the_first_draw_of_a_sample_is_that_of_no_number():
+def test_draw_0_equals_a_draw_without_a_number():
     """Samples without a draw number (held-out and generated samples) have the noise of draw 0."""
     layout = SequenceLayout.from_lengths([4, 4, 4])
     first = AddressedNoise(1, 7, IDS, layout, torch.zeros(3, dtype=torch.int64))
@@ -177,7 +177,7 @@ def test_channels_are_independent():
         assert covariance.abs().max() < 5 * variance / math.sqrt(n)
 
 
-def test_channel_counts_share_their_leading_channels():
+def test_noise_of_leading_channels_does_not_depend_on_the_number_of_channels():
     """Noise is drawn in blocks of 4 channels and cut to the requested number."""
     layout = SequenceLayout.from_lengths([3])
     noise = AddressedNoise(1, 0, IDS[:1], layout)

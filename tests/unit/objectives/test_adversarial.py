@@ -215,7 +215,7 @@ def test_half_precision_has_the_gradients_of_fp32(one_rank_world: ProcessGroups,
 
 
 @pytest.mark.parametrize("start_step", [0, 1])
-def test_the_held_out_loss_is_that_of_step_0(one_rank_world: ProcessGroups, start_step: int) -> None:
+def test_the_held_out_loss_has_the_adversarial_terms_of_step_0(one_rank_world: ProcessGroups, start_step: int) -> None:
     """The adaptive weight needs a gradient although validation computes none for the weights."""
     config, objective = CASES["kl"]
     objective = replace(objective, adversarial=replace(PART, start_step=start_step))
@@ -285,7 +285,7 @@ def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> N
         Adversarial(**setting)
 
 
-def test_the_first_step_of_the_terms_is_no_spike(one_rank_world: ProcessGroups) -> None:
+def test_the_first_step_of_the_terms_is_not_a_spike(one_rank_world: ProcessGroups) -> None:
     """Also after an fp16 overflow or a rewind; later steps are compared with the steps since the start of the terms."""
     task, start = call_recipe("pictogram_autoencoder"), 20
     words = [f"objective.adversarial=adversarial(start_step={start})", "training.spike_threshold=5.0"]
@@ -323,7 +323,7 @@ def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layer
 
 @pytest.mark.parametrize("frames", [1, 3])
 @pytest.mark.parametrize("sizes", [PatchGAN(2, 6), PatchGAN(3, 5)], ids=str)
-def test_the_discriminators_operations_are_those_of_torch(
+def test_operations_of_the_discriminator_equal_those_of_torch(
     one_rank_world: ProcessGroups, sizes: PatchGAN, frames: int
 ) -> None:
     """Against torch's counter, which omits the gradient with respect to the real pictures because it is not needed."""

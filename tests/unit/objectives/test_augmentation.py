@@ -74,14 +74,14 @@ def test_a_low_resolution_picture_shows_no_more_than_the_small_one() -> None:
     assert (LowResolution(4)(smooth) - smooth).norm() < 0.4 * smooth.norm()
 
 
-def test_data_without_a_low_resolution_picture_make_it() -> None:
+def test_missing_low_resolution_pictures_are_computed() -> None:
     batch = pack()
     for made, latent in zip(low_resolutions(batch), batch.unpatchified(batch.latents_TC, 1, 1)):
         torch.testing.assert_close(made, enlarged(reduced(latent, 4), 4))
 
 
 @pytest.mark.parametrize("padding", [{}, {"multiple_of": 10}])
-def test_each_sample_is_noised_at_its_own_level(padding: dict[str, int]) -> None:
+def test_each_sample_has_its_own_noise_level(padding: dict[str, int]) -> None:
     """c_in(sigma') (x + sigma' eps), where eps is enlarged from the small size, so its variance there is about 1."""
     batch = pack(**padding)
     levels_S = torch.tensor([0.5, 4.0, 1e-4])
@@ -100,7 +100,7 @@ def test_each_sample_is_noised_at_its_own_level(padding: dict[str, int]) -> None
     assert noised.conditions["augmentation"].values is levels_S
 
 
-def test_levels_are_drawn_as_sigma_is_and_apart_from_it() -> None:
+def test_augmentation_levels_have_the_distribution_of_sigma_and_are_independent() -> None:
     batch = pack(numbers=tuple(range(6)))
     edm = EDM(p_mean=2.0, p_std=0.1)
     sigma_S = edm.augment(batch, MODEL.conditions(), noise_of(batch), draw=True).conditions["augmentation"].values
@@ -112,13 +112,13 @@ def test_levels_are_drawn_as_sigma_is_and_apart_from_it() -> None:
     assert torch.equal(weaker.level(noise_of(batch).level_S()), edm.level(noise_of(batch).level_S()))
 
 
-def test_a_model_without_augmentation_gets_its_picture_as_it_is() -> None:
+def test_a_model_without_augmentation_gets_the_unchanged_picture() -> None:
     clean = replace(MODEL, noise_augmentation=False)
     batch = pack(clean)
     assert EDM().augment(batch, clean.conditions(), noise_of(batch), draw=True) is batch
 
 
-def test_objectives_that_do_not_noise_it_are_refused() -> None:
+def test_objectives_without_augmentation_are_refused() -> None:
     with pytest.raises(ConfigError, match="does not add noise to low-resolution pictures"):
         check_outputs(DDPM(), MODEL)
     check_outputs(EDM(), MODEL)

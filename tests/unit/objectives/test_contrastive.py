@@ -47,7 +47,7 @@ def latent(batch: PackedBatch, sample: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("prediction", ["velocity", "x0"])
-def test_the_loss_is_that_of_the_paper(prediction):
+def test_the_loss_equals_that_of_the_paper(prediction):
     """Per sample: the error against its velocity, minus the weighted error against the velocity of its negative."""
     settings = {"prediction": prediction, "time_distribution": "logit_normal"}
     objective = ContrastiveFlowMatching(contrast_weight=WEIGHT, **settings)
@@ -86,7 +86,7 @@ def test_the_best_output_moves_away_from_the_mean_of_negatives():
     assert slope_TC.abs().max() < 1e-6
 
 
-def test_without_negatives_the_loss_is_that_of_flow_matching():
+def test_the_loss_without_negatives_equals_flow_matching():
     """In a pack of one sample, in held-out packs, and with a weight of 0."""
     plain, objective = FlowMatching(), ContrastiveFlowMatching()
     for batch, tried in (
@@ -114,7 +114,7 @@ def test_pairs_do_not_depend_on_the_size_of_micro_batches():
         assert torch.equal(torch.cat(negatives), full.negatives_TC)
 
 
-def test_empty_samples_of_fixed_packs_are_no_negatives():
+def test_empty_samples_of_fixed_packs_are_not_negatives():
     for grids in ([(1, 2, 3), (1, 2, 2), (1, 3, 1)], [(1, 2, 3)]):
         objective, losses = ContrastiveFlowMatching(shift_dimension=8, min_time=0.1), []
         for batch in (of_grids(*grids), PackMaxima(tokens=24, samples=6).pad(of_grids(*grids))):
@@ -132,7 +132,7 @@ def test_ranks_have_the_negatives_of_their_tokens(split):
         assert torch.equal(local.negatives_TC, batch.negatives_TC[local.layout.local_indices])
 
 
-def test_references_are_no_negatives_and_have_none():
+def test_references_are_not_negatives_and_have_no_negatives():
     """Sample 0 has two tokens of a clean reference after its grid, which the loss does not count."""
     batch = pack([6, 4])
     batch = replace(batch, grids=((1, 2, 2), (1, 2, 2)), layout=with_levels(batch.layout, [[(4, 0), (2, CLEAN)], []]))

@@ -22,7 +22,7 @@ STRENGTH = 0.25
 
 
 @pytest.mark.parametrize(("name", "steps"), TABLES)
-def test_the_last_step_is_pure_noise_and_the_first_stays(name, steps):
+def test_zero_terminal_snr_changes_the_last_step_and_keeps_the_first(name, steps):
     """The new alpha is an affine function of the old one; the betas are those of diffusers."""
     betas = discrete_betas(name, steps)
     before, after = (TableSchedule(x).angles(torch.device("cpu")).cos() for x in (betas, zero_terminal_snr(betas)))

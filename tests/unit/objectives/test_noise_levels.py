@@ -128,7 +128,7 @@ def test_continuous_time_is_the_limit_of_the_table(name, betas, distance):
 
 
 @pytest.mark.parametrize("name", ["linear", "scaled_linear"])
-def test_betas_that_are_set_are_the_ends_of_the_table(name):
+def test_the_configured_betas_are_the_ends_of_the_table(name):
     """Setting the published betas changes nothing; another number of steps scales them."""
     table = discrete_betas(name, 1000, SET)
     assert [table[0].item(), table[-1].item()] == pytest.approx([2e-4, 0.013])
@@ -166,7 +166,7 @@ def test_sampling_angles_lie_on_the_table_and_start_at_its_end():
     assert torch.equal(table.sampling_angles(1000, HALF_PI), angles.flip(0))
 
 
-def test_sampling_angles_respect_the_largest_angle_unless_every_step_is_asked_for():
+def test_sampling_angles_respect_the_largest_angle_unless_every_step_is_used():
     """Twenty steps start at the largest allowed angle; using every step gives the chain as trained."""
     for steps in (None, 1000):
         grid = make_schedule("cosine", steps).sampling_angles(20, 1.5)

@@ -150,7 +150,7 @@ def test_sampling_grid_falls_to_zero(objective, num_steps):
 
 
 @every_objective
-def test_sampling_tells_the_network_times_it_was_trained_at(objective):
+def test_sampling_uses_training_times(objective):
     """Every time on the grid occurs in training; with a table, it is one of its steps."""
     times = []
 
@@ -173,7 +173,7 @@ def test_sampling_tells_the_network_times_it_was_trained_at(objective):
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
 
 
-def test_pointwise_errors_are_their_formulas():
+def test_pointwise_errors_equal_their_formulas():
     """d**2, |d|, and the smooth l1: half of d**2 up to 1, |d| - 1 / 2 beyond."""
     difference = torch.tensor([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 2.0])
     formulas = {
@@ -188,7 +188,7 @@ def test_pointwise_errors_are_their_formulas():
 
 @pytest.mark.parametrize("objective", OBJECTIVES + LEARNED, ids=repr)
 @pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
-def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
+def test_the_packed_loss_equals_the_loss_of_its_samples(objective, kind):
     """Sum and count over a padded pack equal those of its samples: packing weighs every token equally."""
     lengths, objective = [5, 9, 3], replace(objective, loss_kind=kind)
     batch = pack(lengths, multiple_of=4)
@@ -216,7 +216,7 @@ def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
     assert count == sum(lengths) == sum(p[1] for p in parts)
 
 
-def test_the_loss_of_x0_is_that_of_its_velocity():
+def test_the_loss_of_x0_equals_that_of_its_velocity():
     """Below MIN_TIME, weights no longer grow, and the two differ by the factor (t / MIN_TIME) squared."""
     batch = pack(list(range(3, 60)))
     velocity, x0 = (FlowMatching(prediction=p).prepare(batch, noise_for(batch)) for p in ("velocity", "x0"))
@@ -230,7 +230,7 @@ def test_the_loss_of_x0_is_that_of_its_velocity():
 
 
 @pytest.mark.parametrize("objective", [FlowMatching(), *LEARNED], ids=repr)
-def test_padding_may_hold_anything(objective):
+def test_padding_values_do_not_matter(objective):
     """NaN in padding rows reaches neither the loss nor its gradient."""
     batch = pack([5, 3], multiple_of=4)
     prepared = objective.prepare(batch, noise_for(batch))
@@ -306,7 +306,7 @@ def published_error(objective: Objective, batch: PackedBatch, output_TC: torch.T
 
 
 @every_objective
-def test_every_noise_level_weighs_as_published(objective):
+def test_every_noise_level_has_the_published_weight(objective):
     """For 60 noise levels in one pack, the loss and its gradient per token follow the paper's formula."""
     batch = pack(list(range(3, 63)))
     generator = torch.Generator().manual_seed(1)
@@ -322,7 +322,7 @@ def test_every_noise_level_weighs_as_published(objective):
 
 
 @pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
-def test_edm_loss_in_network_space_is_the_weighted_loss_on_x0(kind):
+def test_the_edm_loss_in_network_space_equals_the_weighted_loss_on_x0(kind):
     """error(F, target) = error(sqrt(lambda) D, sqrt(lambda) x0) for every kind of error."""
     edm = EDM(loss_kind=kind)
     batch = pack([40])
@@ -337,7 +337,7 @@ def test_edm_loss_in_network_space_is_the_weighted_loss_on_x0(kind):
     torch.testing.assert_close(pointwise_error(output_TC, prepared.target_TC, kind), in_x0, rtol=1e-3, atol=1e-4)
 
 
-def test_edm_has_the_papers_constants():
+def test_edm_has_the_constants_of_the_paper():
     """Karras et al. 2022, Table 1: scalings at sigma = sigma_data, limits, grid ends and the training law."""
     edm = EDM()
     c_skip, c_out, c_in = edm.scalings(torch.tensor([0.5, 1e-6, 1e6], dtype=torch.float64))
@@ -385,7 +385,7 @@ def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
 
 
 @pytest.mark.parametrize("settings", [{}, {"min_time": 0.3, "max_time": 0.8}, {"time_distribution": "logit_normal"}])
-def test_the_shift_by_dimension_is_that_of_each_sample(settings):
+def test_the_shift_by_dimension_is_computed_per_sample(settings):
     """The shift is sqrt(m / n) times the shift for n numbers, in packs of one or several sizes, as if set directly."""
     flow = FlowMatching(time_shift=1.5, shift_dimension=12, **settings)
     for lengths in ([3, 12, 48], [12, 12]):
@@ -424,7 +424,7 @@ def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
     assert last[[0, -2, -1]].tolist() == pytest.approx([1.0, 0.1, 0.0])
 
 
-def test_ddpm_table_step_is_the_textbooks():
+def test_ddpm_table_steps_equal_the_published_formula():
     """Step k: x = sqrt(abar_k) x0 + sqrt(1 - abar_k) eps, with time k / 1000."""
     ddpm = DDPM(discrete_steps=1000)
     alpha_bar = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)

@@ -77,7 +77,7 @@ def by_hand(plain: Backbone, learning: Backbone, batch: PackedBatch) -> tuple[Te
     return error_T[valid_T], u_S[sample_T][valid_T], sample_T[valid_T], prepared.time_S
 
 
-def test_loss_and_gradient_of_u_are_those_of_the_paper(build_model: BuildModel) -> None:
+def test_loss_and_gradient_of_u_equal_those_of_the_paper(build_model: BuildModel) -> None:
     """The sum over real tokens of w (lambda / e**u |D - x0|**2 + u), whose derivative by u is w (1 - error / e**u)."""
     (plain, learning), batch = networks(build_model), pack()
     error, u, sample, time_S = by_hand(plain, learning, batch)
@@ -116,7 +116,7 @@ def test_at_the_optimum_e_to_the_u_is_the_mean_loss_of_the_sample() -> None:
         assert loss(u_S.detach() + torch.tensor(change)) > best + 1e-3
 
 
-def test_the_start_is_plain_edm(build_model: BuildModel) -> None:
+def test_training_with_uncertainty_starts_as_edm(build_model: BuildModel) -> None:
     """u starts as 0, so loss, raw error and the network's gradients equal those without it."""
     batch, found = pack(), []
     for objective in (EDM(p_mean=-0.4, p_std=1.0), OBJECTIVE):
@@ -150,7 +150,7 @@ def test_samples_do_not_depend_on_u_and_validation_logs_the_plain_error(
     assert abs(losses[1]["loss"] - losses[0]["loss"]) > 1e-3
 
 
-def test_features_are_of_unit_size_and_tell_times_apart() -> None:
+def test_time_features_have_unit_size_and_distinguish_times() -> None:
     """Their mean square is about 1 at every time, and the features of different times are nearly orthogonal."""
     time_S = torch.linspace(-2, 1.5, 8)
     product = fourier_features(time_S, 128) @ fourier_features(time_S, 128).T / 128

@@ -92,7 +92,7 @@ def case(prediction: Prediction) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("prediction", ["noise", "x0", "v"])
-def test_the_hybrid_loss_is_the_papers(prediction):
+def test_the_hybrid_loss_equals_that_of_the_paper(prediction):
     """L_hybrid = L_simple + lambda L_vlb and its gradient at every step of a table; only L_simple trains the mean."""
     found = case(prediction)
     for name in ("total", "terms", "gradient"):
@@ -100,7 +100,7 @@ def test_the_hybrid_loss_is_the_papers(prediction):
         torch.testing.assert_close(given, expected.double(), rtol=RTOL, atol=1e-5)
 
 
-def test_min_snr_weighs_the_simple_loss_alone():
+def test_min_snr_weights_only_the_simple_loss():
     """The bound of each sample does not change; its simple loss is that of the noise times min(SNR, gamma) / SNR."""
     settings = {"schedule": "cosine", "discrete_steps": NUM_STEPS, "variance": LearnedVariance(vlb_weight=WEIGHT)}
     batch = pack(SAMPLES)
@@ -130,7 +130,7 @@ def test_the_bound_does_not_depend_on_the_networks_time():
     assert torch.equal(*losses)
 
 
-def test_a_perfect_step_costs_nothing():
+def test_a_perfect_step_has_zero_loss():
     """If mean and variance are those of the posterior, only the decoder of the first step contributes."""
     ddpm = DDPM(schedule="cosine", discrete_steps=NUM_STEPS, variance=LearnedVariance())
     batch = pack(SAMPLES)

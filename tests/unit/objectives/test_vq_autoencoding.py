@@ -17,7 +17,7 @@ CHANNELS, LATENT = 12, 3
 RTOL = 1e-6  # float32
 
 
-def test_the_loss_is_that_of_the_paper_and_each_term_trains_its_side():
+def test_the_loss_equals_that_of_the_paper_and_each_term_trains_one_side():
     """||sg(z) - e||^2 trains the entries, beta ||z - sg(e)||^2 the encoder; padding may have any values."""
     batch = pack([3, 5], CHANNELS, multiple_of=4)
     weights = torch.tensor([0.5, 2.0])
@@ -47,7 +47,7 @@ def test_the_loss_is_that_of_the_paper_and_each_term_trains_its_side():
     torch.testing.assert_close(out_TC.grad, gradient_TC.float())
 
 
-def test_the_logged_entropy_is_that_of_the_codes_in_the_pack():
+def test_the_logged_entropy_equals_that_of_the_codes_in_the_pack():
     """Codes 7, 7, 7, 2 in two samples: shares 3/4 and 1/4; the loss weights do not matter."""
     layout = SequenceLayout.from_lengths([3, 1], multiple_of=4)
     code_T = torch.tensor([7.0, 2.0, 7.0, float("nan"), 7.0, 7.0, 7.0, 7.0])

@@ -19,7 +19,7 @@ def shard(values: torch.Tensor) -> MasterShard:
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("start", [0, 4])
-def test_the_average_is_its_formula(start: int, offload: bool) -> None:
+def test_the_average_equals_its_formula(start: int, offload: bool) -> None:
     """It equals the weights until the start; then decay * average + (1 - decay) * weights."""
     generator = torch.Generator().manual_seed(0)
     own = shard(torch.randn(5, generator=generator))
@@ -33,7 +33,7 @@ def test_the_average_is_its_formula(start: int, offload: bool) -> None:
         torch.testing.assert_close(ema.values[0].double(), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_an_average_in_host_memory_is_equal_to_the_bit_and_never_the_weights_themselves() -> None:
+def test_an_average_in_host_memory_is_bitwise_equal_and_never_aliases_the_weights() -> None:
     """On CPU, both averages are equal; neither shares memory with the weights."""
     own = shard(torch.linspace(0, 1, 7))
     averages = [EMA([own], DECAY, offload=offload) for offload in (False, True)]
@@ -45,14 +45,14 @@ def test_an_average_in_host_memory_is_equal_to_the_bit_and_never_the_weights_the
     assert torch.equal(averages[0].values[0], averages[1].values[0])
 
 
-def test_exponents_are_those_of_the_paper() -> None:
+def test_exponents_equal_those_of_the_paper() -> None:
     """gamma + 1 for lengths of 5 and 10 %; 1 gives the mean over all steps."""
     assert exponent_of(0.05) == pytest.approx(17.97, abs=0.005)
     assert exponent_of(0.10) == pytest.approx(7.94, abs=0.005)
     assert exponent_of(12**-0.5) == pytest.approx(1.0)
 
 
-def test_saved_averages_make_those_of_other_lengths_and_steps() -> None:
+def test_saved_averages_combine_to_other_lengths_and_steps() -> None:
     """Compared with averages updated in every step of a random walk; few snapshots are worse and reported as such."""
     lengths, targets = (0.05, 0.1), ((0.07, 400), (0.15, 400), (0.2, 400), (0.1, 380))
     own = shard(torch.zeros(4096))

@@ -36,7 +36,7 @@ def elements(shape: tuple[int, int]) -> Elements:
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (8, 24), (24, 8)])
-def test_a_weight_trains_as_with_torch(shape):
+def test_a_weight_trains_as_with_muon_of_torch(shape):
     """In bf16, the precision of `torch.optim.Muon`; the scale is rounded once more, to 8 bits."""
     p = elements(shape)
     weight = torch.nn.Parameter(p.main.clone())
@@ -62,7 +62,7 @@ def test_the_direction_has_the_published_singular_values():
     torch.testing.assert_close(direction(x, Matrices()), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_step_that_is_not_good_changes_nothing():
+def test_a_bad_step_changes_no_state():
     p = elements((4, 6))
     p.exp_avg.copy_(p.gradient)
     p.gradient[0, 0] = math.inf
@@ -91,7 +91,7 @@ def test_a_low_rank_adapter_has_the_matrices_of_its_weight():
     assert adapter_shardings(ParameterSharding())[0].matrices is None
 
 
-def test_owners_are_balanced_and_have_a_part():
+def test_owners_are_balanced_and_have_local_elements():
     """Eight equal weights with copies on four ranks, and one weight that only two ranks have."""
     part, halves = (
         Part((8, 8), (8, 8), (0, 0), 0, 64),

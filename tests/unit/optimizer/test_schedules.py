@@ -146,7 +146,7 @@ def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
     ids=["default", "short rise"],
 )
 @pytest.mark.parametrize("num_steps", [7, 20, 1000])
-def test_torch_one_cycle_is_torchs(changes, num_steps):
+def test_one_cycle_equals_the_schedule_of_torch(changes, num_steps):
     """Rate and beta1 of every update equal those of OneCycleLR with AdamW, to 1e-12."""
     schedule = TorchOneCycle(cycle_momentum=True, **changes)
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=1.0, betas=(0.9, 0.999))
@@ -161,7 +161,7 @@ def test_torch_one_cycle_is_torchs(changes, num_steps):
     assert learning_rate(num_steps + 5, num_steps, PEAK, schedule) == pytest.approx(group["lr"], rel=1e-12, abs=0)
 
 
-def test_beta1_is_the_optimizers_unless_it_follows():
+def test_beta1_is_constant_unless_it_follows_the_schedule():
     for schedule in (*RISING.values(), TorchOneCycle()):
         assert momentum(3, NUM_STEPS, 0.123, schedule) == 0.123
 

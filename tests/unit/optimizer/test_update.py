@@ -32,7 +32,7 @@ def parameters(*, averaged: bool, half: bool) -> list[Elements]:
 
 @pytest.mark.parametrize(("averaged", "half"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("part", [1, 4, 7, 1000])
-def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part: int, averaged: bool, half: bool):
+def test_partial_updates_equal_the_full_update(monkeypatch: pytest.MonkeyPatch, part: int, averaged: bool, half: bool):
     monkeypatch.setattr(update, "PART", part)
     whole, by_parts = (parameters(averaged=averaged, half=half) for _ in range(2))
     seen = []
@@ -53,7 +53,7 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part
             torch.testing.assert_close(found, expected, rtol=1e-2 if name == "model" else 1e-6, atol=1e-7, msg=name)
 
 
-def test_clipping_is_that_of_megatron_core() -> None:
+def test_clipping_equals_that_of_megatron_core() -> None:
     """`clip_grad_by_total_norm_fp32` adds 1e-6 to the norm, which matters for small norms."""
     shared = torch.tensor(0.25, dtype=torch.float64)
     for norm, clip_grad, expected in (
@@ -67,7 +67,7 @@ def test_clipping_is_that_of_megatron_core() -> None:
         assert float(factor) == pytest.approx(0.25 * expected, rel=1e-12)
 
 
-def test_moments_are_where_they_were_asked_for() -> None:
+def test_moments_are_on_the_requested_device() -> None:
     """On the host, whatever the device of the weights; without memory on the host, next to the weights."""
     for host, device in (({slot: torch.zeros(3) for slot in SLOTS}, "cpu"), (None, "meta")):
         main = torch.zeros(3, device="meta")

@@ -76,7 +76,7 @@ def test_samples_are_padded_so_that_all_ranks_hold_equally_much(parallel, multip
         ({"context_parallel_size": 3}, r"world size 8 is not a multiple of .* CP 3"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_numbers(parallel, message):
+def test_impossible_layouts_are_refused_with_the_numbers(parallel, message):
     with pytest.raises(ConfigError, match=message):
         check(**parallel)
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(parallel, message):
         ),
     ],
 )
-def test_keys_shared_by_queries_are_what_is_split(parallel, message):
+def test_context_parallelism_splits_groups_of_keys(parallel, message):
     """12 query heads could be split, but their keys are in only 2 groups."""
     check(**parallel)
     with pytest.raises(ConfigError, match=message):

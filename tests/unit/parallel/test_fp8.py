@@ -159,7 +159,7 @@ def test_a_gpu_that_transformer_engine_cannot_use_is_refused(monkeypatch, fp8, c
         (DIT, {}, {"kernels": "compile"}, "training.kernels=compile is not available: training.fp8=mxfp8 cannot be"),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(model, parallel, training, says):
+def test_layers_that_cannot_be_quantised_are_refused(model, parallel, training, says):
     layout, settings = ParallelConfig(**parallel), TrainingConfig(fp8="mxfp8", **training)
     with pytest.raises(ConfigError, match=says):
         check_parallel(model, layout, settings, layout.context_parallel_size * layout.tensor_model_parallel_size)
@@ -201,7 +201,7 @@ def test_an_adapter_of_a_quantised_linear_is_not_quantised():
     assert [getattr(part, "fp8", None) for part in layers.adapter(base, 3)] == [None, None]
 
 
-def test_a_run_says_that_its_products_are_emulated():
+def test_a_run_reports_emulated_products():
     for training, says in (
         (TrainingConfig(), ""),
         (TrainingConfig(fp8="tensorwise"), " with fp8 tensorwise (emulated, slower than without)"),

@@ -55,7 +55,7 @@ def test_shards_end_between_rows(shapes, world_size):
     assert cuts(param_and_grad_buffer.build_data_parallel_buffer_index, shapes, world_size) == []
 
 
-def test_without_the_repair_a_row_is_cut():
+def test_megatron_fsdp_without_the_patch_splits_rows():
     """If this fails, Megatron-Core does it without the patch, which can then be removed."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 

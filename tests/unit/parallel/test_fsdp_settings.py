@@ -27,11 +27,11 @@ def checked(world_size=4, num_experts=None, data_parallel="fsdp", **parallel):
 
 @pytest.mark.parametrize("kind", SHARDINGS)
 @pytest.mark.parametrize("layout", [{}, TP2SP])
-def test_every_sharding_goes_with_tensor_parallelism(kind, layout):
+def test_every_sharding_combines_with_tensor_parallelism(kind, layout):
     assert checked(fsdp_sharding=kind, **layout).data_parallel_size == (2 if layout else 4)
 
 
-def test_overlaps_that_always_happen_may_be_asked_for():
+def test_overlaps_that_always_happen_may_be_requested():
     """So a recipe with both overlaps can switch to FSDP with one setting."""
     both = {"overlap_grad_reduce": True, "overlap_param_gather": True}
     assert checked(**both) == checked()
@@ -62,14 +62,14 @@ def test_experts_need_copies_to_be_sharded():
         ),
     ],
 )
-def test_what_megatron_fsdp_cannot_do_is_refused(settings, says):
+def test_settings_that_megatron_fsdp_lacks_are_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         checked(**settings)
 
 
 @pytest.mark.parametrize("layout", [{}, TP2SP, {"context_parallel_size": 2}, {"context_parallel_size": 8}])
 @pytest.mark.parametrize("kind", SHARDINGS)
-def test_instances_go_with_every_sharding_and_layout(kind, layout):
+def test_instances_combine_with_every_sharding_and_layout(kind, layout):
     assert checked(8, fsdp_sharding=kind, **layout, **{INSTANCES: 2}) == checked(8, fsdp_sharding=kind, **layout)
 
 
@@ -99,12 +99,12 @@ def test_the_fewest_ranks_give_each_of_two_instances_at_least_two(layout, ranks)
         (2, {"num_experts": 4, "expert_model_parallel_size": 2}, "would sum their gradients over the wrong ranks; use"),
     ],
 )
-def test_instances_that_cannot_be_are_refused(count, settings, says):
+def test_impossible_instances_are_refused(count, settings, says):
     with pytest.raises(ConfigError, match=says):
         checked(8, **settings, **{INSTANCES: count})
 
 
-def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
+def test_a_backbone_without_fsdp_units_is_refused(one_rank_world: ProcessGroups):
     """Sharded weights are gathered layer by layer, so layers are required; without sharded weights, they are not."""
     from dit.parallel.build import megatron_config, wrap
 
@@ -125,7 +125,7 @@ def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
-def test_one_data_parallel_rank_shards_nothing(one_rank_world: ProcessGroups, kind):
+def test_one_data_parallel_rank_shards_no_tensor(one_rank_world: ProcessGroups, kind):
     """Every kind is then the simplest one; fp32 weights need no master copies, others get fp32 master copies."""
     from dit.parallel.build import build_model, wrap
 

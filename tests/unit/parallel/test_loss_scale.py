@@ -50,7 +50,7 @@ def test_every_setting_reaches_the_scale(one_rank_world):
     assert scale.overflowed_steps == 4
 
 
-def test_a_trial_blames_the_scale_only_for_the_overflow_of_a_finite_loss(one_rank_world):
+def test_a_trial_reports_the_loss_scale_only_for_an_overflow_of_a_finite_loss(one_rank_world):
     session: Any = SimpleNamespace(chunks=[], loss_scale=loss_scale_of(optimizer_of(one_rank_world, precision="fp16")))
     recorder = Recorder(session)
     step: Any = SimpleNamespace(number=2, overflowed=True, loss=float("nan"), grad_norm=float("inf"))
@@ -60,7 +60,7 @@ def test_a_trial_blames_the_scale_only_for_the_overflow_of_a_finite_loss(one_ran
         recorder.judge(step)
 
 
-def test_a_step_whose_loss_is_bad_leaves_no_trace(one_rank_world):
+def test_a_step_with_a_bad_loss_changes_no_state(one_rank_world):
     """The overflow is reported, but the scale, the count, and the steps towards the next doubling do not change."""
     optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=8.0, loss_scale_window=3)
     scale = loss_scale_of(optimizer)
@@ -73,7 +73,7 @@ def test_a_step_whose_loss_is_bad_leaves_no_trace(one_rank_world):
     assert scale.scalars() == before
 
 
-def test_a_constant_scale_stays(one_rank_world):
+def test_a_constant_scale_does_not_change(one_rank_world):
     scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", loss_scale=24.0))
     scale.update(True)
     assert scale.settle()
@@ -84,7 +84,7 @@ def test_a_constant_scale_stays(one_rank_world):
     assert scale.overflowed_steps == 5
 
 
-def test_the_state_comes_back(one_rank_world):
+def test_the_state_is_restored(one_rank_world):
     """Also a scale that is no power of two, and the steps towards the next doubling."""
     settings = {"precision": "fp16", "initial_loss_scale": 1000.3, "loss_scale_window": 2}
     one, other = (loss_scale_of(optimizer_of(one_rank_world, **settings)) for _ in range(2))
@@ -101,7 +101,7 @@ def test_the_state_comes_back(one_rank_world):
 
 
 @pytest.mark.parametrize(("tokens", "divisor"), [(1, 1), (1000, 1024), (1024, 1024), (1025, 2048)])
-def test_the_scale_is_that_of_the_mean_loss(one_rank_world, tokens, divisor):
+def test_the_scale_applies_to_the_mean_loss(one_rank_world, tokens, divisor):
     """Up to rounding to a power of two, which does not change the digits of a gradient."""
     scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=512.0))
     scale.start(tokens)
@@ -117,7 +117,7 @@ def test_a_state_of_an_earlier_version_scales_the_sum(one_rank_world):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_other_precisions_have_none(one_rank_world, precision):
+def test_other_precisions_have_no_loss_scale(one_rank_world, precision):
     assert loss_scale_of(optimizer_of(one_rank_world, precision=precision)) is None
 
 

@@ -19,7 +19,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("num_layers", "pp", "vpp", "layers"), SPLITS)
-def test_the_stages_in_a_row_are_the_network(num_layers, pp, vpp, layers):
+def test_consecutive_stages_equal_the_network(num_layers, pp, vpp, layers):
     by_rank = [stages(num_layers, pp, rank, vpp, layers) for rank in range(pp)]
     # Activations of chunk c go from the last rank to chunk c + 1 on the first rank.
     row = [by_rank[rank][chunk] for chunk in range(vpp or 1) for rank in range(pp)]
@@ -63,7 +63,7 @@ def test_1f1b_saves_at_most_the_full_model_once(pp):
     assert layers_in_flight(split, pp, 0, micro_batches=1) == 8 // pp
 
 
-def test_interleaving_keeps_more_by_its_longer_warm_up():
+def test_interleaving_saves_more_activations_during_its_longer_warm_up():
     """On the first rank, (p - 1) / (p v) of the model more than 1F1B (Narayanan et al. 2021, section 2.2)."""
     assert layers_in_flight(split_layers(16, 4, 2), 4, 0, micro_batches=8) == 16 * (1 + 3 / 8)
 

@@ -66,7 +66,7 @@ def dry_run(config: RunConfig) -> None:
 
 
 @pytest.mark.parametrize("what", ASKED)
-def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_world: ProcessGroups, what: str) -> None:
+def test_unsupported_features_are_refused_equally_everywhere(one_rank_world: ProcessGroups, what: str) -> None:
     """Training, the dry run and sampling give the same message, which lists the supported features."""
     parallel, says = ASKED[what]
     config = run_of(parallel, what if what in HALVES else "fp32")
@@ -85,7 +85,7 @@ def test_more_than_a_backbone_supports_is_refused_alike_everywhere(one_rank_worl
     assert "it supports data parallelism, fp32. Use " in found[0]
 
 
-def test_each_flag_is_refused_and_listed_alone() -> None:
+def test_each_unsupported_feature_is_refused_and_listed_separately() -> None:
     """No flag implies another: the message names one missing feature and lists the other eight."""
     words = {name: Ability[name.upper()].value for name in NOTHING}
     assert list(Supports().abilities()) == list(Ability)
@@ -104,7 +104,7 @@ def test_each_flag_is_refused_and_listed_alone() -> None:
         assert listed == ["data parallelism", "fp32", *(word for name, word in words.items() if name != what)]
 
 
-def test_what_is_supported_is_not_refused() -> None:
+def test_supported_features_are_accepted() -> None:
     """The same backbone may run with data parallelism in fp32; by default, a backbone supports everything."""
     assert run_of({}, "fp32").check(world_size=4)[0].data_parallel_size == 4
     assert Supports() == DiTConfig.supports == Supports(**dict.fromkeys(NOTHING, True))
@@ -122,7 +122,7 @@ def test_what_is_supported_is_not_refused() -> None:
         (EnergonData(path="x"), True),
     ],
 )
-def test_samples_of_different_shapes_are_refused_where_they_are_not_supported(data: Any, mixes: bool) -> None:
+def test_unsupported_sample_shapes_are_refused(data: Any, mixes: bool) -> None:
     config = run_of({}, "fp32", data=data)
     config.training.micro_batch_size = 1 if getattr(data, "max_tokens_per_pack", None) else 2
     replace(config, model=DiTConfig()).check()

@@ -62,7 +62,7 @@ def test_on_cpu_no_kernel_is_verified(monkeypatch):
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"x": 3}'])
-def test_a_damaged_record_verifies_nothing_and_is_replaced(content):
+def test_a_damaged_record_verifies_no_kernel_and_is_replaced(content):
     record_path().parent.mkdir(parents=True)
     record_path().write_text(content)
     assert verified_here() == frozenset()

@@ -8,7 +8,7 @@ from dit.planner.devices import DATA_SHEETS, DEVICES, H100, NVLINK_SHARE, Fitted
 
 
 @pytest.mark.parametrize("name", DEVICES)
-def test_a_device_reaches_shares_of_its_data_sheet(name):
+def test_fitted_rates_are_fractions_of_the_data_sheet(name):
     device, (flops, memory, bandwidth, nvlink) = DEVICES[name], DATA_SHEETS[name]
     assert (device.peak_flops, device.memory_bytes) == (flops, memory)
     assert 0.5 < device.matmul_flops / flops < 1
@@ -29,7 +29,7 @@ def test_fitted_constants_are_those_of_their_generation():
 @pytest.mark.parametrize(
     ("device", "kind", "rate"), [("gb300", "mxfp8", ""), ("h100", "mxfp8", "x"), ("b200", "tensorwise", "x")]
 )
-def test_a_device_that_quantises_says_whose_rate_it_uses(device, kind, rate):
+def test_a_device_with_fp8_names_the_source_of_its_rate(device, kind, rate):
     quantised = with_fp8(DEVICES[device], kind)
     assert quantised.quantises
     assert (

@@ -82,7 +82,7 @@ def counts(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("work", "within"), [("walks", 0.02), ("updates", 0.2)])
-def test_as_many_experts_more_are_as_much_work_more(counts, work, within):
+def test_work_grows_linearly_with_experts(counts, work, within):
     """If work grew quadratically, the second difference would be larger by half or more."""
     few, more, most = (found[work] for found in counts)
     assert few < more < most

@@ -48,7 +48,7 @@ FEW = ("pp2", "fsdp", *ALONE)
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_a_plan_is_the_trace_of_the_full_step(name):
+def test_a_plan_equals_the_trace_of_the_full_step(name):
     (sizes, layout, micro_batches), ranks = CASES[name], 1 if name in ALONE else 2
     model, parallel = tiny_model(**{"hidden_size": 64, **sizes}), ParallelConfig(**layout)
     parts = (model, FlowMatching(), OptimizerConfig(), parallel, TrainingConfig(precision="fp32"), PACK)
@@ -84,7 +84,7 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
 
-def test_a_step_before_counts_for_nothing():
+def test_an_earlier_trace_does_not_change_the_result():
     """The second of two traces in one process need not fill the caches, and gives the same result."""
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig(), TrainingConfig(), PACK
     first, second = trace([Job(*parts, fills_caches=fills) for fills in (True, False)])

@@ -12,7 +12,7 @@ FORWARD, BACKWARD = 1.0, 2.5
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), CASES)
-def test_the_bubble_of_equal_stages(ranks, chunks, micro_batches):
+def test_equal_stages_have_the_published_bubble(ranks, chunks, micro_batches):
     """On every rank, (p - 1) / v micro-batches, for any number of micro-batches (Narayanan et al. 2021)."""
     layout = ParallelConfig(
         pipeline_model_parallel_size=ranks, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
@@ -32,7 +32,7 @@ def test_the_slowest_stage_waits_least():
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), CASES)
-def test_every_pass_once_and_behind_what_it_needs(ranks, chunks, micro_batches):
+def test_every_pass_runs_once_after_its_inputs(ranks, chunks, micro_batches):
     timeline = replay([(FORWARD, BACKWARD)] * ranks, chunks, micro_batches)
     ends = {
         (made.forward, made.micro_batch, made.chunk * ranks + rank): made
@@ -48,7 +48,7 @@ def test_every_pass_once_and_behind_what_it_needs(ranks, chunks, micro_batches):
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro_batches"), CASES)
-def test_micro_batches_in_flight_are_those_of_the_memory_plan(ranks, chunks, micro_batches):
+def test_micro_batches_in_flight_equal_the_memory_plan(ranks, chunks, micro_batches):
     for rank in range(ranks):
         alive = most = 0
         for made in order_of(ranks, rank, chunks, micro_batches):

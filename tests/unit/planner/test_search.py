@@ -92,7 +92,7 @@ def priced():
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 )
-def test_a_price_is_that_of_the_traced_layout(name, priced):
+def test_interpolated_costs_equal_the_traced_layout(name, priced):
     """Time within 4 %, memory within 7 %, because a price puts embeddings and head on every stage."""
     (task, prices), candidate = priced, EXACT[name]
     ((_, dims),) = allowed(task, iter([candidate])).layouts
@@ -117,7 +117,7 @@ def compared(task, size):
     return traced[ALONE].sizes, (price.time.total, price.peak), (step.total, exact.fullest.peak)
 
 
-def test_pictures_of_a_unet_are_priced_as_traced():
+def test_costs_of_unet_pictures_equal_a_trace():
     """The second picture adds operations that further ones do not, so one and two cannot be extrapolated to four."""
     task = replace(
         small(),
@@ -130,7 +130,7 @@ def test_pictures_of_a_unet_are_priced_as_traced():
 
 
 @pytest.mark.slow
-def test_hundreds_of_small_samples_are_priced_as_traced():
+def test_costs_of_hundreds_of_small_samples_equal_a_trace():
     """Products with one row per sample take the time of reading their weights, until there are many rows."""
     sizes, price, exact = compared(small(), 128)
     assert sizes == (1, 2, 4, 8, 16, 32, 64, 128)
@@ -160,7 +160,7 @@ def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, 10.0), (2, 12.0), (3, 13.0), (4, 14.0), (6, 30.0), (16, 110.0)])
-def test_costs_go_in_lines_from_one_traced_micro_batch_to_the_next(samples: int, expected: float):
+def test_costs_are_interpolated_linearly_between_traced_micro_batches(samples: int, expected: float):
     values = np.array([10.0, 12.0, 14.0, 46.0])
     seconds = np.zeros((2, 4, 4, len(KINDS)))
     nbytes = np.zeros((2, 4, len(BYTES)))
@@ -171,19 +171,19 @@ def test_costs_go_in_lines_from_one_traced_micro_batch_to_the_next(samples: int,
     assert of_bytes[0] == 5.0 * expected
 
 
-def made_up(shape):
+def synthetic_costs(shape):
     """Return synthetic costs of a shape: a millisecond for everything, and equal bytes."""
     return Costs(np.full((2, 2, 4, len(KINDS)), 1e-3), np.full((2, 2, len(BYTES)), 1e8 / shape.tensor), 32)
 
 
-def test_ten_thousand_layouts_in_five_seconds():
+def test_ten_thousand_layouts_take_at_most_five_seconds():
     """Processor time to check and price them, once their shapes are traced."""
     task = problem(gpus=4096, num_layers=48, num_attention_heads=16)
     task = Problem(**{**vars(task), "tokens": 65_536, "training": TrainingConfig(global_batch_size=4096)})
     started = time.process_time()
     asked = list(candidates(task))
     found = allowed(task, iter(asked))
-    prices = Prices(task, {shape: made_up(shape) for shape in shapes(found.layouts)})
+    prices = Prices(task, {shape: synthetic_costs(shape) for shape in shapes(found.layouts)})
     verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found.layouts])
     spent = time.process_time() - started
     assert len(asked) >= MANY
@@ -191,11 +191,11 @@ def test_ten_thousand_layouts_in_five_seconds():
     assert spent / len(asked) * MANY < SECONDS
 
 
-def test_a_verdict_orders_what_fits_and_says_why_the_others_lose():
+def test_the_result_sorts_layouts_that_fit_and_explains_the_others():
     task = problem()
     shape = Shape(1, False, 1, 1, "none")
     found = allowed(task, candidates(task)).layouts
-    prices = Prices(task, {each: made_up(each) for each in shapes(found)})
+    prices = Prices(task, {each: synthetic_costs(each) for each in shapes(found)})
     verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found])
     times = [one.time.total for one in verdict.fitting]
     assert times == sorted(times)
@@ -208,7 +208,7 @@ def test_a_verdict_orders_what_fits_and_says_why_the_others_lose():
     assert shape in shapes(found)
 
 
-def test_what_the_settings_refuse_is_counted_by_its_reason():
+def test_refused_layouts_are_counted_by_reason():
     """Heads that tensor parallelism cannot split, a pipeline under FSDP, a batch that replicas cannot share."""
     task = problem(num_attention_heads=6, hidden_size=240)
     found = allowed(task, candidates(task))
@@ -219,7 +219,7 @@ def test_what_the_settings_refuse_is_counted_by_its_reason():
     assert sum(count for count, _ in found.refused.values()) + len(found.layouts) <= asked
 
 
-def test_a_candidate_is_what_its_settings_say():
+def test_a_candidate_has_the_layout_of_its_settings():
     candidate = Candidate(Shape(2, True, 4, 1, "none"), 2, 2, "distributed_optimizer", 4, 0.5)
     layout, training = candidate.parallel(ParallelConfig()), candidate.training(TrainingConfig(), 8)
     assert (layout.tensor_model_parallel_size, layout.context_parallel_size) == (2, 4)
@@ -276,7 +276,7 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
         (64, H100, 2, {(1, 1), (1, 32), (2, 1)}),  # two tensor-parallel ranks fill a node
     ],
 )
-def test_fsdp_inside_a_node_is_searched_where_a_ring_over_nodes_is_slower(gpus, device, node_size, searched):
+def test_fsdp_inside_a_node_is_searched_if_a_ring_over_nodes_is_slower(gpus, device, node_size, searched):
     task = replace(problem(gpus), device=replace(device, node_size=node_size))
     fsdp = {candidate for candidate, _ in allowed(task, candidates(task)).layouts if candidate.shape.fsdp}
     assert {(one.shape.tensor, one.shape.instances) for one in fsdp if one.shape.context == 1} == searched
@@ -293,7 +293,7 @@ def test_no_instances_are_searched_if_a_node_is_not_full(gpus):
     assert len(found) == len(set(found))
 
 
-def test_instances_win_by_the_traffic_that_they_keep_off_the_network():
+def test_instances_are_faster_by_saved_network_traffic():
     """By hand: 64 GB gathered per micro-batch, 4 GB sent once over the network, half a second of other work."""
     device = replace(H100, nic=H100.nic / 8)
     sent = {

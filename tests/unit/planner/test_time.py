@@ -89,7 +89,7 @@ def test_an_instance_uses_nvlink_and_the_sum_over_instances_the_network(group, s
     assert cluster.seconds(group, 1e9, 3) == pytest.approx(1e9 / bandwidth + 3 * LATENCY_S * np.log2(size))
 
 
-def test_seconds_are_counts_over_rates():
+def test_times_are_counts_divided_by_rates():
     trace = replace(
         work(products=3, attention=535, backward=535),
         moved_bytes=int(2.9e12),
@@ -115,14 +115,14 @@ def test_seconds_are_counts_over_rates():
         (Product(3, 256 * 44, 128, 4096, 1), 1, 4096),
     ],
 )
-def test_a_product_takes_full_waves_of_tiles(product, waves, k):
+def test_the_time_of_a_product_is_rounded_up_to_full_waves_of_tiles(product, waves, k):
     seconds = product_seconds(product, H100)
     expected = 2 * waves * 132 * 256 * 128 * (k + K_FILL) / H100.matmul_flops
     partial = 8 * product.m * product.n / H100.memory_bandwidth if k < product.k else 0
     assert seconds == pytest.approx(expected + partial)
 
 
-def test_a_narrow_product_takes_the_time_of_its_bytes():
+def test_the_time_of_a_narrow_product_is_that_of_its_bytes():
     """The modulation of 8 samples reads its weights and computes little."""
     nbytes = 2 * (8 * 4096 + 4096 * 24_576 + 8 * 24_576)
     assert product_seconds(Product(1, 8, 24_576, 4096, nbytes), H100) == nbytes / H100.memory_bandwidth
@@ -141,7 +141,7 @@ def test_mxfp8_speeds_up_wide_products_and_quantises_their_factors():
 
 
 @pytest.mark.parametrize(("ring", "exposed"), [(0.4, 0.0), (0.5, 0.0), (0.8, 0.3)])
-def test_a_ring_hides_behind_the_attention_of_other_ranks_keys(ring, exposed):
+def test_ring_exchanges_overlap_attention_to_other_keys(ring, exposed):
     """With two ranks, the second block of keys is sent during attention to the first, half of the attention."""
     seconds = np.zeros(len(KINDS))
     seconds[KINDS.index("attention")], seconds[KINDS.index("ring")] = 1.0, ring
@@ -151,7 +151,7 @@ def test_a_ring_hides_behind_the_attention_of_other_ranks_keys(ring, exposed):
 @pytest.mark.parametrize(
     ("exchanged", "expected"), [(2.0, 2.0 * H100.interference), (4.0, 1.0 + 3.0 * H100.interference)]
 )
-def test_an_exchange_slows_down_the_computation_that_hides_it(exchanged, expected):
+def test_an_exchange_slows_down_overlapped_computation(exchanged, expected):
     seconds = np.zeros(len(KINDS))
     seconds[[K_MATMUL, K_GATHER]] = 3.0, exchanged
     assert pass_parts(seconds, CLUSTER)["data parallel"] == pytest.approx(expected)
@@ -173,7 +173,7 @@ def cost(reduce=0.0, gather=0.0):
         ((True, True), 3.0 + 2.0 * H100.interference + 3.0 + 1.0 * H100.interference),
     ],
 )
-def test_gradients_hide_behind_one_backward_pass_and_weights_behind_one_forward_pass(overlap, expected):
+def test_gradients_overlap_one_backward_pass_and_weights_one_forward_pass(overlap, expected):
     layout = ParallelConfig(overlap_grad_reduce=overlap[0], overlap_param_gather=overlap[1])
     time = step_time(cost(reduce=5.0, gather=4.0), 7, Cluster(H100, 8, layout))
     assert time.parts["data parallel"] == pytest.approx(expected)
@@ -182,21 +182,21 @@ def test_gradients_hide_behind_one_backward_pass_and_weights_behind_one_forward_
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 16, 1024])
-def test_the_slowest_rank_is_the_largest_of_normal_values(ranks):
+def test_the_time_of_the_slowest_rank_is_the_expected_maximum_of_normal_values(ranks):
     """Means of 4,000 drawn maxima; their standard error is at most 0.016 standard deviations."""
     drawn = np.random.default_rng(0).standard_normal((4000, ranks)).max(1).mean()
     assert slowest_of(ranks, 0.5) == pytest.approx(0.5 * drawn, abs=0.025)
 
 
 @pytest.mark.parametrize(("chunks", "bubble"), [(None, 9.0), (3, 3.0)])
-def test_a_pipeline_of_equal_stages_waits_for_the_others(chunks, bubble):
+def test_a_pipeline_of_equal_stages_has_its_bubble(chunks, bubble):
     layout = ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=chunks)
     time = step_time(cost(), 8, Cluster(H100, 8, layout))
     assert time.parts["pipeline bubble"] == pytest.approx(bubble)
     assert time.parts["matmul"] == pytest.approx(24.0)
 
 
-def test_a_step_is_its_micro_batches_and_what_it_does_once():
+def test_the_time_of_a_step_is_its_micro_batches_and_its_fixed_part():
     """If too few micro-batches were traced to separate the two, the sum is still the same."""
     micro, update = work(products=3), replace(work(), moved_bytes=10**12)
     once = Counter({("reduce_scatter", "dp_cp"): 10**11})

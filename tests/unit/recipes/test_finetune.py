@@ -23,7 +23,7 @@ def state_of(text: str) -> float:
 
 
 @pytest.mark.parametrize(("way", "gpus"), [*((way, 1) for way in ON_ONE_GPU), (WAYS[0], 2), (WAYS[1], 2)])
-def test_the_bytes_of_a_way_are_those_of_the_planner(way: Way, gpus: int) -> None:
+def test_the_bytes_of_each_method_equal_those_of_the_planner(way: Way, gpus: int) -> None:
     recipe = finetune(gpus=gpus)
     recipe.checkpoint.start_from = None
     recipe.training.ema_offload, recipe.optimizer.offload = way.average, way.moments
@@ -40,7 +40,7 @@ def test_the_bytes_of_a_way_are_those_of_the_planner(way: Way, gpus: int) -> Non
         *((8, 0.45, WAYS[0]), (8, 0.4, WAYS[1]), (8, 0.3, WAYS[2]), (8, 0.1, WAYS[3])),
     ],
 )
-def test_the_fastest_way_that_fits_is_selected(
+def test_the_fastest_method_that_fits_is_selected(
     monkeypatch: pytest.MonkeyPatch, gpus: int, share: float, expected: Way
 ) -> None:
     """The model of 51 M needs 1.1 GB on one GPU; on eight, replicated weights and gradients need 0.3 GB."""
@@ -51,7 +51,7 @@ def test_the_fastest_way_that_fits_is_selected(
     assert (config.training.recompute, config.training.global_batch_size) == ("full", max(4, gpus))
 
 
-def test_ways_are_ordered_by_their_bytes() -> None:
+def test_methods_are_sorted_by_their_bytes() -> None:
     """Sharded weights come after replicated ones, and host memory last, for both kinds of training."""
     for ways, gpus in ((WAYS, 8), (ON_ONE_GPU, 1)):
         sizes = [way.bytes_per_gpu(10**9, gpus, adapters=False) for way in ways]
@@ -60,7 +60,7 @@ def test_ways_are_ordered_by_their_bytes() -> None:
     assert WAYS[0].bytes_per_gpu(8 * 10**9, 8, adapters=True) == 16e9
 
 
-def test_a_model_that_fits_in_no_way_is_refused_with_the_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_fits_with_no_method_is_refused_with_the_number_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recipes.finetune.SHARE", 0.1)
     with pytest.raises(ConfigError, match=r"0\.1 B parameters need 1 GB in 1 x 1 GB; use gpus=\d+, or train adapters"):
         finetune(gpus=1, gpu_memory=1)
@@ -71,7 +71,7 @@ def test_a_model_that_fits_in_no_way_is_refused_with_the_number_of_gpus(monkeypa
         finetune(gpus=0)
 
 
-def test_without_a_number_of_gpus_nothing_changes() -> None:
+def test_a_missing_number_of_gpus_changes_no_setting() -> None:
     config = built(finetune())
     assert (config.training.recompute, config.training.ema_offload, config.optimizer.offload) == ("none", False, False)
 
@@ -138,6 +138,6 @@ def test_the_page_has_a_row_for_every_published_model() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", ROWS)
-def test_the_planned_rows_of_the_page_are_those_of_the_planner(title: str) -> None:
+def test_the_planned_rows_of_the_page_equal_the_planner(title: str) -> None:
     """Write them with `python -m tests.support.fine_tuning_table --write`."""
     assert row(title) in PAGE.read_text(encoding="utf-8").splitlines()

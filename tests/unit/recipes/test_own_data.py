@@ -41,15 +41,15 @@ def fill(folder: Path, count: int = 12, clips: int = 0) -> Path:
     return folder
 
 
-def made(tmp_path: Path, *words: str, command: str = "images") -> Path:
+def prepared_folder(tmp_path: Path, *words: str, command: str = "images") -> Path:
     common = ["--in", str(tmp_path / "in"), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
     assert prepare([command, *common, "--out", str(tmp_path / "data"), *words]) == 0
     return tmp_path / "data"
 
 
 def recipe(folder: Path, **arguments: Any) -> run.Partial:
-    given = ", ".join(f"{name}={str(value)!r}" for name, value in {"data": folder, **arguments}.items())
-    return call_recipe(f"own_data({given})")
+    settings = ", ".join(f"{name}={str(value)!r}" for name, value in {"data": folder, **arguments}.items())
+    return call_recipe(f"own_data({settings})")
 
 
 def first_packs(task: run.Partial, count: int = 6) -> list[PackedBatch]:
@@ -70,11 +70,11 @@ def lengths(packs: list[PackedBatch]) -> set[int]:
     return {length for pack in packs for length in pack.layout.lengths}
 
 
-def test_latents_with_texts_are_trained_as_they_are_stored(tmp_path):
+def test_stored_latents_with_texts_are_trained(tmp_path):
     """The autoencoder leaves 16 x 24 positions in 4 channels, so 96 patches; a pack has room for 32 times that."""
     fill(tmp_path / "in")
     vae, t5 = save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
-    task = recipe(made(tmp_path, "--vae", str(vae), "--text-encoder", str(t5)))
+    task = recipe(prepared_folder(tmp_path, "--vae", str(vae), "--text-encoder", str(t5)))
     model = fiddle.build(task.model)
     assert isinstance(model, STDiTConfig)
     assert (model.in_channels, model.patch_spatial, model.context_size) == (4, 2, T5_WIDTH)
@@ -86,11 +86,11 @@ def test_latents_with_texts_are_trained_as_they_are_stored(tmp_path):
     assert max(sum(pack.layout.lengths) for pack in packs) <= 32 * 96
 
 
-def test_pixels_with_classes(tmp_path):
+def test_pixels_with_classes_are_trained(tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("cats", "dogs"):
         fill(tmp_path / "in" / name, 3)
-    task = recipe(made(tmp_path, "--labels"))
+    task = recipe(prepared_folder(tmp_path, "--labels"))
     model = fiddle.build(task.model)
     assert isinstance(model, DiTConfig)
     assert (model.in_channels, model.patch_spatial, model.num_classes, model.context_size) == (3, 4, 2, None)
@@ -102,16 +102,16 @@ def test_classes_without_names_are_counted(tmp_path):
     fill(tmp_path / "in", 3)
     rows = [{"file_name": f"p{i}.png", "label": i + 2} for i in range(3)]
     (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = recipe(made(tmp_path))
+    task = recipe(prepared_folder(tmp_path))
     assert task.model.num_classes == 5
     first_packs(task)
 
 
-def test_a_class_of_one_sample_alone_makes_no_model_of_classes(tmp_path):
+def test_a_class_of_one_sample_gives_no_class_conditional_model(tmp_path):
     """Captions without embeddings are refused by name, as without any class."""
     fill(tmp_path / "in", 3)
     (tmp_path / "in" / "p1.json").write_text('{"label": "3"}')
-    folder = made(tmp_path)
+    folder = prepared_folder(tmp_path)
     with pytest.raises(ConfigError, match="has captions and no embeddings of them"):
         recipe(folder)
     assert recipe(folder, text_encoder="none").model.num_classes is None
@@ -120,7 +120,7 @@ def test_a_class_of_one_sample_alone_makes_no_model_of_classes(tmp_path):
 def test_pictures_and_clips_of_one_folder_share_packs(tmp_path, capsys):
     fill(tmp_path / "in", 6, clips=6)
     t5 = save_t5(tmp_path / "t5")
-    task = recipe(made(tmp_path, "--text-encoder", str(t5), command="folder"))
+    task = recipe(prepared_folder(tmp_path, "--text-encoder", str(t5), command="folder"))
     assert "left out" not in capsys.readouterr().out
     assert fiddle.get_callable(task.model) is WanConfig
     task.model = recipe(tmp_path / "data", backbone="dit").model
@@ -142,7 +142,9 @@ def leaves(task: run.Partial) -> str:
 
 def test_edits_are_trained_with_their_references(tmp_path):
     fill(tmp_path / "in")
-    task = recipe(made(tmp_path, "--reference", str(fill(tmp_path / "originals")), "--text-encoder", "identity"))
+    task = recipe(
+        prepared_folder(tmp_path, "--reference", str(fill(tmp_path / "originals")), "--text-encoder", "identity")
+    )
     assert fiddle.get_callable(task.model) is WanConfig
     assert task.training.sample_interval == 0
     packs = first_packs(task)
@@ -151,11 +153,11 @@ def test_edits_are_trained_with_their_references(tmp_path):
     assert all(pack.layout.levels is not None for pack in packs)
 
 
-def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
+def test_the_default_model_of_each_kind_of_data_exports_to_diffusers(tmp_path):
     """Pictures with texts, clips with texts, pictures with classes; T5 or BERT embeds the captions."""
     t5 = save_t5(tmp_path / "t5")
     fill(tmp_path / "in")
-    assert leaves(recipe(made(tmp_path), text_encoder=t5)) == "PixArtAlphaPipeline"
+    assert leaves(recipe(prepared_folder(tmp_path), text_encoder=t5)) == "PixArtAlphaPipeline"
     assert leaves(recipe(tmp_path / "data", text_encoder="all-minilm-l6-v2")) == "PixArtAlphaPipeline"
     assert leaves(recipe(tmp_path / "data", text_encoder=t5, backbone="wan")) == "WanPipeline"
     with pytest.raises(ConfigError, match="no model like DiTCrossConfig"):
@@ -172,16 +174,16 @@ def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
     built(flux).check(1)
 
 
-def test_classes_leave_to_diffusers(tmp_path):
+def test_classes_are_exported_to_diffusers(tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("cats", "dogs"):
         fill(tmp_path / "in" / name, 3)
-    assert leaves(recipe(made(tmp_path, "--labels"))) == "DiTPipeline"
+    assert leaves(recipe(prepared_folder(tmp_path, "--labels"))) == "DiTPipeline"
 
 
-def test_what_is_encoded_while_training_has_the_encoders_sizes(tmp_path):
+def test_data_encoded_during_training_has_the_sizes_of_the_encoders(tmp_path):
     fill(tmp_path / "in")
-    folder, vae, t5 = made(tmp_path), save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
+    folder, vae, t5 = prepared_folder(tmp_path), save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
     task = recipe(folder, vae=vae, text_encoder=t5)
     assert (task.model.in_channels, task.model.context_size) == (4, T5_WIDTH)
     assert task.data.max_tokens_per_pack == 32 * 96
@@ -189,9 +191,9 @@ def test_what_is_encoded_while_training_has_the_encoders_sizes(tmp_path):
     assert lengths(first_packs(task)) == {64, 96, 24}
 
 
-def test_captions_that_nothing_embeds_are_not_passed_over(tmp_path):
+def test_captions_without_an_encoder_are_refused(tmp_path):
     fill(tmp_path / "in")
-    folder = made(tmp_path)
+    folder = prepared_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"prepare it with --text-encoder .* or embed them while training: .*none"):
         recipe(folder)
     task = recipe(folder, text_encoder="none")
@@ -205,7 +207,7 @@ def test_a_large_picture_of_pixels_gets_a_larger_patch(tmp_path):
     rng = np.random.default_rng(0)
     for i in range(3):
         Image.fromarray(rng.integers(0, 256, (256, 256, 3), np.uint8)).save(tmp_path / "in" / f"{i}.png")
-    task = recipe(made(tmp_path))
+    task = recipe(prepared_folder(tmp_path))
     assert (task.model.patch_spatial, task.data.max_tokens_per_pack) == (8, 4096)
     assert task.sampling.guidance_scale == 1.0  # the data have no condition
 
@@ -219,7 +221,7 @@ def test_held_out_samples_are_validated_on(tmp_path):
     assert recipe(folder, text_encoder="none").training.validation_interval == 500
 
 
-def test_a_folder_that_is_not_there_can_be_planned(tmp_path):
+def test_a_missing_folder_can_be_planned(tmp_path):
     assert Contents.read(tmp_path / "absent") is None
     built(recipe(tmp_path / "absent")).check(2)
 

@@ -43,12 +43,12 @@ bench_imagen_600m_res_1024 pretrain_ditllama30b_stage2 pretrain_ditllama30b_stag
 """Names that users of other stacks look for, and names in the published tables."""
 
 
-def test_no_promised_recipe_is_missing():
+def test_every_promised_recipe_exists():
     assert set(PROMISED.split()) <= set(RECIPES)
 
 
 @pytest.mark.parametrize("entry", registry.recipes(), ids=lambda entry: entry.name)
-def test_a_recipe_says_where_it_runs_and_what_to_expect(entry):
+def test_a_recipe_states_its_hardware_and_result(entry):
     _, _, more = entry.docstring.partition("\n")
     assert re.search(r"GPU|GB|CPU|ranks|machine|anywhere", entry.docstring)
     assert len(more.split()) >= 5, f"{entry.name} has no text below its first line"
@@ -66,7 +66,7 @@ def test_write_renews_the_page(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == capsys.readouterr().out
 
 
-def test_every_recipe_is_in_one_section_and_measuring_comes_last():
+def test_every_recipe_is_in_one_section_and_measuring_is_last():
     sections = registry.sections(registry.recipes())
     assert sorted(entry.name for group in sections.values() for entry in group) == sorted(RECIPES)
     titles = list(sections)
@@ -87,7 +87,7 @@ def test_a_recipe_or_component_is_described(capsys):
     assert "did you mean letters_dit" in capsys.readouterr().err
 
 
-def test_every_factory_has_one_line_of_its_own():
+def test_every_factory_has_a_distinct_line():
     lines = [entry.line for entry in registry.entries()]
     assert all(line.endswith(".") for line in lines)
     assert len(set(lines)) == len(lines)
@@ -95,7 +95,7 @@ def test_every_factory_has_one_line_of_its_own():
 
 
 @pytest.mark.parametrize("entry", registry.entries(), ids=lambda entry: entry.name)
-def test_what_the_source_says_is_what_nemo_run_registers(entry):
+def test_recipes_in_the_source_equal_recipes_registered_in_nemo_run(entry):
     module = importlib.import_module(entry.module)
     target = getattr(module, entry.target)
     assert catalogue.check_exists(get_type_namespace(target), entry.name)
@@ -119,7 +119,7 @@ def stated_ranks(line: str) -> Optional[int]:
 
 
 @pytest.mark.parametrize("entry", registry.recipes(), ids=lambda entry: entry.name)
-def test_a_recipe_divides_into_the_ranks_that_its_line_names(entry):
+def test_a_recipe_runs_on_the_number_of_ranks_in_its_line(entry):
     """Each part can be constructed, and model and batch can be divided by the layout."""
     task = call_recipe(entry.name)
     assert set(task.__arguments__) == set(fiddle.get_callable(task).__annotations__) - {"return"}
@@ -154,12 +154,12 @@ def test_recipes_fit_the_gpus_that_their_lines_name():
 
 
 @pytest.mark.parametrize("entry", [e for e in registry.recipes() if " or more" in e.line], ids=lambda entry: entry.name)
-def test_a_recipe_fits_more_gpus_where_its_line_says_so(entry):
+def test_a_recipe_fits_more_gpus_if_its_line_states_this(entry):
     for factor in (2, 4):
         built(call_recipe(entry.name)).check(factor * stated_ranks(entry.line))
 
 
-def test_recipes_are_fresh_each_time():
+def test_recipes_are_independent_in_every_call():
     first, second = call_recipe("letters_dit"), call_recipe("letters_dit")
     first.model.hidden_size = 7
     assert second.model.hidden_size == 128
@@ -202,5 +202,5 @@ def test_names_are_read_from_decorators(tmp_path):
         ("qqq", ["eps", "lr"], None),
     ],
 )
-def test_the_nearest_name_comes_first(typed, known, best):
+def test_the_nearest_name_is_suggested_first(typed, known, best):
     assert (registry.closest(typed, known) or [None])[0] == best

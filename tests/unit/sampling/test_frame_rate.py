@@ -62,7 +62,7 @@ def test_samples_equal_those_of_the_network_at_the_frame_rate(build_model: Build
     assert (generator.generate([0, 2], fps=8.0) - by_hand).abs().max() > 1e-3
 
 
-def test_a_run_that_recorded_no_rate_is_sampled_at_thirty(build_model: BuildModel) -> None:
+def test_a_run_without_a_frame_rate_is_sampled_at_thirty(build_model: BuildModel) -> None:
     network = build_model(CONDITIONED["rate"], perturb=0.1)
     generator = generator_of(network, CONDITIONED["rate"])
     assert generator.fps == DEFAULT_FPS == 30.0

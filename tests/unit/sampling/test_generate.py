@@ -76,7 +76,7 @@ def test_every_step_of_a_stochastic_solver_draws_new_noise():
     assert (correlation - torch.eye(4)).abs().max() < 4 / math.sqrt(states[0].numel())
 
 
-def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_to_the_conditional_network():
+def test_guidance_applies_to_the_first_channels_of_the_mean_and_not_to_the_variance():
     """As in facebookresearch/DiT: by default, 3 of 4 channels of the mean are guided, and no channel of the variance.
 
     The first of two steps draws noise: x = mean + small**(1 - w) large**w z, with w of the conditional network.

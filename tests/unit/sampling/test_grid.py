@@ -33,7 +33,7 @@ def test_captions_have_the_letters_of_european_languages():
     assert all(bytes(font.getmask(letter)) != missing for letter in "äöüßéñ—Ωж")
 
 
-def test_captions_leave_every_tile_untouched_and_are_there():
+def test_captions_are_drawn_outside_of_tiles():
     """The longest caption determines the number of lines above every tile."""
     images = torch.full((4, 3, 8, 8), -1.0)
     drawn = pixels(grid.image_grid(images, ["a red circle and a square", "a", "WWWWWWWWWWWW", " "], 2, scale=8))
@@ -69,7 +69,7 @@ def test_values_map_to_bytes_by_rounding_and_clip():
     assert grid.to_bytes(values)[0, 0, :, 0].tolist() == [0, 0, 128, 255, 255]
 
 
-def test_colours_keep_their_order():
+def test_preview_colours_keep_their_order():
     red = torch.tensor([1.0, -1.0, -1.0]).view(1, 3, 1, 1)
     assert grid.to_bytes(red)[0, 0, 0].tolist() == [255, 0, 0]
 
@@ -79,7 +79,7 @@ def test_small_images_are_enlarged_by_an_integer_factor():
     assert grid.enlargement(256, 128) == 1
 
 
-def test_pictures_pass_and_latents_get_a_preview():
+def test_pictures_are_unchanged_and_latents_get_a_preview():
     picture = torch.tensor([-2.0, 0.5]).view(1, 1, 1, 1, 2)
     assert grid.to_pictures(picture).flatten().tolist() == [-1.0, 0.5]
     latents = torch.randn(2, 16, 1, 8, 8, generator=torch.Generator().manual_seed(1)) * torch.tensor([1.0, 50.0]).view(
@@ -107,7 +107,7 @@ def test_a_saved_picture_reads_back_the_same(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["grid.png"]
 
 
-def test_a_failed_write_leaves_the_old_picture_and_no_remains(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_picture_and_no_temporary_file(tmp_path, monkeypatch):
     image = grid.image_grid(torch.zeros(1, 1, 8, 8))
     path = grid.save_png(image, tmp_path / "grid.png")
     before = path.read_bytes()

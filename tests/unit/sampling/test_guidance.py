@@ -76,7 +76,7 @@ def test_guiding_outputs_equals_guiding_clean_estimates(objective):
     torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-5)
 
 
-def test_guidance_is_of_all_channels_of_the_mean_unless_their_number_is_set():
+def test_guidance_applies_to_all_channels_of_the_mean_by_default():
     """Latents have 4 channels and a patch 2 positions; the second output is a variance."""
     assert guided_columns(4, 2, 1, None) is None
     assert guided_columns(4, 2, 2, None).tolist() == 8 * [True] + 8 * [False]

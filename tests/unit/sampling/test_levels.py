@@ -59,7 +59,7 @@ NOISED_TOKENS = [token for token in range(24) if token not in CLEAN_TOKENS]
         ("euler", {"thresholding": "dynamic"}),
     ],
 )
-def test_clean_tokens_are_those_of_the_pack_in_every_step(solver: str, settings: dict[str, Any]) -> None:
+def test_clean_tokens_equal_those_of_the_pack_in_every_step(solver: str, settings: dict[str, Any]) -> None:
     """The network gets them with t = 0, and noised tokens with the time of the step."""
     batch, times = pack(), []
 
@@ -84,7 +84,7 @@ def test_clean_tokens_are_those_of_the_pack_in_every_step(solver: str, settings:
     assert set(times) == {float(t) for t in OBJECTIVE.sampling_grid(3)[:-1].float()}
 
 
-def test_noised_tokens_are_drawn_as_without_clean_ones() -> None:
+def test_noised_tokens_do_not_depend_on_clean_tokens() -> None:
     """Using a network that computes each token separately."""
     batch = pack()
 
@@ -178,7 +178,7 @@ def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildMod
         generator_of(build_model, EDM()).generate(labels=[0], frames=1, known=known, mask=mask)
 
 
-def test_a_backbone_without_several_levels_takes_no_first_frame() -> None:
+def test_a_backbone_without_several_levels_refuses_a_first_frame() -> None:
     config = RunConfig(model=FluxConfig(), data=MockData(), objective=OBJECTIVE)
     metadata = {"class_names": None, "latent_size": [FRAMES, 4, 4]}
     generator = Generator(config, metadata, torch.nn.Identity(), 0)
@@ -187,7 +187,7 @@ def test_a_backbone_without_several_levels_takes_no_first_frame() -> None:
         generator.generate(conditions=given, first_frame=torch.zeros(16, 1, 4, 4))
 
 
-def test_a_pair_of_generators_draws_as_each_of_them_at_its_times(build_model: BuildModel) -> None:
+def test_a_pair_of_generators_uses_each_network_at_its_times(build_model: BuildModel) -> None:
     """Compared with one network that selects the model by the time."""
     high, low = FlowMatching(min_time=0.6), FlowMatching(max_time=0.6)
     pair = generator_of(build_model, high)
@@ -215,14 +215,14 @@ def test_a_pair_of_generators_draws_as_each_of_them_at_its_times(build_model: Bu
         (FlowMatching(), EDM(), 0.5, "two models share the times of flow matching"),
     ],
 )
-def test_models_that_are_no_pair_are_refused(
+def test_models_that_do_not_match_as_a_pair_are_refused(
     build_model: BuildModel, high: Any, low: Any, boundary: float | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         generator_of(build_model, high).switch_to(generator_of(build_model, low), boundary=boundary)
 
 
-def test_the_solver_takes_the_shift_of_the_size_of_the_samples() -> None:
+def test_the_solver_uses_the_shift_of_the_sample_size() -> None:
     """Reference tokens do not count in the size; two sizes in a pack are refused."""
     times: list[float] = []
 

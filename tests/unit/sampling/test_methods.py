@@ -144,7 +144,7 @@ def test_churn_of_another_path_is_refused(objective):
         check_sampling(sampling, objective, DiTConfig())
 
 
-def test_a_rescaled_prediction_is_that_of_diffusers():
+def test_a_rescaled_prediction_equals_that_of_diffusers():
     """Each sample is rescaled separately, whatever the padding contains."""
     layout = SequenceLayout.from_lengths([6, 6], multiple_of=8)
     cond_TC, guided_TC = (
@@ -205,7 +205,7 @@ def test_samples_are_guided_inside_the_interval_only(objective):
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
-def test_a_guide_takes_the_place_of_the_network_without_its_class(objective):
+def test_a_guide_replaces_the_unconditional_network(objective):
     """D = D_guide + w (D_network - D_guide), Eq. 4 of the paper, in a loop of Euler steps on clean estimates."""
     network, guide, layout = Network(), Network(0.4), pack().layout
     sampling = SamplingConfig(solver="euler", num_steps=5, guidance_scale=1.7, seed=4)

@@ -176,7 +176,7 @@ def test_stochastic_solver_reproduces_the_variance(objective, name, eta):
 
 
 @pytest.mark.parametrize("variance", ["small", "large", "learned"])
-def test_ancestral_is_the_reverse_chain_of_the_table(variance: str) -> None:
+def test_ancestral_sampling_equals_the_reverse_chain_of_the_table(variance: str) -> None:
     """x_{k-1} = (x_k - (1 - a) / sqrt(1 - abar) eps) / sqrt(a) + sqrt(variance) z.
 
     The variance is (1 - abar') / (1 - abar) beta, beta, or exp(w log of the second + (1 - w) log of the first). On a

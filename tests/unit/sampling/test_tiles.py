@@ -83,7 +83,7 @@ def test_an_overlap_that_does_not_fit_is_refused(overlap: int) -> None:
         tile_starts(20, 8, overlap)
 
 
-def test_one_tile_is_the_full_picture() -> None:
+def test_one_tile_equals_the_full_picture() -> None:
     """Equal to the bit if the tile is as large as the picture or larger, for a network that depends on the edges."""
     batch, time_S = pack(), torch.tensor([0.2, 0.7])
     inputs_TC = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(0))

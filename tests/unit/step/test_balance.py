@@ -22,7 +22,9 @@ from energon_data.packing import CostLimit, balanced_packs, greedy_knapsack
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.data())
-def test_every_pack_has_one_rank_and_no_rank_is_busier_than_before(ranks: int, count: int, data: st.DataObject) -> None:
+def test_balancing_assigns_every_pack_once_and_never_increases_the_largest_work(
+    ranks: int, count: int, data: st.DataObject
+) -> None:
     costs = data.draw(st.lists(st.integers(0, 100), min_size=ranks * count, max_size=ranks * count))
     dealt = deal(costs, ranks)
     assert sorted(chain(*dealt)) == list(range(len(costs)))
@@ -33,11 +35,11 @@ def test_every_pack_has_one_rank_and_no_rank_is_busier_than_before(ranks: int, c
     assert busiest <= max(sum(costs[rank::ranks]) for rank in range(ranks))
 
 
-def test_packs_of_equal_work_stay_where_they_are_read() -> None:
+def test_packs_of_equal_work_stay_on_their_rank() -> None:
     assert deal([7] * 6, 3) == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_the_most_expensive_pack_meets_the_cheapest() -> None:
+def test_the_most_expensive_pack_is_paired_with_the_cheapest() -> None:
     assert deal([9, 2, 8, 1], 2) == [[0, 3], [2, 1]]
 
 
@@ -121,7 +123,7 @@ def contents(pack: PackedBatch) -> list[Any]:
     return [pack.keys, pack.grids, pack.layout.lengths, *[None if x is None else x.tolist() for x in tensors]]
 
 
-def test_one_pack_per_step_and_one_replica_stay() -> None:
+def test_balancing_does_not_move_one_pack_per_step_or_one_replica() -> None:
     stream: Iterator[PackedBatch] = iter([])
     groups: Any = SimpleNamespace(dp_size=2)
     assert balanced(stream, lambda _: 0, 1, groups) is stream

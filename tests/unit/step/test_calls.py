@@ -47,7 +47,7 @@ def warm(config: Any, groups: ProcessGroups) -> tuple[Run, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kind", "most"), [("dense", 2400), ("ragged", 3600)])
-def test_calls_of_a_step(kind: str, most: int, tmp_path, one_rank_world: ProcessGroups):
+def test_a_step_makes_the_documented_calls(kind: str, most: int, tmp_path, one_rank_world: ProcessGroups):
     """The aten calls of an optimizer step of the six-layer model, including its data and its average."""
     config = letters(tmp_path)
     if kind == "ragged":

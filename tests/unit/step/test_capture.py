@@ -29,7 +29,7 @@ ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._var
 """The length of the longest sample is a number on the host."""
 
 
-def found(packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
+def differing_operations(packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
     """Return the operations that differ between steps, except those of the noise."""
     job = wait_job(recipe, "packed", kernels)
     if job.pack.text_lengths:
@@ -46,14 +46,14 @@ def found(packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
     [("tiny_dit", "eager", set()), ("tiny_dit", "triton", set()), ("tiny_ldm_unet", "eager", set())],
 )
 def test_steps_of_dense_batches_are_equal(recipe: str, kernels: str, expected: set[str]) -> None:
-    assert found([DENSE], recipe, kernels) == expected
+    assert differing_operations([DENSE], recipe, kernels) == expected
 
 
 def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_attention() -> None:
-    assert found(PACKS, "tiny_dit", "triton") == ATTENTION
+    assert differing_operations(PACKS, "tiny_dit", "triton") == ATTENTION
 
 
-def test_each_difference_is_found() -> None:
+def test_each_difference_is_detected() -> None:
     """The difference may be an operation, a shape, a number, or the memory that remains allocated."""
     recorder, held = SequenceRecorder(), list[torch.Tensor]()
 

@@ -376,7 +376,7 @@ def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
     ("recipe", "kernels"),
     [("tiny_dit", "eager"), ("tiny_dit", "triton"), ("flux_12b", "triton"), ("tiny_ldm_unet", "eager")],
 )
-def test_passes_on_a_device_wait_and_copy_nothing_and_are_equal_in_nine_steps(recipe: str, kernels: Any) -> None:
+def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_nine_steps(recipe: str, kernels: Any) -> None:
     job = wait_job(recipe, "dense", kernels)
     texts = (8,) * len(job.pack.text_lengths)
     job = replace(job, packs=tuple(replace(job.pack, text_lengths=texts) for _ in job.packs))
@@ -402,7 +402,7 @@ def test_passes_on_a_device_wait_and_copy_nothing_and_are_equal_in_nine_steps(re
         pytest.param("pretrain_ditllama5b", "triton", 1, marks=pytest.mark.slow),
     ],
 )
-def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
+def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_nine_steps(
     recipe: str, kernels: Any, tensor: int
 ) -> None:
     """The packs differ in the number of samples and in the lengths of samples and texts."""
@@ -429,7 +429,7 @@ def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
         ("triton", "distributed_optimizer", "muon"),
     ],
 )
-def test_updates_wait_and_copy_nothing_and_are_equal_in_nine_steps(
+def test_updates_have_no_wait_or_copy_and_are_equal_in_nine_steps(
     kernels: Any, data_parallel: Any, algorithm: Any
 ) -> None:
     """In bf16, on two tensor-parallel ranks and two replicas; rates, limits and the weight of the average change."""

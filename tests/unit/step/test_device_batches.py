@@ -44,7 +44,7 @@ def test_waiting_for_the_loader_is_counted_and_other_work_is_not() -> None:
     assert batches.reset().waited_s == 0
 
 
-def test_a_batch_that_was_read_before_the_clock_started_is_no_wait() -> None:
+def test_a_batch_read_before_the_clock_started_is_not_counted_as_waiting() -> None:
     """This is the first batch: a loader takes seconds to start, which must not count as waiting of steps."""
     stream: Any = MockData().build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
 

@@ -89,7 +89,7 @@ def test_a_single_condition_is_dropped_in_its_share(share: float) -> None:
     assert "label" not in only_text.conditions
 
 
-def test_a_text_goes_with_its_pooled_embedding(one_rank_world) -> None:
+def test_a_text_is_dropped_with_its_pooled_embedding(one_rank_world) -> None:
     """Samples with the null token as their text also have the null vector as their pooled embedding."""
     from megatron.core.transformer import TransformerConfig
 
@@ -161,7 +161,7 @@ def trained_on(data: MockData, dp: int, micro_batch: int, resumed_on: Optional[i
     return steps
 
 
-def test_copies_of_a_picture_in_one_step_have_noise_of_their_own() -> None:
+def test_repetitions_of_a_picture_in_one_step_have_different_noise() -> None:
     """Five pictures, 32 samples a step: 32 noise levels, 32 noises, and copies with and without a class."""
     for samples in trained_on(FEW, 1, 8):
         assert len(samples) == GLOBAL_BATCH

@@ -20,7 +20,7 @@ def fed(judge: NumberGuard, count: int = 16) -> NumberGuard:
     return judge
 
 
-def test_the_limit_is_the_median_and_some_robust_deviations():
+def test_the_limit_is_the_median_plus_robust_deviations():
     assert spike_limit(HISTORY, 10.0) == pytest.approx(9 + 10 * 1.4826 * 4)
     assert spike_limit(HISTORY[:15], 10.0) is None
     assert spike_limit([2.0] * 16, 10.0) == pytest.approx(2 + 10 * 0.02)
@@ -59,14 +59,14 @@ def test_only_applied_steps_enter_the_history_of_the_window():
     assert judge.judge(3000, 1.2, 5.0) is not None, "of the window all are 1"
 
 
-def test_more_bad_steps_than_allowed_within_some_steps_are_too_many():
+def test_too_many_bad_steps_within_the_window_are_an_error():
     judge = guard(max_bad=2, within=10)
     for step, many in [(1, False), (5, False), (11, False), (15, False), (16, True), (30, False)]:
         judge.note_bad(step)
         assert judge.too_many() is many, step
 
 
-def test_the_state_goes_through_json_to_the_bit():
+def test_the_state_survives_json_bitwise_unchanged():
     judge = fed(guard())
     judge.judge(17, 1.1, 0.1 + 0.2)
     judge.note_bad(18)

@@ -46,7 +46,7 @@ def test_segments_without_values_count_as_the_longest(name):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_packed_attention_is_counted_as_by_torch(name):
+def test_packed_attention_counts_equal_those_of_torch(name):
     """If this version has a formula: 2.11 has none for varlen, and none for fewer heads of keys than of queries."""
     op, args = OPS[name](), packed("backward" in name, key_heads=4)
     if op not in flop_registry:

@@ -29,7 +29,7 @@ def test_a_few_traces_count_every_shape(sizes, monkeypatch):
     assert len(traced) <= 20
 
 
-def test_layers_are_what_a_second_run_of_them_adds():
+def test_the_cost_of_layers_is_the_difference_to_a_second_run():
     few, more = (tiny_model(hidden_size=64, num_layers=n) for n in (2, 4))
     assert ForwardCost(few).of_sample((1, 4, 4)).layers * 2 == ForwardCost(more).of_sample((1, 4, 4)).layers
     ends = [cost.total - cost.layers for cost in (ForwardCost(m).of_sample((1, 4, 4)) for m in (few, more))]
@@ -50,7 +50,7 @@ def test_samples_of_a_pack_add_up():
     assert pack.total == cost.of_sample((1, 4, 4), 3).total + cost.of_sample((2, 3, 5), 7).total
 
 
-def test_a_form_answers_only_what_its_examples_say():
+def test_a_form_predicts_only_within_its_examples():
     """For 3 x + 2: it answers after two more examples than it needs, and never outside of their span."""
     form = LinearForm()
     for x in (1, 2, 5):
@@ -61,7 +61,7 @@ def test_a_form_answers_only_what_its_examples_say():
     assert form.answer([1, 7, 1], 1) is None
 
 
-def test_a_contradiction_ends_a_form():
+def test_a_contradiction_discards_a_form():
     """A cost that is no linear function of its features is detected, and every shape is traced from then on."""
     form = LinearForm()
     for x in range(1, 6):

@@ -34,7 +34,7 @@ def cases(x, y):
 
 
 @pytest.mark.parametrize("name", cases(None, None))
-def test_an_answer_is_like_the_result(name):
+def test_a_cached_result_equals_the_computed_result(name):
     cache, mode, found = FakeOpCache(), FakeTensorMode(allow_non_fake_inputs=True), []
     for _ in range(2):
         with mode:
@@ -63,14 +63,14 @@ def described(out, given):
     ]
 
 
-def test_values_on_the_host_are_not_taken_for_shapes():
+def test_host_values_are_not_treated_as_shapes():
     cache = FakeOpCache()
     for ends in ([2], [2, 4]):
         assert cache.run(aten.add.Tensor, (torch.tensor(ends), 1), {}).tolist() == [end + 1 for end in ends]
     assert not any(cache._cache.values())
 
 
-def test_a_mask_is_no_table_of_rows():
+def test_a_mask_is_not_treated_as_a_table_of_rows():
     cache = FakeOpCache()
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.ones(4, 6)
@@ -79,7 +79,7 @@ def test_a_mask_is_no_table_of_rows():
             cache.run(aten.index.Tensor, (x, [FACTORS[:, 0] > 0]), {})
 
 
-def test_an_answer_has_all_attributes_of_a_fake_tensor():
+def test_a_cached_result_has_all_attributes_of_a_fake_tensor():
     cache, calls = FakeOpCache(), []
     with FakeTensorMode():
         x = torch.ones(4, 6)

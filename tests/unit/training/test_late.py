@@ -186,6 +186,6 @@ def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None
     ],
     ids=lambda words: words[0],
 )
-def test_steps_that_must_be_read_at_once(trainer: Trainer, words: list[str]) -> None:
+def test_some_steps_are_read_at_once(trainer: Trainer, words: list[str]) -> None:
     trainer(*words, "training.num_steps=8", "schedule.warmup_steps=1", late=True)
     assert not trainer.late

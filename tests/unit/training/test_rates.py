@@ -42,7 +42,7 @@ def by_autograd(run: Run) -> dict[str, torch.Tensor]:
     return dict(zip(names, torch.autograd.grad(total / count, parameters, materialize_grads=True)))
 
 
-def test_norms_of_parts_are_those_of_autograd_in_logged_steps_only(tmp_path, one_rank_world: ProcessGroups) -> None:
+def test_norms_of_parts_equal_autograd_in_logged_steps_only(tmp_path, one_rank_world: ProcessGroups) -> None:
     run = tiny_run(tmp_path, one_rank_world, "training.log_interval=2")
     sums = torch.zeros(2)
     run.step(sums)
@@ -79,7 +79,7 @@ def test_norms_of_parts_can_be_switched_off(tmp_path, one_rank_world: ProcessGro
         ("table", "table"),
     ],
 )
-def test_part_of_a_parameter(parameter: str, part: str) -> None:
+def test_parameters_are_assigned_to_parts(parameter: str, part: str) -> None:
     assert part_of(parameter) == part
 
 

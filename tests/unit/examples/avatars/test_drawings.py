@@ -23,7 +23,7 @@ def pairs(avatars, names):
     return {tuple(avatar[NUMBER_OF[name]] for name in names) for avatar in avatars}
 
 
-def test_shapes_are_the_pixels_inside_a_path():
+def test_shapes_fill_the_pixels_inside_a_path():
     """A ring of 3 x 3 with a hole, by either fill rule; a second square moves relative to the first."""
     ring = "M1 1h3v3H1V1ZM2 2v1h1V2H2Z"
     around = {(y, x) for y, x in product(range(1, 4), repeat=2)} - {(2, 2)}

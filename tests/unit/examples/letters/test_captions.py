@@ -48,7 +48,7 @@ def stated(path: Path) -> dict[str, bool]:
     }
 
 
-def test_captions_say_what_the_font_file_states(letters: LettersReport, bundled_fonts: Path) -> None:
+def test_captions_state_the_properties_in_the_font_file(letters: LettersReport, bundled_fonts: Path) -> None:
     """The plain wording has exactly the words of the tables; every word of other wordings is correct."""
     seen = set()
     for split in ("train", "val"):
@@ -69,7 +69,7 @@ def test_captions_say_what_the_font_file_states(letters: LettersReport, bundled_
     assert seen >= {"bold", "italic", "monospace", "sans", "serif"}
 
 
-def test_where_the_tables_are_silent_captions_are_too(bundled_fonts: Path) -> None:
+def test_captions_omit_properties_that_the_tables_lack(bundled_fonts: Path) -> None:
     """STIX has an empty panose and no kind in its name, so its captions omit the serifs of its letters."""
     faces = {face.path.name: face for face in find_faces([bundled_fonts]).faces}
     stix = faces["STIXGeneralBol.ttf"]
@@ -113,7 +113,7 @@ def spec(context_size: int) -> BatchSpec:
 
 
 @needs_encoder
-def test_texts_come_back_as_the_encoder_gives_them(described: Path) -> None:
+def test_texts_are_read_as_encoded(described: Path) -> None:
     """After shards, Energon and packing, each text has its length and belongs to its picture."""
     captions = {meta["key"]: meta["caption"] for _, meta in load_clips(described, "train")}
     pictures = {meta["key"]: latent for latent, meta in load_clips(described, "train")}
@@ -159,7 +159,7 @@ def test_a_model_of_another_width_is_refused_before_it_is_built(described: Path)
         EnergonData(path=str(described)).validate(spec(1024), 1, 1)
 
 
-def test_an_encoder_that_is_not_there_leaves_nothing_behind(bundled_fonts: Path, tmp_path: Path) -> None:
+def test_a_missing_encoder_leaves_no_file(bundled_fonts: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown"):
         prepare_letters(tmp_path / "out", fonts=[bundled_fonts], text_encoder="t5")
     assert list(tmp_path.iterdir()) == []

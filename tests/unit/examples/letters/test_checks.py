@@ -47,7 +47,7 @@ def face(**style: str) -> dict:
     return {"weight": "regular", "slant": "upright", "condensed": False, "kind": "serif"} | style
 
 
-def test_only_what_the_fonts_have_is_asked():
+def test_only_styles_of_the_fonts_are_requested():
     """A kind is used only if it has both styles; of several, the one with most faces is used."""
     assert checks.contrasts([face(), face(slant="italic", kind="sans"), face(weight="bold", kind=None)]) == []
     sans = [face(kind="sans"), face(kind="sans", weight="bold")]
@@ -60,7 +60,7 @@ def test_only_what_the_fonts_have_is_asked():
     assert (light[0].name, light[0].more.kind) == (checks.BOLD_LIGHT.name, "sans")
 
 
-def test_a_contrast_counts_pairs():
+def test_contrast_scores_count_pairs():
     bold, light = pictures([(0, 0), (1, 1)], [(0, 0)], [(2, 2)]), pictures([(0, 0)], [(0, 0), (1, 1)], [])
     check = checks.judge_contrast(checks.BOLD_LIGHT, bold, light, (bold, light))
     assert (check.kind, check.passed, check.total) == ("style", 2, 3)

@@ -49,7 +49,7 @@ def test_every_class_has_its_clips_and_stills(moving: Path) -> None:
         assert shapes.count((label, (1, 1, SIZE, SIZE))) == 2 * STILLS
 
 
-def test_a_clip_moves_as_its_metadata_say(moving: Path) -> None:
+def test_a_clip_moves_as_in_its_metadata(moving: Path) -> None:
     """Direction and speed, in pixels per frame, are measured on the pixels: even steps, without drift to the side."""
     speeds = set()
     for latent, meta in load_clips(moving, "train"):
@@ -89,7 +89,7 @@ def test_a_path_is_straight_and_its_middle_is_that_of_the_picture(direction: str
         torch.testing.assert_close(steps, wanted.expand_as(steps))
 
 
-def test_rendering_puts_the_glyph_where_the_path_is() -> None:
+def test_glyphs_are_rendered_on_their_path() -> None:
     """The centre of ink of a round dot follows the path; the amount of ink does not change."""
     middle = (torch.arange(CANVAS) - (CANVAS - 1) / 2) ** 2
     dot = (middle[:, None] + middle < 12**2).float()
@@ -146,7 +146,7 @@ def test_a_flipped_bit_in_a_clip_is_refused(moving: Path, copy_of) -> None:
         load_clips(folder, "train")
 
 
-def test_what_would_leave_the_picture_is_refused(tmp_path: Path, bundled_fonts: Path) -> None:
+def test_paths_outside_the_picture_are_refused(tmp_path: Path, bundled_fonts: Path) -> None:
     with pytest.raises(ConfigError, match="use at most 8"):
         prepare_moving_letters(tmp_path / "x", frames=9, fonts=[bundled_fonts])
     with pytest.raises(ConfigError, match=r"8\.\.64"):

@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path, content
 
 
-def test_it_reads_shapes_it_has_not_seen_and_keeps_what_it_learnt(folder, monkeypatch):
+def test_the_reader_generalises_and_survives_saving(folder, monkeypatch):
     path, content = folder
     reader = letter_reader.load_reader(path)
     assert reader.accuracy > 0.9
@@ -55,7 +55,7 @@ def test_it_reads_shapes_it_has_not_seen_and_keeps_what_it_learnt(folder, monkey
     assert len(trained) == 2
 
 
-def test_the_same_data_and_seed_give_the_same_reader_and_leave_the_global_generator_alone():
+def test_reader_training_is_deterministic_and_does_not_change_the_global_generator():
     images, labels = bars(64, seed=1)
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -65,13 +65,13 @@ def test_the_same_data_and_seed_give_the_same_reader_and_leave_the_global_genera
         assert torch.equal(a, b)
 
 
-def test_the_digest_sees_values_shapes_and_order():
+def test_the_digest_depends_on_values_shapes_and_order():
     a, b = torch.zeros(2, 3), torch.ones(2, 3)
     digests = {letter_reader.digest_of(*t) for t in ((a, b), (b, a), (a,), (a.view(3, 2), b), (a.double(), b))}
     assert len(digests) == 5
 
 
-def test_variations_stay_pictures():
+def test_variations_are_valid_pictures():
     images, _ = bars(32, seed=2)
     varied = letter_reader.vary(images, torch.Generator().manual_seed(0))
     assert varied.shape == images.shape

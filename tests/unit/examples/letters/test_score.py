@@ -159,7 +159,7 @@ def test_motion_in_the_opposite_direction_is_reported(judge, capsys):
     assert [(c["kind"], c["share"]) for c in result["checks"]] == [("motion", 0), ("motion", 0)]
 
 
-def test_one_bad_frame_is_seen(judge, capsys):
+def test_one_bad_frame_is_detected(judge, capsys):
     def blinking(name):
         clip = moving(name)
         clip[:, 3] = -1
@@ -192,7 +192,7 @@ def judge_classes(*arguments):
     return evaluate.main(["--checkpoint", "run", "--metric", "letters", "--samples-per-class", "8", *arguments])
 
 
-def test_the_score_counts_what_is_read_as_asked(generator, capsys):
+def test_the_score_counts_letters_read_as_requested(generator, capsys):
     generator.confused = (16,)
     assert judge_classes() == 0
     out = capsys.readouterr().out
@@ -200,7 +200,7 @@ def test_the_score_counts_what_is_read_as_asked(generator, capsys):
     assert "misread: Q as A (8)" in out
 
 
-def test_below_the_minimum_is_not_success(generator, capsys):
+def test_a_score_below_the_minimum_is_a_failure(generator, capsys):
     generator.confused = (16,)
     assert judge_classes("--minimum", "0.96") == 0
     assert judge_classes("--minimum", "0.97") == evaluate.EXIT_BELOW_MINIMUM
@@ -208,7 +208,7 @@ def test_below_the_minimum_is_not_success(generator, capsys):
     assert "0.9" in capsys.readouterr().err
 
 
-def test_the_result_as_json(generator, capsys):
+def test_the_result_is_written_as_json(generator, capsys):
     assert judge_classes("--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["correct"], result["total"], result["accuracy"]) == (208, 208, 1.0)
@@ -221,7 +221,7 @@ def test_another_number_of_classes_than_letters_is_refused(generator, capsys):
     assert "10 classes" in capsys.readouterr().err
 
 
-def test_the_judged_samples_can_be_looked_at(generator, tmp_path):
+def test_the_judged_samples_are_saved_as_pictures(generator, tmp_path):
     assert judge_classes("--out", str(tmp_path / "judged.png")) == 0
     assert (tmp_path / "judged.png").is_file()
 

@@ -31,13 +31,13 @@ TRUE = Record(
     ("name", "claimed"),
     [("total", 195), ("steps", 10), ("reader_accuracy", 0.5), ("read", 208), ("weights_sha256", "x")],
 )
-def test_whatever_is_claimed_otherwise_is_named(name, claimed):
+def test_every_false_claim_is_named(name, claimed):
     assert differences(TRUE, TRUE) == []
     (line,) = differences(replace(TRUE, **{name: claimed}), TRUE)
     assert line.startswith(f"{name}: claimed {claimed}, measured {getattr(TRUE, name)}: ")
 
 
-def test_a_time_that_the_same_machine_does_not_reach_is_no_record():
+def test_a_time_not_reproduced_on_the_same_machine_is_refused():
     """Other work on the machine changes the process time a little; times of another machine are not compared."""
     claimed = replace(TRUE, process_s=1.0)
     (line,) = differences(claimed, TRUE)

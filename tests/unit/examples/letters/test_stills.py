@@ -34,7 +34,7 @@ def test_labels_letters_and_captions_agree(letters: LettersReport) -> None:
             assert meta["letter"] in meta["caption"]
 
 
-def test_pictures_of_a_letter_look_like_it(letters: LettersReport) -> None:
+def test_pictures_of_a_letter_are_similar(letters: LettersReport) -> None:
     """A nearest-mean classifier of the training families reads held-out families far above chance (1 in 26)."""
     images, labels, _ = load_letters(letters.folder, "train")
     held_out, truth, _ = load_letters(letters.folder, "val")
@@ -85,7 +85,7 @@ def test_a_style_class_never_loses_its_only_family() -> None:
     assert len(held_out_families([face("A", "serif"), face("B", "sans")])) == 1
 
 
-def test_first_variation_is_the_glyph_itself(bundled_fonts: Path) -> None:
+def test_the_first_variation_is_the_unchanged_glyph(bundled_fonts: Path) -> None:
     glyphs = torch.from_numpy(find_faces([bundled_fonts]).faces[0].glyphs)
     drawn = vary(glyphs, 3, 16, torch.Generator().manual_seed(0))
     plain = torch.nn.functional.avg_pool2d(glyphs[:, None], 4)[:, 0] * 2 - 1
@@ -93,13 +93,13 @@ def test_first_variation_is_the_glyph_itself(bundled_fonts: Path) -> None:
     assert (drawn[:, 1] - drawn[:, 0]).abs().mean() > 0.02
 
 
-def test_same_seed_same_bytes(letters: LettersReport, bundled_fonts: Path, tmp_path: Path) -> None:
+def test_equal_seeds_write_equal_bytes(letters: LettersReport, bundled_fonts: Path, tmp_path: Path) -> None:
     again = prepare_letters(tmp_path / "again", fonts=[bundled_fonts], variations=2, samples_per_shard=200)
     for shard in sorted(letters.folder.glob("*.tar")):
         assert shard.read_bytes() == (again.folder / shard.name).read_bytes()
 
 
-def test_round_trip_through_energon(letters: LettersReport) -> None:
+def test_samples_survive_a_round_trip_through_energon(letters: LettersReport) -> None:
     """One epoch of Energon returns exactly the pictures of the folder, each once, as tokens."""
     images, labels, metadata = load_letters(letters.folder, "train")
     expected = {m["key"]: (image, label) for m, image, label in zip(metadata, images, labels.tolist())}
@@ -121,7 +121,9 @@ def test_round_trip_through_energon(letters: LettersReport) -> None:
     assert seen == set(expected)
 
 
-def test_command_line_and_exit_codes(bundled_fonts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_has_its_exit_codes(
+    bundled_fonts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one_font = tmp_path / "fonts"
     one_font.mkdir()
     (one_font / "f.ttf").write_bytes((bundled_fonts / "cmr10.ttf").read_bytes())
@@ -150,15 +152,13 @@ def test_command_line_and_exit_codes(bundled_fonts: Path, tmp_path: Path, capsys
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "fonts", "out", "precious"]
 
 
-def test_module_entry_point() -> None:
+def test_the_module_runs_as_a_command() -> None:
     run = subprocess.run([sys.executable, "-m", "energon_data.prepare", "--help"], capture_output=True, text=True)
     assert run.returncode == 0
     assert "letters" in run.stdout
 
 
-def test_a_failing_run_leaves_nothing_behind(
-    bundled_fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_run_leaves_no_file(bundled_fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise OSError("disk full")
 

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     return out
 
 
-def test_every_drawing_is_there_once_and_none_is_empty():
+def test_every_drawing_occurs_once_and_none_is_empty():
     """The font draws all 80 emoticons; code points without a drawing, or with the same one as another, are left out."""
     found, emoticons = all_pictograms(), choose_pictograms(["emoticons"])
     assert len({p.code_point for p in found}) == len({p.name for p in found}) == len(found)
@@ -52,7 +52,7 @@ def test_every_drawing_is_there_once_and_none_is_empty():
     assert all(p.name == unicodedata.name(chr(p.code_point)).lower() for p in found)
 
 
-def test_a_subset_is_spread_over_the_blocks():
+def test_a_subset_is_evenly_spaced():
     some = choose_pictograms(["emoticons", "transport"], 16)
     both = choose_pictograms(["emoticons", "transport"])
     assert [p.code_point for p in some] == [both[i * len(both) // 16].code_point for i in range(16)]
@@ -112,7 +112,7 @@ def test_the_same_command_writes_the_same_bytes(folder, tmp_path):
         (["--size", "32", "--validation", "1"], "--validation 1 must be a share"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_line(tmp_path, capsys, flags, says):
+def test_impossible_settings_are_refused_in_one_line(tmp_path, capsys, flags, says):
     assert main(["pictograms", *flags, "--out", str(tmp_path / "out")]) == EXIT_CONFIG
     assert re.search(rf"^error: {says}", capsys.readouterr().err, re.MULTILINE)
     assert not any(tmp_path.iterdir())

@@ -17,7 +17,7 @@ def flat(*levels: float) -> torch.Tensor:
     return torch.tensor(levels)[:, None, None, None].expand(-1, 3, 2, 2)
 
 
-def test_ranks_count_the_drawings_that_are_nearer():
+def test_the_rank_is_the_number_of_nearer_drawings():
     """The first picture is the requested drawing; 4 others are nearer to the second picture, 20 to the third."""
     drawings = flat(*(i / 30 for i in range(30)))
     ranks = Ranks.of(flat(3 / 30, 0.0, 0.0), drawings, [3, 4, 20])
@@ -25,11 +25,11 @@ def test_ranks_count_the_drawings_that_are_nearer():
     assert ranks.error == pytest.approx(((4 / 30) ** 2 / 3 + (20 / 30) ** 2 / 3) ** 0.5)
 
 
-def test_equally_near_drawings_do_not_push_each_other_back():
+def test_equally_near_drawings_do_not_lower_the_rank():
     assert Ranks.of(flat(0.0), flat(0.5, -0.5), [1]).first == 1.0
 
 
-def test_texture_is_the_deviation_where_the_drawing_is_flat():
+def test_texture_is_the_deviation_in_flat_regions():
     """A chessboard of +-3 steps covers the flat half of the drawing: 5 or 4 of 9 pixels differ by 6 steps."""
     drawing = torch.zeros(1, 3, 24, 24)
     drawing[..., 12:] = torch.linspace(-1, 1, 12)
@@ -57,12 +57,12 @@ def score(share: float, features: FeatureScore | None = None) -> PictogramScore:
 
 
 @pytest.mark.parametrize(("share", "missed"), [(0.6, []), (0.59, ["below the minimum of 60.0 %"])])
-def test_the_minimum_is_that_of_the_twenty_nearest(share, missed):
+def test_the_minimum_applies_to_the_twenty_nearest_drawings(share, missed):
     assert [line.partition(":")[0] for line in score(share).missed(0.6)] == missed
     assert score(share).missed(None) == []
 
 
-def test_lines_have_the_samples_the_features_the_ceiling_and_the_authors():
+def test_the_report_names_samples_features_upper_bound_and_authors():
     lines = score(0.6, FeatureScore(Ranks(0.9, 1.0, 1.0, 0.2), 0.0123, "a network")).lines()
     assert lines[1].startswith("samples:     the requested drawing is nearest 10.0 %, among 5 20.0 %, among 20 60.0 %;")
     assert "deviation of 1.25 of 255" in lines[2]
