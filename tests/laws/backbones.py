@@ -193,11 +193,17 @@ FLUX1: dict[str, Any] = {
     "text_tokens": 1,  # in joint attention a dropped text keeps its length, a missing text is one null token
 }
 BACKBONES = {
-    "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
+    "dit": Row(
+        recipe="tiny_dit",
+        quick=("tp2_sp", "fsdp2"),
+        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
+    ),
     "jit": Row(
         recipe="jit_b16_imagenet",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
         refused=("routing", "num_experts"),
+        other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
+        given={name: {**needs, "class_tokens": None} for name, needs in GIVEN.items() if "moe" in name},
         also={
             **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
             "position_embedding": {"rope_axes": None},
@@ -213,7 +219,7 @@ BACKBONES = {
     "sprint": Row(
         recipe="tests.laws.options.sprint_dit",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
-        other={"position_embedding": "sincos_2d"},
+        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
         refused=("class_tokens",),
     ),
     "stdit": Row(
