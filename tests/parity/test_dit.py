@@ -12,7 +12,7 @@ from dit.conditions import per_sample, per_text_token
 from dit.errors import ConfigError
 from dit.kernels.attention import segment_sdpa
 from dit.layout import SequenceLayout
-from dit.models.base import Stage
+from dit.models.base import Ability, Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.registry import build_backbone
 from dit.models.routing_config import RoutingConfig
@@ -243,6 +243,11 @@ def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildMo
 def test_settings_that_exclude_class_tokens_are_refused(changes: dict, says: str):
     with pytest.raises(ConfigError, match=says):
         config(**{**JIT, **changes}).validate()
+
+
+def test_class_tokens_have_the_noise_level_of_their_sample():
+    with pytest.raises(ConfigError, match=r"DiTConfig does not support .*, which data\.some=1 requires"):
+        config(**JIT).check_supports(Ability.LEVELS, "data.some=1", "data without it")
 
 
 STRETCHED = {"position_embedding": "rope_3d", "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 3.0]}
