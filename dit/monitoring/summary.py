@@ -17,13 +17,18 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
     Args:
         metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
     """
+    if step > num_steps:
+        return (
+            f"no step was trained, because this run has {step} steps and training.num_steps={num_steps}; give a larger "
+            "number, or another training.run_dir"
+        )
     steps = scalars_by_step(read_records(metrics))
     losses, held_out = (
         {n: number for n, values in steps.items() if (number := as_number(values.get(name))) is not None}
         for name in (LOSS, HELD_OUT)
     )
     held_out = {n: value for n, value in held_out.items() if not math.isnan(value)}
-    ended = "finished" if step >= num_steps else "stopped at"
+    ended = "finished" if step == num_steps else "stopped at"
     parts = [f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"]
     if losses:
         parts.append(f"loss {losses[max(losses)]:.4f}")

@@ -9,6 +9,7 @@ read and, on the same machine, the process time. It exits with 1 if one of them 
 """
 
 import argparse
+import ctypes
 import hashlib
 import json
 import os
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
 
 CORES = 2
+PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 FILE, LOG, RUN = "record.json", "train.log", "run"
 EXIT_DIFFERS = 1
 TO_THE_BIT = {
@@ -149,6 +151,10 @@ def trained(command: Sequence[str], log: Path) -> tuple[float, float]:
         DataError: it failed.
     """
     cores = sorted(os.sched_getaffinity(0))[:CORES]
+    earlier = child_processes()
+    # Processes that a rank starts and does not wait for, such as the one that reads the data, become children of this
+    # one, and their time counts.
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -156,10 +162,17 @@ def trained(command: Sequence[str], log: Path) -> tuple[float, float]:
         )
         os.sched_setaffinity(process.pid, cores)
         code = process.wait()
+    while orphans := child_processes() - earlier:
+        os.waitpid(orphans.pop(), 0)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if code:
         raise DataError(f"the training ended with exit code {code}; {log} has its output")
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
+
+
+def child_processes() -> set[int]:
+    """Return the ids of the children of this process."""
+    return {int(pid) for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
 
 
 def digest(parts: Iterable[bytes]) -> str:

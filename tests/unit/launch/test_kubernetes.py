@@ -59,7 +59,7 @@ def test_an_older_record_does_not_count(tmp_path):
 
 @pytest.mark.parametrize("delay", ["", "sleep 0.5\n"], ids=["later", "at once"])
 def test_a_pod_that_must_leave_lets_its_ranks_save(tmp_path, delay):
-    """Kubernetes sends the signal only to the shell, also before the shell has continued after the start of torchrun."""
+    """Kubernetes sends the signal only to the shell, which may not have continued after the start of torchrun."""
     script = SCRIPT.replace('"$RUN_DIR" &\n', f'"$RUN_DIR" &\n{delay}')
     assert delay in script
     pod = started(tmp_path, EXIT_PREEMPTED, script, WAITS="1")

@@ -25,6 +25,11 @@ def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
     assert how_it_went(path, 8, 9, 2.0).endswith("the same command continues the run")
 
 
+def test_a_run_that_was_longer_before_tells_that_no_step_was_trained(tmp_path):
+    line = how_it_went(tmp_path / "metrics.jsonl", 9, 8, 1.0)
+    assert line.startswith("no step was trained, because this run has 9 steps and training.num_steps=8; give a larger")
+
+
 def test_losses_of_discarded_steps_do_not_count(tmp_path):
     """The run was killed after step 8, resumed after step 4, and stopped at step 6."""
     path = tmp_path / "metrics.jsonl"

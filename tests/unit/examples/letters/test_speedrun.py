@@ -1,10 +1,11 @@
 """A record of the race is refused if any of its claims is false."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 
-from examples.letters.speedrun import SLOWER, Record, differences
+from examples.letters.speedrun import SLOWER, Record, differences, trained
 
 TRUE = Record(
     factory="letters_dit",
@@ -45,3 +46,10 @@ def test_a_time_that_the_same_machine_does_not_reach_is_no_record():
     assert differences(replace(TRUE, process_s=900.0), TRUE) == []
     assert differences(TRUE, replace(TRUE, process_s=0.99 * SLOWER * TRUE.process_s)) == []
     assert len(differences(TRUE, replace(TRUE, process_s=1.01 * SLOWER * TRUE.process_s))) == 1
+
+
+def test_time_of_a_process_that_outlives_the_training_counts(tmp_path):
+    busy = "import time\nwhile time.process_time() < 1: pass"
+    command = [sys.executable, "-c", f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {busy!r}])"]
+    seconds, _ = trained(command, tmp_path / "log")
+    assert seconds > 1
