@@ -279,7 +279,7 @@ def check_alignment(objective: Objective, model: ModelConfig) -> None:
     if not model.aligns:
         raise ConfigError(
             f"{setting} aligns tokens of a model with one stream, which {type(model).__name__} is not; use "
-            "model=dit_xl or another DiT, or objective.alignment=none"
+            "model=dit_xl or another DiT without model.class_tokens, or objective.alignment=none"
         )
     layers = model.megatron_sizes().num_layers
     if projection.layer > layers:

@@ -66,6 +66,16 @@ def dit_xl() -> run.Config[DiTConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def jit_b16() -> run.Config[DiTConfig]:
+    """JiT-B/16 (131 M): DiT-B on patches of 16 x 16 pixels, with 32 class tokens from layer 4 on; 1000 classes."""
+    model = dit_b()
+    model.in_channels, model.patch_spatial, model.bottleneck_size, model.class_tokens = 3, 16, 128, [32, 4]
+    model.activation, model.ffn_hidden_size, model.rms_norm, model.qk_layernorm = "swiglu", 2048, True, True
+    model.position_embedding, model.rope_axes, model.time_scale = "rope_3d", [0, 32, 32], 1.0
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
 def dit_cross_s() -> run.Config[DiTCrossConfig]:
     """DiT-S with text cross-attention: 12 layers of width 384, 6 heads; 16 latent channels, text of 1024."""
     return run.Config(DiTCrossConfig, hidden_size=384, num_layers=12, num_attention_heads=6)

@@ -37,6 +37,7 @@ from recipes.components import (
     dit_l,
     dit_s,
     dit_xl,
+    jit_b16,
 )
 
 
@@ -150,6 +151,30 @@ def sit_xl2_repa() -> run.Partial:
     recipe = sit_xl2_imagenet()
     recipe.objective.alignment = repa()
     recipe.training.run_dir = "runs/sit_xl2_repa"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def jit_b16_imagenet() -> run.Partial:
+    """JiT-B/16 (131 M) on ImageNet pixels, 256 px: one GPU or more.
+
+    The network predicts the clean picture, and the loss is the error of the velocity. The paper reports FID 4.37 after
+    200 epochs and 3.66 after 600, with guidance. Deviations: it adds sine-cosine positions to the rotary ones; the time
+    here is 1 minus that of the paper, also as input of the network.
+
+    Source: Li and He 2025, arXiv:2511.13720, and its published code.
+    """
+    recipe = _imagenet("jit_b16_imagenet", jit_b16())
+    recipe.data = run.Config(EnergonData, path="data/imagenet_pixels_256")
+    recipe.objective = run.Config(
+        FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8, logit_std=0.8
+    )
+    recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
+    recipe.schedule = run.Config(Constant, warmup_steps=6_255)
+    recipe.training.num_steps, recipe.training.global_batch_size = 750_600, 1024
+    recipe.sampling = run.Config(
+        SamplingConfig, solver="heun", num_steps=50, guidance_scale=2.9, guidance_interval=[0.0, 9.0]
+    )
     return recipe
 
 

@@ -3,6 +3,7 @@
 import nemo_run as run
 
 from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from recipes.small import small_run
@@ -51,6 +52,20 @@ def tiny_dit_pack() -> run.Partial:
     recipe.data.max_tokens_per_pack = 256
     recipe.training.run_dir = "runs/tiny_dit_pack"
     recipe.training.micro_batch_size = 1
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_jit() -> run.Partial:
+    """As tiny_dit_pack, with the class tokens, SwiGLU, RMSNorm and objective of JiT, without texts: one CPU core.
+
+    Three class tokens precede the tokens of each sample in the second layer.
+    """
+    recipe = tiny_dit_pack()
+    recipe.model.context_size, recipe.model.class_tokens, recipe.model.bottleneck_size = None, [3, 1], 16
+    recipe.model.activation, recipe.model.rms_norm, recipe.model.qk_layernorm = "swiglu", True, True
+    recipe.objective = run.Config(FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8)
+    recipe.training.run_dir = "runs/tiny_jit"
     return recipe
 
 

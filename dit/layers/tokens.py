@@ -14,10 +14,11 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dit.backends.init import xavier_uniform
+from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import CONTROL
+from dit.joint_layout import JointLayout, joint_layout
 from dit.layout import SequenceLayout
 
 
@@ -112,3 +113,61 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
         return embed_patches(self.linear, inputs_TC, layout)
+
+
+class ClassTokens(nn.Module):
+    """Tokens of the class before those of each sample: the embedding of the class plus a learned vector each.
+
+    Two class tokens c, d of the samples a and b:
+
+        layers before the first layer with class tokens   a0 a1 a2 b0 b1
+        this layer and later ones                         ca da a0 a1 a2 cb db b0 b1
+
+    They have position 0. Under context parallelism they are replicated, like the text of a `JointLayout`. Pipeline
+    stages always send equally many rows: those before the class tokens send zeros after their tokens.
+
+    Args:
+        received: whether the stage receives the class tokens.
+        inserted: whether they begin in this stage.
+
+    Source: Li and He 2025 (JiT), arXiv:2511.13720, appendix A.
+    """
+
+    def __init__(
+        self, count: int, hidden_size: int, provider: LayerProvider, *, received: bool, inserted: bool
+    ) -> None:
+        super().__init__()
+        self.count, self.provider, self.is_received = count, provider, received
+        self.vectors = provider.parameter((count, hidden_size), normal(0.02)) if inserted else None
+
+    def of_previous_stage(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return received activations without the rows of class tokens that begin later."""
+        return x_TD if self.is_received else x_TD[: layout.num_local_tokens]
+
+    def joined(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch with the layout and the positions of class tokens and samples."""
+        classes = pad_tokens(batch.layout.table(_class_layout, self.count), self.provider)
+        joint = joint_layout(classes, batch.layout)
+        zeros_K3 = batch.positions_T3.new_zeros(classes.total_tokens, 3)
+        return replace(batch, layout=joint, positions_T3=joint.join(zeros_K3, batch.positions_T3))
+
+    def forward(self, x_TD: Tensor, joined: PackedBatch, label_SD: Tensor) -> Tensor:
+        """Insert the class tokens before the local tokens if they begin in this stage, or later the rows of zeros.
+
+        Args:
+            joined: the batch from `joined`.
+            label_SD: embedding of the class of each sample.
+        """
+        joint = joined.layout
+        assert isinstance(joint, JointLayout)
+        if self.vectors is None:
+            share = self.provider.tp_size if self.provider.sequence_parallel else 1
+            return nn.functional.pad(x_TD, (0, 0, 0, joint.total_tokens // share - len(x_TD)))
+        vectors_KD = self.vectors[joint.text.token_index_T % self.count]
+        x_JD = joint.join(joint.text.per_token(label_SD) + vectors_KD, unshard_tokens(x_TD, self.provider))
+        return shard_tokens(joint, self.provider, x_JD)[1][0]
+
+
+def _class_layout(layout: SequenceLayout, count: int) -> SequenceLayout:
+    lengths = (count,) * layout.num_samples
+    return SequenceLayout(lengths, lengths, sum(lengths), layout.device, is_fixed=layout.is_fixed)

@@ -5,8 +5,9 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
                                     +-- layer_inputs: conditioning, text, layout, rotation
 
 With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
-`objective.alignment`, one layer's tokens are compared with features of a teacher; the result is one more column of the
-activations that later stages receive, and of the prediction.
+`model.class_tokens`, layers from some layer on run on more tokens (`ClassTokens`). With `objective.alignment`, one
+layer's tokens are compared with features of a teacher; the result is one more column of the activations that later
+stages receive, and of the prediction.
 """
 
 from abc import abstractmethod
@@ -18,13 +19,21 @@ from torch import Tensor, nn
 from dit.auxiliary import Projection
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.condition_table import TEACHER
+from dit.condition_table import LABEL, TEACHER
+from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.alignment import AlignmentHead, with_columns
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
-from dit.layers.tokens import from_previous_stage, gather_tokens, shard_tokens, to_next_stage, with_control
+from dit.layers.tokens import (
+    ClassTokens,
+    from_previous_stage,
+    gather_tokens,
+    shard_tokens,
+    to_next_stage,
+    with_control,
+)
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
@@ -55,7 +64,7 @@ class TokenStack(Backbone, Generic[Config]):
     and returns the other inputs of its blocks from `layer_inputs`.
     """
 
-    conditioner: nn.Module
+    conditioner: Any
     embed: nn.Module
     layers: nn.ModuleDict
     head: nn.Module
@@ -71,6 +80,7 @@ class TokenStack(Backbone, Generic[Config]):
         self.provider = provider
         self.rotary = config.rotary() if config.position_embedding == "rope_3d" else None
         self.middle, self.routing = range(0), None
+        self.class_tokens: Optional[ClassTokens] = None
         if isinstance(config, TokenRouted) and config.routing is not None:
             assert attention is not None
             self.middle = config.middle_layers
@@ -121,6 +131,8 @@ class TokenStack(Backbone, Generic[Config]):
             x_TD = from_previous_stage(self.input_tensor)
             if x_TD.shape[1] > (size := self.model_config.hidden_size):
                 x_TD, columns_T1 = x_TD[:, :size].contiguous(), [x_TD[:, size:]]
+            if self.class_tokens is not None:
+                x_TD = self.class_tokens.of_previous_stage(x_TD, layout)
 
         def run(layers: Sequence[nn.Module], x_TD: Tensor, inputs: tuple[Any, ...]) -> Tensor:
             for layer in layers:
@@ -141,13 +153,20 @@ class TokenStack(Backbone, Generic[Config]):
                 return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed))
 
             x_TD = self.routing(x_TD, batch, layout, run_middle)
+        if self.class_tokens is not None:
+            joint = self.class_tokens.joined(batch)
+            x_TD = self.class_tokens(x_TD, joint, self.conditioner.label(batch.conditions[LABEL.name].values))
+            layout, (positions_T3,) = shard_tokens(joint.layout, self.provider, joint.positions_T3)
+            x_TD = run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, layout, joint))
         x_TD = run(after, x_TD, inputs)
         if not self.post_process:
             return to_next_stage(with_columns(x_TD, columns_T1))
-        return gather_tokens(with_columns(self.head(x_TD, cond_SD, layout), columns_T1), self.provider)
+        out_TC = gather_tokens(with_columns(self.head(x_TD, cond_SD, layout), columns_T1), self.provider)
+        layout = layout.gathered
+        return layout.split(out_TC)[1] if isinstance(layout, JointLayout) else out_TC
 
     def _parts(self) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-        """Return the local layers before, in and after the middle; without routing, all are after it."""
+        """Return the local layers before, in and after the middle; all are after it if there is none."""
         start, stop = self.middle.start, self.middle.stop
         parts: tuple[list[nn.Module], list[nn.Module], list[nn.Module]] = ([], [], [])
         for i, layer in self.layers.items():

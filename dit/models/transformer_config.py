@@ -60,6 +60,8 @@ RANGES: dict[str, Range] = {
 }
 """Valid ranges of the numeric settings of all backbones, by name."""
 
+Activation = Literal["gelu_tanh", "swiglu"]
+"""Activations of MLPs, see `dit.layers.mlp.MLPS`."""
 Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
 """Position embeddings that are computed from the patch indices."""
 KnownPositions = Literal["none", "sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]

@@ -235,8 +235,8 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
         (experts is not None, f"the products of model.num_experts={experts} experts are not quantised; use"),
         (
             cp > 1 and not model.splits_all_tokens,
-            f"parallel.context_parallel_size={cp} replicates the texts of model={name} over ranks, and a rank would "
-            "quantise only its part of their gradient; use context_parallel_size=1, or",
+            f"parallel.context_parallel_size={cp} replicates texts or class tokens of model={name} over ranks, and a "
+            "rank would quantise only its part of their gradient; use context_parallel_size=1, or",
         ),
         (
             (cp > 1 or parallel.sequence_parallel) and model.draws_in_training,

@@ -68,6 +68,7 @@ JOINT = {"block": "adaln_zero", "num_query_groups": None}
 UNPADDED = {"block": "adaln_zero", "modulation_silu": True, "learned_padding": 1}
 SD3_ROTARY = {**ROTARY, "position_crop": None, "rope_axes": [2, 2, 4]}
 REQUIRES: dict[str, dict[str, Any]] = {
+    "rope_axes": ROTARY,
     "class_dropout": CLASSES,
     "context_dropout": TEXT,
     "rope_theta": ROTARY,
@@ -114,6 +115,8 @@ OTHER: dict[str, Any] = {
     "size_conditioning": True,
     "time_scale": 7.0,
     "time_frequency_shift": 1,
+    "rms_norm": lambda value: not value,
+    "class_tokens": lambda value: [2, 0],
     "bottleneck_size": lambda value: 6 if value is None else None,
     "adaln_lora_rank": 4,
     "guidance": 3.5,
@@ -190,7 +193,23 @@ FLUX1: dict[str, Any] = {
     "text_tokens": 1,  # in joint attention a dropped text keeps its length, a missing text is one null token
 }
 BACKBONES = {
-    "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
+    "dit": Row(
+        recipe="tiny_dit",
+        quick=("tp2_sp", "fsdp2"),
+        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
+    ),
+    "jit": Row(
+        recipe="jit_b16_imagenet",
+        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        refused=("routing", "num_experts"),
+        other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
+        given={name: {**needs, "class_tokens": None} for name, needs in GIVEN.items() if "moe" in name},
+        also={
+            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+            "position_embedding": {"rope_axes": None},
+            "num_layers": {"class_tokens": [3, 2]},
+        },
+    ),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
     "tread": Row(
         recipe="tests.laws.options.tread_cross",
@@ -200,7 +219,8 @@ BACKBONES = {
     "sprint": Row(
         recipe="tests.laws.options.sprint_dit",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
-        other={"position_embedding": "sincos_2d"},
+        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
+        refused=("class_tokens",),
     ),
     "stdit": Row(
         recipe="pretrain_stdit_xl",

@@ -25,8 +25,10 @@ def time_features(time_B: Tensor, width: int = 256) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-def normalise(x: Tensor, eps: float) -> Tensor:
-    """Return layer norm without affine parameters, from mean and biased variance."""
+def normalise(x: Tensor, eps: float, weight: Optional[Tensor] = None) -> Tensor:
+    """Return layer norm without affine parameters, from mean and biased variance; with a weight, RMSNorm."""
+    if weight is not None:
+        return rms_normalise(x, weight, eps)
     mean = x.mean(-1, keepdim=True)
     variance = ((x - mean) ** 2).mean(-1, keepdim=True)
     return (x - mean) / torch.sqrt(variance + eps)
@@ -47,13 +49,31 @@ def silu(x: Tensor) -> Tensor:
 
 
 class ReferenceBlock(nn.Module):
-    """DiT block with adaLN-Zero: two sub-layers, six vectors from one linear map of SiLU(c)."""
+    """DiT block with adaLN-Zero: two sub-layers, six vectors from one linear map of SiLU(c).
 
-    def __init__(self, size: int, heads: int, inner: int, *, bias: bool, qk_norm: bool, eps: float) -> None:
+    Args:
+        swiglu: the MLP is down(SiLU(gate(x)) * value(x)); the rows of `up` are gate 0, value 0, gate 1, value 1, ...
+        rms: the norms before the modulations are RMSNorms with weights.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        heads: int,
+        inner: int,
+        *,
+        bias: bool,
+        qk_norm: bool,
+        eps: float,
+        swiglu: bool = False,
+        rms: bool = False,
+    ) -> None:
         super().__init__()
         self.heads, self.eps = heads, eps
         self.query, self.key, self.value, self.out = (nn.Linear(size, size, bias=bias) for _ in range(4))
-        self.up, self.down = nn.Linear(size, inner, bias=bias), nn.Linear(inner, size, bias=bias)
+        self.swiglu = swiglu
+        self.up, self.down = nn.Linear(size, inner * (1 + swiglu), bias=bias), nn.Linear(inner, size, bias=bias)
+        self.norm_1, self.norm_2 = (nn.Parameter(torch.ones(size)) if rms else None for _ in range(2))
         self.modulation = nn.Linear(size, 6 * size, bias=bias)
         self.query_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
         self.key_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
@@ -69,9 +89,10 @@ class ReferenceBlock(nn.Module):
 
     def forward(self, x: Tensor, cond: Tensor, by: Optional[Tensor] = None) -> Tensor:
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(silu(cond))[:, None].chunk(6, dim=-1)
-        x = x + gate_1 * self.attend(normalise(x, self.eps) * (1 + scale_1) + shift_1, by)
-        hidden = self.up(normalise(x, self.eps) * (1 + scale_2) + shift_2)
-        return x + gate_2 * self.down(gelu_tanh(hidden))
+        x = x + gate_1 * self.attend(normalise(x, self.eps, self.norm_1) * (1 + scale_1) + shift_1, by)
+        hidden = self.up(normalise(x, self.eps, self.norm_2) * (1 + scale_2) + shift_2)
+        hidden = silu(hidden[..., 0::2]) * hidden[..., 1::2] if self.swiglu else gelu_tanh(hidden)
+        return x + gate_2 * self.down(hidden)
 
 
 class ReferenceDiT(nn.Module):
@@ -81,7 +102,8 @@ class ReferenceDiT(nn.Module):
 
     Args:
         positions: `sincos_2d`, `sincos_3d` or `rope_3d`.
-        rope: has `rope_theta`, `rope_scaling` and `rope_factors`, for `rope_3d`.
+        rope: has `rope_theta`, `rope_scaling`, `rope_factors` and `rope_axes`, for `rope_3d`.
+        class_tokens: number of class tokens, and the first block that sees them.
     """
 
     def __init__(
@@ -102,6 +124,9 @@ class ReferenceDiT(nn.Module):
         positions: str = "sincos_2d",
         rope: Any = None,
         bottleneck: Optional[int] = None,
+        swiglu: bool = False,
+        rms: bool = False,
+        class_tokens: Optional[list[int]] = None,
     ) -> None:
         super().__init__()
         self.size, self.eps, self.time_scale = size, eps, time_scale
@@ -115,8 +140,12 @@ class ReferenceDiT(nn.Module):
             self.null_text = nn.Parameter(torch.zeros(text_size))
             self.text_1, self.text_2 = nn.Linear(text_size, size), nn.Linear(size, size)
         self.blocks = nn.ModuleList(
-            ReferenceBlock(size, heads, inner, bias=bias, qk_norm=qk_norm, eps=eps) for _ in range(depth)
+            ReferenceBlock(size, heads, inner, bias=bias, qk_norm=qk_norm, eps=eps, swiglu=swiglu, rms=rms)
+            for _ in range(depth)
         )
+        self.final_norm = nn.Parameter(torch.ones(size)) if rms else None
+        self.count, self.first = class_tokens or (0, depth)
+        self.class_vectors = nn.Parameter(torch.zeros(self.count, size)) if self.count else None
         self.final_modulation, self.final = nn.Linear(size, 2 * size), nn.Linear(size, patch_out)
 
     def condition(
@@ -143,10 +172,16 @@ class ReferenceDiT(nn.Module):
         cond = self.condition(time_B, labels, texts)
         x, by = self.patch(patches if self.bottleneck is None else self.bottleneck(patches)), None
         if self.positions == "rope_3d":
-            by = turns(patch_indices(grid), self.head_size, self.rope)
+            by = turns(patch_indices(grid), self.head_size, self.rope, self.rope.rope_axes)
         else:
             x = x + position_features(grid, self.size, self.positions).to(patches.dtype)
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
+            if i == self.first and self.class_vectors is not None and labels is not None:
+                rows = [self.null_label if label is None else self.labels[label] for label in labels]
+                x = torch.cat([torch.stack(rows)[:, None] + self.class_vectors, x], 1)
+                if by is not None:  # class tokens are not rotated
+                    by = torch.cat([torch.ones_like(by[:1]).expand(self.count, -1), by])
             x = block(x, cond, by)
+        x = x if self.class_vectors is None else x[:, self.count :]
         shift, scale = self.final_modulation(silu(cond))[:, None].chunk(2, dim=-1)
-        return self.final(normalise(x, self.eps) * (1 + scale) + shift)
+        return self.final(normalise(x, self.eps, self.final_norm) * (1 + scale) + shift)

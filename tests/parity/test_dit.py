@@ -9,8 +9,13 @@ from torch import Tensor, nn
 
 from dit.batch import PackedBatch
 from dit.conditions import per_sample, per_text_token
+from dit.errors import ConfigError
+from dit.kernels.attention import segment_sdpa
 from dit.layout import SequenceLayout
+from dit.models.base import Ability, Stage
 from dit.models.dit.config import DiTConfig
+from dit.models.registry import build_backbone
+from dit.models.routing_config import RoutingConfig
 from dit.patchify import grid_positions
 from tests.conftest import BuildModel
 from tests.parity.reference_dit import ReferenceBlock, ReferenceDiT
@@ -156,6 +161,10 @@ def test_block_equals_the_formula_of_the_paper(build_model: BuildModel, qk_layer
         {"bottleneck_size": 5},
         {"num_classes": None, "ffn_hidden_size": 100, "out_channels": 6},
         {"layernorm_epsilon": 1e-2, "time_scale": 50.0, "patch_spatial": 1, "qk_layernorm": True},
+        {"activation": "swiglu"},
+        {"rms_norm": True},
+        {"class_tokens": [3, 1]},
+        {"class_tokens": [2, 0], "position_embedding": "rope_3d"},
     ],
     ids=lambda changes: ",".join(changes) or "default",
 )
@@ -165,10 +174,18 @@ def test_dense_batch_equals_the_model_of_the_paper(build_model: BuildModel, chan
     compare(build_model(model_config, perturb=0.1), model_config, pack(samples, model_config), samples)
 
 
+JIT = {
+    **{"qk_layernorm": True, "activation": "swiglu", "rms_norm": True, "bottleneck_size": 5, "class_tokens": [3, 1]},
+    **{"position_embedding": "rope_3d", "rope_axes": [0, 6, 6], "time_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("changes", [{"qk_layernorm": True}, JIT], ids=["dit", "jit"])
 @pytest.mark.parametrize(("multiple_of", "tail"), [(1, 0), (1, 5), (8, 0), (8, 16)])
-def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int):
+def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int, changes: dict):
     """Samples of a pack differ in label, time, length and shape; neighbours and padding do not affect them."""
-    model_config = config(qk_layernorm=True)
+    model_config = config(**changes)
+    model_config.validate()
     samples = [
         Sample((1, 4, 4), 3),
         Sample((1, 2, 5), None),
@@ -178,6 +195,59 @@ def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple
     ]
     batch = pack(samples, model_config, multiple_of=multiple_of, tail=tail)
     compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildModel, cut: int):
+    """Two pipeline stages have the output and the gradients of one; the tokens begin at layer 1 of 3."""
+    model_config = config(**JIT)
+    model = build_model(model_config, perturb=0.1)
+    stages = [
+        build_backbone(model_config, model.provider, segment_sdpa, Stage(layers, first=not i, last=bool(i)))
+        for i, layers in enumerate((range(cut), range(cut, 3)))
+    ]
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    assert [stage.class_tokens.vectors is not None for stage in stages] == [cut == 2, cut == 1]
+    samples = [Sample((1, 4, 4), 3), Sample((1, 2, 5))]
+    batch, time = pack(samples, model_config, tail=2), torch.tensor([0.3, 0.8])
+    inputs = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(5))
+    sent = stages[0](inputs, time, batch)
+    assert len(sent) == 28 + 2 * 3  # the same rows before the class tokens
+    stages[1].set_input_tensor(sent)
+    out, exact = stages[1](inputs, time, batch), model(inputs, time, batch)
+    assert torch.equal(out, exact)
+    for output in (out, exact):
+        output.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        parts = [dict(stage.named_parameters()).get(name) for stage in stages]
+        total = sum(part.grad for part in parts if part is not None and part.grad is not None)
+        assert relative_error(total, parameter.grad) <= RTOL, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"class_tokens": [3]}, r"class_tokens=\[3\] must be a count"),
+        ({"class_tokens": [0, 1]}, "must be a count of at least 1"),
+        ({"class_tokens": [3, 3]}, "below model.num_layers=3"),
+        ({"num_classes": None}, "needs classes, .* model.num_classes=None"),
+        ({"num_experts": 4}, "needs classes, .* model.num_experts=4"),
+        ({"routing": RoutingConfig(first_layers=1, last_layers=1)}, "needs classes, .* model.routing=RoutingConfig"),
+        ({"rope_axes": [0, 6, 4]}, "add up to 10, but a head has 12"),
+        ({"activation": "relu"}, "model.activation='relu'"),
+        ({"position_embedding": "sincos_2d"}, "model.rope_axes=.* has no effect"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_exclude_class_tokens_are_refused(changes: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        config(**{**JIT, **changes}).validate()
+
+
+def test_class_tokens_have_the_noise_level_of_their_sample():
+    with pytest.raises(ConfigError, match=r"DiTConfig does not support .*, which data\.some=1 requires"):
+        config(**JIT).check_supports(Ability.LEVELS, "data.some=1", "data without it")
 
 
 STRETCHED = {"position_embedding": "rope_3d", "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 3.0]}

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
+from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
@@ -67,6 +68,11 @@ def segments(pairs: int, heads: int, hidden_size: int, **changes: Any) -> STDiTC
 
 
 EC_1B = {"num_experts": 64, "moe_ffn_hidden_size": 1024, "moe_capacity_factor": 8.0}
+JIT_B16 = DiTConfig(
+    **{"in_channels": 3, "patch_spatial": 16, "hidden_size": 768, "num_attention_heads": 12, "ffn_hidden_size": 2048},
+    **{"bottleneck_size": 128, "class_tokens": [32, 4], "activation": "swiglu", "rms_norm": True, "qk_layernorm": True},
+    num_classes=1000,
+)
 WAN_14B = WanConfig(hidden_size=5120, num_layers=40, num_attention_heads=40, ffn_hidden_size=13824)
 T5, FLUX_NULLS, SANA_NULL = 4096, 4096 + 768, 2304
 """Elements of the null texts, used for guidance without a text encoder; public checkpoints do not have them."""
@@ -90,6 +96,7 @@ NAMED: dict[str, tuple[Any, int, float]] = {
     "ST-DiT-XL": (segments(28, 16, 1152), 1_204_095_632, 1.2e9),
     "ST-DiT-3B": (segments(24, 16, 2048, ffn_hidden_size=8192), 3_264_109_584, 3.25e9),
     "ST-DiT-3B Open-Sora": (segments(28, 26, 1872), 3_176_439_872, 3.17e9),
+    "JiT-B/16": (JIT_B16, 131_123_712, 131e6),
     # Public checkpoints.
     "FLUX.1-dev": (FluxConfig(guidance=3.5), 11_901_408_320 + FLUX_NULLS, 11.9e9),
     "FLUX.1-schnell": (FluxConfig(), 11_891_178_560 + FLUX_NULLS, 11.9e9),

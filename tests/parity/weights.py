@@ -26,6 +26,10 @@ _DIRECT = {
     "mlp.router": "router",
     "mlp.linear_fc1": "up",
     "mlp.linear_fc2": "down",
+    "attention_norm.weight": "norm_1",
+    "mlp_norm.weight": "norm_2",
+    "head.norm.weight": "final_norm",
+    "class_tokens.vectors": "class_vectors",
 }
 
 
@@ -47,6 +51,9 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         positions=config.position_embedding,
         rope=config,
         bottleneck=config.bottleneck_size,
+        swiglu=config.activation == "swiglu",
+        rms=config.rms_norm,
+        class_tokens=config.class_tokens,
     )
     if config.num_experts is not None:
         expert_choice = config.moe_router == "expert_choice"

@@ -1,13 +1,16 @@
 """Settings of the original DiT."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Optional
+from typing import Optional
 
-from dit.models.base import TransformerSizes
+from dit.errors import ConfigError
+from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.expert_options import ExpertOptions
 from dit.models.routing_config import TokenRouted
-from dit.models.transformer_config import Positions
+from dit.models.transformer_config import Activation, Positions
+from dit.ranges import check_choice, check_unused
 
 
 @dataclass(kw_only=True)
@@ -18,23 +21,72 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         num_layers: number of blocks.
         qk_layernorm: RMSNorm on queries and keys per head.
         add_bias: use biases in the linear layers of the blocks.
-        bottleneck_size: width of a linear layer between patch and embedding (JiT, arXiv:2511.13720); None for none.
+        activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
+        rms_norm: RMSNorms with weights instead of layer norms before the modulations.
+        bottleneck_size: width of a linear layer between patch and embedding; None for none.
+        class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample; None
+            for none.
+        rope_axes: features of a head that rotate with t, h and w; None for a third each.
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
-    """
 
-    aligns: ClassVar[bool] = True
-    compiles: ClassVar[bool] = True
+    Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720.
+    """
 
     num_layers: int = 12
     qk_layernorm: bool = False
     add_bias: bool = True
+    activation: Activation = "gelu_tanh"
+    rms_norm: bool = False
     bottleneck_size: Optional[int] = None
+    class_tokens: Optional[list[int]] = None
     position_embedding: Positions = "sincos_2d"
+    rope_axes: Optional[list[int]] = None
     time_frequency_shift: int = 0
+
+    @property
+    def supports(self) -> Supports:  # type: ignore[override]
+        return Supports(levels=self.class_tokens is None)
+
+    @property
+    def splits_all_tokens(self) -> bool:  # type: ignore[override]
+        return self.class_tokens is None
+
+    @property
+    def aligns(self) -> bool:  # type: ignore[override]
+        return self.class_tokens is None
+
+    @property
+    def compiles(self) -> bool:  # type: ignore[override]
+        return self.class_tokens is None
+
+    def layer_kind(self, layer: int) -> Hashable:
+        return super().layer_kind(layer), self.class_tokens is not None and layer >= self.class_tokens[1]
 
     def validate(self) -> None:
         super().validate()
         self.validate_experts()
+        check_choice("model.activation", self.activation, Activation)
+        if self.position_embedding == "rope_3d":
+            self.rotary(self.rope_axes)
+        else:
+            where = f"with model.position_embedding={self.position_embedding!r}"
+            check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
+        if self.class_tokens is not None:
+            self._check_class_tokens(self.class_tokens)
+
+    def _check_class_tokens(self, numbers: list[int]) -> None:
+        if len(numbers) != 2 or numbers[0] < 1 or not 0 <= numbers[1] < self.num_layers:
+            raise ConfigError(
+                f"model.class_tokens={numbers} must be a count of at least 1 and the index of the first layer with "
+                f"these tokens, below model.num_layers={self.num_layers}, such as [32,4]"
+            )
+        if (self.num_classes is None, self.routing, self.num_experts) != (False, None, None):
+            raise ConfigError(
+                f"model.class_tokens={numbers} needs classes, and layers that process all tokens in the same way: "
+                f"model.num_classes={self.num_classes}, model.routing={self.routing}, "
+                f"model.num_experts={self.num_experts}; set num_classes, and the other two to null, or "
+                "model.class_tokens=null"
+            )
 
     def megatron_sizes(self) -> TransformerSizes:
         sizes = replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=self.qk_layernorm)

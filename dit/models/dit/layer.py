@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
-from dit.layers.adaln import Modulation
+from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.attention import SelfAttention
-from dit.layers.mlp import MLP
+from dit.layers.mlp import MLPS
 from dit.layers.moe import MoE
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
@@ -34,16 +34,22 @@ class DiTLayer(nn.Module):
             qk_layernorm=config.qk_layernorm,
             eps=eps,
         )
-        self.mlp: MLP | MoE
+        self.attention_norm: Optional[RMSNorm] = None
+        self.mlp_norm: Optional[RMSNorm] = None
+        if config.rms_norm:
+            self.attention_norm, self.mlp_norm = (RMSNorm(config.hidden_size, provider, eps=eps) for _ in range(2))
         if config.num_experts is None:
-            self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
+            self.mlp: nn.Module = MLPS[config.activation](config.hidden_size, config.ffn_size, provider, bias=bias)
         else:
-            self.mlp = MoE(config.hidden_size, provider, bias=bias, **config.moe_arguments(config.ffn_size))
+            sizes = config.moe_arguments(config.ffn_size)
+            self.mlp = MoE(config.hidden_size, provider, bias=bias, gated=config.activation == "swiglu", **sizes)
 
     def forward(
         self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None
     ) -> Tensor:
         attention_mod, mlp_mod = self.modulation(cond_SD)
+        if self.attention_norm is not None and self.mlp_norm is not None:
+            attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
         y_TD = self.attention(y_TD, layout, rotation)
         x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)

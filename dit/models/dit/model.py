@@ -8,9 +8,10 @@ from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
+from dit.layers.adaln import RMSNorm
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
-from dit.layers.tokens import embed_patches
+from dit.layers.tokens import ClassTokens, embed_patches
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
@@ -25,10 +26,12 @@ class DiT(TokenStack[DiTConfig]):
     paper's code without its frozen table. The label `num_classes` is the unconditional case.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: mean-pooled text in the conditioning vector,
-    QK-layernorm, (t, h, w) positions, rotary positions and a bottleneck before the embedding are options.
+    QK-layernorm, (t, h, w) positions, rotary positions, and the bottleneck, class tokens, RMSNorm and SwiGLU of JiT (Li
+    and He 2025, arXiv:2511.13720) are options.
     """
 
     embed: nn.Linear
+    conditioner: Conditioner
     bottleneck: Optional[nn.Linear]
     fsdp_units = (DiTLayer,)
 
@@ -42,6 +45,14 @@ class DiT(TokenStack[DiTConfig]):
             num_classes=config.num_classes,
             context_size=config.context_size,
         )
+        if self.rotary is not None:
+            self.rotary = config.rotary(config.rope_axes)
+        if config.class_tokens is not None:
+            count, first_layer = config.class_tokens
+            self.middle = range(first_layer, config.num_layers)
+            received = not stage.first and stage.layers.start > first_layer
+            inserted = not received and stage.layers.stop > first_layer
+            self.class_tokens = ClassTokens(count, config.hidden_size, provider, received=received, inserted=inserted)
         self.bottleneck = None
         if stage.first:
             inputs = config.token_channels
@@ -52,7 +63,9 @@ class DiT(TokenStack[DiTConfig]):
             self.embed = provider.replicated_linear(inputs, config.hidden_size, bias=True, init=init)
         self.layers = nn.ModuleDict({str(i): DiTLayer(config, provider, attention) for i in stage.layers})
         if stage.last:
-            self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)
+            size, eps = config.hidden_size, config.layernorm_epsilon
+            norm = RMSNorm(size, provider, eps=eps) if config.rms_norm else None
+            self.head = FinalLayer(size, config.output_features, provider, eps=eps, norm=norm)
 
     def layer_inputs(
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
-from dit.models.streams.config import Activation, StreamsConfig, TextPositions
+from dit.models.streams.config import StreamsConfig, TextPositions
+from dit.models.transformer_config import Activation
 
 
 @dataclass(kw_only=True)

@@ -8,13 +8,12 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import NULLS, NullText, NullTextConditioned
-from dit.models.transformer_config import TransformerModelConfig, check_query_groups
+from dit.models.transformer_config import Activation, TransformerModelConfig, check_query_groups
 from dit.ranges import check_choice, check_unused
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 TextPositions = Literal["origin", "own_axis", "after_image", "before_image"]
 Block = Literal["adaln_zero", "sandwich"]
-Activation = Literal["gelu_tanh", "swiglu"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
-from dit.models.streams.config import Activation, Block, StreamsConfig, TextPositions
+from dit.models.streams.config import Block, StreamsConfig, TextPositions
+from dit.models.transformer_config import Activation
 
 
 @dataclass(kw_only=True)

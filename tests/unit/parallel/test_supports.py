@@ -107,7 +107,7 @@ def test_each_unsupported_feature_is_refused_and_listed_separately() -> None:
 def test_supported_features_are_accepted() -> None:
     """The same backbone may run with data parallelism in fp32; by default, a backbone supports everything."""
     assert run_of({}, "fp32").check(world_size=4)[0].data_parallel_size == 4
-    assert Supports() == DiTConfig.supports == Supports(**dict.fromkeys(NOTHING, True))
+    assert Supports() == DiTConfig().supports == Supports(**dict.fromkeys(NOTHING, True))
     everything = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
     everything |= {"context_parallel_size": 2, "expert_model_parallel_size": 2}
     run_of(everything, "bf16", DiTConfig(num_experts=4)).check()
