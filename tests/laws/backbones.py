@@ -203,7 +203,7 @@ BACKBONES = {
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
         refused=("routing", "num_experts"),
         other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
-        given={name: {**needs, "class_tokens": None} for name, needs in GIVEN.items() if "moe" in name},
+        requires={name: {**needs, "class_tokens": None} for name, needs in REQUIRES.items() if "moe" in name},
         also={
             **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
             "position_embedding": {"rope_axes": None},
