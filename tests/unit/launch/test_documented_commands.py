@@ -125,7 +125,7 @@ def test_the_parser_reads_the_commands_of_all_pages():
     assert ("Makefile", "letters_dit", 2) in found
     on_nodes = [c for c in COMMANDS if str(c.page) == "launch/README.md"]
     assert [c.world_size for c in on_nodes] == [8, 32, 32, 8, 32, 32]
-    assert any("training.num_steps=2100" in c.overrides for c in COMMANDS)
+    assert any("training.num_steps=600" in c.overrides for c in COMMANDS)
 
 
 def test_two_runs_on_one_machine_use_two_ports():
