@@ -1,7 +1,6 @@
 """Named parts for overrides: `objective=edm`, `optimizer=adamw_large`, `data=mock`.
 
-Each is a starting point; its fields follow as `objective.p_mean=-0.4` or in parentheses,
-`objective=ddpm(prediction='v')`.
+Each is a starting point for its fields: `objective=edm objective.p_mean=-0.4`, or `objective=ddpm(prediction='v')`.
 """
 
 import nemo_run as run
@@ -292,9 +291,8 @@ def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
 @run.cli.factory(target=ModelConfig)
 def autoencoder_vq_f4() -> run.Config[AutoencoderConfig]:
     """VQ-f4 autoencoder (55.3 M) of latent diffusion: sides / 4, 3 channels, 8,192 codes, width 128 to 512."""
-    return run.Config(
-        AutoencoderConfig, patch_spatial=4, latent_channels=3, block_out_channels=[128, 256, 512], codebook_size=8192
-    )
+    widths = [128, 256, 512]
+    return run.Config(AutoencoderConfig, patch_spatial=4, latent_channels=3, block_out_channels=widths, codebook_size=8192)
 
 
 @run.cli.factory(target=ModelConfig)
