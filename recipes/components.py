@@ -291,8 +291,8 @@ def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
 @run.cli.factory(target=ModelConfig)
 def autoencoder_vq_f4() -> run.Config[AutoencoderConfig]:
     """VQ-f4 autoencoder (55.3 M) of latent diffusion: sides / 4, 3 channels, 8,192 codes, width 128 to 512."""
-    widths = [128, 256, 512]
-    return run.Config(AutoencoderConfig, patch_spatial=4, latent_channels=3, block_out_channels=widths, codebook_size=8192)
+    sizes = {"patch_spatial": 4, "latent_channels": 3, "block_out_channels": [128, 256, 512]}
+    return run.Config(AutoencoderConfig, **sizes, codebook_size=8192)
 
 
 @run.cli.factory(target=ModelConfig)
