@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_rank_world")
 
 
 def letters(folder: Any, *words: str, data: MockData | None = None) -> Any:
-    """Return the settings of `letters_dit` (6 layers, two micro-batches of 512 tokens) on synthetic pictures."""
-    asked = ["--factory", "letters_dit", "--shape", "1x16x16", *words]
+    """Return the settings of `letters_dit` with AdamW (6 layers, two micro-batches of 512 tokens) on mock pictures."""
+    asked = ["--factory", "letters_dit", "--shape", "1x16x16", "optimizer.algorithm=adamw", *words]
     config = config_of(build_parser().parse_args(asked), str(folder))
     return config if data is None else replace(config, data=data)
 
