@@ -151,19 +151,22 @@ def trained(command: Sequence[str], log: Path) -> tuple[float, float]:
         DataError: it failed.
     """
     cores = sorted(os.sched_getaffinity(0))[:CORES]
-    earlier = child_processes()
+    earlier, prctl = child_processes(), ctypes.CDLL(None).prctl
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     # Processes that a rank starts and does not wait for, such as the one that reads the data, become children of this
     # one, and their time counts.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    with open(log, "w") as file:
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
-        )
-        os.sched_setaffinity(process.pid, cores)
-        code = process.wait()
-    while orphans := child_processes() - earlier:
-        os.waitpid(orphans.pop(), 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        with open(log, "w") as file:
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
+            os.sched_setaffinity(process.pid, cores)
+            code = process.wait()
+        while orphans := child_processes() - earlier:
+            os.waitpid(orphans.pop(), 0)
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if code:
         raise DataError(f"the training ended with exit code {code}; {log} has its output")

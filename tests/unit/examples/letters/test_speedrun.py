@@ -1,5 +1,6 @@
 """A record of the race is refused if any of its claims is false."""
 
+import ctypes
 import sys
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import pytest
 
 from examples.letters.speedrun import SLOWER, Record, differences, trained
 
+PR_GET_CHILD_SUBREAPER = 37  # of Linux's prctl
 TRUE = Record(
     factory="letters_dit",
     overrides=[],
@@ -53,3 +55,6 @@ def test_time_of_a_process_that_outlives_the_training_counts(tmp_path):
     command = [sys.executable, "-c", f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {busy!r}])"]
     seconds, _ = trained(command, tmp_path / "log")
     assert seconds > 1
+    adopts = ctypes.c_int(1)
+    ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts))
+    assert adopts.value == 0, "this process would adopt the orphans of later tests and never wait for them"
