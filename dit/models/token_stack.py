@@ -64,7 +64,7 @@ class TokenStack(Backbone, Generic[Config]):
     and returns the other inputs of its blocks from `layer_inputs`.
     """
 
-    conditioner: Any
+    conditioner: Conditioner
     embed: nn.Module
     layers: nn.ModuleDict
     head: nn.Module
@@ -154,6 +154,7 @@ class TokenStack(Backbone, Generic[Config]):
 
             x_TD = self.routing(x_TD, batch, layout, run_middle)
         if self.class_tokens is not None:
+            assert self.conditioner.label is not None
             joint = self.class_tokens.joined(batch)
             x_TD = self.class_tokens(x_TD, joint, self.conditioner.label(batch.conditions[LABEL.name].values))
             layout, (positions_T3,) = shard_tokens(joint.layout, self.provider, joint.positions_T3)

@@ -31,7 +31,6 @@ class DiT(TokenStack[DiTConfig]):
     """
 
     embed: nn.Linear
-    conditioner: Conditioner
     bottleneck: Optional[nn.Linear]
     fsdp_units = (DiTLayer,)
 
