@@ -276,11 +276,8 @@ def check_alignment(objective: Objective, model: ModelConfig) -> None:
     if projection is None:
         return
     setting = f"objective.alignment.layer={projection.layer}"
-    if not model.aligns:
-        raise ConfigError(
-            f"{setting} aligns tokens of a model with one stream, which {type(model).__name__} is not; use "
-            "model=dit_xl or another DiT without model.class_tokens, or objective.alignment=none"
-        )
+    cure = "model=dit_xl or another model with one stream and without model.class_tokens, or objective.alignment=none"
+    model.check_supports(Ability.ALIGNED, setting, cure)
     layers = model.megatron_sizes().num_layers
     if projection.layer > layers:
         raise ConfigError(f"{setting} is above model.num_layers={layers}; use the layer after a third of them")
@@ -375,7 +372,7 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
     has_texts = any(condition.axis == "text" for condition in spec.conditions)
     for applies, setting, reason, cure in (
         (
-            not config.model.fixes_packs,
+            not config.model.supports.fixed_packs,
             f"model={type(config.model).__name__}",
             "its layers read the lengths of samples on the host",
             "use model=DiTConfig",

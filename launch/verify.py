@@ -235,7 +235,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         by_rank=True,
     )
     bounds, floor = BOUNDS if fp8 is None else FP8_BOUNDS, 0.0
-    if fp8 is not None and parallel.sequence_parallel and not model.splits_all_tokens:  # which pads a text stream
+    if fp8 is not None and parallel.sequence_parallel and not model.supports.split_texts:  # which pads a text stream
         bounds, floor = HALF_BOUNDS["bf16"], FLOOR
     return Pair(one, many, world_size, axis_sizes(parallel, dims), bounds, floor)
 

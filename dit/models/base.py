@@ -81,6 +81,10 @@ class Ability(Enum):
     FP16 = "fp16"
     MIXED_SHAPES = "samples of different shapes in one micro-batch"
     LEVELS = "several noise levels in a sample"
+    SPLIT_TEXTS = "context parallelism of all tokens"
+    ALIGNED = "alignment of hidden states"
+    COMPILED = "compiled layers"
+    FIXED_PACKS = "CUDA graphs of packs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +102,10 @@ class Supports:
         fp16: fp16 weights with fp32 masters and a loss scale.
         mixed_shapes: samples of different shapes in one micro-batch, packed or not.
         levels: several noise levels in a sample (`dit.levels`).
+        split_texts: context parallelism splits every stream of tokens of the blocks; False if it replicates a text.
+        aligned: hidden states aligned with features of a teacher (`objective.alignment`).
+        compiled: layers compiled by torch.compile (`training.kernels=compile`).
+        fixed_packs: passes that read no lengths of samples, so that a CUDA graph repeats packs (`dit.fixed_packs`).
     """
 
     tensor: bool = True
@@ -110,21 +118,14 @@ class Supports:
     fp16: bool = True
     mixed_shapes: bool = True
     levels: bool = True
+    split_texts: bool = True
+    aligned: bool = False
+    compiled: bool = False
+    fixed_packs: bool = False
 
     def abilities(self) -> dict[Ability, bool]:
         """Return the flags by feature."""
-        return {
-            Ability.TENSOR: self.tensor,
-            Ability.SEQUENCE: self.sequence,
-            Ability.PIPELINE: self.pipeline,
-            Ability.CONTEXT: self.context,
-            Ability.EXPERT: self.expert,
-            Ability.FSDP: self.fsdp,
-            Ability.BF16: self.bf16,
-            Ability.FP16: self.fp16,
-            Ability.MIXED_SHAPES: self.mixed_shapes,
-            Ability.LEVELS: self.levels,
-        }
+        return {ability: getattr(self, ability.name.lower()) for ability in Ability}
 
     def __str__(self) -> str:
         words = [ability.value for ability, supported in self.abilities().items() if supported]
@@ -135,7 +136,7 @@ class Supports:
 class ModelConfig(ABC):
     """Settings of every backbone.
 
-    Subclasses add their own fields, and list unsupported features in `supports`.
+    Subclasses add their own fields, and list features in `supports`.
 
     Attributes:
         in_channels: channels of a latent (of a picture for an autoencoder).
@@ -146,19 +147,15 @@ class ModelConfig(ABC):
     """
 
     model_path: ClassVar[Optional[str]] = None
-    supports: ClassVar[Supports] = Supports()
-    splits_all_tokens: ClassVar[bool] = True
-    """Whether context parallelism splits every stream of tokens of the blocks. False if it replicates a text stream."""
-    fixes_packs: ClassVar[bool] = False
-    """Whether its passes read no lengths of samples, so that a CUDA graph repeats packs (`dit.fixed_packs`)."""
-    aligns: ClassVar[bool] = False
-    """Whether hidden states can be aligned with features of a teacher (`objective.alignment`)."""
-    compiles: ClassVar[bool] = False
-    """Whether torch.compile supports its layers (`training.kernels=compile`)."""
 
     in_channels: int = 4
     patch_spatial: int = 2
     patch_temporal: int = 1
+
+    @property
+    def supports(self) -> Supports:
+        """Features of the backbone with these settings; a class attribute if they do not depend on settings."""
+        return Supports()
 
     def check_supports(self, ability: Ability, setting: str, cure: str) -> None:
         """Check that the backbone supports a feature.
@@ -334,7 +331,7 @@ class Backbone(nn.Module, ABC):
             self.learn_uncertainty(provider)
 
     def align(self, projection: Projection, provider: "LayerProvider") -> None:
-        """Add the projection to the stage that has its layer, if `ModelConfig.aligns`.
+        """Add the projection to the stage that has its layer, if the backbone is `Supports.aligned`.
 
         The negative cosine of each token becomes a column after the predictions.
         """

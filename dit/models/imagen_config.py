@@ -1,7 +1,7 @@
 """Settings common to Imagen's two UNets."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
 from dit.condition_table import AUGMENTATION, LOW_RESOLUTION
 from dit.conditions import Condition
@@ -45,10 +45,16 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
     """
 
-    supports: ClassVar[Supports] = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
+    supports = Supports(
+        tensor=False,
+        sequence=False,
+        pipeline=False,
+        context=False,
+        expert=False,
+        mixed_shapes=False,
+        levels=False,
+        compiled=True,
     )
-    compiles: ClassVar[bool] = True
 
     in_channels: int = 3
     patch_spatial: int = 1

@@ -1,11 +1,12 @@
 """Settings of token routing."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
+from dit.models.base import Supports
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import SHARE, SHARE_BELOW_1, Range, check_choice, check_ranges, check_unused, whole
 
@@ -82,8 +83,8 @@ class TokenRouted(TransformerModelConfig):
         return self.routing is not None
 
     @property
-    def fixes_packs(self) -> bool:  # type: ignore[override]
-        return self.routing is None
+    def supports(self) -> Supports:
+        return replace(super().supports, fixed_packs=self.routing is None)
 
     @property
     def uncut_layers(self) -> range:

@@ -211,7 +211,7 @@ def _check_compiled(model: ModelConfig, parallel: ParallelConfig, training: Trai
     layers = training.recompute_layers
     for refused, why in (
         (
-            not model.compiles,
+            not model.supports.compiled,
             f"the layers of model={type(model).__name__} have inputs that torch.compile does not support",
         ),
         (parallel.data_parallel == "fsdp", "parallel.data_parallel=fsdp gathers and frees the weights of a layer"),
@@ -234,7 +234,7 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
         (not model.supports.tensor, f"model={name} has no transformer blocks of linears that it can quantise; use"),
         (experts is not None, f"the products of model.num_experts={experts} experts are not quantised; use"),
         (
-            cp > 1 and not model.splits_all_tokens,
+            cp > 1 and not model.supports.split_texts,
             f"parallel.context_parallel_size={cp} replicates texts or class tokens of model={name} over ranks, and a "
             "rank would quantise only its part of their gradient; use context_parallel_size=1, or",
         ),

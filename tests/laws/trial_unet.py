@@ -35,7 +35,7 @@ class UNetConfig(ClassConditioned):
     """
 
     model_path: ClassVar[Optional[str]] = f"{__name__}:UNet"
-    supports: ClassVar[Supports] = Supports(
+    supports = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
 

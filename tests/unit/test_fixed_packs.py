@@ -28,7 +28,7 @@ from tests.laws.backbones import NAMES, config_of, pack
 FIXING = {
     name: config_of(name)
     for name in NAMES
-    if config_of(name).fixes_packs and config_of(name).megatron_sizes().num_moe_experts is None
+    if config_of(name).supports.fixed_packs and config_of(name).megatron_sizes().num_moe_experts is None
 }
 FIXING["pixart"] = replace(config_of("stdit"), layer_pattern=["full"], position_span=8.0)
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)

@@ -1,7 +1,7 @@
 """Settings of the KL and VQ autoencoders."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Optional
+from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
@@ -26,7 +26,7 @@ class AutoencoderConfig(ModelConfig):
         shift_factor: see `scaling_factor`.
     """
 
-    supports: ClassVar[Supports] = Supports(
+    supports = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
 

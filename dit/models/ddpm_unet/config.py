@@ -1,7 +1,7 @@
 """Settings of the conditional DDPM UNet."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Optional
+from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
@@ -20,7 +20,7 @@ class DDPMUNetConfig(ClassConditioned):
         num_attention_heads: heads of every attention.
     """
 
-    supports: ClassVar[Supports] = Supports(
+    supports = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
 

@@ -44,20 +44,9 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     time_frequency_shift: int = 0
 
     @property
-    def supports(self) -> Supports:  # type: ignore[override]
-        return Supports(levels=self.class_tokens is None)
-
-    @property
-    def splits_all_tokens(self) -> bool:  # type: ignore[override]
-        return self.class_tokens is None
-
-    @property
-    def aligns(self) -> bool:  # type: ignore[override]
-        return self.class_tokens is None
-
-    @property
-    def compiles(self) -> bool:  # type: ignore[override]
-        return self.class_tokens is None
+    def supports(self) -> Supports:
+        alike = self.class_tokens is None
+        return replace(super().supports, levels=alike, split_texts=alike, aligned=alike, compiled=alike)
 
     def layer_kind(self, layer: int) -> Hashable:
         return super().layer_kind(layer), self.class_tokens is not None and layer >= self.class_tokens[1]

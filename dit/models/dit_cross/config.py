@@ -1,9 +1,9 @@
 """Settings of the DiT with text cross-attention."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Optional
+from typing import Optional
 
-from dit.models.base import TransformerSizes
+from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import ControlConditioned
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
@@ -19,12 +19,13 @@ class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted, ControlConditioned)
         adaln_lora_rank: rank of the modulations; None for full matrices.
     """
 
-    aligns: ClassVar[bool] = True
-    compiles: ClassVar[bool] = True
-
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = None
     position_embedding: Positions = "sincos_3d"
+
+    @property
+    def supports(self) -> Supports:
+        return replace(super().supports, aligned=True, compiled=True)
 
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), add_bias_linear=self.add_bias)

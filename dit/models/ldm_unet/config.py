@@ -1,7 +1,7 @@
 """Sizes of the latent-diffusion UNet."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Optional, Self
+from typing import Literal, Optional, Self
 
 from dit.condition_table import CONTEXT, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
@@ -45,7 +45,7 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
     Source of the pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
     """
 
-    supports: ClassVar[Supports] = Supports(
+    supports = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
 

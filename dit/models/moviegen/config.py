@@ -1,10 +1,10 @@
 """Sizes of the Movie Gen backbone."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import TransformerSizes
+from dit.models.base import Supports, TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.expert_options import ExpertOptions
 from dit.ranges import check_unused
@@ -24,9 +24,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         max_grid: largest numbers of learned positions along t, h and w.
     """
 
-    aligns: ClassVar[bool] = True
-    compiles: ClassVar[bool] = True
-    fixes_packs: ClassVar[bool] = True
+    supports = Supports(aligned=True, compiled=True, fixed_packs=True)
 
     hidden_size: int = 2048
     num_layers: int = 16

@@ -1,10 +1,10 @@
 """Sizes of the PRX backbone."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import TransformerSizes
+from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import NullText, NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import check_choice, check_unused
@@ -23,7 +23,7 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
         rope_axes: features of a head that rotate with t, h and w.
     """
 
-    aligns: ClassVar[bool] = True
+    supports = Supports(aligned=True)
 
     in_channels: int = 16
     context_size: Optional[int] = 2304

@@ -1,10 +1,10 @@
 """Sizes of the SANA backbone."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import TransformerSizes
+from dit.models.base import Supports, TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 
 Positions = Literal["none", "sincos_2d", "sincos_3d"]
@@ -23,7 +23,7 @@ class SanaConfig(CrossAttentionModelConfig):
         qk_layernorm: RMSNorm on queries and keys over the full width (SANA 1.5).
     """
 
-    aligns: ClassVar[bool] = True
+    supports = Supports(aligned=True)
 
     in_channels: int = 32
     patch_spatial: int = 1

@@ -1,11 +1,11 @@
 """Settings of the spatial-temporal DiT."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Optional, get_args
+from typing import Optional, get_args
 
 from dit.context_parallel.segments import AttentionKind
 from dit.errors import ConfigError
-from dit.models.base import TransformerSizes
+from dit.models.base import Supports, TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.transformer_config import Positions
 
@@ -21,8 +21,6 @@ class STDiTConfig(CrossAttentionModelConfig):
         position_span: positions per side at any resolution; None for patch indices.
         temporal_rope: rotary positions in temporal attention.
     """
-
-    aligns: ClassVar[bool] = True
 
     in_channels: int = 4
     layer_pattern: list[str] = field(default_factory=lambda: ["spatial", "temporal"])
@@ -40,8 +38,9 @@ class STDiTConfig(CrossAttentionModelConfig):
         return len(self.kinds(0))
 
     @property
-    def fixes_packs(self) -> bool:  # type: ignore[override]
-        return set(self.layer_pattern) == {"full"}  # numbers of frames and positions depend on the grid
+    def supports(self) -> Supports:
+        # Spatial and temporal attention read the numbers of frames and positions of each grid.
+        return Supports(aligned=True, fixed_packs=set(self.layer_pattern) == {"full"})
 
     @property
     def takes_references(self) -> bool:

@@ -68,9 +68,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
             axis, whose positions range from 0 to `span`; None for the patch indices.
     """
 
-    supports: ClassVar[Supports] = Supports(levels=False)
-    splits_all_tokens: ClassVar[bool] = False
-    fixes_packs: ClassVar[bool] = True
+    supports = Supports(levels=False, split_texts=False, fixed_packs=True)
     frame_spacing: ClassVar[int] = 1
     """Distance of two frames, such as a picture and its reference, on the axis t of the rotary positions."""
 

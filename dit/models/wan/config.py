@@ -1,9 +1,9 @@
 """Sizes of the Wan-shaped backbone."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Optional
+from typing import Literal, Optional
 
-from dit.models.base import TransformerSizes
+from dit.models.base import Supports, TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 
 Positions = Literal["rope_3d", "sincos_3d"]
@@ -18,9 +18,7 @@ class WanConfig(CrossAttentionModelConfig):
 
     """
 
-    aligns: ClassVar[bool] = True
-    compiles: ClassVar[bool] = True
-    fixes_packs: ClassVar[bool] = True
+    supports = Supports(aligned=True, compiled=True, fixed_packs=True)
 
     context_size: Optional[int] = 4096
     hidden_size: int = 1536

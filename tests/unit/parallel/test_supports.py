@@ -22,13 +22,14 @@ from recipes.tiny import tiny_dit
 
 HALVES = ("bf16", "fp16")
 NOTHING = dict.fromkeys(Supports.__dataclass_fields__, False)
+EVERYTHING = Supports(**dict.fromkeys(NOTHING, True))
 
 
 @dataclass(kw_only=True)
 class DataParallelOnly(DiTConfig):
     """A backbone with experts that only supports data parallelism in fp32 on samples of one shape."""
 
-    supports: ClassVar[Supports] = Supports(**NOTHING)
+    supports = Supports(**NOTHING)
     num_experts: Any = 4
     num_classes: Any = 3
     model_path: ClassVar[Optional[str]] = "tests:NothingIsBuilt"
@@ -86,15 +87,16 @@ def test_unsupported_features_are_refused_equally_everywhere(one_rank_world: Pro
 
 
 def test_each_unsupported_feature_is_refused_and_listed_separately() -> None:
-    """No flag implies another: the message names one missing feature and lists the other eight."""
+    """No flag implies another: the message names one missing feature and lists the others."""
     words = {name: Ability[name.upper()].value for name in NOTHING}
     assert list(Supports().abilities()) == list(Ability)
-    assert words.keys() == ASKED.keys() | {"mixed_shapes", "levels"}
+    others = {"mixed_shapes", "levels", "split_texts", "aligned", "compiled", "fixed_packs"}
+    assert words.keys() == ASKED.keys() | others
     for what, (parallel, says) in ASKED.items():
 
         @dataclass(kw_only=True)
         class Lacks(DataParallelOnly):
-            supports: ClassVar[Supports] = replace(Supports(), **{what: False})
+            supports = replace(EVERYTHING, **{what: False})
 
         if what == "sequence":
             parallel = {**parallel, "tensor_model_parallel_size": 2}
@@ -105,9 +107,9 @@ def test_each_unsupported_feature_is_refused_and_listed_separately() -> None:
 
 
 def test_supported_features_are_accepted() -> None:
-    """The same backbone may run with data parallelism in fp32; by default, a backbone supports everything."""
+    """The same backbone may run with data parallelism in fp32; DiT supports everything."""
     assert run_of({}, "fp32").check(world_size=4)[0].data_parallel_size == 4
-    assert Supports() == DiTConfig().supports == Supports(**dict.fromkeys(NOTHING, True))
+    assert DiTConfig().supports == EVERYTHING
     everything = {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}
     everything |= {"context_parallel_size": 2, "expert_model_parallel_size": 2}
     run_of(everything, "bf16", DiTConfig(num_experts=4)).check()
