@@ -137,7 +137,7 @@ TREAD = config(num_layers=6, routing=RoutingConfig(first_layers=2, last_layers=1
         (TREAD, 3, r"layer=3 sees only some .* skips layers 3 to 5; use a layer up to 2 or above 5"),
         (TREAD, 5, "layer=5 sees only some"),
         (FluxConfig(), 8, "FluxConfig does not support alignment of hidden states"),
-        (DiTConfig(num_classes=2, class_tokens=[1, 0]), 8, "another DiT without model.class_tokens"),
+        (DiTConfig(num_classes=2, class_tokens=[1, 0]), 8, "one stream and without model.class_tokens"),
     ],
 )
 def test_a_layer_without_all_tokens_is_refused(model: ModelConfig, layer: int, message: str) -> None:
