@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK
+from dit.monitoring.sinks import read_records
 from examples.letters import reader as letter_reader
 from examples.letters import speedrun
 from examples.letters.speedrun import FILE, Record
@@ -31,10 +32,13 @@ def words(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 @pytest.mark.slow
 def test_a_true_record_replays_bitwise_equal_and_a_false_one_does_not(tmp_path, words, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
-    assert speedrun.main(["--ranks", "1", "--out", str(first), *words]) == EXIT_OK
+    assert speedrun.main(["--ranks", "1", "--seeds", "2", "--out", str(first), *words]) == EXIT_OK
     record = Record.load(first / FILE)
     assert (record.steps, record.total, record.ranks) == (STEPS, 26 * 8, 1)
     assert record.process_s > 0
+    assert list(record.read_by_seed) == ["1"]
+    assert read_records(first / "run_1" / "metrics.jsonl")[-1]["step"] == STEPS
+    assert len({tuple(speedrun.losses_of(first / name)) for name in ("run", "run_1")}) == 2
     assert record.row() in capsys.readouterr().out
     assert record.weights_sha256[:16] in record.row()
 
@@ -53,12 +57,13 @@ def test_a_true_record_replays_bitwise_equal_and_a_false_one_does_not(tmp_path, 
 
 def test_settings_without_a_race_are_refused(tmp_path, words, capsys):
     out = ["--out", str(tmp_path / "out")]
-    for given, says in (
+    for overrides, message in (
         (["checkpoint.start_from=runs/other", *words], "checkpoint.start_from=runs/other is fixed in this race"),
+        (["training.seed=3", *words], "training.seed=3 is fixed in this race"),
         (["data=mock"], "has no shards; render the letters"),
     ):
-        assert speedrun.main([*out, *given]) != EXIT_OK
-        assert says in capsys.readouterr().err
+        assert speedrun.main([*out, *overrides]) != EXIT_OK
+        assert message in capsys.readouterr().err
     assert speedrun.main(["--out", str(tmp_path), *words]) == EXIT_CONFIG
     assert "exists; give --out a folder that does not" in capsys.readouterr().err
 
@@ -68,6 +73,7 @@ def test_a_record_of_another_revision_is_not_checked(tmp_path, capsys):
     assert speedrun.main(["--check", str(claim), "--out", str(tmp_path / "out")]) != EXIT_OK
     assert "is not a record of this race" in capsys.readouterr().err
     numbers = {"ranks": 1, "process_s": 1.0, "wall_s": 1.0, "steps": 1, "read": 1, "total": 1, "reader_accuracy": 1.0}
+    numbers["read_by_seed"] = {}
     text = dict.fromkeys(Record.__dataclass_fields__, "x")
     claim.write_text(json.dumps(text | {"overrides": [], "revision": "000000000000"} | numbers))
     assert speedrun.main(["--check", str(claim), "--out", str(tmp_path / "out")]) == EXIT_CONFIG

@@ -23,6 +23,7 @@ TRUE = Record(
     weights_sha256="w",
     read=195,
     total=208,
+    read_by_seed={},
     reader_accuracy=0.99,
     machine="2 cores of one",
     torch="2",
@@ -37,6 +38,11 @@ def test_every_false_claim_is_named(name, claimed):
     assert differences(TRUE, TRUE) == []
     (line,) = differences(replace(TRUE, **{name: claimed}), TRUE)
     assert line.startswith(f"{name}: claimed {claimed}, measured {getattr(TRUE, name)}: ")
+
+
+def test_a_row_counts_the_seeds_that_reach_the_mark():
+    record = replace(TRUE, read=208, read_by_seed={"1": 187, "2": 188, "3": 208})
+    assert "| 3 of 4 (89.9% to 100.0%) |" in record.row()
 
 
 def test_a_time_not_reproduced_on_the_same_machine_is_refused():
