@@ -58,20 +58,19 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     """Return the executor that `name(argument=value)` and overrides of its fields describe."""
     import fiddle
-    import nemo_run as run
-    from nemo_run.cli.cli_parser import CLIException, parse_cli_args
 
     from launch.executors import EXECUTORS
-    from launch.overrides import apply_overrides, split_arguments
+    from launch.overrides import apply_overrides, parse_call
 
     name, _, arguments = text.partition("(")
     if name not in EXECUTORS:
         raise ConfigError(f"--executor {name}: no such executor; use one of {', '.join(EXECUTORS)}")
+    hint = "launch/executors.py has its arguments"
+    call = parse_call(EXECUTORS[name], arguments, f"--executor {text}", hint)
     try:
-        call = parse_cli_args(EXECUTORS[name], split_arguments(arguments.removesuffix(")")), output_type=run.Partial)
-        config = fiddle.build(call)()
-    except (CLIException, TypeError) as error:
-        raise ConfigError(f"--executor {text}: {error.args[0]}; launch/executors.py has its arguments") from error
+        config = call()
+    except TypeError as error:
+        raise ConfigError(f"--executor {text}: {error.args[0]}; {hint}") from error
     apply_overrides(config, list(overrides), lambda name: None)
     try:
         executor: Executor = fiddle.build(config)

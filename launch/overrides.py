@@ -7,6 +7,7 @@ main module would call it), and does not support `X | None`.
 
 import dataclasses
 import inspect
+import logging
 import math
 import re
 import types
@@ -16,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, Optional, TypeAlias, Union, get_args, get_origin
 
 import catalogue
-from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
+import fiddle
+from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser, parse_cli_args
 from nemo_run.config import Config, Partial, get_type_namespace
 
 from dit.config_record import TRUST_VARIABLE
@@ -225,6 +227,26 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
         else "; none has a name, so set its fields one by one"
     )
     raise ConfigError(f"{key}={text}: no {' or '.join(sorted(type_names))} of that name{names}")
+
+
+def parse_call(function: Callable[..., Any], arguments: str, option: str, hint: str) -> Callable[[], Any]:
+    """Return a call of a function with arguments such as `a=1, b=[2, 3])`.
+
+    Raises:
+        ConfigError: an argument is wrong; the message starts with `option` and ends with `hint`.
+    """
+    logger = logging.getLogger("nemo_run.cli.cli_parser")
+    logger.disabled = True  # it logs the error that it raises
+    try:
+        call = parse_cli_args(function, split_arguments(arguments.removesuffix(")")), output_type=Partial)
+    except CLIException as error:
+        cause = error
+        while isinstance(cause.__context__, CLIException):
+            cause = cause.__context__
+        raise ConfigError(f"{option}: {str(cause.args[0]).partition(' (Argument: ')[0]}; {hint}") from error
+    finally:
+        logger.disabled = False
+    return fiddle.build(call)
 
 
 def split_arguments(text: str) -> list[str]:

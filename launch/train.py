@@ -203,9 +203,8 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
             the sizes of the model follow from it.
     """
     import nemo_run as run
-    from nemo_run.cli.cli_parser import CLIException, parse_cli_args
 
-    from launch.overrides import split_arguments
+    from launch.overrides import parse_call, split_arguments
 
     name, has_arguments, arguments = text.partition("(")
     module, _, attribute = name.rpartition(".")
@@ -219,20 +218,14 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
             raise
         raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
     if has_arguments:
-        words = split_arguments(arguments.removesuffix(")"))
         names = list(inspect.signature(factory).parameters)
-        for argument in (word.partition("=")[0].strip() for word in words):
+        for word in split_arguments(arguments.removesuffix(")")):
+            argument = word.partition("=")[0].strip()
             if argument not in names:
                 takes = f"takes {', '.join(names)}" if names else "takes no arguments; its settings can be overridden"
                 hint = registry.did_you_mean(argument, names)
                 raise ConfigError(f"--factory {text}: {attribute} has no argument {argument!r}, it {takes}{hint}")
-        try:
-            call = parse_cli_args(factory, words, output_type=run.Partial)
-        except CLIException as error:
-            raise ConfigError(f"--factory {text}: {error.args[0]}; its settings can be overridden instead") from error
-        import fiddle
-
-        factory = fiddle.build(call)
+        factory = parse_call(factory, arguments, f"--factory {text}", "its settings can be overridden instead")
     takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in arguments
     task = factory(base=start) if takes_start else factory()
     if not isinstance(task, run.Partial):

@@ -92,12 +92,16 @@ def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, mon
         (["--factory", OWN, "--yes", "objective=ddpm(predicton='v')"], ["objective=ddpm", "prediction"]),
         (["--factory", OWN, "--yes", "model.num_layers="], ["model.num_layers="]),
         (["--factory", OWN, "--yes", "objective=edm", "objective.p_std=-1"], ["p_std"]),
-        (["--factory", OWN + "(num_steps=x)", "--yes"], ["num_steps"]),
+        (
+            ["--factory", OWN + "(num_steps=x)", "--yes"],
+            ["(num_steps=x): Failed to parse 'x' as <class 'int'>: Invalid"],
+        ),
         (["--yaml", "/no/such/file.yaml", "--yes"], ["/no/such/file.yaml", "--to-yaml"]),
     ],
 )
-def test_a_command_line_error_exits_with_code_2_and_names_the_cure(arguments, words, capsys):
+def test_a_command_line_error_exits_with_code_2_and_names_the_cure(arguments, words, capsys, caplog):
     assert train.main(arguments) == 2
+    assert not [record for record in caplog.records if record.name.startswith("nemo_run")], "a second message"
     out, err = capsys.readouterr()
     assert out == "" or OWN in arguments  # whose own training function refuses
     (error,) = [line for line in err.splitlines() if not line.endswith(": importing torch and Megatron-Core")]
