@@ -38,6 +38,8 @@ from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 from dit.settings import Fp8
 
+LINEAR_CLASSES = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
+"""Classes of the linear layers of a model without Transformer Engine."""
 EXPERT = ParameterSharding(expert=True, matrices=ONE_MATRIX)
 
 

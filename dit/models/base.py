@@ -232,6 +232,10 @@ class ModelConfig(ABC):
         """Return the settings with adapters added to the base model."""
         raise ConfigError(f"{type(self).__name__} has no adapters (LoRA); train all its weights")
 
+    def at_base_width(self) -> Optional[Self]:
+        """Return the settings at the base width of the mu-parametrisation; None without one."""
+        return None
+
     def conditions(self) -> tuple[Condition, ...]:
         """Return the conditions of each sample, i.e. the inputs of the model other than the noised latent.
 

@@ -1,5 +1,6 @@
 """Settings common to all transformer backbones, and their checks."""
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, Optional, Self, get_type_hints
@@ -32,6 +33,7 @@ CONDITION_FEATURES = 256
 
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
+    "base_width": WIDTH,
     **dict.fromkeys(
         ("in_channels", "out_channels", "context_size", "pooled_size", "condition_limit", "approximator"), WIDTH
     ),
@@ -59,6 +61,12 @@ RANGES: dict[str, Range] = {
     "guidance": NOT_NEGATIVE,
 }
 """Valid ranges of the numeric settings of all backbones, by name."""
+
+WIDTHS = (
+    *("hidden_size", "num_attention_heads", "num_query_groups", "num_cross_attention_heads"),
+    *("ffn_hidden_size", "moe_ffn_hidden_size"),
+)
+"""Settings that grow with the width; `model.base_width` divides them by the same factor."""
 
 Activation = Literal["gelu_tanh", "swiglu"]
 """Activations of MLPs, see `dit.layers.mlp.MLPS`."""
@@ -98,6 +106,8 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         position_embedding: sine-cosine over (h, w) or (t, h, w), or rotary.
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
+        base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are
+            scaled by width (mu-parametrisation). None for no scaling.
     """
 
     hidden_size: int = 384
@@ -108,6 +118,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     position_embedding: KnownPositions = "sincos_2d"
     time_scale: float = 1000.0
     lora: Optional[LoRAConfig] = None
+    base_width: Optional[int] = None
 
     @property
     def adapters(self) -> Optional[LoRAConfig]:
@@ -118,6 +129,23 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 
     def with_adapters(self, lora: LoRAConfig) -> Self:
         return replace(self, lora=lora)
+
+    def at_base_width(self) -> Optional[Self]:
+        if self.base_width is None:
+            return None
+        sizes: dict[str, int] = {}
+        for name in WIDTHS:
+            size = getattr(self, name, None)
+            if size is None:
+                continue
+            sizes[name], rest = divmod(size * self.base_width, self.hidden_size)
+            if rest or not sizes[name]:
+                raise ConfigError(
+                    f"model.base_width={self.base_width} is {self.base_width / self.hidden_size:.4g} times "
+                    f"model.hidden_size={self.hidden_size}, which gives no whole number for model.{name}={size}; use "
+                    f"a multiple of {self.hidden_size // math.gcd(self.hidden_size, size)}"
+                )
+        return replace(self, base_width=None, **sizes)  # type: ignore[arg-type]
 
     @property
     @abstractmethod
@@ -153,12 +181,20 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         check_numbers(self)
         if self.lora is not None:
             self.lora.validate()
+        if self.lora is not None and self.base_width is not None:
+            raise ConfigError(
+                f"model.base_width={self.base_width} scales the training of all weights, but model.lora trains only "
+                "adapters; use model.base_width=null"
+            )
         if self.hidden_size % self.num_attention_heads:
             fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0 and n <= 64]
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} is not a multiple of "
                 f"model.num_attention_heads={self.num_attention_heads}; use one of {fits} heads"
             )
+        base = self.at_base_width()
+        if base is not None:
+            base.validate()
 
     def check_positions(self, axes: Optional[list[int]] = None, *, turns_in_time: bool = False) -> None:
         """Check the kind of positions, the sizes for it, and that every changed rotary setting has an effect.

@@ -10,6 +10,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.transformer import TransformerConfig
 
 from dit.auxiliary import DISCRIMINATOR, NO_NETWORKS, AuxiliaryNetworks
@@ -19,6 +20,7 @@ from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import write_attributes
+from dit.backends.width import rate_factor, set_width
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
 from dit.kernels.choice import AUTO, Target, choose
@@ -209,9 +211,13 @@ def build_model(
         parallel.pipeline_layers,
     )
     chunks = [build_backbone(model, provider, path, stage) for stage in (traced and traced.stages) or local_stages]
+    base = model.at_base_width()
+    base_network = None if base is None else build_on_meta(base, auxiliary=auxiliary)
     for chunk in chunks:
         chunk.add_networks(auxiliary, provider)
         chunk.model_type = ModelType.encoder_or_decoder
+        if base_network is not None:
+            set_width(chunk, base_network, provider.tp_size)
         if traced is None:
             initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
         write_attributes(
@@ -326,6 +332,7 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)
     if auxiliary.lr_factor != 1.0:
         overrides[ParamKey(name=f"*{DISCRIMINATOR}*")] = {"lr_mult": auxiliary.lr_factor}
+    overrides |= _overrides_of_width(wrapped, muon=settings.algorithm == "muon")
     optimizer = get_megatron_optimizer(
         config, list(wrapped), overrides, use_gloo_process_groups=False, pg_collection=groups.collection
     )
@@ -358,3 +365,14 @@ def build_optimizer(
     groups_of_norm = [dist.get_process_group_ranks(part.get_grad_stats_parallel_group()) for part in parts]
     optimizer.parts_in_norm = [part for part, ranks in zip(parts, groups_of_norm) if 0 in ranks]
     return optimizer
+
+
+def _overrides_of_width(wrapped: Sequence[Any], *, muon: bool) -> dict[ParamKey, Any]:
+    """Return the factors of learning rates for `model.base_width`; rate times weight decay keeps its value."""
+    factors = {rate_factor(parameter, muon=muon) for chunk in wrapped for parameter in chunk.parameters()}
+
+    def key(factor: float) -> ParamKey:
+        is_member = ParamPredicate(f"width {factor}", lambda parameter: rate_factor(parameter, muon=muon) == factor)
+        return ParamKey(predicate=is_member)
+
+    return {key(factor): {"lr_mult": factor, "wd_mult": 1 / factor} for factor in sorted(factors - {1.0})}

@@ -1,6 +1,7 @@
 """Training steps from the formulas, in plain torch: the reference for Megatron-Core's optimizers and wrappers."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends import process_groups
+from dit.models.dit.config import DiTConfig
 from dit.optimizer.schedules import TorchOneCycle
 from dit.parallel.build import build_model
 from dit.settings import OptimizerConfig
@@ -46,6 +48,15 @@ def adamw(
     decay = s.weight_decay if weight.dim() > 1 else 0.0
     direction = (m / (1 - beta1**n)) / ((v / (1 - s.beta2**n)).sqrt() + s.eps)
     weight.copy_(weight - lr * (direction + decay * weight))
+
+
+def width_factor(name: str, weight: Tensor, model: DiTConfig) -> float:
+    """Return the factor of the learning rate of a parameter with `base_width`.
+
+    Source: Yang et al. 2022, arXiv:2203.03466, table 3: 1 / width for matrices whose fan-in grows.
+    """
+    is_input = name in ("embed.weight", "conditioner.time.linear_1.weight", "conditioner.label.weight")
+    return 1.0 if model.base_width is None or weight.dim() == 1 or is_input else model.base_width / model.hidden_size
 
 
 def power_average(history: list[dict[str, Tensor]], sigma_rel: float) -> dict[str, Tensor]:
@@ -87,10 +98,12 @@ def formulas(case: dict) -> dict:
                     parameter.grad = None
         gradients, norm = clipped({name: g / tokens for name, g in gradients.items()}, optimizer.clip_grad)
         norms.append(norm)
-        lr, beta1 = rates(training.num_steps, optimizer.lr, config.schedule)[n - 1]
+        peak, beta1 = rates(training.num_steps, optimizer.lr, config.schedule)[n - 1]
         with torch.no_grad():
             for name, parameter in parameters.items():
-                adamw(weights[name], m[name], v[name], gradients[name], n, lr, beta1, optimizer)
+                factor = width_factor(name, parameter, config.model)
+                of_weight = replace(optimizer, weight_decay=optimizer.weight_decay / factor)
+                adamw(weights[name], m[name], v[name], gradients[name], n, factor * peak, beta1, of_weight)
                 parameter.copy_(weights[name])
         d = 0.0 if n <= training.ema_start_step else training.ema_decay
         history.append({name: w.clone() for name, w in weights.items()})

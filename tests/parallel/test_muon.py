@@ -10,13 +10,13 @@ from tests.support.ranks import rows, selected
 
 TASK = "tests.parallel.fsdp_worker:train"
 SETTINGS = {
-    "model": {"qk_layernorm": True},
+    "model": {"qk_layernorm": True, "base_width": 16},
     "optimizer": {"algorithm": "muon", "lr": 2e-3, "weight_decay": 0.5, "clip_grad": 0.5},
 }
 MODELS = {
-    "experts": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5},
+    "experts": {"base_width": 16, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5},
     "deep": {**SETTINGS["model"], "num_layers": 4},
-    "lora": {**SETTINGS["model"], "lora": LoRAConfig(rank=3)},
+    "lora": {"qk_layernorm": True, "lora": LoRAConfig(rank=3)},
 }
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
