@@ -1,0 +1,77 @@
+"""The best learning rate at several widths, with and without `model.base_width`: `python -m benchmarks.width_transfer`.
+
+Every run trains on the same samples and noise on one CPU rank; the loss is the median of the last 50 steps. Heads have 16
+features. The smallest width is the base width, so that its runs are the same with and without it.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Optional
+
+from benchmarks.stability import Arm, config_of, train
+from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.terminal import echo
+from launch import cli, environment
+
+HEAD_SIZE = 16
+
+
+def losses(args: argparse.Namespace, width: int, *, scaled: bool, folder: str) -> dict[float, float]:
+    """Train a width with each rate; return the final losses, infinite if a run ended early."""
+    from dit.backends import process_groups
+    from dit.parallel.dims import ParallelConfig
+
+    sizes = [f"model.hidden_size={width}", f"model.num_attention_heads={width // HEAD_SIZE}"]
+    sizes += [f"model.base_width={min(args.widths)}"] if scaled else []
+    groups, results = process_groups.initialize(ParallelConfig()), {}
+    for rate in args.rates:
+        arm = Arm(rate, args.batch, args.warmup, 1.0)
+        run_dir = f"{folder}/{width}-{scaled}-{rate}"
+        curve = train(config_of(args.factory, [*args.overrides, *sizes], arm, args.steps, run_dir), groups, arm, 1.0)
+        results[rate] = float("inf") if curve.final is None else curve.final
+    return results
+
+
+def row(width: int, scaled: bool, results: dict[float, float], seconds: float) -> str:
+    """Return the losses of a width as a row of the table, the best one in bold."""
+    best = min(results.values())
+    cells = [f"**{loss:.4f}**" if loss == best else f"{loss:.4f}" for loss in results.values()]
+    return f"| {width} | {'yes' if scaled else 'no'} | {' | '.join(cells)} | {seconds:.0f} s |"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command; overrides are parsed by the recipe."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.width_transfer", description=__doc__)
+    parser.add_argument("--factory", default="letters_dit", help="recipe of a transformer (%(default)s)")
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 128, 256, 512], help="values of hidden_size")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2])
+    parser.add_argument("--batch", type=int, default=32, help="samples of a step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=150, help="of a run (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=20, help="steps of the warm-up (%(default)s)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Train all widths and print the table."""
+    args = build_parser().parse_args(argv)
+    if min(args.widths) % HEAD_SIZE:
+        raise ConfigError(f"--widths must be multiples of {HEAD_SIZE}")
+    environment.prepare()
+    cli.check_factory(args.factory)
+    echo(f"| width | `base_width` | {' | '.join(f'{rate:g}' for rate in args.rates)} | time |", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for width in args.widths:
+            for scaled in (False, True) if width > min(args.widths) else (False,):
+                began = time.process_time()
+                results = losses(args, width, scaled=scaled, folder=folder)
+                echo(row(width, scaled, results, time.process_time() - began), flush=True)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())
