@@ -1,7 +1,7 @@
 """The best learning rate at several widths, with and without `model.base_width`: `python -m benchmarks.width_transfer`.
 
-Every run trains on the same samples and noise on one CPU rank; the loss is the median of the last 50 steps. Heads have 16
-features. The smallest width is the base width, so that its runs are the same with and without it.
+Every run trains on the same samples and noise on one CPU rank; the loss is the median of the last 50 steps. Heads have
+16 features. The smallest width is the base width, so its runs are the same with and without the setting.
 """
 
 import argparse
@@ -9,24 +9,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from benchmarks.stability import Arm, config_of, train
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import cli, environment
 
+if TYPE_CHECKING:
+    from dit.backends.process_groups import ProcessGroups
+
 HEAD_SIZE = 16
 
 
-def losses(args: argparse.Namespace, width: int, *, scaled: bool, folder: str) -> dict[float, float]:
+def losses(
+    args: argparse.Namespace, width: int, groups: "ProcessGroups", folder: str, *, scaled: bool
+) -> dict[float, float]:
     """Train a width with each rate; return the final losses, infinite if a run ended early."""
-    from dit.backends import process_groups
-    from dit.parallel.dims import ParallelConfig
-
     sizes = [f"model.hidden_size={width}", f"model.num_attention_heads={width // HEAD_SIZE}"]
     sizes += [f"model.base_width={min(args.widths)}"] if scaled else []
-    groups, results = process_groups.initialize(ParallelConfig()), {}
+    results = {}
     for rate in args.rates:
         arm = Arm(rate, args.batch, args.warmup, 1.0)
         run_dir = f"{folder}/{width}-{scaled}-{rate}"
@@ -63,13 +65,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(f"--widths must be multiples of {HEAD_SIZE}")
     environment.prepare()
     cli.check_factory(args.factory)
+    from dit.backends import process_groups
+    from dit.parallel.dims import ParallelConfig
+
+    groups = process_groups.initialize(ParallelConfig())
     echo(f"| width | `base_width` | {' | '.join(f'{rate:g}' for rate in args.rates)} | time |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for width in args.widths:
             for scaled in (False, True) if width > min(args.widths) else (False,):
                 began = time.process_time()
-                results = losses(args, width, scaled=scaled, folder=folder)
+                results = losses(args, width, groups, folder, scaled=scaled)
                 echo(row(width, scaled, results, time.process_time() - began), flush=True)
+    process_groups.destroy()
     return EXIT_OK
 
 
