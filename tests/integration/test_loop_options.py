@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from benchmarks import stability
+from benchmarks import stability, width_transfer
 from dit.monitoring.sinks import read_records
 from dit.optimizer.ema import exponent_of
 from tests.integration import actions
@@ -37,6 +37,11 @@ LOOP = {"training__ema_decay": DECAY, "training__ema_start_step": START}
 STUDY = [
     *("--rates", "1e-3", "1e30", "--batches", "4", "--steps", "4", "--outlier", "3", "--after", "2"),
     *("--warmup", "2", "--clip", "100", "model.block_out_channels=[8,16]", "objective.prediction=v"),
+]
+
+WIDTHS = [
+    *("--factory", "tiny_dit_cross", "--widths", "32", "64", "--rates", "1e-2", "1e30"),
+    *("--batch", "1", "--steps", "5", "--warmup", "1"),
 ]
 
 
@@ -85,6 +90,7 @@ def done(folder: Path) -> dict[str, Any]:
             "arguments": [*STUDY, "--out", str(folder / "study"), "--record", str(folder / "arms.jsonl")],
         },
     )
+    jobs["widths"] = Job(actions.command, {"main": width_transfer.main, "arguments": WIDTHS})
     return run_jobs(folder / "world", jobs)
 
 
@@ -208,3 +214,11 @@ def test_arms_of_the_stability_study_are_equal_until_they_differ(done: dict[str,
     assert sum(line.startswith(("| 0.001 |", "| 1e+30 |")) for line in page.splitlines()) == len(arms)
     with Image.open(folder / "study" / "stability.png") as picture:
         assert picture.size == (1000, 400)
+
+
+def test_widths_are_compared_with_and_without_a_base_width(done: dict[str, Any]) -> None:
+    assert done["widths"].code == 0, done["widths"].err
+    _, *rows = [line.strip("| ").split(" | ") for line in done["widths"].out.splitlines() if line.startswith("|")]
+    assert [cells[:2] for cells in rows] == [["32", "no"], ["64", "no"], ["64", "yes"]]
+    assert all(cells[3] == "inf" and cells[2].startswith("**") for cells in rows)
+    assert rows[1][2] != rows[2][2]

@@ -127,7 +127,7 @@ def test_changes_of_activations_do_not_depend_on_the_width(one_rank_world, algor
 
 @pytest.mark.parametrize(("outputs", "inputs"), [((16, 64), (16, 64)), ((48, 48), (24, 96)), ((24, 96), (40, 40))])
 def test_updates_of_muon_have_the_spectral_norm_of_the_width(outputs, inputs):
-    """Equation 3 of arXiv:2310.17813: the norm of an update is proportional to sqrt(out / in).
+    """Condition 1 of arXiv:2310.17813: the norm of an update is proportional to sqrt(out / in).
 
     Rows alternate between two matrices, as in SwiGLU; half of the rows belong to each.
     """
