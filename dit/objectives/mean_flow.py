@@ -32,8 +32,9 @@ class MeanFlow(FlowMatching):
 
     Args:
         instant_share: share of the samples with r = t.
-        difference: h. Angles of the time's sinusoid change by up to h * model.time_scale, so a smaller time scale
-            allows a larger h, with a smaller rounding error.
+        difference: h. The target of a random DiT has a relative error of 2e-3 for model.time_scale=1000 and 7e-4 for 1,
+            where h = 3e-3 has the smallest, 2e-5. The sinusoid of the time must not turn by more than h * time_scale,
+            and rounding, also its dependence on the layout, is divided by h.
         adaptive_power: p of the weight (error + c)^-p of each token's error; 0 for no weight.
         adaptive_constant: c.
 
@@ -46,7 +47,7 @@ class MeanFlow(FlowMatching):
     takes_intervals: ClassVar[bool] = True
 
     instant_share: float = 0.75
-    difference: float = 1e-3
+    difference: float = 1e-4
     adaptive_power: float = 1.0
     adaptive_constant: float = 1e-3
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -155,7 +154,7 @@ def _loss_terms(
     batch = replace(batch, conditions=batch.conditions.without(*(c.name for c in objective.conditions)))
     batch = objective.augment(batch, model.conditions(), noise, draw=True)
     prepared = objective.prepare(batch, noise)
-    prepared = objective.complete(partial(network, batch=batch), prepared, batch.layout)
+    prepared = objective.complete(lambda x_TC, time_S: network(x_TC, time_S, batch), prepared, batch.layout)
     prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
     outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
     return objective.loss_terms(outputs_TC, prepared, batch.layout)

@@ -10,14 +10,14 @@ from tests.parity.test_dit import Sample, config, pack, relative_error, rows_of
 from tests.parity.weights import copy_weights, reference_gradients, reference_of
 
 SAMPLES = [Sample((1, 4, 4), 3), Sample((1, 2, 5)), Sample((1, 1, 3), 0), Sample((1, 4, 4), 5), Sample((1, 3, 2), 1)]
-# Errors of the difference: h**2 times the third derivative, and float32 rounding divided by h. Measured for targets:
-BOUNDS = {(1.0, 0.03): 1.0, (1000.0, 3e-4): 1.0}
+# h**2 times the third derivative, and float32 rounding divided by h; measured 2e-4 and 2.5e-3.
+BOUNDS = {(1.0, 3e-3): 5e-4, (1000.0, 1e-4): 6e-3}
 
 
 @pytest.mark.parametrize(("time_scale", "difference"), BOUNDS)
 @pytest.mark.parametrize("power", [0.0, 0.75])
 def test_target_loss_and_gradients_equal_those_of_the_paper(build_model: BuildModel, time_scale, difference, power):
-    """In float64: target = v - (t - r) du/dt by an exact Jacobian-vector product along (v, 1, 0) in (z, t, r), one sample at a time."""
+    """In float64: target = v - (t - r) du/dt with an exact derivative along (v, 1, 0) in (z, t, r)."""
     bound = BOUNDS[time_scale, difference]
     model_config = config(interval_conditioning=True, time_scale=time_scale)
     model = build_model(model_config, perturb=0.1)
@@ -47,7 +47,6 @@ def test_target_loss_and_gradients_equal_those_of_the_paper(build_model: BuildMo
         point, direction = (z, t, t - interval), (v, one, 0 * one)
         prediction, slope = torch.autograd.functional.jvp(u, point, direction, create_graph=True)
         target = (v - interval * slope).detach()
-        print(time_scale, i, interval.item(), relative_error(completed.target_TC[rows], target[0]), relative_error(v, target))
         assert relative_error(completed.target_TC[rows], target[0]) <= bound, f"sample {i}"
         error = ((prediction - target) ** 2).mean(-1)
         exact_loss = exact_loss + (error * (error.detach() + 0.01) ** -power).sum()
@@ -59,5 +58,3 @@ def test_target_loss_and_gradients_equal_those_of_the_paper(build_model: BuildMo
     exact = reference_gradients(model, reference, model_config.num_attention_heads)
     errors = {name: relative_error(p.grad, exact[name]) for name, p in model.named_parameters()}
     assert {name: error for name, error in errors.items() if not error <= bound} == {}
-    print(max(errors.values()), relative_error(total / count, exact_loss))
-    for i, rows in enumerate(rows_of(batch.layout)): print(intervals[i])
