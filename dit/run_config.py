@@ -302,12 +302,7 @@ def check_intervals(
         )
     experts, stages = model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
     reasons = (
-        (
-            stages > 1,
-            f"parallel.pipeline_model_parallel_size={stages}",
-            "runs two more passes",
-            "use 1",
-        ),
+        (stages > 1, f"parallel.pipeline_model_parallel_size={stages}", "runs two more passes", "use 1"),
         (training.precision != "fp32", f"training.precision={training.precision}", "takes differences", "use fp32"),
         (experts is not None, f"model.num_experts={experts}", "takes differences, and experts switch", "use null"),
         (training.cuda_graph, "training.cuda_graph=True", "is not tested in graphs", "use False"),

@@ -32,9 +32,8 @@ class MeanFlow(FlowMatching):
 
     Args:
         instant_share: share of the samples with r = t.
-        difference: h. The target of a random DiT has a relative error of 2e-3 for model.time_scale=1000 and 7e-4 for 1,
-            where h = 3e-3 has the smallest, 2e-5. The sinusoid of the time must not turn by more than h * time_scale,
-            and rounding, also its dependence on the layout, is divided by h.
+        difference: h. The sinusoid of the time must turn by less than 1 in h, i.e. h < 1 / model.time_scale, and
+            rounding, also its dependence on the layout, is divided by h.
         adaptive_power: p of the weight (error + c)^-p of each token's error; 0 for no weight.
         adaptive_constant: c.
 

@@ -43,7 +43,7 @@ OBJECTIVES = {
     "mean_flow": MeanFlow(instant_share=0.25, difference=0.1, adaptive_power=0.5, shift_dimension=64),
     "mean_flow_dense": MeanFlow(instant_share=0.0, difference=0.1),
 }
-OBJECTIVE_MODELS = dict.fromkeys(("mean_flow", "mean_flow_dense"), {"interval_conditioning": True, "time_scale": 1.0})
+INTERVALS = {"interval_conditioning": True, "time_scale": 1.0}
 OBJECTIVE_LAYOUTS = {
     "uncertainty": {
         **{"tp2_sp": TP2SP, "pp2": {"pipeline_model_parallel_size": 2}, "cp2": {"context_parallel_size": 2}},
@@ -135,7 +135,7 @@ def results(request, tmp_path_factory):
     found = {}
     kinds = {False: {"packed": False}, True: {"packed": True}}
     for name, objective in OBJECTIVES.items():
-        model = OBJECTIVE_MODELS.get(name, {})
+        model = INTERVALS if objective.takes_intervals else {}
         kinds[name] = {"packed": not name.endswith("dense"), "objective": objective, "model": model}
     one = [{"parallel": {"data_parallel": "ddp"}, **kind} for kind in kinds.values()]
     for name, model in ADAPTERS.items():
