@@ -71,6 +71,7 @@ class AuxiliaryNetworks:
         discriminator: sizes of the discriminator of an autoencoder's reconstructions; None without one.
         start_step: completed steps before the discriminator has a gradient.
         lr_factor: learning rate of the discriminator, relative to that of the model.
+        extra_passes: forward passes without gradients in a training step, in addition to that of the loss.
     """
 
     uncertainty: bool = False
@@ -78,6 +79,7 @@ class AuxiliaryNetworks:
     discriminator: Optional[PatchGAN] = None
     start_step: int = 0
     lr_factor: float = 1.0
+    extra_passes: int = 0
 
     def idle(self, step: int) -> tuple[str, ...]:
         """Return the name prefixes of the parameters without a gradient after `step` completed steps."""

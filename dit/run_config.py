@@ -108,6 +108,7 @@ class RunConfig:
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
         check_alignment(self.objective, self.model)
+        check_intervals(self.objective, self.model, self.parallel, self.training)
         self._check_unused()
         if self.model.adapters is not None and self.checkpoint.start_from is None:
             raise ConfigError(
@@ -287,6 +288,28 @@ def check_alignment(objective: Objective, model: ModelConfig) -> None:
             f"{setting} sees only some of the tokens, because model.routing skips layers {middle.start + 1} to "
             f"{middle.stop}; use a layer up to {middle.start} or above {middle.stop}"
         )
+
+
+def check_intervals(
+    objective: Objective, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
+) -> None:
+    """Check that an objective of time intervals has a model that receives their length, and can take differences."""
+    conditioned = getattr(model, "interval_conditioning", False)
+    if conditioned != objective.takes_intervals:
+        raise ConfigError(
+            f"objective={type(objective).__name__} and model.interval_conditioning={conditioned} do not go together: "
+            "objective=mean_flow needs a DiT with model.interval_conditioning=True, other objectives one with False"
+        )
+    experts, stages = model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
+    reasons = (
+        (stages > 1, f"parallel.pipeline_model_parallel_size={stages}", "runs two more passes", "use 1"),
+        (training.precision != "fp32", f"training.precision={training.precision}", "takes differences", "use fp32"),
+        (experts is not None, f"model.num_experts={experts}", "takes differences, and experts switch", "use null"),
+        (training.cuda_graph, "training.cuda_graph=True", "is not tested in graphs", "use False"),
+    )
+    for is_wrong, setting, reason, cure in reasons:
+        if objective.takes_intervals and is_wrong:
+            raise ConfigError(f"objective=mean_flow {reason}, so it does not support {setting}; {cure}")
 
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:

@@ -33,6 +33,7 @@ from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
+from dit.objectives.mean_flow import MeanFlow
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.optimizer.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule, TorchOneCycle
 from dit.settings import OptimizerConfig
@@ -384,6 +385,12 @@ def flow_matching_logit_normal() -> run.Config[FlowMatching]:
 def contrastive_flow_matching() -> run.Config[ContrastiveFlowMatching]:
     """Flow matching that also avoids the velocity of another sample (Stoica et al. 2025)."""
     return run.Config(ContrastiveFlowMatching)
+
+
+@run.cli.factory(target=Objective)
+def mean_flow() -> run.Config[MeanFlow]:
+    """Average velocity over a time interval, for samples of one or a few steps; set model.interval_conditioning."""
+    return run.Config(MeanFlow, time_distribution="logit_normal", logit_mean=-0.4)
 
 
 @run.cli.factory(target=Objective)

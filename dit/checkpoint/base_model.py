@@ -31,6 +31,9 @@ from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
 
+INTERVAL = "conditioner.interval."
+"""Name prefix of the embedding of time intervals, which starts at zero if a checkpoint lacks it."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -93,8 +96,12 @@ class CheckpointStart:
         weights = stored if adapters else with_control(stored, model)
         if fingerprint is not None:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
-            if narrower:
-                fingerprint = model_fingerprint(fingerprint["parameters"] | narrower)
+            expected = {
+                name: shape
+                for name, shape in fingerprint["parameters"].items()
+                if name in stored.shapes or not name.startswith(INTERVAL)
+            }
+            fingerprint = model_fingerprint(expected | narrower)
             check_start(self.folder, fingerprint, adapters=adapters)
         return weights
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 
 from dit.auxiliary import DISCRIMINATOR, PREFIXES
-from dit.checkpoint.base_model import find_start_together, log_start
+from dit.checkpoint.base_model import INTERVAL, find_start_together, log_start
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
@@ -28,6 +28,8 @@ def start_from(config: RunConfig, state: TrainState) -> None:
 
     Step, optimizer state and data position do not change.
 
+    An embedding of time intervals that they lack starts at zero, so that `mean_flow` continues flow matching.
+
     Parameters of auxiliary networks are not loaded: they belong to the objective, and are initialised again. A log line
     reports this of a discriminator.
 
@@ -47,7 +49,8 @@ def start_from(config: RunConfig, state: TrainState) -> None:
         with reads_together(groups):
             weights = start.weights(config.model, fingerprint, adapters=adapters)
             log_start(weights, groups)
-            load_masters(weights, shards, groups)
+            stored = [s for s in shards if s.name in weights.shapes or not s.name.startswith(INTERVAL)]
+            load_masters(weights, stored, groups)
     names = [name for chunk in state.chunks for name, _ in chunk.named_parameters()]
     if groups.rank == 0 and any(name.startswith(DISCRIMINATOR) for name in names):
         logger.info("checkpoint.start_from loads only the autoencoder; the discriminator starts untrained")

@@ -35,6 +35,7 @@ class Conditioner(nn.Module):
         learned_null: whether a learned vector replaces a dropped or missing pooled text, see `VectorEmbedder`.
         guidance: guidance scale of a guidance-distilled network, the same for all samples, or None.
         size_patch: latent positions per patch along (t, h, w), to condition on height, width and duration, or None.
+        interval: whether to add an embedding of the length of a time interval, which starts at zero.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Conditioner(nn.Module):
         guidance: Optional[float] = None,
         fps: bool = False,
         size_patch: Optional[tuple[int, int, int]] = None,
+        interval: bool = False,
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -61,6 +63,7 @@ class Conditioner(nn.Module):
         )
         vector = partial(VectorEmbedder, POOLED.name, hidden_size=hidden_size, provider=provider, bias=bias)
         self.time = scalar(frequency_shift=frequency_shift)
+        self.interval = scalar(zero_output=True) if interval else None
         self.label = None if num_classes is None else LabelEmbedder(num_classes, hidden_size, provider)
         self.text = None if context_size is None else PooledTextEmbedder(context_size, hidden_size, provider)
         self.guidance = None if guidance is None else scalar()
@@ -70,8 +73,15 @@ class Conditioner(nn.Module):
         replicate_on_all_stages(self.parameters())
 
     def forward(self, time_L: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the vector of each noise level `[L, hidden_size]`; other conditions are per sample."""
+        """Return the vector of each noise level `[L, hidden_size]`; other conditions are per sample.
+
+        Args:
+            time_L: `[L]`, or the times t and the lengths t - r of intervals, `[L, 2]`; without lengths they are 0.
+        """
+        time_L, interval_L = time_L.unbind(-1) if time_L.dim() == 2 else (time_L, torch.zeros_like(time_L))
         cond_LD, per_level = self.time(time_L), batch.layout.per_level
+        if self.interval is not None:
+            cond_LD = cond_LD + self.interval(interval_L)
         if self.label is not None:
             cond_LD = cond_LD + per_level(self.label(batch.conditions[LABEL.name].values))
         if self.text is not None:

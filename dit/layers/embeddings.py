@@ -39,6 +39,7 @@ class TimestepEmbedder(nn.Module):
         features: width of the sinusoid.
         inner_size: width between the linear layers; None for `hidden_size`.
         frequency_shift: see `timestep_features`.
+        zero_output: whether the output starts at zero.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class TimestepEmbedder(nn.Module):
         inner_size: Optional[int] = None,
         frequency_shift: int = 0,
         bias: bool = True,
+        zero_output: bool = False,
     ) -> None:
         super().__init__()
         self.features, self.time_scale, self.frequency_shift = features, time_scale, frequency_shift
         inner_size = inner_size or hidden_size
         self.linear_1 = provider.replicated_linear(features, inner_size, bias=bias, init=normal(0.02))
-        self.linear_2 = provider.replicated_linear(inner_size, hidden_size, bias=bias, init=normal(0.02))
+        init = ZEROS if zero_output else normal(0.02)
+        self.linear_2 = provider.replicated_linear(inner_size, hidden_size, bias=bias, init=init)
 
     def forward(self, time_S: Tensor) -> Tensor:
         time_S = time_S.double() * self.time_scale

@@ -366,7 +366,8 @@ class Backbone(nn.Module, ABC):
 
         Args:
             inputs_TC: noised latents of the pack (the local tokens under context parallelism), float32.
-            time_S: the objective's time per sample, or per noise level if samples have several, float32.
+            time_S: the objective's time per sample, or per noise level if samples have several, float32; `[S, 2]` with
+                the lengths of intervals (`mean_flow`).
             batch: positions, layout and conditions; its latents are not used.
 
         Returns:

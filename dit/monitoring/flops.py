@@ -33,7 +33,7 @@ class PackFlops:
     """Counts the operations of a model's packs."""
 
     def __init__(self, model: ModelConfig, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> None:
-        self.model, self._discriminator = model, auxiliary.discriminator
+        self.model, self._discriminator, self._passes = model, auxiliary.discriminator, auxiliary.extra_passes
         self._cost = ForwardCost(model)
         self._nemo_weights: Optional[int] = None
 
@@ -62,7 +62,7 @@ class PackFlops:
         convention: Convention = "model",
         recomputed: float = 0.0,
     ) -> int:
-        """Count a forward and a backward pass over a pack.
+        """Count a forward and a backward pass over a pack, and the extra passes of the objective.
 
         Args:
             recomputed: share of the layers that run once more in the backward pass; counted only in the `hardware`
@@ -70,7 +70,7 @@ class PackFlops:
         """
         forward = self._forward(layout, grids, context_layout, convention, recomputed)
         backward = 2 if self.model.adapters is None else 1
-        total = backward * self.forward(layout, grids, context_layout, convention=convention) + forward
+        total = (backward + self._passes) * self.forward(layout, grids, context_layout, convention=convention) + forward
         if self._discriminator is not None:
             channels, patch = self.model.in_channels, self.model.patch_spatial
             pictures = ((t, h * patch, w * patch) for t, h, w in grids)

@@ -6,6 +6,7 @@ OBJECTIVES = {
     "ddpm": "dit.objectives.ddpm:DDPM",
     "edm": "dit.objectives.edm:EDM",
     "flow_matching": "dit.objectives.flow_matching:FlowMatching",
+    "mean_flow": "dit.objectives.mean_flow:MeanFlow",
     "vq_autoencoding": "dit.objectives.vq_autoencoding:VQAutoencoding",
 }
 """By the names that recipes give them."""

@@ -31,6 +31,7 @@ class Prepared:
     Attributes:
         time_S: conditioning value per sample: in [0, 1] for flow matching and DDPM (or DDPM's log SNR), log(sigma) / 4
             for EDM. If samples have several noise levels (`dit.levels`), one value per level.
+            `[S, 2]` with the length of each sample's time interval (`mean_flow`).
         target_TC: correct output of the network.
         weight_S: weight of each sample's error, or of the errors at each of its noise levels.
         alignment_weight_S: the same for `objective.alignment`; None without it.
@@ -68,6 +69,7 @@ class Objective(ABC):
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         compares_pairs: whether the loss of a sample depends on another one of its micro-batch.
+        takes_intervals: whether the network receives the length of a time interval.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class Objective(ABC):
     weighting: Optional[UncertaintyWeighting] = None
     takes_levels: ClassVar[bool] = False
     compares_pairs: ClassVar[bool] = False
+    takes_intervals: ClassVar[bool] = False
 
     @property
     def num_outputs(self) -> int:
@@ -135,6 +138,10 @@ class Objective(ABC):
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch; noise levels increase with `noise.level_S()`, or `level_L()`."""
 
+    def complete(self, network: Network, prepared: Prepared, layout: SequenceLayout) -> Prepared:
+        """Return targets that need further passes of the network, without gradients."""
+        return prepared
+
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare a prediction with its target.
 
@@ -181,6 +188,10 @@ class Objective(ABC):
         Returns:
             x0_TC in the dtype of `x_TC`.
         """
+
+    def denoise_over(self, network: Network, x_TC: Tensor, u: Tensor, end: Tensor, layout: SequenceLayout) -> Tensor:
+        """Estimate the clean latents for a straight step from path position `u` to `end`."""
+        return self.denoise(network, x_TC, u, layout)
 
     def denoise_with_variance(
         self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout

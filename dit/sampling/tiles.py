@@ -72,7 +72,7 @@ class TiledNetwork:
         total_TC: Optional[Tensor] = None
         total_T1 = inputs_TC.new_zeros(len(inputs_TC), 1, dtype=torch.float32)
         for tiles, places in self._cut[1]:
-            outputs_TC = self.network(inputs_TC[torch.cat(places)], time_S.repeat(len(places)), tiles).float()
+            outputs_TC = self.network(inputs_TC[torch.cat(places)], torch.cat([time_S] * len(places)), tiles).float()
             if total_TC is None:
                 total_TC = outputs_TC.new_zeros(len(inputs_TC), outputs_TC.shape[1])
             for rows_R, prediction_RC in zip(places, outputs_TC.chunk(len(places)), strict=True):

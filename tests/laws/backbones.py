@@ -115,6 +115,7 @@ OTHER: dict[str, Any] = {
     "size_conditioning": True,
     "time_scale": 7.0,
     "time_frequency_shift": 1,
+    "interval_conditioning": True,
     "rms_norm": lambda value: not value,
     "class_tokens": lambda value: [2, 0],
     "bottleneck_size": lambda value: 6 if value is None else None,

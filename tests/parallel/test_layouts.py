@@ -8,6 +8,7 @@ from dit.models.lora_config import LoRAConfig
 from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting
+from dit.objectives.mean_flow import MeanFlow
 from dit.verify.compare import SUM_RTOL, relative_errors
 from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
@@ -34,11 +35,15 @@ TRAFFIC = {
 }
 TOKENS, SAMPLES, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 2, 32, 4, 4, 16, 4
 # The head u(sigma) is on the last stage, with a copy on each tensor-parallel rank, which processes all tokens. The
-# contrastive negative of a sample has another size, and its tokens are on another context-parallel rank.
+# contrastive negative of a sample has another size, and its tokens are on another context-parallel rank. The difference
+# of MeanFlow divides rounding, which depends on the layout, by its step; the model has a time scale for a large step.
 OBJECTIVES = {
     "uncertainty": EDM(weighting=UncertaintyWeighting()),
     "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
+    "mean_flow": MeanFlow(instant_share=0.25, difference=0.1, adaptive_power=0.5, shift_dimension=64),
+    "mean_flow_dense": MeanFlow(instant_share=0.0, difference=0.1),
 }
+INTERVALS = {"interval_conditioning": True, "time_scale": 1.0}
 OBJECTIVE_LAYOUTS = {
     "uncertainty": {
         **{"tp2_sp": TP2SP, "pp2": {"pipeline_model_parallel_size": 2}, "cp2": {"context_parallel_size": 2}},
@@ -48,6 +53,11 @@ OBJECTIVE_LAYOUTS = {
         **{"distributed_optimizer2": {}, "tp2_sp": TP2SP, "cp2": {"context_parallel_size": 2}},
         "cp2_contiguous": {"context_parallel_size": 2, "context_split": "contiguous"},
     },
+    "mean_flow": {
+        **{"distributed_optimizer2_overlap": LAYOUTS[2]["distributed_optimizer2_overlap"], "tp2_sp": TP2SP},
+        **{"cp2": {"context_parallel_size": 2}, "fsdp2": {"data_parallel": "fsdp"}},
+    },
+    "mean_flow_dense": {"dp2": {"data_parallel": "ddp"}, "tp2": {"tensor_model_parallel_size": 2}},
 }
 OBJECTIVE_CASES = [(objective, name) for objective, named in OBJECTIVE_LAYOUTS.items() for name in named]
 # Adapters of the blocks, after a frozen embedding; of every linear layer; of layers that read a text, which is
@@ -124,7 +134,9 @@ def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("worlds")
     found = {}
     kinds = {False: {"packed": False}, True: {"packed": True}}
-    kinds |= {name: {"packed": True, "objective": objective} for name, objective in OBJECTIVES.items()}
+    for name, objective in OBJECTIVES.items():
+        model = INTERVALS if objective.takes_intervals else {}
+        kinds[name] = {"packed": not name.endswith("dense"), "objective": objective, "model": model}
     one = [{"parallel": {"data_parallel": "ddp"}, **kind} for kind in kinds.values()]
     for name, model in ADAPTERS.items():
         kinds[name] = {"packed": name not in UNPACKED, "model": model}
@@ -163,10 +175,12 @@ def test_layout_equals_one_rank(results, world, name, packed):
 @pytest.mark.parametrize(("objective", "name"), OBJECTIVE_CASES)
 def test_objective_equals_one_rank(results, name, objective):
     assert_equal_training(results["one", objective], results[name, objective])
-    if objective == "contrastive":
+    if objective == "uncertainty":
+        assert results["one", objective]["gradients"]["uncertainty.weight"].any()
+    elif objective == "contrastive":
         assert results["one", objective]["losses"] != results["one", True]["losses"]
-        return
-    assert results["one", "uncertainty"]["gradients"]["uncertainty.weight"].any()
+    else:
+        assert results["one", objective]["gradients"]["conditioner.interval.linear_2.weight"].any()
 
 
 @pytest.mark.parametrize(ADAPTED_ROW, rows(ADAPTED_CASES, lambda *case: case in ADAPTED_QUICK))

@@ -104,6 +104,7 @@ class ReferenceDiT(nn.Module):
         positions: `sincos_2d`, `sincos_3d` or `rope_3d`.
         rope: has `rope_theta`, `rope_scaling`, `rope_factors` and `rope_axes`, for `rope_3d`.
         class_tokens: number of class tokens, and the first block that sees them.
+        intervals: add an embedding of the length of a time interval.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class ReferenceDiT(nn.Module):
         swiglu: bool = False,
         rms: bool = False,
         class_tokens: Optional[list[int]] = None,
+        intervals: bool = False,
     ) -> None:
         super().__init__()
         self.size, self.eps, self.time_scale = size, eps, time_scale
@@ -134,6 +136,9 @@ class ReferenceDiT(nn.Module):
         self.bottleneck = None if bottleneck is None else nn.Linear(patch_in, bottleneck, bias=False)
         self.patch = nn.Linear(bottleneck or patch_in, size)
         self.time_1, self.time_2 = nn.Linear(256, size), nn.Linear(size, size)
+        if intervals:
+            self.interval_1, self.interval_2 = nn.Linear(256, size), nn.Linear(size, size)
+        self.intervals = intervals
         if classes is not None:
             self.labels, self.null_label = nn.Parameter(torch.zeros(classes, size)), nn.Parameter(torch.zeros(size))
         if text_size is not None:
@@ -149,11 +154,19 @@ class ReferenceDiT(nn.Module):
         self.final_modulation, self.final = nn.Linear(size, 2 * size), nn.Linear(size, patch_out)
 
     def condition(
-        self, time_B: Tensor, labels: Optional[list[Optional[int]]], texts: Optional[list[Optional[Tensor]]]
+        self,
+        time_B: Tensor,
+        labels: Optional[list[Optional[int]]],
+        texts: Optional[list[Optional[Tensor]]],
+        interval_B: Optional[Tensor] = None,
     ) -> Tensor:
-        """Sum the embedded time, labels (None for no class) and texts (None for no text)."""
+        """Sum the embedded time, interval (None for 0), labels (None for no class) and texts (None for no text)."""
         features = time_features(time_B.double() * self.time_scale).to(self.time_1.weight.dtype)
         cond = self.time_2(silu(self.time_1(features)))
+        if self.intervals:
+            interval_B = torch.zeros_like(time_B) if interval_B is None else interval_B
+            features = time_features(interval_B.double() * self.time_scale).to(self.time_1.weight.dtype)
+            cond = cond + self.interval_2(silu(self.interval_1(features)))
         if labels is not None:
             cond = cond + torch.stack([self.null_label if i is None else self.labels[i] for i in labels])
         if texts is not None:
@@ -168,8 +181,9 @@ class ReferenceDiT(nn.Module):
         grid: Grid,
         labels: Optional[list[Optional[int]]] = None,
         texts: Optional[list[Optional[Tensor]]] = None,
+        interval_B: Optional[Tensor] = None,
     ) -> Tensor:
-        cond = self.condition(time_B, labels, texts)
+        cond = self.condition(time_B, labels, texts, interval_B)
         x, by = self.patch(patches if self.bottleneck is None else self.bottleneck(patches)), None
         if self.positions == "rope_3d":
             by = turns(patch_indices(grid), self.head_size, self.rope, self.rope.rope_axes)

@@ -163,6 +163,7 @@ def test_block_equals_the_formula_of_the_paper(build_model: BuildModel, qk_layer
         {"layernorm_epsilon": 1e-2, "time_scale": 50.0, "patch_spatial": 1, "qk_layernorm": True},
         {"activation": "swiglu"},
         {"rms_norm": True},
+        {"interval_conditioning": True},
         {"class_tokens": [3, 1]},
         {"class_tokens": [2, 0], "position_embedding": "rope_3d"},
     ],

@@ -12,6 +12,8 @@ from tests.parity.reference_moe import ReferenceMoEBlock
 _DIRECT = {
     "conditioner.time.linear_1": "time_1",
     "conditioner.time.linear_2": "time_2",
+    "conditioner.interval.linear_1": "interval_1",
+    "conditioner.interval.linear_2": "interval_2",
     "conditioner.text.linear_1": "text_1",
     "conditioner.text.linear_2": "text_2",
     "conditioner.text.null": "null_text",
@@ -54,6 +56,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         swiglu=config.activation == "swiglu",
         rms=config.rms_norm,
         class_tokens=config.class_tokens,
+        intervals=config.interval_conditioning,
     )
     if config.num_experts is not None:
         expert_choice = config.moe_router == "expert_choice"

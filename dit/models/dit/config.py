@@ -27,6 +27,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample; None
             for none.
         rope_axes: features of a head that rotate with t, h and w; None for a third each.
+        interval_conditioning: condition on the length t - r of the time interval of an average velocity (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
 
     Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720.
@@ -42,6 +43,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     position_embedding: Positions = "sincos_2d"
     rope_axes: Optional[list[int]] = None
     time_frequency_shift: int = 0
+    interval_conditioning: bool = False
 
     @property
     def supports(self) -> Supports:

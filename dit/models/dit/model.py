@@ -43,6 +43,7 @@ class DiT(TokenStack[DiTConfig]):
             frequency_shift=config.time_frequency_shift,
             num_classes=config.num_classes,
             context_size=config.context_size,
+            interval=config.interval_conditioning,
         )
         if self.rotary is not None:
             self.rotary = config.rotary(config.rope_axes)

@@ -1,0 +1,104 @@
+"""MeanFlow: the network predicts the average velocity over a time interval, for samples of one or a few steps."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dit.auxiliary import AuxiliaryNetworks
+from dit.batch import PackedBatch
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Network, Prepared, sample_weights, shared_time
+from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.losses import Term, token_error
+from dit.ranges import NOT_NEGATIVE, POSITIVE, SHARE, check_ranges
+
+
+@dataclass(kw_only=True)
+class MeanFlow(FlowMatching):
+    """The network predicts u(z_t, r, t), the average of the velocity from time r to t, and receives t and t - r.
+
+    With v = eps - x0 and stopped gradients, the target is
+
+        u = v - (t - r) du/dt,    du/dt = [u(z_t + h v, r, t + h) - u(z_t - h v, r, t - h)] / 2h
+
+    The difference takes two forward passes without gradients, which run on every layout except pipeline stages, also
+    where forward-mode differentiation does not. It needs fp32. At r = t the target is that of flow matching.
+
+    `sampling.solver=euler` steps from t to r with u(z_t, r, t); other solvers use the velocity u(z_t, t, t).
+
+    Args:
+        instant_share: share of the samples with r = t.
+        difference: h. The sinusoid of the time must turn by less than 1 in h, i.e. h < 1 / model.time_scale, and
+            rounding, also its dependence on the layout, is divided by h.
+        adaptive_power: p of the weight (error + c)^-p of each token's error; 0 for no weight.
+        adaptive_constant: c.
+
+    Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2, section 4.3. Deviations: a difference for the
+    Jacobian-vector product; the error in the adaptive weight is that of a token, not of a sample; samples with r = t
+    have the times of flow matching, not the larger of two; guidance is not part of training.
+    """
+
+    takes_levels: ClassVar[bool] = False
+    takes_intervals: ClassVar[bool] = True
+
+    instant_share: float = 0.75
+    difference: float = 1e-4
+    adaptive_power: float = 1.0
+    adaptive_constant: float = 1e-3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ranges = {"instant_share": SHARE, "difference": POSITIVE}
+        check_ranges("objective", self, {**ranges, "adaptive_power": NOT_NEGATIVE, "adaptive_constant": POSITIVE})
+        others = {"prediction": self.prediction, "min_snr_gamma": self.min_snr_gamma, "alignment": self.alignment}
+        if tuple(others.values()) != ("velocity", None, None):
+            raise ConfigError(
+                f"MeanFlow predicts a velocity and has no min-SNR weight and no alignment, got {others}; use "
+                "objective.prediction=velocity, objective.min_snr_gamma=null and objective.alignment=none"
+            )
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        return (*super().logged, *(["squared"] if self.adaptive_power else []))
+
+    @property
+    def auxiliary(self) -> AuxiliaryNetworks:
+        return replace(super().auxiliary, extra_passes=2 * (self.instant_share < 1))
+
+    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
+        """Corrupt a packed micro-batch; time_S has the columns t and t - r, and the target is the velocity."""
+        shifts = self._shifts(batch)
+        first_S, second_S = self.level(noise.level_S(), shifts), self.level(noise.uniform_S("interval"), shifts)
+        second_S = torch.where(noise.uniform_S("instant") < self.instant_share, first_S, second_S)
+        t_S, r_S = torch.maximum(first_S, second_S), torch.minimum(first_S, second_S)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_S, t_S), (-1.0, 1.0))
+        time_S2, weight_S = torch.stack([t_S, t_S - r_S], -1), sample_weights(batch)
+        return Prepared(inputs_TC=inputs_TC, time_S=time_S2, target_TC=target_TC, weight_S=weight_S)
+
+    @torch.no_grad()
+    def complete(self, network: Network, prepared: Prepared, layout: SequenceLayout) -> Prepared:
+        """Subtract (t - r) du/dt from the velocity."""
+        if self.instant_share == 1:
+            return prepared
+        inputs_TC, time_S2, velocity_TC = prepared.inputs_TC, prepared.time_S, prepared.target_TC
+        ahead_TC, behind_TC = (
+            network(inputs_TC + h * velocity_TC, time_S2 + h) for h in (self.difference, -self.difference)
+        )
+        slope_TC = (ahead_TC - behind_TC) / (2 * self.difference)
+        return replace(prepared, target_TC=velocity_TC - layout.per_token(time_S2[:, 1]) * slope_TC)
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        error_T = token_error(prediction_TC, prepared.target_TC, layout, self.loss_kind)
+        if not self.adaptive_power:
+            return {"error": Term(error_T, prepared.weight_S)}
+        adaptive_T = (error_T.detach() + self.adaptive_constant) ** -self.adaptive_power
+        return {"error": Term(adaptive_T * error_T, prepared.weight_S), "squared": Term(error_T, prepared.weight_S)}
+
+    def denoise_over(self, network: Network, x_TC: Tensor, u: Tensor, end: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return x - t u(x, r, t), from which a straight step reaches x - (t - r) u(x, r, t); t = `u`, r = `end`."""
+        time_S2 = torch.stack([shared_time(u, layout), shared_time(u - end, layout)], -1)
+        return x_TC - u * network(x_TC.float(), time_S2).to(x_TC.dtype)
