@@ -45,6 +45,8 @@ from launch.train import call_recipe
 from tests.support.replays import record
 
 STEPS = WARM_UP + 5
+RECORDED = 4
+"""Recorded steps; the packs of a job repeat after three."""
 GRAPHS = 3
 """Those of the passes, of the numbers, and of the update."""
 DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shapes=['4x8x8']")
@@ -254,7 +256,7 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
 
 
 def passes_here(job: Job) -> list[Any]:
-    """Return the operations of the passes of nine steps, with the copies between host and device and the waits in them.
+    """Return the operations of the passes of some steps, with the copies between host and device and the waits in them.
 
     The device is `meta`, on which operations with data-dependent shapes raise an error.
     """
@@ -267,7 +269,7 @@ def passes_here(job: Job) -> list[Any]:
                 program.run()
                 packs, step = [program._batch(), program._batch()], torch.zeros((), dtype=torch.int64, device=META)
                 forward_step = training_forward_step(job.objective, job.model, job.training.seed, 0, program.mix)
-                for number in range(WARM_UP + 9):
+                for number in range(WARM_UP + RECORDED):
                     program.state.wrapped[0].zero_grad_buffer()
                     recorder.begin()
                     recorder.enter("forward and backward")
@@ -298,7 +300,7 @@ class RecordedRuns(Graphed):
 
 
 def updates_here(job: Job) -> list[Any]:
-    """Return the operations of numbers and updates of nine steps, with the copies and waits in them."""
+    """Return the operations of numbers and updates of some steps, with the copies and waits in them."""
     with fake_world(job.rank, job.world_size):
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
         try:
@@ -311,7 +313,7 @@ def updates_here(job: Job) -> list[Any]:
                 parts = optimizer, shards, EMA(shards, 0.9, start_step=4), job.optimizer, groups
                 target = target_of(job.model, job.training.precision, job.kernels)
                 update = build_update(*parts, target, job.training.kernels, of_update)
-                for number in range(1, WARM_UP + 10):
+                for number in range(1, WARM_UP + RECORDED + 1):
                     for chunk in wrapped:
                         chunk.zero_grad_buffer()
                         chunk.zero_stale()
@@ -328,7 +330,7 @@ def updates_here(job: Job) -> list[Any]:
 
 
 def passes_of_packs_here(job: Job) -> list[Any]:
-    """Return the operations of the passes of nine steps on different packs, with the copies and waits in them."""
+    """Return the operations of the passes of some steps on different packs, with the copies and waits in them."""
     recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=64)
     with fake_world(job.rank, job.world_size):
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
@@ -351,7 +353,7 @@ def passes_of_packs_here(job: Job) -> list[Any]:
                 program = Program(job, groups, recorder, late=True)
                 program.run()
                 wrapped, schedule = program.state.wrapped, GraphedSchedule()
-                for number in range(WARM_UP + 9):
+                for number in range(WARM_UP + RECORDED):
                     shapes = itertools.islice(program._packs, 2)
                     packs = [program._copy(maxima.pad(batch_of(job.model, shape))) for shape in shapes]
                     wrapped[0].zero_grad_buffer()
@@ -376,7 +378,7 @@ def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
     ("recipe", "kernels"),
     [("tiny_dit", "eager"), ("tiny_dit", "triton"), ("flux_12b", "triton"), ("tiny_ldm_unet", "eager")],
 )
-def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_nine_steps(recipe: str, kernels: Any) -> None:
+def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(recipe: str, kernels: Any) -> None:
     job = wait_job(recipe, "dense", kernels)
     texts = (8,) * len(job.pack.text_lengths)
     job = replace(job, packs=tuple(replace(job.pack, text_lengths=texts) for _ in job.packs))
@@ -402,7 +404,7 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_nine_steps(rec
         pytest.param("pretrain_ditllama5b", "triton", 1, marks=pytest.mark.slow),
     ],
 )
-def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_nine_steps(
+def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_all_steps(
     recipe: str, kernels: Any, tensor: int
 ) -> None:
     """The packs differ in the number of samples and in the lengths of samples and texts."""
@@ -429,7 +431,7 @@ def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_nine_steps(
         ("triton", "distributed_optimizer", "muon"),
     ],
 )
-def test_updates_have_no_wait_or_copy_and_are_equal_in_nine_steps(
+def test_updates_have_no_wait_or_copy_and_are_equal_in_all_steps(
     kernels: Any, data_parallel: Any, algorithm: Any
 ) -> None:
     """In bf16, on two tensor-parallel ranks and two replicas; rates, limits and the weight of the average change."""
@@ -442,7 +444,7 @@ def test_updates_have_no_wait_or_copy_and_are_equal_in_nine_steps(
         (first, *copies_and_waits), *others = recorded
         assert copies_and_waits == [0, {}]
         assert len(first) >= least
-        assert len(others) == 8
+        assert len(others) == RECORDED - 1
         for operations, *counts in others:
             assert not differences(first, operations)
             assert counts == [0, {}]
