@@ -10,17 +10,8 @@ from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import pretrain
 from recipes import flux, imagen, stdit, wan
-from recipes.components import (
-    flux_dev,
-    stdit_3b,
-    stdit_3b_opensora,
-    stdit_s,
-    stdit_xl,
-    wan_1_3b,
-    wan_2_2_ti2v_5b,
-    wan_14b,
-)
 from recipes.dit import as_large_model, as_mock, on_tensor_parallel, with_fsdp
+from recipes.models import flux_dev, stdit_3b, stdit_3b_opensora, stdit_s, stdit_xl, wan_1_3b, wan_2_2_ti2v_5b, wan_14b
 
 CLIP_1K = (4, 32, 32)
 """Latent (frames, height, width) of 1024 tokens: 4 x 16 x 16 patches."""

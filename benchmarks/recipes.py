@@ -14,8 +14,9 @@ from dit.settings import CheckpointConfig, LoggingConfig, SamplingConfig, Traini
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from recipes import moviegen
-from recipes.components import adamw_large, dit_cross_7b, dit_cross_28b, dit_s, moviegen_5b, moviegen_30b
+from recipes.components import adamw_large
 from recipes.dit import as_large_model, as_mock, on_tensor_parallel, text_conditional, with_fsdp
+from recipes.models import dit_cross_7b, dit_cross_28b, dit_s, moviegen_5b, moviegen_30b
 
 IMAGE_256 = (1, 32, 32)
 """Latent (frames, height, width) of 256 tokens."""

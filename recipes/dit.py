@@ -27,7 +27,7 @@ from dit.settings import (
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.components import (
+from recipes.models import (
     dit_b,
     dit_cross_7b,
     dit_cross_b,

@@ -4,8 +4,8 @@ import nemo_run as run
 
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import ec_dit_1b
 from recipes.dit import as_large_model, text_conditional, with_fsdp
+from recipes.models import ec_dit_1b
 from recipes.tiny import tiny_dit
 
 

@@ -27,8 +27,11 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import (
-    ddpm_latent,
+from recipes.components import ddpm_latent
+from recipes.dit import text_conditional
+from recipes.flux import chroma_9b
+from recipes.hunyuan_video import hunyuan_video_8b
+from recipes.models import (
     dit_cross_s,
     flux2_klein_4b,
     flux2_klein_9b,
@@ -42,9 +45,6 @@ from recipes.components import (
     wan_2_2_ti2v_5b,
     z_image_6b,
 )
-from recipes.dit import text_conditional
-from recipes.flux import chroma_9b
-from recipes.hunyuan_video import hunyuan_video_8b
 
 WEIGHTS, ADAM, MOMENTS, AVERAGE, FROZEN = 6, 4, 8, 4, 2
 """Bytes per parameter: bf16 weight and float32 gradient; float32 weight and moments of Adam; average; frozen weight."""

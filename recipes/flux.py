@@ -15,7 +15,8 @@ from dit.optimizer.schedules import Constant
 from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import (
+from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditional, with_fsdp
+from recipes.models import (
     flux2_dev,
     flux2_klein_4b,
     flux2_klein_9b,
@@ -27,7 +28,6 @@ from recipes.components import (
     sd3_5_medium,
     z_image_6b,
 )
-from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditional, with_fsdp
 
 IMAGE_1024 = (1, 128, 128)
 """Latent (frames, height, width) of 4096 tokens."""

@@ -21,7 +21,7 @@ from dit.settings import (
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.components import sdxl_unet
+from recipes.models import sdxl_unet
 
 LATENT_SIDE = 256 // 8
 CLIP_TOKENS = 77

@@ -10,8 +10,8 @@ import nemo_run as run
 
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import moviegen_1b, moviegen_3b, moviegen_5b, moviegen_30b
 from recipes.dit import as_large_model, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
+from recipes.models import moviegen_1b, moviegen_3b, moviegen_5b, moviegen_30b
 
 
 @run.cli.factory(target=pretrain)

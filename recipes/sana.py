@@ -12,8 +12,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import prx_1_2b, sana_1_6b
 from recipes.dit import as_tiny, text_conditional
+from recipes.models import prx_1_2b, sana_1_6b
 
 
 def _sana(name: str, model: run.Config[ModelConfig]) -> run.Partial:

@@ -12,8 +12,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import stdit_s, stdit_xl, stdit_xl_full
 from recipes.dit import as_large_model, as_tiny, text_conditional
+from recipes.models import stdit_s, stdit_xl, stdit_xl_full
 
 
 def open_sora(name: str, model: run.Config) -> run.Partial:

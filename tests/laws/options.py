@@ -3,9 +3,9 @@
 import nemo_run as run
 
 from dit.training.pretrain import pretrain
-from recipes.components import sprint, tread
 from recipes.dit import pretrain_7b
 from recipes.flux import flux_12b
+from recipes.models import sprint, tread
 from recipes.tiny import tiny_dit
 
 

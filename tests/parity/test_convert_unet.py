@@ -12,7 +12,7 @@ from dit.convert.diffusers_unet import DiffusersUNet
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.parallel.build import parameter_shapes
-from recipes.components import sdxl_unet
+from recipes.models import sdxl_unet
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, predict, random_weights, relative_error, run
 

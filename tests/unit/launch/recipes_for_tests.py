@@ -11,7 +11,7 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
-from recipes.components import dit_s
+from recipes.models import dit_s
 
 OUTCOMES = {
     "config": errors.ConfigError("width 3 does not fit; use 4"),

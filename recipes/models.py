@@ -1,0 +1,327 @@
+"""Named models and their parts for overrides: `model=dit_xl`, `model.routing=tread`."""
+
+import nemo_run as run
+
+from dit.models.autoencoder.config import AutoencoderConfig
+from dit.models.base import ModelConfig
+from dit.models.ddpm_unet.config import DDPMUNetConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
+from dit.models.flux2.config import Flux2Config
+from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.lora_config import LoRAConfig
+from dit.models.lumina2.config import Lumina2Config
+from dit.models.moviegen.config import MovieGenConfig
+from dit.models.prx.config import PRXConfig
+from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.routing_config import RoutingConfig
+from dit.models.sana.config import SanaConfig
+from dit.models.sd3.config import SD3Config
+from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
+from dit.models.z_image.config import ZImageConfig
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_s() -> run.Config[DiTConfig]:
+    """DiT-S: 12 layers of width 384, 6 heads; latents of 4 channels, patch 2, 1000 classes."""
+    return run.Config(DiTConfig, hidden_size=384, num_layers=12, num_attention_heads=6, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_b() -> run.Config[DiTConfig]:
+    """DiT-B: 12 layers of width 768, 12 heads; otherwise as dit_s."""
+    return run.Config(DiTConfig, hidden_size=768, num_layers=12, num_attention_heads=12, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_l() -> run.Config[DiTConfig]:
+    """DiT-L: 24 layers of width 1024, 16 heads; otherwise as dit_s."""
+    return run.Config(DiTConfig, hidden_size=1024, num_layers=24, num_attention_heads=16, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_xl() -> run.Config[DiTConfig]:
+    """DiT-XL: 28 layers of width 1152, 16 heads; otherwise as dit_s."""
+    return run.Config(DiTConfig, hidden_size=1152, num_layers=28, num_attention_heads=16, num_classes=1000)
+
+
+@run.cli.factory(target=ModelConfig)
+def jit_b16() -> run.Config[DiTConfig]:
+    """JiT-B/16 (131 M): DiT-B on patches of 16 x 16 pixels, with 32 class tokens from layer 4 on; 1000 classes."""
+    model = dit_b()
+    model.in_channels, model.patch_spatial, model.bottleneck_size, model.class_tokens = 3, 16, 128, [32, 4]
+    model.activation, model.ffn_hidden_size, model.rms_norm, model.qk_layernorm = "swiglu", 2048, True, True
+    model.position_embedding, model.rope_axes, model.time_scale = "rope_3d", [0, 32, 32], 1.0
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_s() -> run.Config[DiTCrossConfig]:
+    """DiT-S with text cross-attention: 12 layers of width 384, 6 heads; 16 latent channels, text of 1024."""
+    return run.Config(DiTCrossConfig, hidden_size=384, num_layers=12, num_attention_heads=6)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_b() -> run.Config[DiTCrossConfig]:
+    """DiT-B with text cross-attention: 12 layers of width 768, 12 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=768, num_layers=12, num_attention_heads=12)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_l() -> run.Config[DiTCrossConfig]:
+    """DiT-L with text cross-attention: 24 layers of width 1024, 16 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=1024, num_layers=24, num_attention_heads=16)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_xl() -> run.Config[DiTCrossConfig]:
+    """DiT-XL with text cross-attention: 28 layers of width 1152, 16 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=1152, num_layers=28, num_attention_heads=16)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_7b() -> run.Config[DiTCrossConfig]:
+    """DiT-7B with text cross-attention: 32 layers of width 3072, 24 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=3072, num_layers=32, num_attention_heads=24)
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_cross_28b() -> run.Config[DiTCrossConfig]:
+    """DiT-28B with text cross-attention: 32 layers of width 6144, 48 heads; otherwise as dit_cross_s."""
+    return run.Config(DiTCrossConfig, hidden_size=6144, num_layers=32, num_attention_heads=48)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_1b() -> run.Config[MovieGenConfig]:
+    """MovieGen-1B (1.54 B): 16 layers of width 2048, 32 heads in 8 groups; 16 latent channels, text of 1024.
+
+    Deviation of all sizes: queries and keys are normalised (`qk_layernorm=True`), which neither the paper's nor NeMo's
+    Movie Gen does.
+    """
+    return run.Config(MovieGenConfig, hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_3b() -> run.Config[MovieGenConfig]:
+    """MovieGen-3B (5.02 B): 28 layers of width 3072, 24 heads in 8 groups."""
+    return run.Config(MovieGenConfig, hidden_size=3072, num_layers=28, num_attention_heads=24, ffn_hidden_size=8192)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_5b() -> run.Config[MovieGenConfig]:
+    """MovieGen-5B (5.74 B): 32 layers of width 3072, 24 heads in 8 groups."""
+    return run.Config(MovieGenConfig, hidden_size=3072, num_layers=32, num_attention_heads=24, ffn_hidden_size=8192)
+
+
+@run.cli.factory(target=ModelConfig)
+def moviegen_30b() -> run.Config[MovieGenConfig]:
+    """MovieGen-30B (33.4 B): 48 layers of width 6144, 48 heads in 8 groups."""
+    return run.Config(MovieGenConfig, hidden_size=6144, num_layers=48, num_attention_heads=48, ffn_hidden_size=16384)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux_dev() -> run.Config[FluxConfig]:
+    """FLUX.1 (11.9 B): 19 joint and 38 single-stream blocks of width 3072, 24 heads; text of 4096, pooled of 768."""
+    return run.Config(FluxConfig, num_joint_layers=19, num_single_layers=38)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux_two_layers() -> run.Config[FluxConfig]:
+    """FLUX.1 cut to one block of each kind (535 M); otherwise as flux_dev."""
+    return run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux2_dev() -> run.Config[Flux2Config]:
+    """FLUX.2 dev (32.2 B): 8 joint and 48 single-stream blocks of width 6144, 48 heads; text of 15360."""
+    return run.Config(Flux2Config, guidance=4.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux2_klein_9b() -> run.Config[Flux2Config]:
+    """FLUX.2 klein 9B (9.08 B): 8 joint and 24 single-stream blocks of width 4096, 32 heads; text of 12288."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 12288, "context_size": 12288}
+    return run.Config(Flux2Config, num_single_layers=24, **sizes)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux2_klein_4b() -> run.Config[Flux2Config]:
+    """FLUX.2 klein 4B (3.88 B): 5 joint and 20 single-stream blocks of width 3072, 24 heads; text of 7680."""
+    sizes = {"hidden_size": 3072, "num_attention_heads": 24, "ffn_hidden_size": 9216, "context_size": 7680}
+    return run.Config(Flux2Config, num_joint_layers=5, num_single_layers=20, **sizes)
+
+
+@run.cli.factory(target=ModelConfig)
+def qwen_image_20b() -> run.Config[QwenImageConfig]:
+    """Qwen-Image (20.4 B): 60 joint blocks of width 3072, 24 heads; text of 3584."""
+    return run.Config(QwenImageConfig, num_joint_layers=60)
+
+
+@run.cli.factory(target=ModelConfig)
+def prx_1_2b() -> run.Config[PRXConfig]:
+    """PRX (1.17 B): 16 layers of width 1792, 28 heads; text of 2304."""
+    return run.Config(PRXConfig)
+
+
+@run.cli.factory(target=ModelConfig)
+def sana_1_6b() -> run.Config[SanaConfig]:
+    """SANA 1.6B (1.60 B): 20 layers of width 2240, 70 heads of linear attention; 32 latent channels, text of 2304."""
+    return run.Config(SanaConfig)
+
+
+@run.cli.factory(target=ModelConfig)
+def sd3_5_large() -> run.Config[SD3Config]:
+    """Stable Diffusion 3.5 large (8.06 B): 38 joint blocks of width 2432, 38 heads; texts of 4096, pooled 2048."""
+    return run.Config(SD3Config, num_joint_layers=38)
+
+
+@run.cli.factory(target=ModelConfig)
+def sd3_5_medium() -> run.Config[SD3Config]:
+    """Stable Diffusion 3.5 medium (2.24 B): 24 joint blocks of width 1536, 13 with a second attention."""
+    sizes = {"hidden_size": 1536, "num_attention_heads": 24, "num_joint_layers": 24, "num_dual_layers": 13}
+    return run.Config(SD3Config, **sizes, position_crop=[384, 64])
+
+
+@run.cli.factory(target=ModelConfig)
+def lumina2_2b() -> run.Config[Lumina2Config]:
+    """Lumina-Image 2.0 (2.61 B): 2 refiners and 26 blocks of width 2304, 24 heads in 8 groups; text of 2304."""
+    return run.Config(Lumina2Config, num_single_layers=26)
+
+
+@run.cli.factory(target=ModelConfig)
+def z_image_6b() -> run.Config[ZImageConfig]:
+    """Z-Image (6.15 B): 2 refiners and 30 blocks of width 3840, 30 heads; text of 2560."""
+    return run.Config(ZImageConfig, num_single_layers=30)
+
+
+@run.cli.factory(target=ModelConfig)
+def wan_1_3b() -> run.Config[WanConfig]:
+    """Wan 2.1 1.3B (1.42 B): 30 layers of width 1536, 12 heads; 16 latent channels, text of 4096."""
+    return run.Config(WanConfig, hidden_size=1536, num_layers=30, num_attention_heads=12, ffn_hidden_size=8960)
+
+
+@run.cli.factory(target=ModelConfig)
+def wan_14b() -> run.Config[WanConfig]:
+    """Wan 2.1 14B (14.3 B): 40 layers of width 5120, 40 heads; otherwise as wan_1_3b."""
+    return run.Config(WanConfig, hidden_size=5120, num_layers=40, num_attention_heads=40, ffn_hidden_size=13824)
+
+
+@run.cli.factory(target=ModelConfig)
+def wan_2_2_ti2v_5b() -> run.Config[WanConfig]:
+    """Wan 2.2 TI2V 5B (5.00 B): 30 layers of width 3072, 24 heads; 48 latent channels; clips from text or a picture."""
+    sizes = {"hidden_size": 3072, "num_layers": 30, "num_attention_heads": 24, "ffn_hidden_size": 14336}
+    return run.Config(WanConfig, in_channels=48, **sizes)
+
+
+@run.cli.factory(target=ModelConfig)
+def ec_dit_1b() -> run.Config[MovieGenConfig]:
+    """EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
+
+    Expert-choice routing at capacity factor 8: a layer has the work of one feed-forward of width 8192.
+    """
+    model = moviegen_1b()
+    model.num_experts, model.moe_ffn_hidden_size, model.moe_capacity_factor = 64, 1024, 8.0
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_s() -> run.Config[STDiTConfig]:
+    """ST-DiT-S (59 M): 12 pairs of a spatial and a temporal layer of width 384, 6 heads; 4 latent channels.
+
+    As in Open-Sora, text comes through a projection and fixed positions span 32 indices at every resolution.
+    """
+    return run.Config(STDiTConfig, hidden_size=384, num_layers=24, num_attention_heads=6, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_xl() -> run.Config[STDiTConfig]:
+    """ST-DiT-XL (1.20 B): 28 pairs of width 1152, 16 heads; otherwise as stdit_s."""
+    return run.Config(STDiTConfig, hidden_size=1152, num_layers=56, num_attention_heads=16, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_xl_full() -> run.Config[STDiTConfig]:
+    """ST-DiT-XL with full attention (915 M): 28 layers, each spatial, full and temporal; otherwise as stdit_xl.
+
+    The layer of NeMo's ST-DiT (release 2.1.0). Deviations: there cross-attention is between full and temporal
+    attention, and all sub-layers share one shift, scale and gate; here it follows the three, and each has its own.
+    """
+    model = stdit_xl()
+    model.num_layers, model.layer_pattern = 28, ["spatial+full+temporal"]
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_3b() -> run.Config[STDiTConfig]:
+    """ST-DiT-3B (3.26 B) of the NeMo proposal: 24 pairs of width 2048, 16 heads; otherwise as stdit_s."""
+    return run.Config(STDiTConfig, hidden_size=2048, num_layers=48, num_attention_heads=16, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def stdit_3b_opensora() -> run.Config[STDiTConfig]:
+    """ST-DiT-3B (3.18 B) of Open-Sora: 28 pairs of width 1872, 26 heads; otherwise as stdit_s."""
+    return run.Config(STDiTConfig, hidden_size=1872, num_layers=56, num_attention_heads=26, position_span=32.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
+    """KL-f8 autoencoder (83.7 M) of latent diffusion: 8 times smaller sides, 4 channels, width 128 to 512."""
+    return run.Config(AutoencoderConfig)
+
+
+@run.cli.factory(target=ModelConfig)
+def autoencoder_vq_f4() -> run.Config[AutoencoderConfig]:
+    """VQ-f4 autoencoder (55.3 M) of latent diffusion: sides / 4, 3 channels, 8,192 codes, width 128 to 512."""
+    sizes = {"patch_spatial": 4, "latent_channels": 3, "block_out_channels": [128, 256, 512]}
+    return run.Config(AutoencoderConfig, **sizes, codebook_size=8192)
+
+
+@run.cli.factory(target=ModelConfig)
+def ddpm_unet() -> run.Config[DDPMUNetConfig]:
+    """Conditional DDPM UNet (15.66 M): pictures of 3 channels, 10 classes, 64 to 256 channels at 4 resolutions."""
+    return run.Config(DDPMUNetConfig)
+
+
+@run.cli.factory(target=ModelConfig)
+def ddpm_unet_512() -> run.Config[DDPMUNetConfig]:
+    """Conditional DDPM UNet with 512 channels in the middle (23.34 M); otherwise as ddpm_unet."""
+    return run.Config(DDPMUNetConfig, mid_out_channels=[512, 512, 256])
+
+
+@run.cli.factory(target=LoRAConfig)
+def lora() -> run.Config[LoRAConfig]:
+    """Low-rank adapters of rank 16 in attention and MLP of every block; `model.lora=lora model.lora.rank=4`."""
+    return run.Config(LoRAConfig)
+
+
+@run.cli.factory(target=RoutingConfig)
+def tread() -> run.Config[RoutingConfig]:
+    """In training, half of the tokens skip all layers but the first 2 and the last 3 (TREAD); `model.routing=tread`."""
+    return run.Config(RoutingConfig)
+
+
+@run.cli.factory(target=RoutingConfig)
+def sprint() -> run.Config[RoutingConfig]:
+    """In training, 75 % of the tokens skip all layers but 2 and 2, then a linear layer fuses both paths (SPRINT)."""
+    return run.Config(RoutingConfig, share=0.75, last_layers=2, rejoin="fused", path_dropout=0.05)
+
+
+@run.cli.factory(target=ModelConfig)
+def ldm_unet() -> run.Config[LDMUNetConfig]:
+    """Latent-diffusion UNet (860 M), that of Stable Diffusion v1: 4 latent channels, text of 768, width 320 to 1280."""
+    return run.Config(LDMUNetConfig, null_text="empty")
+
+
+@run.cli.factory(target=ModelConfig)
+def ldm_unet_small() -> run.Config[LDMUNetConfig]:
+    """Latent-diffusion UNet of 128 to 512 channels (142 M); otherwise as ldm_unet."""
+    return run.Config(LDMUNetConfig, block_out_channels=[128, 256, 512, 512], null_text="empty")
+
+
+@run.cli.factory(target=ModelConfig)
+def sdxl_unet() -> run.Config[LDMUNetConfig]:
+    """Latent-diffusion UNet (2.57 B), that of Stable Diffusion XL: text of 2048, pooled of 1280, width 320 to 1280."""
+    layers = {"block_out_channels": [320, 640, 1280], "transformer_layers": [0, 2, 10], "mid_transformer_layers": 10}
+    return run.Config(LDMUNetConfig, context_size=2048, head_size=64, pooled_size=1280, null_text="zeros", **layers)
