@@ -211,7 +211,9 @@ class Heartbeat:
 
     def _give_up(self, waited: float, text: str, blamed: list[int]) -> None:
         phase = self.phase
-        error = f"rank {self._rank} {phase.name} for {format_duration(waited)} after step {phase.step or 0}: {text}"
+        where = _where(sys._current_frames().get(self._main))
+        waits = f"rank {self._rank} {phase.name} for {format_duration(waited)} after step {phase.step or 0} ({where})"
+        error = f"{waits}: {text}"
         logger.error(error)
         if self._is_ours():
             write_outcome(self._run_dir, Outcome(EXIT_UNEXPECTED, HANG, phase.step, self._rank, error))

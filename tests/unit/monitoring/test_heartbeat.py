@@ -86,6 +86,7 @@ def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
     found = read_outcome(tmp_path)
     assert (found.reason, found.step, found.rank) == ("hang", 8, 0)
     assert "rank 1 never wrote a heartbeat" in found.error
+    assert "after step 8 (test_heartbeat.py" in found.error, "where this rank waits"
     assert "test_heartbeat.py" in read_beats(tmp_path)[0].where
     told = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert (told["kind"], told["incident"], told["details"]["blamed"]) == ("incident", "hang", [1])
