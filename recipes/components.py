@@ -234,17 +234,6 @@ def wan_2_2_ti2v_5b() -> run.Config[WanConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
-def ec_dit_1b() -> run.Config[MovieGenConfig]:
-    """EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
-
-    Expert-choice routing at capacity factor 8: a layer has the work of one feed-forward of width 8192.
-    """
-    model = moviegen_1b()
-    model.num_experts, model.moe_ffn_hidden_size, model.moe_capacity_factor = 64, 1024, 8.0
-    return model
-
-
-@run.cli.factory(target=ModelConfig)
 def stdit_s() -> run.Config[STDiTConfig]:
     """ST-DiT-S (59 M): 12 pairs of a spatial and a temporal layer of width 384, 6 heads; 4 latent channels.
 

@@ -2,11 +2,24 @@
 
 import nemo_run as run
 
+from dit.models.base import ModelConfig
+from dit.models.moviegen.config import MovieGenConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import ec_dit_1b
+from recipes.components import moviegen_1b
 from recipes.dit import as_large_model, text_conditional, with_fsdp
 from recipes.tiny import tiny_dit
+
+
+@run.cli.factory(target=ModelConfig)
+def ec_dit_1b() -> run.Config[MovieGenConfig]:
+    """EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
+
+    Expert-choice routing at capacity factor 8: a layer has the work of one feed-forward of width 8192.
+    """
+    model = moviegen_1b()
+    model.num_experts, model.moe_ffn_hidden_size, model.moe_capacity_factor = 64, 1024, 8.0
+    return model
 
 
 @run.cli.factory(target=pretrain)
