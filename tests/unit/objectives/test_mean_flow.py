@@ -115,7 +115,7 @@ def config(*overrides: str) -> RunConfig:
         ),
         (
             ["training.precision=bf16"],
-            "takes differences of predictions in further passes; use training.precision=fp32",
+            "takes differences of predictions in further passes; use training.precision",
         ),
         (["model.num_experts=4"], "in further passes; use model.num_experts=null"),
         (["objective.prediction=x0"], "MeanFlow predicts a velocity"),
