@@ -108,7 +108,7 @@ class RunConfig:
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
         check_alignment(self.objective, self.model)
-        check_intervals(self.objective, self.model, self.parallel, self.training)
+        check_intervals(self)
         self._check_unused()
         if self.model.adapters is not None and self.checkpoint.start_from is None:
             raise ConfigError(
@@ -290,26 +290,22 @@ def check_alignment(objective: Objective, model: ModelConfig) -> None:
         )
 
 
-def check_intervals(
-    objective: Objective, model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig
-) -> None:
+def check_intervals(config: RunConfig) -> None:
     """Check that an objective of time intervals has a model that receives their length, and can take differences."""
-    conditioned = getattr(model, "interval_conditioning", False)
-    if conditioned != objective.takes_intervals:
+    takes, conditioned = config.objective.takes_intervals, getattr(config.model, "interval_conditioning", False)
+    if takes != conditioned:
         raise ConfigError(
-            f"objective={type(objective).__name__} and model.interval_conditioning={conditioned} do not go together: "
-            "objective=mean_flow needs a DiT with model.interval_conditioning=True, other objectives one with False"
+            f"objective={type(config.objective).__name__} and model.interval_conditioning={conditioned} do not go "
+            "together: objective=mean_flow needs a DiT with True, other objectives a model with False"
         )
-    experts, stages = model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
-    reasons = (
-        (stages > 1, f"parallel.pipeline_model_parallel_size={stages}", "runs two more passes", "use 1"),
-        (training.precision != "fp32", f"training.precision={training.precision}", "takes differences", "use fp32"),
-        (experts is not None, f"model.num_experts={experts}", "takes differences, and experts switch", "use null"),
-        (training.cuda_graph, "training.cuda_graph=True", "is not tested in graphs", "use False"),
-    )
-    for is_wrong, setting, reason, cure in reasons:
-        if objective.takes_intervals and is_wrong:
-            raise ConfigError(f"objective=mean_flow {reason}, so it does not support {setting}; {cure}")
+    required = {
+        "parallel.pipeline_model_parallel_size=1": config.parallel.pipeline_model_parallel_size == 1,
+        "training.precision=fp32": config.training.precision == "fp32",
+        "model.num_experts=null": config.model.megatron_sizes().num_moe_experts is None,
+        "training.cuda_graph=False": not config.training.cuda_graph,
+    }
+    if takes and (cures := ", ".join(setting for setting, is_set in required.items() if not is_set)):
+        raise ConfigError(f"objective=mean_flow takes differences of predictions in further passes; use {cures}")
 
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:

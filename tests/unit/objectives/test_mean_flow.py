@@ -107,14 +107,17 @@ def config(*overrides: str) -> RunConfig:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.interval_conditioning=False"], "needs a DiT with model.interval_conditioning=True"),
+        (["model.interval_conditioning=False"], "mean_flow needs a DiT with True"),
         (["objective=flow_matching"], "objective=FlowMatching and model.interval_conditioning=True do not go together"),
         (
             ["parallel.pipeline_model_parallel_size=2"],
-            "does not support parallel.pipeline_model_parallel_size=2; use 1",
+            "in further passes; use parallel.pipeline_model_parallel_size=1",
         ),
-        (["training.precision=bf16"], "takes differences, so it does not support training.precision=bf16; use fp32"),
-        (["model.num_experts=4"], "experts switch, so it does not support model.num_experts=4"),
+        (
+            ["training.precision=bf16"],
+            "takes differences of predictions in further passes; use training.precision",
+        ),
+        (["model.num_experts=4"], "in further passes; use model.num_experts=null"),
         (["objective.prediction=x0"], "MeanFlow predicts a velocity"),
     ],
 )
