@@ -67,7 +67,13 @@ class FakeOpCache:
         self._cache: dict[Hashable, Optional[_Answer]] = {}
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of an operation: run it the first time, later return new tensors like the first result."""
+        """Return the result of an operation: run it the first time, later return new tensors like the first result.
+
+        An operation without results only writes values. Torch would compute some of them, such as a fused update, on
+        tensors with memory.
+        """
+        if not func._schema.returns and any(isinstance(x, self._fake) for x in tensors_in(args)):
+            return None
         try:
             key = func, self._key(args), self._key(kwargs.items())
         except _UncacheableError:

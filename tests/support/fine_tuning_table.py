@@ -5,7 +5,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 from dit.errors import ConfigError
@@ -34,6 +34,8 @@ ROWS: dict[str, tuple[str, dict[str, str], list[int]]] = {
 """By model: recipe, arguments of the recipe, and patch grid of a sample."""
 MACHINES = {"24 GB": (1, 24), "80 GB": (1, 80), "8 x 80 GB": (8, 80)}
 COLUMNS = [(lora, machine) for lora in (True, False) for machine in MACHINES]
+REPORTS: dict[str, str] = {}
+"""Plans by settings."""
 HEAD = ["model", "parameters", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
 
 
@@ -45,7 +47,7 @@ def cell(title: str, lora: bool, machine: str) -> str:
         recipe = getattr(finetune, name)(lora=lora, gpus=gpus, gpu_memory=memory, **arguments)
     except ConfigError as error:
         return f"{re.search(r'use gpus=([0-9]+)', str(error))[1]} GPUs"
-    text = dry_run.report(recipe, gpus, tokens, device="h100")
+    text = _report(str(recipe), lambda: dry_run.report(recipe, gpus, tokens, device="h100"))
     gib = float(re.search(r"total +([\d.]+) GiB", text)[1])
     if gib * dry_run.GIB > memory * 1e9:
         return "does not fit"
@@ -55,6 +57,13 @@ def cell(title: str, lora: bool, machine: str) -> str:
     seconds = int(re.search(r"time +([\d,]+) ms", text)[1].replace(",", "")) / 1e3
     time = "" if memory < 80 else f", {seconds:.{int(seconds < 100)}f} s"  # times are of H100, which has 80 GB
     return f"{gib:.1f} GiB{time}{way and f' {way}'}"
+
+
+def _report(settings: str, compute: Callable[[], str]) -> str:
+    """Return the plan of a recipe; most recipes have the same settings on several machines."""
+    if settings not in REPORTS:
+        REPORTS[settings] = compute()
+    return REPORTS[settings]
 
 
 def row(title: str) -> str:

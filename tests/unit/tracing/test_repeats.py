@@ -23,7 +23,6 @@ def cases(x, y):
         "view as a type": (aten.view.dtype, (x, torch.int16)),
         "several": (aten.native_layer_norm.default, (x, [6], None, None, 1e-5)),
         "list": (aten.cat.default, ([x, y],)),
-        "none": (aten._foreach_add_.Scalar, ([x, y], 1)),
         "shape of an argument": (aten.unsqueeze_.default, (x, 0)),
         "table": (aten.mul.Tensor, (FACTORS, x)),
         "into a tensor": (aten.index_copy_.default, (y, 0, ROWS[:2], FACTORS[:2])),
@@ -46,6 +45,16 @@ def test_a_cached_result_equals_the_computed_result(name):
     assert found[0] == found[1]
     assert len(cache._cache) == 1
     assert (None in cache._cache.values()) == (name in NOT_ANSWERED)
+
+
+def test_an_operation_without_results_allocates_no_memory():
+    """Torch has no fake implementation of the fused update, and would run it on tensors with memory."""
+    numbers = dict.fromkeys(("beta1", "beta2", "weight_decay", "eps"), 0.5)
+    options = {"lr": torch.ones(()), **numbers, "amsgrad": False, "maximize": False}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = [torch.zeros(1 << 44)]
+        arguments = values, values, values, values, [], [torch.ones(())]
+        assert FakeOpCache().run(aten._fused_adamw_.tensor_lr, arguments, options) is None
 
 
 def described(out, given):
