@@ -48,6 +48,16 @@ def dit_xl() -> run.Config[DiTConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def lightningdit_xl() -> run.Config[DiTConfig]:
+    """LightningDiT-XL/1 (675 M): DiT-XL with RMSNorm, SwiGLU and rotary positions; 32 latent channels, patch 1."""
+    model = dit_xl()
+    model.in_channels, model.patch_spatial, model.time_scale = 32, 1, 1.0
+    model.activation, model.ffn_hidden_size, model.rms_norm = "swiglu", 3072, True
+    model.position_embedding, model.rope_axes = "rope_3d", [0, 36, 36]
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
 def jit_b16() -> run.Config[DiTConfig]:
     """JiT-B/16 (131 M): DiT-B on patches of 16 x 16 pixels, with 32 class tokens from layer 4 on; 1000 classes."""
     model = dit_b()

@@ -25,6 +25,7 @@ class Reconstruction(Objective):
         adversarial: adversarial loss (`adversarial`).
     """
 
+    loss_kind: LossKind = "l1"
     adversarial: Optional[Adversarial] = None
 
     @property

@@ -18,7 +18,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.augmentation import Augmentation
-from dit.objectives.losses import LossKind, Term, UncertaintyWeighting, token_error
+from dit.objectives.losses import Term, TokenLossKind, UncertaintyWeighting, token_error
 
 Network = Callable[[Tensor, Tensor], Tensor]
 """Maps inputs_TC and time_S to the raw prediction_TC."""
@@ -65,7 +65,7 @@ class Objective(ABC):
 
     Attributes:
         path: noising path; objectives that reconstruct have none.
-        loss_kind: pointwise error: squared, absolute, or Huber.
+        loss_kind: error of a token: squared, absolute, Huber, or squared plus 1 minus the cosine (flow matching).
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         compares_pairs: whether the loss of a sample depends on another one of its micro-batch.
@@ -73,7 +73,7 @@ class Objective(ABC):
     """
 
     path: Path
-    loss_kind: LossKind = "l2"
+    loss_kind: TokenLossKind = "l2"
     weighting: Optional[UncertaintyWeighting] = None
     takes_levels: ClassVar[bool] = False
     compares_pairs: ClassVar[bool] = False

@@ -15,7 +15,7 @@ from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.alignment import Alignment
 from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
-from dit.objectives.losses import LossKind, Term, min_snr_weight
+from dit.objectives.losses import Term, TokenLossKind, min_snr_weight
 from dit.objectives.noise_levels import logit_normal, shift_time
 from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
 
@@ -74,7 +74,7 @@ class FlowMatching(Objective):
     shift_dimension: Optional[int] = None
     shift_by_tokens: Optional[list[float]] = None
     last_time: Optional[float] = None
-    loss_kind: LossKind = "l2"
+    loss_kind: TokenLossKind = "l2"
     min_snr_gamma: Optional[float] = None
     min_time: float = 0.0
     max_time: float = 1.0
@@ -84,12 +84,17 @@ class FlowMatching(Objective):
         self.path = StraightPath()
         check_choice("prediction", self.prediction, Prediction)
         check_choice("time_distribution", self.time_distribution, TimeDistribution)
-        check_choice("loss_kind", self.loss_kind, LossKind)
+        check_choice("loss_kind", self.loss_kind, TokenLossKind)
         check_ranges("objective", self, {"logit_mean": FINITE, "min_snr_gamma": POSITIVE, "shift_dimension": WIDTH})
         for name in ("logit_std", "time_shift"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
         self._check_shift()
+        if (self.loss_kind, self.prediction) == ("l2_cosine", "x0"):
+            raise ConfigError(
+                "objective.loss_kind=l2_cosine compares velocities, but objective.prediction=x0; use "
+                "prediction=velocity, or loss_kind=l2"
+            )
         if not 0 <= self.min_time < self.max_time <= 1:
             raise ConfigError(
                 f"objective.min_time={self.min_time} and max_time={self.max_time} must be times between 0 and 1, the "

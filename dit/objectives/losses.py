@@ -9,6 +9,7 @@ from torch import Tensor
 from dit.layout import SequenceLayout
 
 LossKind = Literal["l2", "l1", "huber"]
+TokenLossKind = Literal["l2", "l1", "huber", "l2_cosine"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class UncertaintyWeighting:
     logged: ClassVar[tuple[str, ...]] = (*terms, "raw")
 
     def loss_terms(
-        self, prediction_TC: Tensor, target_TC: Tensor, weight_L: Tensor, layout: SequenceLayout, kind: LossKind
+        self, prediction_TC: Tensor, target_TC: Tensor, weight_L: Tensor, layout: SequenceLayout, kind: TokenLossKind
     ) -> dict[str, Term]:
         """Scale the errors by e**-u and add u for every noised token, so that u counts as often as the errors.
 
@@ -72,12 +73,19 @@ def pointwise_error(prediction: Tensor, target: Tensor, kind: LossKind) -> Tenso
     return torch.nn.functional.huber_loss(prediction.float(), target.float(), reduction="none")
 
 
-def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout, kind: LossKind) -> Tensor:
-    """Return the error of each local token, the mean over its channels, float32; 0 in padding and clean tokens."""
+def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout, kind: TokenLossKind) -> Tensor:
+    """Return the error of each local token, the mean over its channels, float32; 0 in padding and clean tokens.
+
+    `l2_cosine` adds 1 minus the cosine of prediction and target over the channels of a token (Yao and Wang 2025,
+    arXiv:2501.01423, section 4).
+    """
     noised_T1 = layout.noised_T[:, None]
     # Mask before the error, not after: otherwise a NaN in padding would return as 0 * NaN in the gradient.
     prediction_TC, target_TC = (torch.where(noised_T1, x_TC.float(), 0.0) for x_TC in (prediction_TC, target_TC))
-    return pointwise_error(prediction_TC, target_TC, kind).mean(-1)
+    if kind != "l2_cosine":
+        return pointwise_error(prediction_TC, target_TC, kind).mean(-1)
+    cosine_T = torch.nn.functional.cosine_similarity(prediction_TC, target_TC, dim=-1)
+    return pointwise_error(prediction_TC, target_TC, "l2").mean(-1) + layout.noised_T * (1 - cosine_T)
 
 
 def min_snr_weight(alpha: Tensor, sigma: Tensor, slope: Tensor, gamma: float) -> Tensor:

@@ -173,19 +173,6 @@ def test_sampling_uses_training_times(objective):
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
 
 
-def test_pointwise_errors_equal_their_formulas():
-    """d**2, |d|, and the smooth l1: half of d**2 up to 1, |d| - 1 / 2 beyond."""
-    difference = torch.tensor([-3.0, -1.0, -0.25, 0.0, 0.5, 1.0, 2.0])
-    formulas = {
-        "l2": difference**2,
-        "l1": difference.abs(),
-        "huber": torch.where(difference.abs() <= 1, difference**2 / 2, difference.abs() - 0.5),
-    }
-    target = torch.linspace(-1, 1, 7)
-    for kind, expected in formulas.items():
-        torch.testing.assert_close(pointwise_error(target + difference, target, kind), expected)
-
-
 @pytest.mark.parametrize("objective", OBJECTIVES + LEARNED, ids=repr)
 @pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
 def test_the_packed_loss_equals_the_loss_of_its_samples(objective, kind):
