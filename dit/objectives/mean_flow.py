@@ -14,7 +14,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Prepared, sample_weights, shared_time
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term, token_error
-from dit.ranges import NOT_NEGATIVE, POSITIVE, SHARE, check_ranges
+from dit.ranges import POSITIVE, SHARE, Range, check_ranges
 
 
 @dataclass(kw_only=True)
@@ -52,8 +52,8 @@ class MeanFlow(FlowMatching):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ranges = {"instant_share": SHARE, "difference": POSITIVE}
-        check_ranges("objective", self, {**ranges, "adaptive_power": NOT_NEGATIVE, "adaptive_constant": POSITIVE})
+        ranges = {"instant_share": SHARE, "difference": Range(0, 1, open_low=True, open_high=True)}
+        check_ranges("objective", self, {**ranges, "adaptive_power": Range(0, 10), "adaptive_constant": POSITIVE})
         others = {"prediction": self.prediction, "min_snr_gamma": self.min_snr_gamma, "alignment": self.alignment}
         if tuple(others.values()) != ("velocity", None, None):
             raise ConfigError(

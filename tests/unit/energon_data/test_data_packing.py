@@ -21,7 +21,7 @@ from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knap
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipCounter
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
-from recipes import components
+from recipes import models
 
 
 @given(st.lists(st.integers(1, 100), max_size=200), st.integers(100, 300))
@@ -88,7 +88,7 @@ def test_a_cost_limit_reduces_waiting_of_ranks() -> None:
 
 def test_equal_work_tokens_match_the_traced_program() -> None:
     """A sample of n tokens costs a + b n + c n^2 in the layers, traced at three lengths; the model states b / c."""
-    for component in (components.dit_s, components.dit_cross_s, components.moviegen_1b):
+    for component in (models.dit_s, models.dit_cross_s, models.moviegen_1b):
         model = fiddle.build(component())
         lengths = (64, 256, 1024)
         costs = [ForwardCost(model).of_sample((1, round(n**0.5), round(n**0.5))).layers for n in lengths]

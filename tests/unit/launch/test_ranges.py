@@ -37,6 +37,7 @@ BASES = {
     ("tiny_dit", "objective=edm"): ("objective",),
     ("tiny_dit", "objective=ddpm"): ("objective",),
     ("tiny_dit", "objective=contrastive_flow_matching"): ("objective",),
+    ("tiny_dit", "objective=mean_flow", "model.interval_conditioning=True"): ("objective",),
     **{("tiny_dit", f"schedule={name}", *more): ("schedule",) for name, *more in SCHEDULES},
     ("tiny_ecdit",): ("model",),
     ("tiny_dit_cross",): ("model",),
@@ -76,6 +77,7 @@ MAY_BE_ZERO = {
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
     *("data.clean_first_frame", "data.frame_levels", "data.inpaint", "objective.min_time", "objective.contrast_weight"),
     *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
+    *("objective.instant_share", "objective.adaptive_power"),
     *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
     *(
         "model.shift_factor",
@@ -102,6 +104,7 @@ MAY_BE_HUGE = {
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift", "training.spike_threshold"),
     "training.hang_timeout_s",
     *("objective.min_snr_gamma", "objective.kl_weight", "objective.codebook_weight", "objective.beta"),
+    "objective.adaptive_constant",
     *("model.scaling_factor", "model.shift_factor"),
     "objective.augmentation_p_mean",
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),
@@ -141,6 +144,8 @@ def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:
         return False  # text and image meet only there
     if words[-1] == "model=chroma_9b" and key == "model.guidance":
         return False  # its modulations come from the time only
+    if "objective=mean_flow" in words and key == "objective.min_snr_gamma":
+        return False  # this weight is that of a given velocity
     table = {-1: MAY_BE_NEGATIVE, 0: MAY_BE_ZERO, HUGE: MAY_BE_HUGE, 1e30: MAY_BE_HUGE}
     return not isinstance(value, list) and key in table.get(value, ())
 
