@@ -13,8 +13,7 @@ from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Prepared, sample_weights, shared_time
 from dit.objectives.flow_matching import FlowMatching
-from dit.objectives.losses import Term, token_error
-from dit.ranges import POSITIVE, SHARE, Range, check_ranges
+from dit.ranges import SHARE, Range, check_ranges
 
 
 @dataclass(kw_only=True)
@@ -34,12 +33,10 @@ class MeanFlow(FlowMatching):
         instant_share: share of the samples with r = t.
         difference: h. The sinusoid of the time must turn by less than 1 in h, i.e. h < 1 / model.time_scale, and
             rounding, also its dependence on the layout, is divided by h.
-        adaptive_power: p of the weight (error + c)^-p of each token's error; 0 for no weight.
-        adaptive_constant: c.
 
-    Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2, section 4.3. Deviations: a difference for the
-    Jacobian-vector product; the error in the adaptive weight is that of a token, not of a sample; samples with r = t
-    have the times of flow matching, not the larger of two; guidance is not part of training.
+    Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2. Deviations: a difference for the Jacobian-vector
+    product; no adaptive weight of the samples (p = 0 in section 4.3); samples with r = t have the times of flow
+    matching, not the larger of two; guidance is not part of training.
     """
 
     takes_levels: ClassVar[bool] = False
@@ -47,23 +44,17 @@ class MeanFlow(FlowMatching):
 
     instant_share: float = 0.75
     difference: float = 1e-4
-    adaptive_power: float = 1.0
-    adaptive_constant: float = 1e-3
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ranges = {"instant_share": SHARE, "difference": Range(0, 1, open_low=True, open_high=True)}
-        check_ranges("objective", self, {**ranges, "adaptive_power": Range(0, 10), "adaptive_constant": POSITIVE})
+        step = Range(0, 1, open_low=True, open_high=True)
+        check_ranges("objective", self, {"instant_share": SHARE, "difference": step})
         others = {"prediction": self.prediction, "min_snr_gamma": self.min_snr_gamma, "alignment": self.alignment}
         if tuple(others.values()) != ("velocity", None, None):
             raise ConfigError(
                 f"MeanFlow predicts a velocity and has no min-SNR weight and no alignment, got {others}; use "
                 "objective.prediction=velocity, objective.min_snr_gamma=null and objective.alignment=none"
             )
-
-    @property
-    def logged(self) -> tuple[str, ...]:
-        return (*super().logged, *(["squared"] if self.adaptive_power else []))
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
@@ -90,13 +81,6 @@ class MeanFlow(FlowMatching):
         )
         slope_TC = (ahead_TC - behind_TC) / (2 * self.difference)
         return replace(prepared, target_TC=velocity_TC - layout.per_token(time_S2[:, 1]) * slope_TC)
-
-    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
-        error_T = token_error(prediction_TC, prepared.target_TC, layout, self.loss_kind)
-        if not self.adaptive_power:
-            return {"error": Term(error_T, prepared.weight_S)}
-        adaptive_T = (error_T.detach() + self.adaptive_constant) ** -self.adaptive_power
-        return {"error": Term(adaptive_T * error_T, prepared.weight_S), "squared": Term(error_T, prepared.weight_S)}
 
     def denoise_over(self, network: Network, x_TC: Tensor, u: Tensor, end: Tensor, layout: SequenceLayout) -> Tensor:
         """Return x - t u(x, r, t), from which a straight step reaches x - (t - r) u(x, r, t); t = `u`, r = `end`."""

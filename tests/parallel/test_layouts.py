@@ -40,7 +40,7 @@ TOKENS, SAMPLES, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 2
 OBJECTIVES = {
     "uncertainty": EDM(weighting=UncertaintyWeighting()),
     "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
-    "mean_flow": MeanFlow(instant_share=0.25, difference=0.1, adaptive_power=0.5, shift_dimension=64),
+    "mean_flow": MeanFlow(instant_share=0.25, difference=0.1, shift_dimension=64),
     "mean_flow_dense": MeanFlow(instant_share=0.0, difference=0.1),
 }
 INTERVALS = {"interval_conditioning": True, "time_scale": 1.0}

@@ -77,7 +77,7 @@ MAY_BE_ZERO = {
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
     *("data.clean_first_frame", "data.frame_levels", "data.inpaint", "objective.min_time", "objective.contrast_weight"),
     *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
-    *("objective.instant_share", "objective.adaptive_power"),
+    "objective.instant_share",
     *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
     *(
         "model.shift_factor",
@@ -104,7 +104,6 @@ MAY_BE_HUGE = {
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift", "training.spike_threshold"),
     "training.hang_timeout_s",
     *("objective.min_snr_gamma", "objective.kl_weight", "objective.codebook_weight", "objective.beta"),
-    "objective.adaptive_constant",
     *("model.scaling_factor", "model.shift_factor"),
     "objective.augmentation_p_mean",
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),

@@ -42,7 +42,7 @@ def test_samples_with_empty_intervals_are_those_of_flow_matching():
 
 def test_the_loss_without_intervals_and_weights_equals_flow_matching():
     batch = pack([3, 5, 8])
-    objective, plain = MeanFlow(instant_share=1.0, adaptive_power=0.0), FlowMatching()
+    objective, plain = MeanFlow(instant_share=1.0), FlowMatching()
     prepared, expected = (o.prepare(batch, noise_for(batch)) for o in (objective, plain))
     completed = objective.complete(lambda x_TC, time_S2: 1 / 0, prepared, batch.layout)
     output_TC = torch.cos(prepared.inputs_TC)
