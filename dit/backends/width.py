@@ -1,24 +1,24 @@
 """mu-parametrisation: the best learning rate of a small model stays the best one when the width grows.
 
-The shapes of a model and of the same model at the base width show which dimensions of a linear layer grow. If they grow
-m times, these factors apply, relative to the model at the base width:
+Each linear layer is compared with the same layer at the base width. A dimension grows if it is m times as large. The
+factors are relative to the base width:
 
-    weight [out, in]          std of the initial weights   rate of AdamW   rate of Muon
-    hidden: both grow         1 / sqrt(m)                  1 / m           1 / sqrt(m)
-    input: out grows          1                            1               1
-    output: in grows          1 / m                        1 / m           1 / m
-    biases, norms, tables     1                            1               1
+    weight [out, in]                  std of the initial weights   rate of AdamW   rate of Muon
+    hidden: both grow                 1 / sqrt(m)                  1 / m           1 / sqrt(m)
+    input: out grows                  1                            1               1, or sqrt(m) if in > out
+    output: in grows, in > out        1 / m                        1 / m           1 / m
+    biases, norms, embedding tables   1                            1               1
 
-The weight decay of a step, rate times `weight_decay`, keeps its value. Attention divides by the square root of the head
-size: heads grow in number, not in size, so the scale 1 / (head size) of the paper would be a constant factor.
+The product of rate and `weight_decay` does not depend on the width. The paper divides the scores of attention by the
+head size instead of its square root. Here only the number of heads grows, so the two differ by a constant factor.
 
-AdamW: Yang et al. 2022 (Tensor Programs V), arXiv:2203.03466. Output layers have no multiplier 1 / m as in table 8, but
-the equal form of table 3: smaller initial weights and rate, so that a layer initialised to zero needs no other code.
+AdamW: Yang et al. 2022 (Tensor Programs V), arXiv:2203.03466. Table 8 multiplies the output by 1 / m. The factors here
+are those of table 3, which is equivalent: it scales the initial weights and the rate, and not the forward pass.
 
 Muon: the update of a weight must have a spectral norm proportional to sqrt(out / in) (Yang, Simon and Bernstein 2023,
 arXiv:2310.17813, condition 1), so that the change of each output does not depend on the width. An orthogonal matrix has
-the norm 1, and `dit.kernels.muon` multiplies it by 0.2 sqrt(max(out, in)). The factor is the quotient of the two,
-relative to that of the base width. In the table, `out` and `in` of a weight are equal up to a constant if both grow.
+the norm 1, and `dit.kernels.muon` multiplies it by 0.2 sqrt(max(out, in)). Muon's factor is therefore
+sqrt(out / in) / sqrt(max(out, in)), divided by its value at the base width.
 """
 
 import math
@@ -50,8 +50,8 @@ def linear_factors(shape: torch.Size, base: torch.Size, matrices: Optional[Matri
     """Return the factors of the unsharded weight of a linear layer, `[out, in]`.
 
     Args:
-        base: its shape at the base width.
-        matrices: the matrices that it stores, if Muon may update it.
+        shape, base: its shape, and its shape at the base width.
+        matrices: the matrices that it stores; None if AdamW updates it.
     """
     outputs, inputs = (Fraction(size, base_size) for size, base_size in zip(shape, base))
     muon = 1.0 if matrices is None else math.sqrt(_squared_rate(shape, matrices) / _squared_rate(base, matrices))
@@ -61,7 +61,7 @@ def linear_factors(shape: torch.Size, base: torch.Size, matrices: Optional[Matri
 
 
 def _squared_rate(shape: torch.Size, matrices: Matrices) -> Fraction:
-    """Return the square of Muon's rate for a spectral norm proportional to sqrt(out / in), up to a constant."""
+    """Return the square of the rate for an update with a norm proportional to sqrt(out / in), up to a factor."""
     size = matrices.views(torch.empty(shape, device="meta"))[0].flatten(0, 1).shape
     outputs, inputs = size if matrices.dim == 0 else size[::-1]
     return Fraction(outputs, inputs * max(outputs, inputs))

@@ -20,23 +20,23 @@ from dit.ranges import SHARE, Range, check_ranges
 class MeanFlow(FlowMatching):
     """The network predicts u(z_t, r, t), the average of the velocity from time r to t, and receives t and t - r.
 
-    With v = eps - x0 and stopped gradients, the target is
+    The target has no gradient. With v = eps - x0 it is
 
         u = v - (t - r) du/dt,    du/dt = [u(z_t + h v, r, t + h) - u(z_t - h v, r, t - h)] / 2h
 
-    The difference takes two forward passes without gradients, which run on every layout except pipeline stages, also
-    where forward-mode differentiation does not. It needs fp32. At r = t the target is that of flow matching.
+    Two forward passes without gradients compute the difference. They run under every layout except pipeline stages, and
+    need fp32 and a model without experts. At r = t the target is that of flow matching.
 
     `sampling.solver=euler` steps from t to r with u(z_t, r, t); other solvers use the velocity u(z_t, t, t).
 
     Args:
         instant_share: share of the samples with r = t.
-        difference: h. The sinusoid of the time must turn by less than 1 in h, i.e. h < 1 / model.time_scale, and
-            rounding, also its dependence on the layout, is divided by h.
+        difference: h, below 1 / model.time_scale, so that the phases of the time's sinusoid change by less than 1. A
+            smaller h amplifies rounding errors, and with them the differences between layouts.
 
-    Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2. Deviations: a difference for the Jacobian-vector
-    product; no adaptive weight of the samples (p = 0 in section 4.3); samples with r = t have the times of flow
-    matching, not the larger of two; guidance is not part of training.
+    Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2. Deviations: a difference replaces the
+    Jacobian-vector product; samples have no adaptive weight (p = 0 in section 4.3); a sample with r = t draws one time,
+    and not the larger of two; guidance is not part of training.
     """
 
     takes_levels: ClassVar[bool] = False
@@ -83,6 +83,6 @@ class MeanFlow(FlowMatching):
         return replace(prepared, target_TC=velocity_TC - layout.per_token(time_S2[:, 1]) * slope_TC)
 
     def denoise_over(self, network: Network, x_TC: Tensor, u: Tensor, end: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return x - t u(x, r, t), from which a straight step reaches x - (t - r) u(x, r, t); t = `u`, r = `end`."""
+        """Return x - t U with t = `u`, r = `end` and the average velocity U; a straight step gives x - (t - r) U."""
         time_S2 = torch.stack([shared_time(u, layout), shared_time(u - end, layout)], -1)
         return x_TC - u * network(x_TC.float(), time_S2).to(x_TC.dtype)
