@@ -61,15 +61,16 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Train all widths and print the table."""
     args = build_parser().parse_args(argv)
-    if min(args.widths) % HEAD_SIZE:
-        raise ConfigError(f"--widths must be multiples of {HEAD_SIZE}")
+    wrong = [width for width in args.widths if width % HEAD_SIZE]
+    if wrong:
+        raise ConfigError(f"--widths {wrong} must be multiples of {HEAD_SIZE}, the features of a head; use others")
     environment.prepare()
     cli.check_factory(args.factory)
     from dit.backends import process_groups
     from dit.parallel.dims import ParallelConfig
 
     groups = process_groups.initialize(ParallelConfig())
-    echo(f"| width | `base_width` | {' | '.join(f'{rate:g}' for rate in args.rates)} | time |", flush=True)
+    echo(f"| width | `base_width` | {' | '.join(f'{rate:g}' for rate in args.rates)} | CPU time |", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for width in args.widths:
             for scaled in (False, True) if width > min(args.widths) else (False,):

@@ -45,8 +45,7 @@ from launch.train import call_recipe
 from tests.support.replays import record
 
 STEPS = WARM_UP + 5
-RECORDED = 4
-"""Recorded steps; the packs of a job repeat after three."""
+RECORDED = 4  # steps; the packs of a job repeat after three
 GRAPHS = 3
 """Those of the passes, of the numbers, and of the update."""
 DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shapes=['4x8x8']")
