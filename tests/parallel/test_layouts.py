@@ -7,6 +7,7 @@ from benchmarks.parallel_world import run_world
 from dit.models.lora_config import LoRAConfig
 from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.objectives.mean_flow import MeanFlow
 from dit.verify.compare import SUM_RTOL, relative_errors
@@ -40,6 +41,7 @@ TOKENS, SAMPLES, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 2
 OBJECTIVES = {
     "uncertainty": EDM(weighting=UncertaintyWeighting()),
     "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
+    "cosine": FlowMatching(loss_kind="l2_cosine"),
     "mean_flow": MeanFlow(instant_share=0.25, difference=0.1, shift_dimension=64),
     "mean_flow_dense": MeanFlow(instant_share=0.0, difference=0.1),
 }
@@ -53,6 +55,7 @@ OBJECTIVE_LAYOUTS = {
         **{"distributed_optimizer2": {}, "tp2_sp": TP2SP, "cp2": {"context_parallel_size": 2}},
         "cp2_contiguous": {"context_parallel_size": 2, "context_split": "contiguous"},
     },
+    "cosine": {"tp2_sp": TP2SP, "cp2": {"context_parallel_size": 2}},
     "mean_flow": {
         **{"distributed_optimizer2_overlap": LAYOUTS[2]["distributed_optimizer2_overlap"], "tp2_sp": TP2SP},
         **{"cp2": {"context_parallel_size": 2}, "fsdp2": {"data_parallel": "fsdp"}},
@@ -177,7 +180,7 @@ def test_objective_equals_one_rank(results, name, objective):
     assert_equal_training(results["one", objective], results[name, objective])
     if objective == "uncertainty":
         assert results["one", objective]["gradients"]["uncertainty.weight"].any()
-    elif objective == "contrastive":
+    elif objective in ("contrastive", "cosine"):
         assert results["one", objective]["losses"] != results["one", True]["losses"]
     else:
         assert results["one", objective]["gradients"]["conditioner.interval.linear_2.weight"].any()
