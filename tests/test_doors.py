@@ -18,7 +18,7 @@ OWN_READERS = ("dit.safe_files", "energon_data.prepare.sources")
 
 KERNEL = (
     *("dit/backends/device.py", "dit/monitoring/heartbeat.py", "dit/monitoring/time_limit.py"),
-    *("benchmarks/loader.py", "examples/letters/speedrun.py"),
+    *("benchmarks/loader.py", "examples/race/__main__.py"),
 )
 """Files that read /proc and /sys."""
 

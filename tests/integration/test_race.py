@@ -1,4 +1,4 @@
-"""`examples.letters.speedrun`: a run of a few steps writes a record, replays to the bit, and a false claim fails."""
+"""`examples.race`: a run of a few steps writes a record, replays to the bit, and a false claim fails."""
 
 import json
 import shutil
@@ -11,8 +11,8 @@ import pytest
 from dit.errors import EXIT_CONFIG, EXIT_OK
 from dit.monitoring.sinks import read_records
 from examples.letters import reader as letter_reader
-from examples.letters import speedrun
-from examples.letters.speedrun import FILE, Record
+from examples.race import __main__ as race
+from examples.race.record import Record, differences
 from tests.integration.runs import TINY
 
 STEPS = 3
@@ -32,27 +32,26 @@ def words(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
 @pytest.mark.slow
 def test_a_true_record_replays_bitwise_equal_and_a_false_one_does_not(tmp_path, words, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
-    assert speedrun.main(["--ranks", "1", "--seeds", "2", "--out", str(first), *words]) == EXIT_OK
-    record = Record.load(first / FILE)
+    assert race.main(["--ranks", "1", "--seeds", "2", "--out", str(first), *words]) == EXIT_OK
+    record = Record.load(first / race.FILE)
     assert (record.steps, record.total, record.ranks) == (STEPS, 26 * 8, 1)
     assert record.process_s > 0
-    assert list(record.read_by_seed) == ["1"]
+    assert list(record.right_by_seed) == ["1"]
     assert read_records(first / "run_1" / "metrics.jsonl")[-1]["step"] == STEPS
-    assert len({tuple(speedrun.losses_of(first / name)) for name in ("run", "run_1")}) == 2
+    assert len({tuple(race.losses_of(first / name)) for name in ("run", "run_1")}) == 2
     assert record.row() in capsys.readouterr().out
-    assert record.weights_sha256[:16] in record.row()
 
-    # A false claim: losses and weights of another seed, and one more letter read.
+    # A false claim: losses and weights of another seed, and one more letter right.
     slow = 100 * record.process_s  # start-up times vary more than the time of a short run
-    false = replace(record, losses_sha256="0" * 64, read=record.read + 1, process_s=slow)
+    false = replace(record, losses_sha256="0" * 64, right=record.right + 1, process_s=slow)
     claim = tmp_path / "claim.json"
     claim.write_text(json.dumps(asdict(false)))
-    assert speedrun.main(["--check", str(claim), "--out", str(again)]) == speedrun.EXIT_DIFFERS
+    assert race.main(["--check", str(claim), "--out", str(again)]) == race.EXIT_DIFFERS
     printed = capsys.readouterr().out
     assert "not confirmed" in printed
-    assert [line.partition(":")[0] for line in printed.splitlines()[2:]] == ["losses_sha256", "read"]
+    assert [line.partition(":")[0] for line in printed.splitlines()[2:]] == ["losses_sha256", "right"]
     # All other fields equal those of the true record.
-    assert speedrun.differences(replace(record, process_s=slow), Record.load(again / FILE)) == []
+    assert differences(replace(record, process_s=slow), Record.load(again / race.FILE)) == []
 
 
 def test_settings_without_a_race_are_refused(tmp_path, words, capsys):
@@ -60,21 +59,21 @@ def test_settings_without_a_race_are_refused(tmp_path, words, capsys):
     for overrides, message in (
         (["checkpoint.start_from=runs/other", *words], "checkpoint.start_from=runs/other is fixed in this race"),
         (["training.seed=3", *words], "training.seed=3 is fixed in this race"),
-        (["data=mock"], "has no shards; render the letters"),
+        (["data=mock"], "has no shards; prepare them"),
     ):
-        assert speedrun.main([*out, *overrides]) != EXIT_OK
+        assert race.main([*out, *overrides]) != EXIT_OK
         assert message in capsys.readouterr().err
-    assert speedrun.main(["--out", str(tmp_path), *words]) == EXIT_CONFIG
+    assert race.main(["--out", str(tmp_path), *words]) == EXIT_CONFIG
     assert "exists; give --out a folder that does not" in capsys.readouterr().err
 
 
 def test_a_record_of_another_revision_is_not_checked(tmp_path, capsys):
     claim = tmp_path / "claim.json"
-    assert speedrun.main(["--check", str(claim), "--out", str(tmp_path / "out")]) != EXIT_OK
+    assert race.main(["--check", str(claim), "--out", str(tmp_path / "out")]) != EXIT_OK
     assert "is not a record of this race" in capsys.readouterr().err
-    numbers = {"ranks": 1, "process_s": 1.0, "wall_s": 1.0, "steps": 1, "read": 1, "total": 1, "reader_accuracy": 1.0}
-    numbers["read_by_seed"] = {}
+    numbers = {"ranks": 1, "process_s": 1.0, "wall_s": 1.0, "steps": 1, "right": 1, "total": 1}
+    numbers["right_by_seed"] = {}
     text = dict.fromkeys(Record.__dataclass_fields__, "x")
     claim.write_text(json.dumps(text | {"overrides": [], "revision": "000000000000"} | numbers))
-    assert speedrun.main(["--check", str(claim), "--out", str(tmp_path / "out")]) == EXIT_CONFIG
+    assert race.main(["--check", str(claim), "--out", str(tmp_path / "out")]) == EXIT_CONFIG
     assert "is from revision 000000000000, this is" in capsys.readouterr().err

@@ -6,10 +6,23 @@ from dataclasses import replace
 
 import pytest
 
-from examples.letters.speedrun import SLOWER, Record, differences, trained
+from examples.race.__main__ import trained
+from examples.race.record import (
+    FOLDER,
+    PAGE,
+    SLOWER,
+    TRACKS,
+    Record,
+    attributes_of_new_pairs,
+    differences,
+    page,
+    records,
+)
 
 PR_GET_CHILD_SUBREAPER = 37  # of Linux's prctl
 TRUE = Record(
+    track="letters",
+    change="",
     factory="letters_dit",
     overrides=[],
     ranks=2,
@@ -18,13 +31,12 @@ TRUE = Record(
     wall_s=60.0,
     steps=2100,
     data_sha256="d",
-    reader_sha256="r",
+    judge_sha256="r",
     losses_sha256="l",
     weights_sha256="w",
-    read=195,
+    right=195,
     total=208,
-    read_by_seed={},
-    reader_accuracy=0.99,
+    right_by_seed={},
     machine="2 cores of one",
     torch="2",
 )
@@ -32,7 +44,7 @@ TRUE = Record(
 
 @pytest.mark.parametrize(
     ("name", "claimed"),
-    [("total", 195), ("steps", 10), ("reader_accuracy", 0.5), ("read", 208), ("weights_sha256", "x")],
+    [("total", 195), ("steps", 10), ("right", 208), ("weights_sha256", "x")],
 )
 def test_every_false_claim_is_named(name, claimed):
     assert differences(TRUE, TRUE) == []
@@ -41,8 +53,8 @@ def test_every_false_claim_is_named(name, claimed):
 
 
 def test_a_row_counts_the_seeds_that_reach_the_mark():
-    record = replace(TRUE, read=208, read_by_seed={"1": 187, "2": 188, "3": 208})
-    assert "| 3 of 4 (89.9% to 100.0%) |" in record.row()
+    record = replace(TRUE, right=208, right_by_seed={"1": 187, "2": 188, "3": 208})
+    assert "| 89.9 to 100.0 % | 3 of 4 |" in record.row()
 
 
 def test_a_time_not_reproduced_on_the_same_machine_is_refused():
@@ -64,3 +76,26 @@ def test_time_of_a_process_that_outlives_the_training_counts(tmp_path):
     adopts = ctypes.c_int(1)
     ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts))
     assert adopts.value == 0, "this process would adopt the orphans of later tests and never wait for them"
+
+
+def test_avatars_count_the_attributes_of_new_pairs():
+    by_attribute = dict.fromkeys(("skin", "hair", "shirt"), 0.0)
+    scores = [
+        {"kind": kind, "samples": 100, "attributes": share, "by_attribute": by_attribute}
+        for kind, share in (("trained", 1.0), ("new combination", 0.99), ("new pair", 0.98))
+    ]
+    assert attributes_of_new_pairs({"scores": scores}) == (294, 300)
+
+
+def test_every_record_reaches_the_mark_with_each_seed_and_is_faster_than_the_one_before():
+    for track in TRACKS:
+        rows = records(track)
+        assert rows, f"{FOLDER / track} has no records"
+        assert [row.track for row in rows] == [track] * len(rows)
+        assert [row.seeds_at_mark for row in rows] == ["5 of 5"] * len(rows)
+        times = [row.process_s for row in rows]
+        assert times == sorted(times, reverse=True)
+
+
+def test_the_page_lists_the_records():
+    assert PAGE.read_text() == page()

@@ -1,0 +1,210 @@
+"""Tracks of the race, its records, and the table and plot of README.md."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.errors import DataError
+from dit.safe_files import parse_json, read_bytes
+
+FOLDER = Path(__file__).parent
+PAGE, PLOT = FOLDER / "README.md", FOLDER / "records.png"
+HEADING = "\n## Records\n"
+TO_THE_BIT = {
+    "data_sha256": "the data differ; prepare them from the same files with the same version",
+    "judge_sha256": "the judge differs, so its results cannot be compared",
+    "steps": "the lengths of the runs differ",
+    "losses_sha256": "a loss differs",
+    "weights_sha256": "the weights at the end differ",
+    "right": "the number of right results differs",
+    "total": "the number of results differs",
+}
+"""Fields that must be equal in a replay, each with the meaning of a difference; a difference explains later ones."""
+SLOWER = 1.25  # a replay on the same machine may take this many times the claimed process time
+
+
+@dataclass(frozen=True)
+class Track:
+    """What a model of a track must draw.
+
+    Attributes:
+        factory: recipe that a command trains if it names none.
+        mark: share of the results that must be right with every seed.
+        judge: arguments of `launch.evaluate`.
+        count: the numbers of right results and of all results in the record of the judge.
+        judge_file: file of the judge next to the data, if training made it.
+        unit: results, in the plural.
+    """
+
+    factory: str
+    mark: float
+    judge: tuple[str, ...]
+    count: Callable[[Mapping[str, Any]], tuple[int, int]]
+    judge_file: Optional[str]
+    unit: str
+
+
+def letters_read(result: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of letters that were read correctly, and of all letters."""
+    return result["correct"], result["total"]
+
+
+def attributes_of_new_pairs(result: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of attributes as requested, and of all attributes, of avatars with pairs new to the model."""
+    (score,) = (score for score in result["scores"] if score["kind"] == "new pair")
+    total = score["samples"] * len(score["by_attribute"])
+    return round(score["attributes"] * total), total
+
+
+TRACKS = {
+    "letters": Track("letters_dit", 0.9, ("--metric", "letters"), letters_read, "letter_reader.safetensors", "letters"),
+    "avatars": Track("avatars_text", 0.95, ("--metric", "avatars"), attributes_of_new_pairs, None, "attributes"),
+}
+
+
+@dataclass(frozen=True)
+class Record:
+    """Runs of the race that differ only in their seed. The digests and times are those of the recipe's seed.
+
+    Attributes:
+        track: name in `TRACKS`.
+        change: what differs from the record before.
+        factory, overrides, ranks: of the training command.
+        revision: of the code.
+        process_s: CPU time of the training command and all its processes, in seconds.
+        wall_s: elapsed time in seconds, which depends on other work on the machine.
+        steps: number of steps of the run.
+        data_sha256: digest of the shards.
+        judge_sha256: digest of the judge's file; empty if it has none.
+        losses_sha256: digest of every logged loss, in hexadecimal.
+        weights_sha256: digest of the final weights and their average.
+        right, total: number of right results, and of all results.
+        right_by_seed: `right` of each further seed.
+        machine, torch: processor, and version of torch.
+    """
+
+    track: str
+    change: str
+    factory: str
+    overrides: list[str]
+    ranks: int
+    revision: str
+    process_s: float
+    wall_s: float
+    steps: int
+    data_sha256: str
+    judge_sha256: str
+    losses_sha256: str
+    weights_sha256: str
+    right: int
+    total: int
+    right_by_seed: dict[str, int]
+    machine: str
+    torch: str
+
+    @property
+    def command(self) -> str:
+        """The training command, without its folder."""
+        launcher = f"torchrun --nproc-per-node {self.ranks} -m" if self.ranks > 1 else "python -m"
+        return f"{launcher} launch.train --yes --factory {shlex.join([self.factory, *self.overrides])}"
+
+    @property
+    def results(self) -> list[int]:
+        """Number of right results of each seed."""
+        return [self.right, *self.right_by_seed.values()]
+
+    @property
+    def seeds_at_mark(self) -> str:
+        """Number of seeds that reach the mark of the track, of all seeds."""
+        reached = sum(right >= TRACKS[self.track].mark * self.total for right in self.results)
+        return f"{reached} of {len(self.results)}"
+
+    def row(self, name: str = "") -> str:
+        """Return the row of the table of records."""
+        low, high = (f"{100 * right / self.total:.1f}" for right in (min(self.results), max(self.results)))
+        cells = (
+            f"[{name}]({self.track}/{name}.json)" if name else "",
+            self.change,
+            f"{self.process_s:,.0f} s",
+            f"{self.steps:,}",
+            f"{low} to {high} %",
+            self.seeds_at_mark,
+            f"`{self.revision}`",
+            f"`{self.command}`",
+        )
+        return f"| {' | '.join(cells)} |"
+
+    @classmethod
+    def load(cls, path: Path) -> "Record":
+        """Read a record.
+
+        Raises:
+            DataError: the file is not a record.
+        """
+        try:
+            return cls(**parse_json(read_bytes(path)))
+        except (OSError, ValueError, TypeError) as error:
+            raise DataError(
+                f"{path} is not a record of this race: {error}; give a record.json of this command"
+            ) from error
+
+
+def differences(claimed: Record, measured: Record) -> list[str]:
+    """Return a line for each difference of a replay; an empty list confirms the record."""
+    lines = [
+        f"{name}: claimed {getattr(claimed, name)}, measured {getattr(measured, name)}: {why}"
+        for name, why in TO_THE_BIT.items()
+        if getattr(claimed, name) != getattr(measured, name)
+    ]
+    slower = measured.process_s > SLOWER * claimed.process_s
+    if slower and measured.machine == claimed.machine:
+        lines.append(
+            f"process_s: claimed {claimed.process_s:,.0f} s, measured {measured.process_s:,.0f} s: more than "
+            f"{SLOWER:g} times as long on the same machine"
+        )
+    if lines:
+        lines += [
+            f"{name}: claimed {getattr(claimed, name)}, now {getattr(measured, name)}, which may round differently"
+            for name in ("machine", "torch", "revision")
+            if getattr(claimed, name) != getattr(measured, name)
+        ]
+    return lines
+
+
+def records(track: str) -> list[Record]:
+    """Return the records of a track, oldest first."""
+    files = sorted((FOLDER / track).glob("*.json"), key=lambda file: int(file.stem))
+    return [Record.load(file) for file in files]
+
+
+def page() -> str:
+    """Return the text of README.md with a table of the records of each track."""
+    rules, heading, _ = PAGE.read_text().partition(HEADING)
+    text = f"{rules}{heading}\n![CPU time of the records]({PLOT.name})\n"
+    for track, judged in TRACKS.items():
+        rows = records(track)
+        machines = sorted({f"{row.machine}, torch {row.torch}" for row in rows})
+        text += f"\n### {track.capitalize()}\n\nMeasured on {'; '.join(machines)}.\n\n"
+        text += f"| record | change | CPU time | steps | {judged.unit} | seeds at the mark | revision | command |\n"
+        text += "|---|---|---|---|---|---|---|---|\n"
+        text += "".join(f"{row.row(str(number))}\n" for number, row in enumerate(rows, 1))
+    return text
+
+
+def plot(path: Path) -> None:
+    """Draw the CPU time of the records of each track, oldest first."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axes, track in zip(figure.subplots(1, len(TRACKS), squeeze=False)[0], TRACKS, strict=True):
+        rows = records(track)
+        axes.plot(range(1, len(rows) + 1), [row.process_s for row in rows], "o-", drawstyle="steps-post")
+        for number, row in enumerate(rows, 1):
+            text = f"{row.process_s:,.0f} s"
+            axes.annotate(text, (number, row.process_s), xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axes.set_xticks(range(1, len(rows) + 1))
+        axes.set(title=track, xlabel="record", ylabel="CPU time (s)", ylim=(0, None))
+        axes.margins(x=0.12)
+    figure.savefig(path, dpi=100, metadata={"Software": None})
