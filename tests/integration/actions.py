@@ -210,7 +210,7 @@ def host_memory(network: Path) -> tuple[int, int]:
         traced = TracedBuild(None, torch.device("cpu"))
         return build_model(model, parallel, TrainingConfig(precision="bf16"), groups, traced=traced)
 
-    build(replace(model, num_joint_layers=1, num_single_layers=1, hidden_size=128, num_attention_heads=2))  # imports
+    build(replace(model, num_joint_layers=1, num_single_layers=1, hidden_size=256, num_attention_heads=2))  # imports
     weights = find_start(str(network)).weights(model)
     torch.distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
