@@ -1,16 +1,15 @@
 """Memory traffic of one layer outside of matrix products and attention, in passes over its tokens."""
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dit.patches import patches
+from dit.planner.trace import fused_rms_norm
 from dit.tracing.counter import flop_formulas
 from dit.tracing.repeats import tensors_in
 
@@ -129,7 +128,7 @@ def layer_traffic(build: Callable[[], Callable[[Tensor], Tensor]], tokens: int, 
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True), fused_rms_norm():
+    with FakeTensorMode(allow_non_fake_inputs=True), fused_rms_norm(_RMSNorm):
         call = build()
         x_TD = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         grad_TD = torch.empty_like(x_TD)
@@ -155,26 +154,3 @@ class _RMSNorm(torch.autograd.Function):
         x = ctx.saved_tensors[0]
         of_weight = torch.linalg.vecdot(grad.flatten(0, -2), x.flatten(0, -2), dim=0)
         return torch.addcmul(grad, grad, x), of_weight
-
-
-@patches(
-    "torch 2.11-2.14",
-    "torch/nn/functional.py: rms_norm",
-    why="torch's CPU norm runs more passes over memory than CUDA's kernel",
-)
-@contextlib.contextmanager
-def fused_rms_norm() -> Iterator[None]:
-    """Make RMS norms with a weight count the traffic of CUDA's kernels."""
-    functional = torch.nn.functional
-    original = functional.rms_norm
-
-    def rms_norm(
-        x: Tensor, shape: Sequence[int], weight: Optional[Tensor] = None, eps: Optional[float] = None
-    ) -> Tensor:
-        return original(x, list(shape), weight, eps) if weight is None else _RMSNorm.apply(x, weight)
-
-    functional.rms_norm = rms_norm  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        functional.rms_norm = original

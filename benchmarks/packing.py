@@ -1,21 +1,19 @@
 """Compare ways to pack samples of many lengths: `python -m benchmarks.packing`.
 
-For each mix of lengths: the share of padding in packs that are filled up to their capacity, process time per buffer,
-the imbalance of work over data-parallel ranks that take one pack each and wait for the slowest, and the tokens that
-they train per unit of that time, relative to first-fit-decreasing. The work of a sample of n tokens is n + n^2 /
-`--attention`. Packs have a random order, as in training. A second table has the pixels lost with aspect buckets and
-packs (`benchmarks.buckets`); `--pictures N` prints only this table.
+For each mix of lengths: the share of padding in packs that are filled up to their capacity, the imbalance of work over
+data-parallel ranks that take one pack each and wait for the slowest, and the tokens that they train per unit of that
+time, relative to first-fit-decreasing. The work of a sample of n tokens is n + n^2 / `--attention`. Packs have a random
+order, as in training. A second table has the pixels lost with aspect buckets and packs (`benchmarks.buckets`);
+`--pictures N` prints only this table.
 """
 
 import argparse
 import json
 import sys
-import time
-from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ Packer = Callable[[Sequence[int], int], Bins]
 ATTENTION = 24_576
 """Tokens whose attention costs as much as the rest: 6 x hidden size of a layer with an MLP of 4 x hidden (7B: 4096)."""
 PICTURES = 10_000
-BASELINE = "first-fit-decreasing, re-summing"
+BASELINE = "first-fit-decreasing"
 
 
 def images_and_clips(rng: np.random.Generator, count: int) -> list[int]:
@@ -55,11 +53,6 @@ MIXES: dict[str, tuple[Callable[[np.random.Generator, int], list[int]], int]] = 
     "many resolutions": (many_resolutions, 16_384),
     "lognormal": (lognormal, 8192),
 }
-
-
-def alone(lengths: Sequence[int], capacity: int) -> Bins:
-    """Put each sample into a separate pack."""
-    return [[i] for i in range(len(lengths))]
 
 
 def next_fit(lengths: Sequence[int], capacity: int) -> Bins:
@@ -87,22 +80,6 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
     return bins
 
 
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Put each sample, the longest first, into the fullest pack with room; packs are sorted by room."""
-    bins: Bins = []
-    rooms: list[tuple[int, int]] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect_left(rooms, (lengths[i], -1))
-        if place == len(rooms):
-            bins.append([i])
-            insort(rooms, (capacity - lengths[i], len(bins) - 1))
-        else:
-            room, number = rooms.pop(place)
-            bins[number].append(i)
-            insort(rooms, (room - lengths[i], number))
-    return bins
-
-
 def two_budgets(lengths: Sequence[int], capacity: int, *, longer: float, attention: int) -> Bins:
     """Fill packs of up to `longer` x capacity, none with more work than a sample as long as the capacity."""
     return balanced_packs(lengths, int(longer * capacity), CostLimit(capacity, attention))
@@ -111,10 +88,8 @@ def two_budgets(lengths: Sequence[int], capacity: int, *, longer: float, attenti
 def packers(attention: int) -> dict[str, Packer]:
     """Return the ways to pack, by name."""
     return {
-        "each alone": alone,
         "next-fit": next_fit,
         BASELINE: first_fit_decreasing,
-        "best-fit-decreasing": best_fit_decreasing,
         "greedy (data.max_tokens_per_pack)": greedy_knapsack,
         "two budgets (data.pack_cost_tokens)": partial(two_budgets, longer=1.25, attention=attention),
     }
@@ -127,19 +102,15 @@ def synchronous(costs: Sequence[float], ranks: int) -> tuple[float, float]:
 
 
 def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> list[dict[str, Any]]:
-    """Pack the buffers of one mix in each way, interleaved, and return a row for each."""
+    """Pack the buffers of one mix in each way, and return a row for each."""
     lengths_of, capacity = MIXES[mix]
     rng = np.random.default_rng(0)
     data = [lengths_of(rng, buffer) for _ in range(buffers)]
     ways = packers(attention)
     packed: dict[str, list[list[int]]] = {name: [] for name in ways}  # lengths in each pack
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for lengths in data:
         for name, pack in ways.items():
-            started = time.process_time()
-            bins = pack(lengths, capacity)
-            seconds[name].append(time.process_time() - started)
-            packed[name] += [[lengths[i] for i in items] for items in bins]
+            packed[name] += [[lengths[i] for i in items] for items in pack(lengths, capacity)]
     rows: list[dict[str, Any]] = []
     for name, packs in packed.items():
         order = np.random.default_rng(1).permutation(len(packs))
@@ -152,7 +123,6 @@ def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> 
                 "mix": mix,
                 "way": name,
                 "padding": 1 - sum(map(sum, packs)) / (len(packs) * capacity),
-                "milliseconds": 1000 * median(seconds[name]),
                 "imbalance": imbalance,
                 "tokens_per_time": tokens / duration,
             }
@@ -160,22 +130,18 @@ def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> 
     base = next(row for row in rows if row["way"] == BASELINE)
     for row in rows:
         row["throughput"] = row["tokens_per_time"] / base["tokens_per_time"]
-        row["speed"] = base["milliseconds"] / max(row["milliseconds"], 1e-6)
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]], ranks: int) -> str:
     """Return the rows as Markdown."""
     lines = [
-        f"| mix | way | padding | ms per buffer | work, largest / mean of {ranks} ranks | tokens per time |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
+        f"| mix | way | padding | work, largest / mean of {ranks} ranks | tokens per time |",
+        "| --- | --- | ---: | ---: | ---: |",
     ]
     for row in rows:
         padding = f"{row['padding']:.2%}" if row["padding"] >= 0 else "none"
-        lines.append(
-            f"| {row['mix']} | {row['way']} | {padding} | {row['milliseconds']:.2f} | {row['imbalance']:.2f} | "
-            f"{row['throughput']:.2f} |"
-        )
+        lines.append(f"| {row['mix']} | {row['way']} | {padding} | {row['imbalance']:.2f} | {row['throughput']:.2f} |")
     return "\n".join(lines)
 
 

@@ -207,15 +207,14 @@ def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def write_page(text: str, path: Path = PAGE, marks: tuple[str, str] = (START, END)) -> None:
-    """Write a table between its marks in the page."""
-    start, end = marks
+def write_page(text: str, path: Path = PAGE) -> None:
+    """Write the table between its marks in the page."""
     page = path.read_text()
-    before, _, remainder = page.partition(start)
-    _, _, after = remainder.partition(end)
+    before, _, remainder = page.partition(START)
+    _, _, after = remainder.partition(END)
     if not remainder or not after:
-        raise ValueError(f"{path} lacks the marks {start} and {end}")
-    path.write_text(f"{before}{start}\n{text}\n{end}{after}")
+        raise ValueError(f"{path} lacks the marks {START} and {END}")
+    path.write_text(f"{before}{START}\n{text}\n{END}{after}")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -5,36 +5,72 @@ Every run trains on the same samples and noise on one CPU rank; the loss is the 
 """
 
 import argparse
+import math
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import TYPE_CHECKING, Optional
 
-from benchmarks.stability import Arm, config_of, train
-from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.errors import EXIT_OK, ConfigError, NotFiniteError, one_line_errors
 from dit.terminal import echo
-from launch import cli, environment
+from launch import cli, config_file, environment
+from launch.train import resolve
 
 if TYPE_CHECKING:
     from dit.backends.process_groups import ProcessGroups
+    from dit.run_config import RunConfig
 
 HEAD_SIZE = 16
+LAST = 50
+"""Steps of the final loss, a median."""
 
 
-def losses(
+def settings_of(args: argparse.Namespace, sizes: Sequence[str], rate: float, run_dir: str) -> "RunConfig":
+    """Return the settings of a run with a constant rate after the warm-up."""
+    shared = [
+        *("schedule=constant", f"schedule.warmup_steps={args.warmup}", f"optimizer.lr={rate}"),
+        *(f"training.global_batch_size={args.batch}", f"training.micro_batch_size={args.batch}"),
+        "optimizer.clip_grad=1.0",
+        *(f"training.num_steps={args.steps}", f"training.run_dir={run_dir}", "data.num_streams=1"),
+        *("training.ema_decay=none", "training.precision=fp32", "logging.tensorboard=False", "logging.wandb=False"),
+    ]
+    return config_file.built(resolve(cli.Options(factory=args.factory, overrides=[*args.overrides, *sizes, *shared])))
+
+
+def final_loss(config: "RunConfig", groups: "ProcessGroups") -> float:
+    """Train on one rank; return the median loss of the last steps, infinite if a step was not finite."""
+    import torch
+
+    from dit.training.pretrain import Run
+    from dit.training.rates import mean_loss
+
+    dims, spec = config.check_here()
+    run, losses = Run(config, dims, spec, groups, quiet=True), []
+    try:
+        for _ in range(config.training.num_steps):
+            sums = torch.zeros(len(config.objective.logged) + 1, device=run.device)
+            run.step(sums)
+            losses.append(mean_loss(config.objective, sums, groups))
+            run.batches.reset()
+    except NotFiniteError:
+        return math.inf
+    finally:
+        run.close()
+    return median(losses[-LAST:])
+
+
+def losses_by_rate(
     args: argparse.Namespace, width: int, groups: "ProcessGroups", folder: str, *, scaled: bool
 ) -> dict[float, float]:
-    """Train a width with each rate; return the final losses, infinite if a run ended early."""
+    """Train a width with each rate; return the final losses."""
     sizes = [f"model.hidden_size={width}", f"model.num_attention_heads={width // HEAD_SIZE}"]
     sizes += [f"model.base_width={min(args.widths)}"] if scaled else []
-    results = {}
-    for rate in args.rates:
-        arm = Arm(rate, args.batch, args.warmup, 1.0)
-        run_dir = f"{folder}/{width}-{scaled}-{rate}"
-        curve = train(config_of(args.factory, [*args.overrides, *sizes], arm, args.steps, run_dir), groups, arm, 1.0)
-        results[rate] = float("inf") if curve.final is None else curve.final
-    return results
+    return {
+        rate: final_loss(settings_of(args, sizes, rate, f"{folder}/{width}-{scaled}-{rate}"), groups)
+        for rate in args.rates
+    }
 
 
 def row(width: int, scaled: bool, results: dict[float, float], seconds: float) -> str:
@@ -75,7 +111,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         for width in args.widths:
             for scaled in (False, True) if width > min(args.widths) else (False,):
                 began = time.process_time()
-                results = losses(args, width, groups, folder, scaled=scaled)
+                results = losses_by_rate(args, width, groups, folder, scaled=scaled)
                 echo(row(width, scaled, results, time.process_time() - began), flush=True)
     process_groups.destroy()
     return EXIT_OK

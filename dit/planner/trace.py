@@ -216,7 +216,7 @@ def trace_here(job: Job) -> StepTrace:
     from dit.planner import muon
     from dit.planner.program import Program
 
-    norms = _fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
+    norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
     with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values(), norms:
         groups, fakes = process_groups.initialize(job.parallel), _fake_tensors()
         try:
@@ -316,8 +316,8 @@ class _FusedRMSNorm(torch.autograd.Function):
     why="torch's CPU norm saves three copies of its input, CUDA's none",
 )
 @contextlib.contextmanager
-def _fused_rms_norm() -> Iterator[None]:
-    """Make RMS norms save the tensors of CUDA's kernel; torch's CPU norm saves three float32 copies of its input."""
+def fused_rms_norm(function: type[torch.autograd.Function] = _FusedRMSNorm) -> Iterator[None]:
+    """Replace RMS norms with a weight by a function that saves the tensors of CUDA's kernel."""
     functional = torch.nn.functional
     original = functional.rms_norm
 
@@ -329,7 +329,7 @@ def _fused_rms_norm() -> Iterator[None]:
     ) -> Tensor:
         if weight is None:
             return original(input, list(normalized_shape), weight, eps)
-        return _FusedRMSNorm.apply(input, weight)
+        return function.apply(input, weight)
 
     functional.rms_norm = rms_norm
     try:

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from tests.faults.fuzz import SPRUNG, Trap
+from tests.faults.fuzz import SPRUNG
+from tests.support.trap import Trap
 
 NONSENSE = (
     *(None, True, False, 0, -1, 1, 2**63, 10**40, 0.5, float("nan"), float("inf"), -1e308, "", "x", "../../x", "/etc"),

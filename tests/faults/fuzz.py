@@ -31,16 +31,6 @@ class Hang(BaseException):
     """A case takes too long; commands do not catch it."""
 
 
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
-
-
 @dataclass(frozen=True)
 class Case:
     """One random input.

@@ -22,9 +22,10 @@ from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree
 from dit.errors import CheckpointError
 from launch import export, sample, status, train
 from tests.faults.damage import NONSENSE, _places, damage
-from tests.faults.fuzz import SPRUNG, Case, Ended, Trap, judge, rng_of, run
+from tests.faults.fuzz import SPRUNG, Case, Ended, judge, rng_of, run
 from tests.integration import runs
 from tests.integration.runs import assert_same_bits, checkpoint, losses, read_tensors
+from tests.support.trap import Trap
 
 STEPS, BEFORE = 4, 2
 MODEL = {

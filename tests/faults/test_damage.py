@@ -14,6 +14,7 @@ import pytest
 from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, losses, mock, read_tensors
 from tests.support.ranks import Job, run_jobs
+from tests.support.trap import Trap
 
 pytestmark = pytest.mark.slow
 
@@ -22,16 +23,6 @@ FILES = (
     *("rank_00000.safetensors", "rank_00001.safetensors", "state.json", "manifest.json"),
     *("config.yaml", "metadata.json", "loader/dp_00000.pt", "loader/dp_00001.pt"),
 )
-
-
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.path),)
 
 
 def flip(path: Path) -> None:

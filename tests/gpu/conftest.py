@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dit.backends import megatron_cpu
 from dit.parallel.verified_kernels import record_results
 
 RESULTS, COMPLETE = pytest.StashKey[dict[str, bool]](), pytest.StashKey[bool]()
@@ -19,6 +20,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_deselected(items: list[pytest.Item]) -> None:
     for item in items:
         item.config.stash[COMPLETE] = False
+
+
+@pytest.fixture(autouse=True)
+def real_cuda() -> None:
+    """Skip if an earlier CPU test redirected this process's CUDA calls."""
+    if megatron_cpu.install.cache_info().currsize:
+        pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
 
 
 @pytest.hookimpl(wrapper=True)

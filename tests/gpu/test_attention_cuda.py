@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
-from dit.backends import megatron_cpu
 from dit.kernels.attention import Attention, segment_sdpa, varlen_attention
 from dit.kernels.choice import Implementation, Target, choose
 from dit.kernels.resolve import ATTENTION
@@ -23,13 +22,6 @@ LARGE_CASES = [
     AttentionCase("image_and_video", (256, 2048, 64, 1024), multiple_of_q=64, tail_q=128, head_size=128),
     AttentionCase("text", (700, 300), (77, 512), multiple_of_q=16, multiple_of_k=8, head_size=64),
 ]
-
-
-@pytest.fixture(autouse=True)
-def real_cuda():
-    """Skip if an earlier CPU test redirected this process's CUDA calls."""
-    if megatron_cpu.install.cache_info().currsize:
-        pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dit.backends import megatron_cpu
 from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec
 from dit.step.device_batches import DeviceBatches
@@ -16,8 +15,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def test_a_micro_batch_is_copied_without_waiting_for_the_device():
     """Copies from pageable memory would wait for earlier steps."""
-    if megatron_cpu.install.cache_info().currsize:
-        pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
     conditions = (replace(LABEL, num_classes=10), replace(CONTEXT, shape=(64,)))
     sizes = {"patch_temporal": 1, "patch_spatial": 2, "latent_channels": 4, "micro_batch_size": 64}
     spec = BatchSpec(conditions=conditions, **sizes)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dit.backends import megatron_cpu
 from dit.kernels import adamw as eager_adamw
 from dit.kernels import layer_kernels
 from dit.kernels.adamw import Elements, Rates
@@ -22,13 +21,6 @@ CUDA = torch.device("cuda")
 PACK = SequenceLayout.from_lengths([1000, 77, 2048, 300], multiple_of=64, total_tokens=3584, device=CUDA)
 # Euclidean error of a full tensor compared with float64: about half an ulp of bf16, and sums in float32.
 RTOL = {torch.bfloat16: 4e-3, torch.float32: 5e-6}
-
-
-@pytest.fixture(autouse=True)
-def real_cuda():
-    """Skip if an earlier CPU test redirected this process's CUDA calls."""
-    if megatron_cpu.install.cache_info().currsize:
-        pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
 
 
 def draws(*shapes):

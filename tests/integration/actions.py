@@ -2,9 +2,12 @@
 
 import contextlib
 import io
+import resource
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Optional
 from unittest.mock import patch
 
@@ -146,14 +149,77 @@ def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int
     return found
 
 
-def save_cost(arguments: Sequence[str], rounds: int, folder: Path) -> dict[str, Any]:
-    """Return the results of `python -m benchmarks.checkpoint`."""
-    from benchmarks.checkpoint import measure
-    from launch import cli, config_file
-    from launch.train import resolve
+def save_cost(arguments: Sequence[str], rounds: int, folder: Path) -> dict[str, float]:
+    """Save synchronously and in the background, alternating.
 
-    folder.mkdir()
-    return measure(config_file.built(resolve(cli.parse(arguments))), rounds, folder)
+    Returns:
+        `wall` and `cpu`: the time that a background save blocks, relative to a synchronous one, the median over the
+        rounds; `state_gib`: size of the saved state.
+    """
+    from dit.backends import process_groups
+    from dit.checkpoint.checkpointer import Checkpointer
+    from dit.checkpoint.saves import Saves
+    from dit.checkpoint.store import CheckpointStore
+    from dit.monitoring.run_log import RunLog
+
+    run = open_run(arguments)
+    saves = []
+    for name, is_async in (("full", False), ("background", True)):
+        config = replace(run.config.checkpoint, async_save=is_async, keep_last=1)
+        store = CheckpointStore(folder / name, config)
+        saves.append(Saves(Checkpointer(store, run.config), run.state, RunLog()))
+
+    def seconds(way: Saves) -> tuple[float, float]:
+        run.state.step += 1
+        began = time.perf_counter(), time.process_time()
+        way.save(run.state, {})
+        blocked = time.perf_counter() - began[0], time.process_time() - began[1]
+        way.wait()
+        return blocked
+
+    pairs = [tuple(seconds(way) for way in saves) for _ in range(1 + rounds)][1:]  # the first round warms up
+    for way in saves:
+        way.close()
+    size = sum(path.stat().st_size for path in (folder / "full").rglob("*.safetensors"))
+    run.close()
+    process_groups.destroy()
+    walls, cpus = ([blocked[clock] / full[clock] for full, blocked in pairs] for clock in range(2))
+    return {"wall": median(walls), "cpu": median(cpus), "state_gib": size / 2**30}
+
+
+def host_memory(network: Path) -> tuple[int, int]:
+    """Build this rank's part of a FLUX without initial weights, and read its weights from a folder of diffusers.
+
+    Returns:
+        Bytes of the part, and the growth of the peak of the resident memory; pages of mapped files count, too.
+    """
+    from dit.backends import process_groups
+    from dit.checkpoint.base_model import find_start
+    from dit.checkpoint.diffusers_folder import read_network
+    from dit.checkpoint.sharded_state import load_weights
+    from dit.models.base import Backbone
+    from dit.parallel.build import TracedBuild, build_model
+    from dit.parallel.dims import ParallelConfig
+    from dit.settings import TrainingConfig
+
+    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    groups = process_groups.initialize(parallel)
+    model = read_network(network).trained.model
+
+    def build(model: ModelConfig) -> list[Backbone]:
+        traced = TracedBuild(None, torch.device("cpu"))
+        return build_model(model, parallel, TrainingConfig(precision="bf16"), groups, traced=traced)
+
+    build(replace(model, num_joint_layers=1, num_single_layers=1, hidden_size=256, num_attention_heads=2))  # imports
+    weights = find_start(str(network)).weights(model)
+    torch.distributed.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    chunks = build(model)
+    load_weights(weights, chunks, groups)
+    growth = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+    process_groups.destroy()
+    return sum(p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters()), growth
 
 
 def open_run(arguments: Sequence[str]) -> Run:

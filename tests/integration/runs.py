@@ -203,3 +203,12 @@ def assert_same_bits(found: Mapping[str, torch.Tensor], expected: Mapping[str, t
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype == torch.float32
         assert torch.equal(found[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+def held_out(run_dir: Path) -> dict[int, set[float]]:
+    """Return the held-out losses of each step."""
+    found: dict[int, set[float]] = {}
+    for record in read_records(run_dir / "metrics.jsonl"):
+        if "held_out/loss" in record:
+            found.setdefault(record["step"], set()).add(record["held_out/loss"])
+    return found

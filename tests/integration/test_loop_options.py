@@ -1,7 +1,4 @@
-"""Options of the training loop, tested with the files of small runs: averages, validation, hooks, resuming.
-
-The stability study runs in the same worker process.
-"""
+"""Options of the training loop, tested with the files of small runs: averages, validation, hooks, resuming."""
 
 import json
 from functools import partial
@@ -10,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
-from benchmarks import stability, width_transfer
+from benchmarks import width_transfer
 from dit.monitoring.sinks import read_records
 from dit.optimizer.ema import exponent_of
 from tests.integration import actions
@@ -34,11 +30,6 @@ pytestmark = pytest.mark.slow
 NUM_STEPS, DECAY, START = 7, 0.75, 1
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # fp32: one multiplication and one addition
 LOOP = {"training__ema_decay": DECAY, "training__ema_start_step": START}
-STUDY = [
-    *("--rates", "1e-3", "1e30", "--batches", "4", "--steps", "4", "--outlier", "3", "--after", "2"),
-    *("--warmup", "2", "--clip", "100", "model.block_out_channels=[8,16]", "objective.prediction=v"),
-]
-
 WIDTHS = [
     *("--factory", "tiny_dit_cross", "--widths", "32", "64", "--rates", "1e-2", "1e30"),
     *("--batch", "1", "--steps", "5", "--warmup", "1"),
@@ -83,13 +74,6 @@ def done(folder: Path) -> dict[str, Any]:
         (folder / name).write_text(text)
     ours = partial(faults.own_package, folder, "my_hooks")
     add("page", fault=ours, training__hooks="['my_hooks.Print']", training__num_steps=3)
-    jobs["study"] = Job(
-        actions.command,
-        {
-            "main": stability.main,
-            "arguments": [*STUDY, "--out", str(folder / "study"), "--record", str(folder / "arms.jsonl")],
-        },
-    )
     jobs["widths"] = Job(actions.command, {"main": width_transfer.main, "arguments": WIDTHS})
     return run_jobs(folder / "world", jobs)
 
@@ -196,24 +180,6 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) ->
     assert "checkpoint.resume_from" in done["nowhere"].err
     assert "remove one of the two" in done["two starts"].err
     assert "training.ema_start_step: 1 -> 2" in done["other"].err
-
-
-def test_arms_of_the_stability_study_are_equal_until_they_differ(done: dict[str, Any], folder: Path) -> None:
-    """Arms with one seed are equal until their difference takes effect; an outlier affects the loss of one step."""
-    assert done["study"].code == 0, done["study"].err
-    arms = [json.loads(line) for line in (folder / "arms.jsonl").read_text().splitlines()]
-    assert len(arms) == 2 * 1 * 4 + 3
-    assert len({arm["losses"][0] for arm in arms}) == 1  # before the first update all arms are equal
-    clean, scaled, clipped = arms[-3:]
-    assert clean["losses"][:2] == scaled["losses"][:2] == clipped["losses"][:2]
-    assert scaled["losses"][2] == clipped["losses"][2] > 1e4 * clean["losses"][2]
-    assert scaled["losses"][3] != clipped["losses"][3]
-    assert [arm["not_finite"] is not None for arm in arms] == [arm["rate"] == 1e30 for arm in arms]
-    page = (folder / "study" / "stability.md").read_text()
-    assert page in done["study"].out
-    assert sum(line.startswith(("| 0.001 |", "| 1e+30 |")) for line in page.splitlines()) == len(arms)
-    with Image.open(folder / "study" / "stability.png") as picture:
-        assert picture.size == (1000, 400)
 
 
 def test_widths_are_compared_with_and_without_a_base_width(done: dict[str, Any]) -> None:

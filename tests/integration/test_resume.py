@@ -21,6 +21,7 @@ from tests.integration.runs import (
     assert_same_bits,
     checkpoint,
     checkpoints,
+    held_out,
     kill_session,
     letters,
     loss_values,
@@ -99,14 +100,6 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def held_out(run_dir: Path) -> dict[int, set[float]]:
-    found: dict[int, set[float]] = {}
-    for record in read_records(run_dir / "metrics.jsonl"):
-        if "held_out/loss" in record:
-            found.setdefault(record["step"], set()).add(record["held_out/loss"])
-    return found
 
 
 def test_killed_runs_equal_an_uninterrupted_run(command: Command, folder: Path, jobs: "Future[dict[str, Any]]") -> None:

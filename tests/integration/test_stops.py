@@ -12,7 +12,7 @@ from dit.checkpoint.checkpointer import read_loader_state
 from dit.checkpoint.manifest import read_manifest
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
-from tests.integration.runs import checkpoint, checkpoints, losses, outcome, overrides, scalars
+from tests.integration.runs import checkpoint, checkpoints, held_out, losses, outcome, overrides, scalars
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
@@ -115,14 +115,6 @@ def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {**read_manifest(checkpoint_folder).meta, "run": ""}, json.loads(
         (checkpoint_folder / "metadata.json").read_text()
     )
-
-
-def held_out(run_dir: Path) -> dict[int, set[float]]:
-    found: dict[int, set[float]] = {}
-    for record in read_records(run_dir / "metrics.jsonl"):
-        if "held_out/loss" in record:
-            found.setdefault(record["step"], set()).add(record["held_out/loss"])
-    return found
 
 
 @pytest.mark.parametrize(("name", "step"), [("between", 7), ("in the step", 6), ("in the save", 6)])

@@ -116,3 +116,8 @@ def page_blocks(adapters: Path, base: Path) -> list[dict[str, Any]]:
         exec(code, namespace)
         namespaces.append(namespace)
     return namespaces
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a diffusers model, with lists in place of tuples."""
+    return {n: list(v) if isinstance(v, tuple) else v for n, v in config.items() if n[0] != "_"}

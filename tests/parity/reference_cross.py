@@ -183,3 +183,33 @@ class CrossReference:
         eps = config.layernorm_epsilon
         normed = rms_normalise(x, leaves["head.norm.weight"], eps) if moviegen else normalise(x, eps)
         return leaves.linear(normed * (1 + scale) + shift, "head.linear")
+
+
+class SharedModulationReference(CrossReference):
+    """A backbone whose blocks share one modulation (adaLN-single) and project the text."""
+
+    def block(self, x: Tensor, shared: Tensor, text: Tensor, index: int, grid: Grid, by: Optional[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def run(
+        self,
+        patches: Tensor,
+        time: Tensor,
+        grid: Grid,
+        text: Optional[Tensor],
+        *,
+        fps: Optional[float] = None,
+        label: Optional[int] = None,
+    ) -> Tensor:
+        config, leaves = self.config, self.leaves
+        text = leaves["text.null"][None] if text is None else text.double()
+        text = leaves.linear(gelu_tanh(leaves.linear(text, "text_projection.linear_1")), "text_projection.linear_2")
+        if (weight := leaves.get("text_projection.norm.weight")) is not None:
+            text = rms_normalise(text, weight, 1e-5)
+        cond = self.condition(time, grid, fps, label)
+        shared = leaves.linear(silu(cond), "modulation.linear")
+        x, by = self.embed(patches, grid, getattr(config, "position_span", None))
+        for i in range(config.num_layers):
+            x = self.block(x, shared, text, i, grid, by)
+        shift, scale = leaves["head.table"] + cond
+        return leaves.linear(normalise(x, config.layernorm_epsilon) * (1 + scale) + shift, "head.linear")

@@ -12,14 +12,14 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tests.parity.reference_cross import CrossReference, attend
-from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
+from tests.parity.reference_cross import SharedModulationReference, attend
+from tests.parity.reference_dit import normalise, rms_normalise, silu
 from tests.parity.reference_positions import Grid
 
 EPSILON = 1e-5
 
 
-class SanaReference(CrossReference):
+class SanaReference(SharedModulationReference):
     def heads(self, x: Tensor, name: str, count: int) -> list[Tensor]:
         """Normalise over the full width, if the model has such a norm, and split into heads."""
         weight = self.leaves.get(f"{name}.weight")
@@ -63,34 +63,11 @@ class SanaReference(CrossReference):
         mixed = torch.stack(rows)
         return leaves.linear(silu(mixed[:, 0::2]) * mixed[:, 1::2], f"{name}.linear_fc2")  # gate, value, gate, ...
 
-    def block(self, x: Tensor, shared: Tensor, text: Tensor, name: str, grid: Grid) -> Tensor:
-        eps = self.config.layernorm_epsilon
+    def block(self, x: Tensor, shared: Tensor, text: Tensor, index: int, grid: Grid, by: Optional[Tensor]) -> Tensor:
+        eps, name = self.config.layernorm_epsilon, f"layers.{index}"
         rows = shared.unflatten(0, (6, -1)) + self.leaves[f"{name}.modulation.table"]
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = rows
         y = normalise(x, eps) * (1 + scale_1) + shift_1
         x = x + gate_1 * self.linear_self_attention(y, f"{name}.attention")
         x = x + self.text_attention(x, text, f"{name}.cross_attention")
         return x + gate_2 * self.mix(normalise(x, eps) * (1 + scale_2) + shift_2, f"{name}.mlp", grid)
-
-    def run(
-        self,
-        patches: Tensor,
-        time: Tensor,
-        grid: Grid,
-        text: Optional[Tensor],
-        *,
-        fps: Optional[float] = None,
-        label: Optional[int] = None,
-    ) -> Tensor:
-        config, leaves = self.config, self.leaves
-        text = leaves["text.null"][None] if text is None else text.double()
-        text = gelu_tanh(leaves.linear(text, "text_projection.linear_1"))
-        text = leaves.linear(text, "text_projection.linear_2")
-        text = rms_normalise(text, leaves["text_projection.norm.weight"], EPSILON)
-        cond = self.condition(time, grid, fps, label)
-        shared = leaves.linear(silu(cond), "modulation.linear")
-        x, _ = self.embed(patches, grid)
-        for i in range(config.num_layers):
-            x = self.block(x, shared, text, f"layers.{i}", grid)
-        shift, scale = leaves["head.table"] + cond
-        return leaves.linear(normalise(x, config.layernorm_epsilon) * (1 + scale) + shift, "head.linear")

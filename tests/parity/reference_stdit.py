@@ -11,12 +11,12 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tests.parity.reference_cross import CrossReference
-from tests.parity.reference_dit import gelu_tanh, normalise, silu
+from tests.parity.reference_cross import SharedModulationReference
+from tests.parity.reference_dit import gelu_tanh, normalise
 from tests.parity.reference_positions import Grid, turns
 
 
-class STDiTReference(CrossReference):
+class STDiTReference(SharedModulationReference):
     """ST-DiT on one sample; `run` returns the prediction `[n, output features]`."""
 
     def attend_by_kind(self, y: Tensor, kind: str, name: str, grid: Grid, turned: Optional[Tensor]) -> Tensor:
@@ -52,25 +52,3 @@ class STDiTReference(CrossReference):
         y = normalise(x, eps) * (1 + scale) + shift
         y = leaves.linear(gelu_tanh(leaves.linear(y, f"{name}.mlp.linear_fc1")), f"{name}.mlp.linear_fc2")
         return x + gate * y
-
-    def run(
-        self,
-        patches: Tensor,
-        time: Tensor,
-        grid: Grid,
-        text: Optional[Tensor],
-        *,
-        fps: Optional[float] = None,
-        label: Optional[int] = None,
-    ) -> Tensor:
-        config, leaves = self.config, self.leaves
-        text = leaves["text.null"][None] if text is None else text.double()
-        text = leaves.linear(text, "text_projection.linear_1")
-        text = leaves.linear(gelu_tanh(text), "text_projection.linear_2")
-        cond = self.condition(time, grid, fps, label)
-        shared = leaves.linear(silu(cond), "modulation.linear")
-        x, turned = self.embed(patches, grid, config.position_span)
-        for i in range(config.num_layers):
-            x = self.block(x, shared, text, i, grid, turned)
-        shift, scale = leaves["head.table"] + cond
-        return leaves.linear(normalise(x, config.layernorm_epsilon) * (1 + scale) + shift, "head.linear")

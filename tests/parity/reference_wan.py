@@ -12,12 +12,12 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from tests.parity.reference_cross import CrossReference, attend
-from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
+from tests.parity.reference_cross import SharedModulationReference, attend
+from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise
 from tests.parity.reference_positions import Grid, turn
 
 
-class WanReference(CrossReference):
+class WanReference(SharedModulationReference):
     def width_norm(self, heads: list[Tensor], name: str) -> list[Tensor]:
         """Normalise all heads by the mean square over the full width."""
         weight = self.leaves.get(f"{name}.weight")
@@ -46,8 +46,8 @@ class WanReference(CrossReference):
         q, k = self.width_norm(q, f"{name}.q_layernorm"), self.width_norm(rows[0::2], f"{name}.k_layernorm")
         return self.leaves.linear(attend(q, k, rows[1::2]), f"{name}.linear_proj")
 
-    def block(self, x: Tensor, shared: Tensor, text: Tensor, name: str, by: Optional[Tensor]) -> Tensor:
-        leaves, eps = self.leaves, self.config.layernorm_epsilon
+    def block(self, x: Tensor, shared: Tensor, text: Tensor, index: int, grid: Grid, by: Optional[Tensor]) -> Tensor:
+        leaves, eps, name = self.leaves, self.config.layernorm_epsilon, f"layers.{index}"
         rows = shared.unflatten(0, (6, -1)) + leaves[f"{name}.modulation.table"]
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = rows
         y = self.wan_self_attention(normalise(x, eps) * (1 + scale_1) + shift_1, f"{name}.attention", by)
@@ -56,25 +56,3 @@ class WanReference(CrossReference):
         x = x + self.wan_cross_attention(y, text, f"{name}.cross_attention")
         y = leaves.linear(normalise(x, eps) * (1 + scale_2) + shift_2, f"{name}.mlp.linear_fc1")
         return x + gate_2 * leaves.linear(gelu_tanh(y), f"{name}.mlp.linear_fc2")
-
-    def run(
-        self,
-        patches: Tensor,
-        time: Tensor,
-        grid: Grid,
-        text: Optional[Tensor],
-        *,
-        fps: Optional[float] = None,
-        label: Optional[int] = None,
-    ) -> Tensor:
-        config, leaves = self.config, self.leaves
-        text = leaves["text.null"][None] if text is None else text.double()
-        projected = gelu_tanh(leaves.linear(text, "text_projection.linear_1"))
-        text = leaves.linear(projected, "text_projection.linear_2")
-        cond = self.condition(time, grid, fps, label)
-        shared = leaves.linear(silu(cond), "modulation.linear")
-        x, by = self.embed(patches, grid)
-        for i in range(config.num_layers):
-            x = self.block(x, shared, text, f"layers.{i}", by)
-        shift, scale = leaves["head.table"] + cond
-        return leaves.linear(normalise(x, config.layernorm_epsilon) * (1 + scale) + shift, "head.linear")

@@ -24,11 +24,12 @@ from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
 from tests.parity import weights
-from tests.parity.test_dit import Sample, config, pack, relative_error, rows_of
+from tests.parity.test_dit import config, relative_error, rows_of
+from tests.support.batches import Sample, pack
 
 RTOL = 1e-5  # float32 against float64, as without alignment
 SEED, STEP = 3, 11
-SAMPLES = [Sample((1, 3, 4), 2), Sample((2, 2, 3), None), Sample((1, 1, 1), 5), Sample((1, 5, 2), 0)]
+SAMPLES = [Sample((1, 3, 4), label=2), Sample((2, 2, 3)), Sample((1, 1, 1), label=5), Sample((1, 5, 2), label=0)]
 MODEL = config(num_layers=4, class_dropout=0.0)
 PART = Alignment(weight=0.5, layer=2, features=10, hidden_size=20)
 OBJECTIVE = FlowMatching(alignment=PART, prediction="x0", time_distribution="logit_normal")

@@ -76,54 +76,57 @@ def stream(network: Any, external: Any, model: Any) -> tuple[Tensor, Tensor]:
     return here, there
 
 
-def fused(block: str, external: str, parts: list[str]) -> tuple[str, list[str]]:
-    return block, [f"{external}.{part}" for part in parts]
+def native(count: int, block: str, rows: dict[str, str]) -> dict[str, list[str]]:
+    """Return layers of the original code and the layers of diffusers that each fuses, for every number `#` of a block.
+
+    Args:
+        block: name of the block in diffusers.
+        rows: layers of diffusers in the block, separated by spaces, by the layer of the original code.
+    """
+    return {
+        layer.replace("#", str(i)): [f"{block}.{i}.{part}" for part in parts.split()]
+        for i in range(count)
+        for layer, parts in rows.items()
+    }
 
 
-QKV = ["attn1.to_q", "attn1.to_k", "attn1.to_v"]
-FLUX = dict(
-    [
-        entry
-        for i in range(2)
-        for joint, single in [(f"transformer_blocks.{i}", f"single_transformer_blocks.{i}")]
-        for entry in [
-            fused(f"double_blocks.{i}.img_attn.qkv", joint, ["attn.to_q", "attn.to_k", "attn.to_v"]),
-            fused(f"double_blocks.{i}.txt_attn.qkv", joint, ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"]),
-            fused(f"double_blocks.{i}.img_attn.proj", joint, ["attn.to_out.0"]),
-            fused(f"double_blocks.{i}.txt_attn.proj", joint, ["attn.to_add_out"]),
-            fused(f"double_blocks.{i}.img_mlp.0", joint, ["ff.net.0.proj"]),
-            fused(f"double_blocks.{i}.img_mlp.2", joint, ["ff.net.2"]),
-            fused(f"double_blocks.{i}.txt_mlp.0", joint, ["ff_context.net.0.proj"]),
-            fused(f"double_blocks.{i}.txt_mlp.2", joint, ["ff_context.net.2"]),
-            fused(f"double_blocks.{i}.img_mod.lin", joint, ["norm1.linear"]),
-            fused(f"double_blocks.{i}.txt_mod.lin", joint, ["norm1_context.linear"]),
-            fused(f"single_blocks.{i}.linear1", single, ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]),
-            fused(f"single_blocks.{i}.linear2", single, ["proj_out"]),
-            fused(f"single_blocks.{i}.modulation.lin", single, ["norm.linear"]),
-        ]
-    ]
-)
-CHROMA = {name: parts for name, parts in FLUX.items() if "mod" not in name}
-CHROMA |= {  # has a third block
-    name.replace(".0.", ".2."): [part.replace(".0.", ".2.", 1) for part in parts]
-    for name, parts in CHROMA.items()
-    if name.startswith("single_blocks.0.")
+JOINT_ATTENTION = {
+    "double_blocks.#.img_attn.qkv": "attn.to_q attn.to_k attn.to_v",
+    "double_blocks.#.txt_attn.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+    "double_blocks.#.img_attn.proj": "attn.to_out.0",
+    "double_blocks.#.txt_attn.proj": "attn.to_add_out",
 }
-FLUX2 = dict(
-    [
-        entry
-        for i in range(2)
-        for joint, single in [(f"transformer_blocks.{i}", f"single_transformer_blocks.{i}")]
-        for entry in [
-            *((name, parts) for name, parts in FLUX.items() if f"double_blocks.{i}." in name and "attn" in name),
-            fused(f"double_blocks.{i}.img_mlp.0", joint, ["ff.linear_in"]),
-            fused(f"double_blocks.{i}.img_mlp.2", joint, ["ff.linear_out"]),
-            fused(f"double_blocks.{i}.txt_mlp.0", joint, ["ff_context.linear_in"]),
-            fused(f"double_blocks.{i}.txt_mlp.2", joint, ["ff_context.linear_out"]),
-            fused(f"single_blocks.{i}.linear1", single, ["attn.to_qkv_mlp_proj"]),
-            fused(f"single_blocks.{i}.linear2", single, ["attn.to_out"]),
-        ]
-    ]
+JOINT_MLP = {
+    "double_blocks.#.img_mlp.0": "ff.net.0.proj",
+    "double_blocks.#.img_mlp.2": "ff.net.2",
+    "double_blocks.#.txt_mlp.0": "ff_context.net.0.proj",
+    "double_blocks.#.txt_mlp.2": "ff_context.net.2",
+}
+SINGLE = {
+    "single_blocks.#.linear1": "attn.to_q attn.to_k attn.to_v proj_mlp",
+    "single_blocks.#.linear2": "proj_out",
+}
+CHROMA = native(2, "transformer_blocks", {**JOINT_ATTENTION, **JOINT_MLP})
+FLUX = {
+    **CHROMA,
+    **native(
+        2,
+        "transformer_blocks",
+        {"double_blocks.#.img_mod.lin": "norm1.linear", "double_blocks.#.txt_mod.lin": "norm1_context.linear"},
+    ),
+    **native(2, "single_transformer_blocks", {**SINGLE, "single_blocks.#.modulation.lin": "norm.linear"}),
+}
+CHROMA |= native(3, "single_transformer_blocks", SINGLE)
+GATED_MLP = {
+    "double_blocks.#.img_mlp.0": "ff.linear_in",
+    "double_blocks.#.img_mlp.2": "ff.linear_out",
+    "double_blocks.#.txt_mlp.0": "ff_context.linear_in",
+    "double_blocks.#.txt_mlp.2": "ff_context.linear_out",
+}
+FLUX2 = native(2, "transformer_blocks", {**JOINT_ATTENTION, **GATED_MLP}) | native(
+    2,
+    "single_transformer_blocks",
+    {"single_blocks.#.linear1": "attn.to_qkv_mlp_proj", "single_blocks.#.linear2": "attn.to_out"},
 )
 QWEN_IMAGE = {
     f"transformer_blocks.{i}.{layer}": [f"transformer_blocks.{i}.{layer}"]
@@ -134,64 +137,49 @@ QWEN_IMAGE = {
         *(f"{stream}_{layer}" for stream in ("img", "txt") for layer in ("mod.1", "mlp.net.0.proj", "mlp.net.2")),
     ]
 }
-SD3 = dict(
-    [
-        entry
-        for i in range(3)
-        for block, x, text in [
-            (f"transformer_blocks.{i}", f"joint_blocks.{i}.x_block", f"joint_blocks.{i}.context_block")
-        ]
-        for entry in [
-            fused(f"{x}.attn.qkv", block, ["attn.to_q", "attn.to_k", "attn.to_v"]),
-            fused(f"{x}.attn.proj", block, ["attn.to_out.0"]),
-            fused(f"{x}.mlp.fc1", block, ["ff.net.0.proj"]),
-            fused(f"{x}.mlp.fc2", block, ["ff.net.2"]),
-            fused(f"{x}.adaLN_modulation.1", block, ["norm1.linear"]),
-            fused(f"{text}.attn.qkv", block, ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"]),
-            *(
-                fused(f"{x}.attn2.{name}", block, parts)
-                for name, parts in (("qkv", ["attn2.to_q", "attn2.to_k", "attn2.to_v"]), ("proj", ["attn2.to_out.0"]))
-                if i < 2
-            ),
-            *(
-                fused(f"{text}.{name}", block, [part])
-                for name, part in zip(
-                    ("attn.proj", "mlp.fc1", "mlp.fc2"),
-                    ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"),
-                )
-                if i < 2
-            ),
-        ]
-    ]
+SD3_LAST = {
+    "joint_blocks.#.x_block.attn.qkv": "attn.to_q attn.to_k attn.to_v",
+    "joint_blocks.#.x_block.attn.proj": "attn.to_out.0",
+    "joint_blocks.#.x_block.mlp.fc1": "ff.net.0.proj",
+    "joint_blocks.#.x_block.mlp.fc2": "ff.net.2",
+    "joint_blocks.#.x_block.adaLN_modulation.1": "norm1.linear",
+    "joint_blocks.#.context_block.attn.qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+}
+SD3 = native(3, "transformer_blocks", SD3_LAST) | native(
+    2,
+    "transformer_blocks",
+    {
+        "joint_blocks.#.x_block.attn2.qkv": "attn2.to_q attn2.to_k attn2.to_v",
+        "joint_blocks.#.x_block.attn2.proj": "attn2.to_out.0",
+        "joint_blocks.#.context_block.attn.proj": "attn.to_add_out",
+        "joint_blocks.#.context_block.mlp.fc1": "ff_context.net.0.proj",
+        "joint_blocks.#.context_block.mlp.fc2": "ff_context.net.2",
+    },
 )
-PIXART = dict(
-    [
-        entry
-        for i in range(2)
-        for entry in [
-            fused(f"blocks.{i}.attn.qkv", f"transformer_blocks.{i}", QKV),
-            fused(f"blocks.{i}.attn.proj", f"transformer_blocks.{i}", ["attn1.to_out.0"]),
-            fused(f"blocks.{i}.cross_attn.q_linear", f"transformer_blocks.{i}", ["attn2.to_q"]),
-            fused(f"blocks.{i}.cross_attn.kv_linear", f"transformer_blocks.{i}", ["attn2.to_k", "attn2.to_v"]),
-            fused(f"blocks.{i}.cross_attn.proj", f"transformer_blocks.{i}", ["attn2.to_out.0"]),
-            fused(f"blocks.{i}.mlp.fc1", f"transformer_blocks.{i}", ["ff.net.0.proj"]),
-            fused(f"blocks.{i}.mlp.fc2", f"transformer_blocks.{i}", ["ff.net.2"]),
-        ]
-    ]
+PIXART = native(
+    2,
+    "transformer_blocks",
+    {
+        "blocks.#.attn.qkv": "attn1.to_q attn1.to_k attn1.to_v",
+        "blocks.#.attn.proj": "attn1.to_out.0",
+        "blocks.#.cross_attn.q_linear": "attn2.to_q",
+        "blocks.#.cross_attn.kv_linear": "attn2.to_k attn2.to_v",
+        "blocks.#.cross_attn.proj": "attn2.to_out.0",
+        "blocks.#.mlp.fc1": "ff.net.0.proj",
+        "blocks.#.mlp.fc2": "ff.net.2",
+    },
 )
-WAN = dict(
-    [
-        entry
-        for i in range(2)
-        for entry in [
-            *(fused(f"blocks.{i}.self_attn.{part}", f"blocks.{i}", [f"attn1.to_{part}"]) for part in "qkv"),
-            *(fused(f"blocks.{i}.cross_attn.{part}", f"blocks.{i}", [f"attn2.to_{part}"]) for part in "qkv"),
-            fused(f"blocks.{i}.self_attn.o", f"blocks.{i}", ["attn1.to_out.0"]),
-            fused(f"blocks.{i}.cross_attn.o", f"blocks.{i}", ["attn2.to_out.0"]),
-            fused(f"blocks.{i}.ffn.0", f"blocks.{i}", ["ffn.net.0.proj"]),
-            fused(f"blocks.{i}.ffn.2", f"blocks.{i}", ["ffn.net.2"]),
-        ]
-    ]
+WAN = native(
+    2,
+    "blocks",
+    {
+        **{f"blocks.#.self_attn.{part}": f"attn1.to_{part}" for part in "qkv"},
+        **{f"blocks.#.cross_attn.{part}": f"attn2.to_{part}" for part in "qkv"},
+        "blocks.#.self_attn.o": "attn1.to_out.0",
+        "blocks.#.cross_attn.o": "attn2.to_out.0",
+        "blocks.#.ffn.0": "ffn.net.0.proj",
+        "blocks.#.ffn.2": "ffn.net.2",
+    },
 )
 UNET_ATTENTIONS = [f"down_blocks.{i}.attentions.{j}" for i in range(2) for j in range(2)]
 UNET_ATTENTIONS += ["mid_block.attentions.0", *(f"up_blocks.{i}.attentions.{j}" for i in (1, 2) for j in range(3))]

@@ -14,7 +14,7 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.parallel.build import parameter_shapes
 from recipes.models import sdxl_unet
 from tests.conftest import BuildModel
-from tests.parity.convert_cases import assert_same_bits, load, predict, random_weights, relative_error, run
+from tests.parity.convert_cases import assert_same_bits, load, plain, predict, random_weights, relative_error, run
 
 RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # fp32; another order of sums
 SIZES = {
@@ -127,13 +127,7 @@ def test_the_config_survives_a_round_trip(name: str):
     assert imported.model == SIZES[name]
     settings, _ = form.write_settings(imported.model, imported.latent_size)
     again = UNet2DConditionModel.from_config(settings).config
-    assert {n: _plain(v) for n, v in again.items() if n[0] != "_"} == {
-        n: _plain(v) for n, v in external.items() if n[0] != "_"
-    }
-
-
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
+    assert plain(again) == plain(external)
 
 
 def test_the_defaults_equal_stable_diffusion_v1():

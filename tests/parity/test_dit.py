@@ -1,6 +1,5 @@
 """Our packed DiT has the outputs and gradients of the paper's formulas."""
 
-from dataclasses import dataclass
 from typing import Optional
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
-from dit.conditions import per_sample, per_text_token
 from dit.errors import ConfigError
 from dit.kernels.attention import segment_sdpa
 from dit.layout import SequenceLayout
@@ -16,59 +14,18 @@ from dit.models.base import Ability, Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.registry import build_backbone
 from dit.models.routing_config import RoutingConfig
-from dit.patchify import grid_positions
 from tests.conftest import BuildModel
 from tests.parity.reference_dit import ReferenceBlock, ReferenceDiT
 from tests.parity.weights import copy_weights, reference_gradients, reference_of
+from tests.support.batches import Sample, pack
 
 # float32 against float64: a few hundred roundings of 6e-8 each; measured at most 3e-6.
 RTOL = 1e-5
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One image or clip of a pack: grid, label (None for no class) and text tokens (None for no text)."""
-
-    grid: tuple[int, int, int]
-    label: Optional[int] = None
-    text: Optional[Tensor] = None
-
-
 def config(**changes: object) -> DiTConfig:
     sizes = {"hidden_size": 48, "num_layers": 3, "num_attention_heads": 4, "in_channels": 3, "num_classes": 7}
     return DiTConfig(**{**sizes, **changes})
-
-
-def pack(
-    samples: list[Sample], model: DiTConfig, *, multiple_of: int = 1, tail: int = 0, context_multiple_of: int = 1
-) -> PackedBatch:
-    """Pack samples like the data loader; a sample without text gets a text of 1e3 that must not affect it."""
-    lengths = [t * h * w for t, h, w in (sample.grid for sample in samples)]
-    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
-    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)
-    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.long)
-    for sample, start, length in zip(samples, layout.starts, layout.lengths):
-        positions[start : start + length] = grid_positions(sample.grid)
-    batch = PackedBatch(
-        latents_TC=torch.zeros(layout.total_tokens, model.token_channels),
-        positions_T3=positions,
-        layout=layout,
-        sample_ids_S=torch.arange(len(samples)),
-        grids=tuple(sample.grid for sample in samples),
-        keys=tuple(map(str, range(len(samples)))),
-    )
-    if model.num_classes is not None:
-        labels = [model.num_classes if sample.label is None else sample.label for sample in samples]
-        batch.conditions |= {"label": per_sample(torch.tensor(labels))}
-    if model.context_size is not None:
-        texts = [torch.full((2, model.context_size), 1e3) if s.text is None else s.text for s in samples]
-        context_layout = SequenceLayout.from_lengths([len(text) for text in texts], multiple_of=context_multiple_of)
-        context = torch.full((context_layout.total_tokens, model.context_size), 1e3)
-        for text, start in zip(texts, context_layout.starts):
-            context[start : start + len(text)] = text
-        dropped = torch.tensor([sample.text is None for sample in samples])
-        batch.conditions |= {"context": per_text_token(context, context_layout, dropped)}
-    return batch.validate()
 
 
 def rows_of(layout: SequenceLayout) -> list[slice]:
@@ -108,7 +65,7 @@ def compare(model: nn.Module, model_config: DiTConfig, batch: PackedBatch, sampl
             time[i : i + 1],
             sample.grid,
             [sample.label] if model_config.num_classes else None,
-            [None if sample.text is None else sample.text.double()] if model_config.context_size else None,
+            [None if sample.given is None else sample.given.double()] if model_config.context_size else None,
         )[0]
         assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
         loss = loss + (exact * cotangent[rows].double()).sum()
@@ -188,11 +145,11 @@ def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple
     model_config = config(**changes)
     model_config.validate()
     samples = [
-        Sample((1, 4, 4), 3),
-        Sample((1, 2, 5), None),
-        Sample((1, 1, 3), 0),
-        Sample((1, 4, 4), 5),
-        Sample((1, 5, 2), 3),
+        Sample((1, 4, 4), label=3),
+        Sample((1, 2, 5)),
+        Sample((1, 1, 3), label=0),
+        Sample((1, 4, 4), label=5),
+        Sample((1, 5, 2), label=3),
     ]
     batch = pack(samples, model_config, multiple_of=multiple_of, tail=tail)
     compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
@@ -210,7 +167,7 @@ def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildMo
     for stage in stages:
         stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
     assert [stage.class_tokens.vectors is not None for stage in stages] == [cut == 2, cut == 1]
-    samples = [Sample((1, 4, 4), 3), Sample((1, 2, 5))]
+    samples = [Sample((1, 4, 4), label=3), Sample((1, 2, 5))]
     batch, time = pack(samples, model_config, tail=2), torch.tensor([0.3, 0.8])
     inputs = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(5))
     sent = stages[0](inputs, time, batch)
@@ -259,7 +216,12 @@ POSITIONS = {
     "rope_ntk": STRETCHED,
     "rope_linear": {**STRETCHED, "rope_scaling": "linear"},
 }
-IMAGES_AND_CLIPS = [Sample((1, 4, 4), 3), Sample((3, 2, 2)), Sample((1, 2, 3), 0), Sample((2, 3, 4), 5)]
+IMAGES_AND_CLIPS = [
+    Sample((1, 4, 4), label=3),
+    Sample((3, 2, 2)),
+    Sample((1, 2, 3), label=0),
+    Sample((2, 3, 4), label=5),
+]
 
 
 @pytest.mark.parametrize("padding", [{}, {"multiple_of": 8, "tail": 16}], ids=["ragged", "padded"])
@@ -291,7 +253,10 @@ def test_pooled_text_conditions_each_sample(
     """Texts of different lengths are averaged over their valid tokens; a dropped text becomes the null vector."""
     model_config = config(num_classes=num_classes, context_size=10)
     texts = [text(5, 10, seed=1), text(1, 10, seed=2), None, text(8, 10, seed=3)]
-    samples = [Sample((1, 3, 3), 1, t) if i % 2 else Sample((1, 2, 4), 4, t) for i, t in enumerate(texts)]
+    samples = [
+        Sample((1, 3, 3), label=1, given=t) if i % 2 else Sample((1, 2, 4), label=4, given=t)
+        for i, t in enumerate(texts)
+    ]
     batch = pack(samples, model_config, multiple_of=4, tail=4, context_multiple_of=context_multiple_of)
     compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
 
@@ -300,7 +265,7 @@ def test_adaln_zero_starts_as_the_identity(build_model: BuildModel):
     """At initialisation each block returns its input bit for bit, and the network predicts exactly zero."""
     model_config = config(qk_layernorm=True, context_size=10)
     model = build_model(model_config)
-    samples = [Sample((1, 3, 3), 1, text(3, 10, seed=1)), Sample((1, 2, 2), None)]
+    samples = [Sample((1, 3, 3), label=1, given=text(3, 10, seed=1)), Sample((1, 2, 2))]
     batch = pack(samples, model_config, multiple_of=4)
     generator = torch.Generator().manual_seed(2)
     x, cond = torch.randn(16, 48, generator=generator), torch.randn(2, 48, generator=generator)

@@ -6,10 +6,17 @@ import torch
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.mean_flow import MeanFlow
 from tests.conftest import BuildModel
-from tests.parity.test_dit import Sample, config, pack, relative_error, rows_of
+from tests.parity.test_dit import config, relative_error, rows_of
 from tests.parity.weights import copy_weights, reference_gradients, reference_of
+from tests.support.batches import Sample, pack
 
-SAMPLES = [Sample((1, 4, 4), 3), Sample((1, 2, 5)), Sample((1, 1, 3), 0), Sample((1, 4, 4), 5), Sample((1, 3, 2), 1)]
+SAMPLES = [
+    Sample((1, 4, 4), label=3),
+    Sample((1, 2, 5)),
+    Sample((1, 1, 3), label=0),
+    Sample((1, 4, 4), label=5),
+    Sample((1, 3, 2), label=1),
+]
 # h**2 times the third derivative, and float32 rounding divided by h; measured 2.6e-5 and 2.4e-3.
 BOUNDS = {(1.0, 3e-3): 2e-4, (1000.0, 1e-4): 6e-3}
 

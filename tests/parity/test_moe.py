@@ -5,10 +5,11 @@ import torch
 
 from tests.conftest import BuildModel
 from tests.parity.reference_moe import ReferenceMoEBlock
-from tests.parity.test_dit import RTOL, Sample, check_gradients, config, pack, relative_error, rows_of
+from tests.parity.test_dit import RTOL, check_gradients, config, relative_error, rows_of
 from tests.parity.weights import copy_weights, reference_of
+from tests.support.batches import Sample, pack
 
-SAMPLES = [Sample((1, 4, 4), 3), Sample((1, 2, 5), None), Sample((1, 1, 3), 0), Sample((1, 5, 2), 3)]
+SAMPLES = [Sample((1, 4, 4), label=3), Sample((1, 2, 5)), Sample((1, 1, 3), label=0), Sample((1, 5, 2), label=3)]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from tests.conftest import BuildModel
 from tests.parity import weights
 from tests.parity.reference_dit import ReferenceDiT, normalise, silu
 from tests.parity.reference_positions import Grid, patch_indices, position_features, turns
-from tests.parity.test_dit import Sample, config, pack, relative_error, rows_of
+from tests.parity.test_dit import config, relative_error, rows_of
+from tests.support.batches import Sample, pack
 
 RTOL = 1e-5  # float32 against float64, as without routing
 ALONE_RTOL = 1e-6  # the same float32 operations, in matrix products of other sizes
@@ -36,7 +37,7 @@ CASES = {
     "sprint without middle": replace(SPRINT, path_dropout=1.0),
     "sprint with all tokens": replace(SPRINT, share=0.0),
 }
-SAMPLES = [Sample((1, 3, 4), 2), Sample((2, 2, 3), None), Sample((1, 1, 1), 5), Sample((1, 5, 2), 0)]
+SAMPLES = [Sample((1, 3, 4), label=2), Sample((2, 2, 3)), Sample((1, 1, 1), label=5), Sample((1, 5, 2), label=0)]
 KEYS_S = torch.tensor([3, 2**62 + 11, 77, 2**40 + 5])
 
 
@@ -178,7 +179,7 @@ def test_a_share_of_the_samples_skips_the_middle(build_model: BuildModel) -> Non
     for path_dropout in (share, 1.0, 0.0):
         model_config = config(num_layers=4, routing=replace(SPRINT, path_dropout=path_dropout))
         model = build_model(model_config, perturb=0.1)
-        batch = pack([Sample((1, 2, 2), 0)] * samples, model_config)
+        batch = pack([Sample((1, 2, 2), label=0)] * samples, model_config)
         batch = replace(batch, draw_keys_S=torch.arange(samples) << 31)
         inputs, time, _ = drawn(batch)
         with torch.no_grad():

@@ -14,16 +14,17 @@ from dit.patchify import grid_positions
 
 @dataclass(frozen=True)
 class Sample:
-    """An image or clip: grid, number of text tokens (None for no text), frame rate, class."""
+    """An image or clip: grid, number of text tokens (None for no text), frame rate, class, or a given text."""
 
     grid: tuple[int, int, int]
     text_tokens: Optional[int] = None
     fps: float = 30.0
     label: Optional[int] = None
+    given: Optional[Tensor] = None
 
     def text(self, width: int) -> Optional[Tensor]:
         if self.text_tokens is None:
-            return None
+            return self.given
         generator = torch.Generator().manual_seed(sum(self.grid) * 100 + self.text_tokens)
         return torch.randn(self.text_tokens, width, generator=generator)
 
@@ -61,17 +62,16 @@ def pack(
     positions = torch.zeros(layout.total_tokens, 3, dtype=torch.long)
     for sample, start, length in zip(samples, layout.starts, layout.lengths):
         positions[start : start + length] = grid_positions(sample.grid)
-    width = config.context_size
-    texts = [torch.full((3, width), 1e3) if sample.text_tokens is None else sample.text(width) for sample in samples]
-    context_layout = SequenceLayout.from_lengths([len(text) for text in texts], multiple_of=context_multiple_of)
-    context = torch.full((context_layout.total_tokens, width), 1e3)
-    for text, start in zip(texts, context_layout.starts):
-        context[start : start + len(text)] = text
-    dropped = torch.tensor([sample.text_tokens is None for sample in samples])
-    conditions = Conditions(
-        context=per_text_token(context, context_layout, dropped),
-        fps=per_sample(torch.tensor([sample.fps for sample in samples])),
-    )
+    conditions = Conditions(fps=per_sample(torch.tensor([sample.fps for sample in samples])))
+    if (width := config.context_size) is not None:
+        texts = [sample.text(width) for sample in samples]
+        dropped = torch.tensor([text is None for text in texts])
+        texts = [torch.full((3, width), 1e3) if text is None else text for text in texts]
+        context_layout = SequenceLayout.from_lengths([len(text) for text in texts], multiple_of=context_multiple_of)
+        context = torch.full((context_layout.total_tokens, width), 1e3)
+        for text, start in zip(texts, context_layout.starts):
+            context[start : start + len(text)] = text
+        conditions |= {"context": per_text_token(context, context_layout, dropped)}
     if condition := config.condition("label"):
         labels = torch.tensor([condition.num_classes if s.label is None else s.label for s in samples])
         conditions |= {"label": per_sample(labels)}

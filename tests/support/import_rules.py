@@ -198,7 +198,7 @@ HEAVY_HOMES = {
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
         *("dit/step/", "dit/planner/", "dit/tracing/"),
     ),
-    "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
+    "megatron.energon": ("energon_data/",),
     "nemo_run": ("recipes/", "launch/", "examples/", "benchmarks/recipes.py", "benchmarks/model_recipes.py"),
     "wandb": ("dit/monitoring/wandb_sink.py",),
 }

@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from tests.mutants import runner
-from tests.mutants.__main__ import PAGE, SHIPPED, exists, row, shipped_page, write, written_rows
+from tests.mutants.__main__ import PAGE, SHIPPED, exists, shipped_page, write, written_rows
 from tests.mutants.listed import MUTANTS
-from tests.mutants.runner import ROOT, VERIFY, Mutant, Verdict, judge
+from tests.mutants.runner import ROOT, Mutant, judge
 
 
 @cache
@@ -59,27 +59,6 @@ def test_the_page_of_shipped_mistakes_has_the_rows_of_the_table():
     assert SHIPPED.read_text() == shipped_page(written_rows(PAGE))
 
 
-def test_the_page_of_shipped_mistakes_counts_mistakes_detected_in_time():
-    fault, source = "It doubles.", "https://github.com/some/project/issues/"
-    names = "within", "late", "unseen", "not run"
-    mutants = [Mutant(name, "double.py", "x", "y", (), fault, f"{source}{i}") for i, name in enumerate(names)]
-    command = f"{VERIFY}--factory tiny_dit"
-    verdicts = Verdict(command, 60.4), Verdict(command, 61.0), Verdict(None, 3.0)
-    rows = {mutant.name: row(mutant, verdict) for mutant, verdict in zip(mutants, verdicts)}
-    page = shipped_page(rows, [*mutants, Mutant("of ours", "double.py", "x", "z", ())])
-    assert "4 faults, 1 seen within 60 CPU seconds" in page
-    lines = [line for line in page.splitlines() if line]
-    assert lines[-7:] == [
-        "`python -m launch.verify --factory tiny_dit`:",
-        f"* It doubles ([project 0]({source}0)), 60 s",
-        f"* It doubles ([project 1]({source}1)), 61 s",
-        "**SURVIVED**:",
-        f"* It doubles ([project 2]({source}2)), 3 s",
-        "not run:",
-        f"* It doubles ([project 3]({source}3))",
-    ]
-
-
 def test_a_mutant_is_detected_or_survives_and_the_tree_is_restored(tmp_path, monkeypatch):
     """Also if both sources have the same size and time stamp: stale bytecode must not run."""
     monkeypatch.setattr(runner, "TEST_TIMEOUT_S", 2.0)
@@ -98,23 +77,3 @@ def test_a_mutant_is_detected_or_survives_and_the_tree_is_restored(tmp_path, mon
     assert source.read_text() == before
     with pytest.raises(ValueError, match="0 times"):
         judge(Mutant("gone", "double.py", "x * 2", "x * 3", ("test_double.py",)), tmp_path)
-
-
-def test_the_table_lists_survivors_first_and_keeps_rows_until_their_mutant_changes(tmp_path):
-    a, b, c = (Mutant(name, "double.py", "x | 1", "x + 1", ()) for name in "abc")
-    path = tmp_path / "table.md"
-    test = "unit/test_mutants.py::test_mutants_have_distinct_names"
-    rows = {"a": row(a, Verdict(test, 1.4)), "c": row(c, Verdict(None, 2.0))}
-    write(path, rows, (a, b, c))
-    assert path.read_text().splitlines()[-3:] == [
-        "| c | double.py: `x \\| 1` to `x + 1` | **SURVIVED** | 2 |",
-        "| b | double.py: `x \\| 1` to `x + 1` | not run | |",
-        f"| a | double.py: `x \\| 1` to `x + 1` | {test} | 1 |",
-    ]
-    assert "3 mutants: 1 survived, 1 not run, 1 seen by a test" in path.read_text()
-    assert written_rows(path, (a, b, c)).keys() == {"a", "c"}
-    changed = Mutant("a", "double.py", "x | 1", "x + 2", ())
-    assert written_rows(path, (changed, b)) == {}
-    for renamed in ("unit/test_mutants.py::test_that_was_renamed", "unit/renamed.py"):
-        write(path, {"a": row(a, Verdict(renamed, 1.4))}, (a,))
-        assert written_rows(path, (a,)) == {}

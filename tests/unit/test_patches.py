@@ -111,12 +111,5 @@ def test_the_scan_detects_a_replacement(code):
     )
 
 
-def test_the_scan_detects_private_names():
-    code = (
-        "import torch.distributed as dist\nfrom torch._x import y\ndist.z._w()\ntorch.__version__\ntorch._foreach_norm"
-    )
-    assert patches_page.private_names(ast.parse(code)) == {"torch._x.y", "torch.distributed.z._w"}
-
-
 def test_the_page_is_current():
     assert patches_page.PAGE.read_text() == patches_page.page(), "run python -m tests.support.patches_page --write"

@@ -4,8 +4,7 @@ They start in milliseconds without torch, may be killed at any time, and block s
 sends to all processes of a run. They are started with `subprocess`: `multiprocessing` would import the main module, and
 at exit wait for a child that is blocked on a disk.
 
-torch's `async_save` blocks training 1.7 times as long (`python -m benchmarks.checkpoint --dcp-process`). Its processes
-join the parts of the ranks by collectives, which wait for a rank that died.
+The processes of torch's `async_save` join the parts of the ranks by collectives, which wait for a rank that died.
 """
 
 import json

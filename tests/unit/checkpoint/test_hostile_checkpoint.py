@@ -1,7 +1,6 @@
 """A checkpoint from a stranger, changed and with matching hashes, runs no code and is read or refused in one line."""
 
 import math
-import os
 import pickle
 import re
 from contextlib import suppress
@@ -24,20 +23,11 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.settings import SamplingConfig
 from launch import evaluate, export, sample
+from tests.support.trap import Trap
 
 MODEL = {"hidden_size": 8, "num_layers": 1, "num_attention_heads": 1, "num_classes": 2}
 FILES = ("config.yaml", "metadata.json", "loader/dp_00000.pt", "rank_00000.safetensors", "state.json")
 PLANTED = (".metadata", "common.pt", "__0_0.distcp", "rank_00001.safetensors")
-
-
-class Trap:
-    """Creates a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def payloads(marker: Path) -> dict[str, bytes]:

@@ -3,7 +3,6 @@
 Source: ICC.1:2022, sections 7 (header, tag table), 10.6 (curveType), 10.10 (lut8Type), 10.31 (XYZType).
 """
 
-import io
 import struct
 
 import numpy as np
@@ -85,10 +84,3 @@ def colour_chart(low: int = 100, high: int = 150) -> Image.Image:
     """Return 48 x 32 colours of low saturation, which sRGB also has."""
     values = np.random.default_rng(0).integers(low, high, (32, 48, 3), np.uint8)
     return Image.fromarray(values)
-
-
-def as_file(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
-    """Return a picture as a file."""
-    buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
-    return buffer.getvalue()

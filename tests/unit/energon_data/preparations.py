@@ -25,6 +25,10 @@ def as_file(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
     return buffer.getvalue()
 
 
+def png(shade: int, width: int = 16) -> bytes:
+    return as_file(Image.new("RGB", (width, 16), (shade, 0, 0)))
+
+
 def folder_of_pictures(folder: Path, count: int = 12) -> Path:
     folder.mkdir()
     for i in range(count):

@@ -15,7 +15,6 @@ from energon_data.prepare.__main__ import main
 from tests.unit.energon_data.colour_profiles import (
     ADOBE_RGB,
     DISPLAY_P3,
-    as_file,
     cmyk_profile,
     colour_chart,
     grey_profile,
@@ -23,6 +22,7 @@ from tests.unit.energon_data.colour_profiles import (
     rgb_profile,
     srgb_curve,
 )
+from tests.unit.energon_data.preparations import as_file
 
 ROUNDING = 1.5  # of 255: rounding of the conversion in 16 bits, and of the result in 8
 

@@ -19,6 +19,7 @@ from energon_data.prepare.build import CAPTIONS
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
 from energon_data.samples import SampleError
+from tests.unit.energon_data.preparations import png
 
 
 def mixed(folder: Path, pictures: int = 6, videos: int = 4) -> Path:
@@ -242,12 +243,6 @@ def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
     return path
-
-
-def png(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), (shade, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def test_archives_of_one_name_in_two_folders_are_different_samples(tmp_path):

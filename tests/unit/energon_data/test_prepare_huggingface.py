@@ -18,6 +18,7 @@ from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.huggingface import Table, prepare_huggingface
 from energon_data.prepare.media import Options
+from tests.unit.energon_data.preparations import png
 from tests.unit.energon_data.test_prepare_folder import metadata_of
 
 COUNT = 6
@@ -30,15 +31,9 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", tmp_path / "cache")
 
 
-def png(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (32, 16), (shade, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 def rows(count: int = COUNT) -> dict[str, list]:
     return {
-        "image": [{"bytes": png(10 * i), "path": f"{i}.png"} for i in range(count)],
+        "image": [{"bytes": png(10 * i, 32), "path": f"{i}.png"} for i in range(count)],
         "text": [f"shade {i}" for i in range(count)],
         "score": [0.5 * i for i in range(count)],
     }
@@ -99,7 +94,7 @@ def image_folder(root: Path) -> Path:
     folder.mkdir()
     lines = []
     for i in range(COUNT):
-        (folder / f"{i}.png").write_bytes(png(10 * i))
+        (folder / f"{i}.png").write_bytes(png(10 * i, 32))
         lines.append(json.dumps({"file_name": f"{i}.png", "text": f"shade {i}", "score": 0.5 * i}))
     (folder / "metadata.jsonl").write_text("\n".join(lines))
     return folder
@@ -112,14 +107,14 @@ def test_every_row_is_a_sample_with_its_file_its_caption_and_its_scalars(tmp_pat
     assert [(found[f"train/{i:08d}"]["caption"], found[f"train/{i:08d}"]["score"]) for i in range(COUNT)] == [
         (f"shade {i}", 0.5 * i) for i in range(COUNT)
     ]
-    assert list(stored(tmp_path / "out").values()) == [png(10 * i) for i in range(COUNT)]
+    assert list(stored(tmp_path / "out").values()) == [png(10 * i, 32) for i in range(COUNT)]
 
 
 def test_columns_are_named_and_captions_may_be_lists(tmp_path):
     """Shards have all captions, and training draws one. Plain bytes, as img2dataset writes them, are files, too."""
     columns = {
-        "jpg": [png(i) for i in range(3)],
-        "thumbnail": [png(0) for _ in range(3)],
+        "jpg": [png(i, 32) for i in range(3)],
+        "thumbnail": [png(0, 32) for _ in range(3)],
         "sentences": [["one", "two "], [], None],
         "kind": [2, 0, -1],
     }
@@ -131,7 +126,7 @@ def test_columns_are_named_and_captions_may_be_lists(tmp_path):
     assert about["train/00000000"]["captions"] == ["one", "two"]
     assert "caption" not in about["train/00000001"]
     assert [about[f"train/{i:08d}"].get("label") for i in range(3)] == [2, 0, None]
-    assert list(stored(tmp_path / "out").values()) == [png(0), png(1), png(2)]
+    assert list(stored(tmp_path / "out").values()) == [png(0, 32), png(1, 32), png(2, 32)]
 
 
 def test_classes_have_the_names_of_the_data_set(tmp_path):
@@ -144,13 +139,13 @@ def test_classes_have_the_names_of_the_data_set(tmp_path):
 
 def test_rows_with_a_missing_or_damaged_picture_are_named_and_skipped(tmp_path, capsys):
     secret = tmp_path / "secret.png"
-    secret.write_bytes(png(255))
+    secret.write_bytes(png(255, 32))
     pictures = [
-        {"bytes": png(1), "path": None},
+        {"bytes": png(1, 32), "path": None},
         None,
         {"bytes": None, "path": None},
         {"bytes": b"no picture", "path": "x.png"},
-        {"bytes": png(2)[:40], "path": None},
+        {"bytes": png(2, 32)[:40], "path": None},
         {"bytes": None, "path": str(secret)},
         {"bytes": None, "path": "relative.png"},
     ]
@@ -295,8 +290,8 @@ def test_worker_processes_get_files_instead_of_rows(tmp_path, make):
     rows = prepared.job.sources.args[0]
     sent = pickle.dumps(prepared.job)
     assert len(sent) < 20_000
-    assert png(10) not in sent
-    assert pickle.loads(sent).sources.args[0].source(1).read() == rows.source(1).read() == png(10)
+    assert png(10, 32) not in sent
+    assert pickle.loads(sent).sources.args[0].source(1).read() == rows.source(1).read() == png(10, 32)
 
 
 def test_rows_are_scaled_and_embedded_like_files(tmp_path):

@@ -1,6 +1,5 @@
 """Folders as kohya's trainers read them: repeats by folder, tags, `.caption` files, text around captions."""
 
-import io
 import json
 import tarfile
 from collections import Counter
@@ -9,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from dit.batch import PackedBatch
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK, ConfigError
@@ -17,14 +15,9 @@ from energon_data.dataset import EnergonData
 from energon_data.folder import check_folder
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.wording import Wording
+from tests.unit.energon_data.preparations import png
 from tests.unit.energon_data.small_data import spec
 from tests.unit.energon_data.test_prepare_folder import metadata_of
-
-
-def png(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), (shade, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def kohya_folder(root: Path) -> Path:

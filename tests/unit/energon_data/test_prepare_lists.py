@@ -14,15 +14,10 @@ from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
+from tests.unit.energon_data.preparations import png
 from tests.unit.energon_data.test_prepare_folder import metadata_of
 
 RATE, SECONDS, GAP = 8, 6, 8  # frames per second, duration, distance of key frames
-
-
-def png(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", (16, 16), (shade, 0, 0)).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def film(offset: int = 0, container: str = "mp4") -> bytes:

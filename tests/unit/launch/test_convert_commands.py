@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,18 +30,9 @@ from dit.settings import SamplingConfig
 from launch import export, import_weights
 from recipes import registry
 from tests.parity.public_dit import random_state
+from tests.support.trap import Trap
 
 SIZES = {"size": 48, "depth": 1, "inner": 192, "channels": 4, "out_channels": 4, "patch": 2, "classes": 3, "grid": 2}
-
-
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
 
 
 def refuse(capsys: pytest.CaptureFixture, out: Path, source: Path, *words: str, kind: str = "dit") -> str:

@@ -11,7 +11,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
-from dit.planner.trace import Tracer, TracerPool, _fused_rms_norm, trace
+from dit.planner.trace import Tracer, TracerPool, fused_rms_norm, trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
 from dit.tracing.packs import PackShape
@@ -207,7 +207,7 @@ def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_ro
 
     x = torch.zeros(6, 8, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.ones(8, dtype=torch.bfloat16, requires_grad=True)
-    with _fused_rms_norm(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with fused_rms_norm(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         y = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
     y.sum().backward()
     assert saved == [((6, 8), torch.bfloat16), ((8,), torch.bfloat16), ((6, 1), torch.float32)]
