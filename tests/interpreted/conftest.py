@@ -9,8 +9,12 @@ from dit.verify.ranks import FORKS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     collect_ignore_glob = ["test_*.py"]  # tests/unit/kernels/test_fused.py runs them in a separate process
-else:  # ranks of these tests need no launcher and no data
-    FORKS.set_forkserver_preload(["tests.interpreted.update_worker"])
+else:
+    FORKS.set_forkserver_preload(["tests.interpreted.update_worker"])  # no launcher and no data
+    from dit.kernels.fused.gpu import adamw, gradients
+
+    for kernel in (adamw, gradients):
+        kernel.CHUNK = 2 * kernel.BLOCK  # not 16 or 32 blocks, because the interpreter is slow
 
 
 @pytest.fixture(autouse=True)

@@ -60,8 +60,9 @@ def test_every_size_equals_the_formula(size):
     check(size, "scaled_silu")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("plain", "fp32"), ("silu", "fp32"), ("scaled", "fp32"), ("scaled_silu", "bf16")]
+)
 def test_every_kind_equals_the_formula(kind, precision):
     check((2, 12, 5, 7, 4), kind, precision)
 

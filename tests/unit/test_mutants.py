@@ -22,14 +22,20 @@ def statement_at(line: int, module: ast.Module) -> ast.stmt:
     return next(statement for statement in module.body if statement.end_lineno >= line)
 
 
+def lines_of(statement: ast.stmt) -> slice:
+    """Return the lines of a statement of a module, with its decorators."""
+    first = min(node.lineno for node in (statement, *getattr(statement, "decorator_list", ())))
+    return slice(first - 1, statement.end_lineno)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_one_line_of_the_source(mutant):
-    """The changed file parses as Python, and the changed statement differs from the original."""
+    """The changed statement parses as Python, and differs from the original."""
     assert "\n" not in mutant.old + mutant.new
     text = (ROOT / mutant.file).read_text()
-    line = text[: text.find(mutant.old)].count("\n") + 1
-    before, after = parsed(mutant.file), ast.parse(mutant.changed())
-    assert ast.dump(statement_at(line, before)) != ast.dump(statement_at(line, after))
+    before = statement_at(text[: text.find(mutant.old)].count("\n") + 1, parsed(mutant.file))
+    (after,) = ast.parse("\n".join(mutant.changed().split("\n")[lines_of(before)])).body
+    assert ast.dump(before) != ast.dump(after)
     assert [test for test in mutant.tests if not exists(test.removeprefix("tests/"))] == []
 
 
