@@ -212,6 +212,17 @@ BACKBONES = {
             "num_layers": {"class_tokens": [3, 2]},
         },
     ),
+    "wide head": Row(
+        recipe="dit_dh_xl_imagenet",
+        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        refused=("class_tokens", "num_experts"),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        requires={name: {**needs, "wide_head": None} for name, needs in REQUIRES.items() if "moe" in name},
+        also={
+            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+            "position_embedding": {"rope_axes": None},
+        },
+    ),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
     "tread": Row(
         recipe="tests.laws.options.tread_cross",
