@@ -58,6 +58,32 @@ def lightningdit_xl() -> run.Config[DiTConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def rit_xl() -> run.Config[DiTConfig]:
+    """RiT-XL (675 M): LightningDiT-XL on 384 channels, with QK-layernorm and 32 class tokens from layer 8 on."""
+    model = lightningdit_xl()
+    model.in_channels, model.qk_layernorm, model.class_tokens = 384, True, [32, 8]
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
+def dit_dh_xl() -> run.Config[DiTConfig]:
+    """DiT-DH-XL (839 M) of RAE: LightningDiT-XL on 768 channels, with a head of 2 layers of width 2048, 16 heads."""
+    model = lightningdit_xl()
+    model.in_channels, model.wide_head = 768, [2, 2048, 16]
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
+def sr_dit_b1() -> run.Config[DiTConfig]:
+    """SR-DiT-B/1 (132 M): DiT-B on 32 channels, patch 1, with SPRINT, RMSNorm, QK-layernorm and rotary positions."""
+    model = dit_b()
+    model.in_channels, model.patch_spatial, model.time_scale, model.routing = 32, 1, 1.0, sprint()
+    model.rms_norm, model.qk_layernorm = True, True
+    model.position_embedding, model.rope_axes = "rope_3d", [0, 32, 32]
+    return model
+
+
+@run.cli.factory(target=ModelConfig)
 def jit_b16() -> run.Config[DiTConfig]:
     """JiT-B/16 (131 M): DiT-B on patches of 16 x 16 pixels, with 32 class tokens from layer 4 on; 1000 classes."""
     model = dit_b()

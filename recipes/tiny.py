@@ -3,9 +3,12 @@
 import nemo_run as run
 
 from dit.models.dit.config import DiTConfig
+from dit.objectives.alignment import Alignment
+from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.flow_matching import FlowMatching
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
+from recipes.models import sprint
 from recipes.small import small_run
 
 
@@ -66,6 +69,29 @@ def tiny_jit() -> run.Partial:
     recipe.model.activation, recipe.model.rms_norm, recipe.model.qk_layernorm = "swiglu", True, True
     recipe.objective = run.Config(FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8)
     recipe.training.run_dir = "runs/tiny_jit"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_dit_dh() -> run.Partial:
+    """As tiny_jit, with a wide head, SPRINT and the terms of LightningDiT and SR-DiT: one CPU core.
+
+    The features of `dit_dh_xl_imagenet`, `sr_dit_b1_imagenet` and `lightningdit_xl_imagenet` in one network. The
+    synthetic samples have features of a teacher.
+    """
+    recipe = tiny_jit()
+    recipe.model.class_tokens, recipe.model.bottleneck_size, recipe.model.num_layers = None, None, 4
+    recipe.model.wide_head, recipe.model.routing = [1, 128, 4], sprint()
+    recipe.model.routing.first_layers, recipe.model.routing.last_layers = 1, 1
+    recipe.model.position_embedding, recipe.model.rope_axes = "rope_3d", [0, 8, 8]
+    recipe.objective = run.Config(
+        ContrastiveFlowMatching,
+        time_distribution="logit_normal",
+        loss_kind="l2_cosine",
+        shift_dimension=1024,
+        alignment=run.Config(Alignment, layer=1, features=8, hidden_size=32),
+    )
+    recipe.training.run_dir = "runs/tiny_dit_dh"
     return recipe
 
 

@@ -127,6 +127,8 @@ class Modulation(nn.Module):
         eps: epsilon of the layer norm.
         rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
         gated: whether sub-layers have a gate.
+        per_token: whether the conditioning vectors belong to the local tokens instead of samples. The projection is
+            then replicated over tensor-parallel ranks, because under sequence parallelism their tokens differ.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; adaLN-LoRA: NVIDIA 2025, arXiv:2501.03575, without its
     shared full-rank part.
@@ -143,6 +145,7 @@ class Modulation(nn.Module):
         eps: float = 1e-6,
         rank: Optional[int] = None,
         gated: bool = True,
+        per_token: bool = False,
     ) -> None:
         super().__init__()
         self.num_sublayers, self.eps, self.kernels = num_sublayers, eps, provider.kernels
@@ -153,8 +156,8 @@ class Modulation(nn.Module):
             init = xavier_uniform(features, rank)
             self.down = provider.replicated_linear(features, rank, bias=False, init=init)
             features = rank
-        parts = self.vectors * num_sublayers
-        self.linear = provider.gathered_linear(features, parts * hidden_size, bias=bias, init=ZEROS)
+        linear = provider.replicated_linear if per_token else provider.gathered_linear
+        self.linear: nn.Module = linear(features, self.vectors * num_sublayers * hidden_size, bias=bias, init=ZEROS)
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
         n = self.vectors

@@ -113,6 +113,18 @@ class TokenStack(Backbone, Generic[Config]):
         """Return the positions of the fixed sine-cosine embedding; a subclass may scale them."""
         return positions_T3
 
+    def predict(
+        self,
+        x_TD: Tensor,
+        cond_SD: Tensor,
+        inputs_TC: Tensor,
+        time_S: Tensor,
+        layout: SequenceLayout,
+        batch: PackedBatch,
+    ) -> Tensor:
+        """Return the prediction of the local tokens from the output of the blocks."""
+        return self.head(x_TD, cond_SD, layout)
+
     def rotation(self, batch: PackedBatch) -> Optional[Rotation]:
         """Return the rotation of queries and keys, for the tokens of all tensor-parallel ranks."""
         return None if self.rotary is None else self.rotary(batch.positions_T3)
@@ -162,7 +174,8 @@ class TokenStack(Backbone, Generic[Config]):
         x_TD = run(after, x_TD, inputs)
         if not self.post_process:
             return to_next_stage(with_columns(x_TD, columns_T1))
-        out_TC = gather_tokens(with_columns(self.head(x_TD, cond_SD, layout), columns_T1), self.provider)
+        out_TC = self.predict(x_TD, cond_SD, inputs_TC, time_S, layout, batch)
+        out_TC = gather_tokens(with_columns(out_TC, columns_T1), self.provider)
         layout = layout.gathered
         return layout.split(out_TC)[1] if isinstance(layout, JointLayout) else out_TC
 

@@ -118,6 +118,7 @@ OTHER: dict[str, Any] = {
     "interval_conditioning": True,
     "rms_norm": lambda value: not value,
     "class_tokens": lambda value: [2, 0],
+    "wide_head": [1, 48, 4],
     "bottleneck_size": lambda value: 6 if value is None else None,
     "adaln_lora_rank": 4,
     "guidance": 3.5,
@@ -202,13 +203,24 @@ BACKBONES = {
     "jit": Row(
         recipe="jit_b16_imagenet",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
-        refused=("routing", "num_experts"),
+        refused=("routing", "num_experts", "wide_head"),
         other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {**needs, "class_tokens": None} for name, needs in REQUIRES.items() if "moe" in name},
         also={
             **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
             "position_embedding": {"rope_axes": None},
             "num_layers": {"class_tokens": [3, 2]},
+        },
+    ),
+    "wide head": Row(
+        recipe="dit_dh_xl_imagenet",
+        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        refused=("class_tokens", "num_experts"),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        requires={name: {**needs, "wide_head": None} for name, needs in REQUIRES.items() if "moe" in name},
+        also={
+            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+            "position_embedding": {"rope_axes": None},
         },
     ),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),

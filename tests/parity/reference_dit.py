@@ -49,7 +49,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 class ReferenceBlock(nn.Module):
-    """DiT block with adaLN-Zero: two sub-layers, six vectors from one linear map of SiLU(c).
+    """DiT block with adaLN-Zero: two sub-layers, six vectors from one linear map of SiLU(c), c per sample or per token.
 
     Args:
         swiglu: the MLP is down(SiLU(gate(x)) * value(x)); the rows of `up` are gate 0, value 0, gate 1, value 1, ...
@@ -88,7 +88,8 @@ class ReferenceBlock(nn.Module):
         return self.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
 
     def forward(self, x: Tensor, cond: Tensor, by: Optional[Tensor] = None) -> Tensor:
-        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(silu(cond))[:, None].chunk(6, dim=-1)
+        vectors = self.modulation(silu(cond if cond.dim() == 3 else cond[:, None]))
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = vectors.chunk(6, dim=-1)
         x = x + gate_1 * self.attend(normalise(x, self.eps, self.norm_1) * (1 + scale_1) + shift_1, by)
         hidden = self.up(normalise(x, self.eps, self.norm_2) * (1 + scale_2) + shift_2)
         hidden = silu(hidden[..., 0::2]) * hidden[..., 1::2] if self.swiglu else gelu_tanh(hidden)
@@ -105,6 +106,8 @@ class ReferenceDiT(nn.Module):
         rope: has `rope_theta`, `rope_scaling`, `rope_factors` and `rope_axes`, for `rope_3d`.
         class_tokens: number of class tokens, and the first block that sees them.
         intervals: add an embedding of the length of a time interval.
+        wide_head: layers, width, heads and inner width of blocks that read the patches again; SiLU(tokens + embedded
+            time) conditions each of their tokens (Zheng et al. 2025, arXiv:2510.11690, and its published code).
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class ReferenceDiT(nn.Module):
         rms: bool = False,
         class_tokens: Optional[list[int]] = None,
         intervals: bool = False,
+        wide_head: Optional[tuple[int, int, int, int]] = None,
     ) -> None:
         super().__init__()
         self.size, self.eps, self.time_scale = size, eps, time_scale
@@ -144,14 +148,25 @@ class ReferenceDiT(nn.Module):
         if text_size is not None:
             self.null_text = nn.Parameter(torch.zeros(text_size))
             self.text_1, self.text_2 = nn.Linear(text_size, size), nn.Linear(size, size)
-        self.blocks = nn.ModuleList(
-            ReferenceBlock(size, heads, inner, bias=bias, qk_norm=qk_norm, eps=eps, swiglu=swiglu, rms=rms)
-            for _ in range(depth)
-        )
+        kind: Any = {"bias": bias, "qk_norm": qk_norm, "eps": eps, "swiglu": swiglu, "rms": rms}
+        self.blocks = nn.ModuleList(ReferenceBlock(size, heads, inner, **kind) for _ in range(depth))
+        self.wide_layers, self.wide_head_size = 0, 0
+        if wide_head is not None:
+            self.wide_layers, wide, wide_heads, wide_inner = wide_head
+            self.wide_head_size = wide // wide_heads
+            self.wide_condition, self.wide_patch = nn.Linear(size, wide), nn.Linear(patch_in, wide)
+            self.wide_blocks = nn.ModuleList(
+                ReferenceBlock(wide, wide_heads, wide_inner, **kind) for _ in range(self.wide_layers)
+            )
+            size = wide
         self.final_norm = nn.Parameter(torch.ones(size)) if rms else None
         self.count, self.first = class_tokens or (0, depth)
         self.class_vectors = nn.Parameter(torch.zeros(self.count, size)) if self.count else None
         self.final_modulation, self.final = nn.Linear(size, 2 * size), nn.Linear(size, patch_out)
+
+    def time_vector(self, time_B: Tensor) -> Tensor:
+        features = time_features(time_B.double() * self.time_scale).to(self.time_1.weight.dtype)
+        return self.time_2(silu(self.time_1(features)))
 
     def condition(
         self,
@@ -161,8 +176,7 @@ class ReferenceDiT(nn.Module):
         interval_B: Optional[Tensor] = None,
     ) -> Tensor:
         """Sum the embedded time, interval (None for 0), labels (None for no class) and texts (None for no text)."""
-        features = time_features(time_B.double() * self.time_scale).to(self.time_1.weight.dtype)
-        cond = self.time_2(silu(self.time_1(features)))
+        cond = self.time_vector(time_B)
         if self.intervals:
             interval_B = torch.zeros_like(time_B) if interval_B is None else interval_B
             features = time_features(interval_B.double() * self.time_scale).to(self.time_1.weight.dtype)
@@ -196,6 +210,14 @@ class ReferenceDiT(nn.Module):
                 if by is not None:  # class tokens are not rotated
                     by = torch.cat([torch.ones_like(by[:1]).expand(self.count, -1), by])
             x = block(x, cond, by)
-        x = x if self.class_vectors is None else x[:, self.count :]
-        shift, scale = self.final_modulation(silu(cond))[:, None].chunk(2, dim=-1)
+        x, cond = x if self.class_vectors is None else x[:, self.count :], cond[:, None]
+        if self.wide_layers:
+            cond = self.wide_condition(silu(x + self.time_vector(time_B)[:, None]))
+            x = self.wide_patch(patches)
+            if by is not None:
+                axes = [n * self.wide_head_size // self.head_size for n in self.rope.rope_axes]
+                by = turns(patch_indices(grid), self.wide_head_size, self.rope, axes)
+            for block in self.wide_blocks:
+                x = block(x, cond, by)
+        shift, scale = self.final_modulation(silu(cond)).chunk(2, dim=-1)
         return self.final(normalise(x, self.eps, self.final_norm) * (1 + scale) + shift)

@@ -123,6 +123,7 @@ def test_block_equals_the_formula_of_the_paper(build_model: BuildModel, qk_layer
         {"interval_conditioning": True},
         {"class_tokens": [3, 1]},
         {"class_tokens": [2, 0], "position_embedding": "rope_3d"},
+        {"wide_head": [1, 64, 4], "interval_conditioning": True, "bottleneck_size": 5, "out_channels": 6},
     ],
     ids=lambda changes: ",".join(changes) or "default",
 )
@@ -138,7 +139,13 @@ JIT = {
 }
 
 
-@pytest.mark.parametrize("changes", [{"qk_layernorm": True}, JIT], ids=["dit", "jit"])
+WIDE = {  # no two of the widths are equal
+    **{"activation": "swiglu", "ffn_hidden_size": 128, "rms_norm": True, "wide_head": [2, 96, 4], "time_scale": 1.0},
+    **{"position_embedding": "rope_3d", "rope_axes": [0, 6, 6]},
+}
+
+
+@pytest.mark.parametrize("changes", [{"qk_layernorm": True}, JIT, WIDE], ids=["dit", "jit", "wide head"])
 @pytest.mark.parametrize(("multiple_of", "tail"), [(1, 0), (1, 5), (8, 0), (8, 16)])
 def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int, changes: dict):
     """Samples of a pack differ in label, time, length and shape; neighbours and padding do not affect them."""
@@ -201,6 +208,24 @@ def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildMo
 def test_settings_that_exclude_class_tokens_are_refused(changes: dict, says: str):
     with pytest.raises(ConfigError, match=says):
         config(**{**JIT, **changes}).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"wide_head": [2, 96]}, r"wide_head=\[2, 96\] must be a number of layers, their width"),
+        ({"wide_head": [2, 96, 5]}, "a number of heads that divides it"),
+        ({"wide_head": [2, 96, 0]}, "must be of numbers, each"),
+        ({"wide_head": [2, 60, 4]}, "a head of 15 features"),
+        ({"num_classes": 7, "class_tokens": [1, 0]}, r"does not go with model.class_tokens=\[1, 0\]"),
+        ({"num_experts": 4}, "model.num_experts=4"),
+        ({"base_width": 24}, "model.base_width=24"),
+    ],
+    ids=str,
+)
+def test_settings_that_exclude_a_wide_head_are_refused(changes: dict, says: str):
+    with pytest.raises(ConfigError, match=says):
+        config(**{**WIDE, **changes}).validate()
 
 
 def test_class_tokens_have_the_noise_level_of_their_sample():

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import fiddle
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +21,7 @@ from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.wan.config import WanConfig
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
+from recipes.models import dit_dh_xl, rit_xl
 from tests.conftest import BuildModel
 from tests.parity.test_formulas import small
 from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
@@ -97,6 +99,9 @@ NAMED: dict[str, tuple[Any, int, float]] = {
     "ST-DiT-3B": (segments(24, 16, 2048, ffn_hidden_size=8192), 3_264_109_584, 3.25e9),
     "ST-DiT-3B Open-Sora": (segments(28, 26, 1872), 3_176_439_872, 3.17e9),
     "JiT-B/16": (JIT_B16, 131_123_712, 131e6),
+    # RiT also embeds and predicts a class token, with 0.9 M weights. The published head of DiT-DH has narrower MLPs.
+    "RiT-XL": (fiddle.build(rit_xl()), 675_814_080, 676e6),
+    "DiT-DH-XL": (fiddle.build(dit_dh_xl()), 838_614_272, 839e6),
     # Public checkpoints.
     "FLUX.1-dev": (FluxConfig(guidance=3.5), 11_901_408_320 + FLUX_NULLS, 11.9e9),
     "FLUX.1-schnell": (FluxConfig(), 11_891_178_560 + FLUX_NULLS, 11.9e9),

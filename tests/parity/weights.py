@@ -1,5 +1,6 @@
 """Convert weights and gradients between the DiT of `dit` and the plain reference."""
 
+import math
 import re
 
 import torch
@@ -31,6 +32,11 @@ _DIRECT = {
     "attention_norm.weight": "norm_1",
     "mlp_norm.weight": "norm_2",
     "head.norm.weight": "final_norm",
+    "head.condition": "wide_condition",
+    "head.embed.linear": "wide_patch",
+    "head.final.modulation": "final_modulation",
+    "head.final.linear": "final",
+    "head.final.norm.weight": "final_norm",
     "class_tokens.vectors": "class_vectors",
 }
 
@@ -57,6 +63,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         rms=config.rms_norm,
         class_tokens=config.class_tokens,
         intervals=config.interval_conditioning,
+        wide_head=None if config.wide_head is None else (*config.wide_head, inner_of_wide_head(config)),
     )
     if config.num_experts is not None:
         expert_choice = config.moe_router == "expert_choice"
@@ -77,11 +84,17 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
     return reference.double()
 
 
+def inner_of_wide_head(config: DiTConfig) -> int:
+    """Return the inner width of the MLPs of the wide head: the ratio of the body, in a multiple of 64."""
+    assert config.wide_head is not None
+    return 64 * math.ceil(config.ffn_size / config.hidden_size * config.wide_head[1] / 64)
+
+
 def reference_names(name: str) -> list[str]:
     """Return the reference parameters that form one of ours: three for the fused qkv, two for the label table."""
     prefix = ""
-    if match := re.match(r"layers\.(\d+)\.(.*)", name):
-        prefix, name = f"blocks.{match[1]}.", match[2]
+    if match := re.match(r"(head\.)?layers\.(\d+)\.(.*)", name):
+        prefix, name = f"{'wide_' if match[1] else ''}blocks.{match[2]}.", match[3]
     if match := re.fullmatch(r"attention\.linear_qkv\.(weight|bias)", name):
         return [f"{prefix}{part}.{match[1]}" for part in ("query", "key", "value")]
     if name == "conditioner.label.weight":

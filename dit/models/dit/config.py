@@ -26,11 +26,14 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         bottleneck_size: width of a linear layer between patch and embedding; None for none.
         class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample; None
             for none.
+        wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent again and condition
+            each token on its output of the blocks; None for none.
         rope_axes: features of a head that rotate with t, h and w; None for a third each.
         interval_conditioning: condition on the length t - r of the time interval of an average velocity (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
 
-    Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720.
+    Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; wide head: Zheng et al. 2025 (RAE),
+    arXiv:2510.11690.
     """
 
     num_layers: int = 12
@@ -40,6 +43,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     rms_norm: bool = False
     bottleneck_size: Optional[int] = None
     class_tokens: Optional[list[int]] = None
+    wide_head: Optional[list[int]] = None
     position_embedding: Positions = "sincos_2d"
     rope_axes: Optional[list[int]] = None
     time_frequency_shift: int = 0
@@ -48,7 +52,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     @property
     def supports(self) -> Supports:
         alike = self.class_tokens is None
-        return replace(super().supports, levels=alike, split_texts=alike, aligned=alike, compiled=alike)
+        compiled = alike and self.wide_head is None
+        return replace(super().supports, levels=alike, split_texts=alike, aligned=alike, compiled=compiled)
 
     def layer_kind(self, layer: int) -> Hashable:
         return super().layer_kind(layer), self.class_tokens is not None and layer >= self.class_tokens[1]
@@ -64,6 +69,31 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
         if self.class_tokens is not None:
             self._check_class_tokens(self.class_tokens)
+        if self.wide_head is not None:
+            self._check_wide_head(self.wide_head)
+
+    def head_layers(self) -> "DiTConfig":
+        """Return the settings of the layers of the wide head, whose MLPs have the ratio of the others."""
+        assert self.wide_head is not None
+        layers, size, heads = self.wide_head
+        inner = -(-self.ffn_size * size // (64 * self.hidden_size)) * 64  # other widths have slow matrix products
+        axes = self.rope_axes and [features * (size // heads) // self.head_size for features in self.rope_axes]
+        sizes = {"hidden_size": size, "num_attention_heads": heads, "ffn_hidden_size": inner, "rope_axes": axes}
+        return replace(self, wide_head=None, routing=None, lora=None, num_layers=layers, **sizes)  # type: ignore[arg-type]
+
+    def _check_wide_head(self, numbers: list[int]) -> None:
+        if len(numbers) != 3 or numbers[1] % numbers[2]:
+            raise ConfigError(
+                f"model.wide_head={numbers} must be a number of layers, their width, and a number of heads that "
+                "divides it, such as [2,2048,16]"
+            )
+        if (self.class_tokens, self.num_experts, self.base_width) != (None, None, None):
+            raise ConfigError(
+                f"model.wide_head={numbers} does not go with model.class_tokens={self.class_tokens}, "
+                f"model.num_experts={self.num_experts} or model.base_width={self.base_width}; set these to null, or "
+                "model.wide_head=null"
+            )
+        self.head_layers().validate()
 
     def _check_class_tokens(self, numbers: list[int]) -> None:
         if len(numbers) != 2 or numbers[0] < 1 or not 0 <= numbers[1] < self.num_layers:

@@ -18,13 +18,18 @@ from dit.models.dit.config import DiTConfig
 class DiTLayer(nn.Module):
     """Self-attention and MLP (or mixture of experts), each with a modulated norm and a gate.
 
+    Args:
+        per_token: whether every token has its own conditioning vector.
+
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2, "DiT block with adaLN-Zero".
     """
 
-    def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention) -> None:
+    def __init__(
+        self, config: DiTConfig, provider: LayerProvider, attention: Attention, *, per_token: bool = False
+    ) -> None:
         super().__init__()
         bias, eps = config.add_bias, config.layernorm_epsilon
-        self.modulation = Modulation(config.hidden_size, 2, provider, bias=bias, eps=eps)
+        self.modulation = Modulation(config.hidden_size, 2, provider, bias=bias, eps=eps, per_token=per_token)
         self.attention = SelfAttention(
             config.hidden_size,
             config.num_attention_heads,
@@ -45,12 +50,25 @@ class DiTLayer(nn.Module):
             self.mlp = MoE(config.hidden_size, provider, bias=bias, gated=config.activation == "swiglu", **sizes)
 
     def forward(
-        self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout, rotation: Optional[Rotation] = None
+        self,
+        x_TD: Tensor,
+        cond_SD: Tensor,
+        layout: SequenceLayout,
+        rotation: Optional[Rotation] = None,
+        rows: Optional[SequenceLayout] = None,
     ) -> Tensor:
+        """Apply the block.
+
+        Args:
+            layout: layout of the local tokens.
+            rotation: rotary positions of the gathered tokens, or None.
+            rows: layout of the rows of `cond_SD`. Default: `layout`, with a row for each sample or noise level.
+        """
+        rows = layout if rows is None else rows
         attention_mod, mlp_mod = self.modulation(cond_SD)
         if self.attention_norm is not None and self.mlp_norm is not None:
             attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
-        x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
+        x_TD, y_TD = attention_mod.norm_modulate(x_TD, rows)
         y_TD = self.attention(y_TD, layout, rotation)
-        x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
-        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), layout)
+        x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, rows)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), rows)

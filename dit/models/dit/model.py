@@ -16,6 +16,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer
+from dit.models.dit.wide_head import WideHead
 from dit.models.token_stack import TokenStack
 
 
@@ -26,8 +27,8 @@ class DiT(TokenStack[DiTConfig]):
     paper's code without its frozen table. The label `num_classes` is the unconditional case.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: mean-pooled text in the conditioning vector,
-    QK-layernorm, (t, h, w) positions, rotary positions, and the bottleneck, class tokens, RMSNorm and SwiGLU of JiT (Li
-    and He 2025, arXiv:2511.13720) are options.
+    QK-layernorm, (t, h, w) positions, rotary positions, the bottleneck, class tokens, RMSNorm and SwiGLU of JiT (Li and
+    He 2025, arXiv:2511.13720), and the wide head of RAE (Zheng et al. 2025, arXiv:2510.11690) are options.
     """
 
     embed: nn.Linear
@@ -62,7 +63,9 @@ class DiT(TokenStack[DiTConfig]):
             init = xavier_uniform(inputs, config.hidden_size)
             self.embed = provider.replicated_linear(inputs, config.hidden_size, bias=True, init=init)
         self.layers = nn.ModuleDict({str(i): DiTLayer(config, provider, attention) for i in stage.layers})
-        if stage.last:
+        if stage.last and config.wide_head is not None:
+            self.head = WideHead(config, provider, attention)
+        elif stage.last:
             size, eps = config.hidden_size, config.layernorm_epsilon
             norm = RMSNorm(size, provider, eps=eps) if config.rms_norm else None
             self.head = FinalLayer(size, config.output_features, provider, eps=eps, norm=norm)
@@ -71,6 +74,20 @@ class DiT(TokenStack[DiTConfig]):
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
     ) -> tuple[Any, ...]:
         return cond_SD, layout, self.rotation(batch)
+
+    def predict(
+        self,
+        x_TD: Tensor,
+        cond_SD: Tensor,
+        inputs_TC: Tensor,
+        time_S: Tensor,
+        layout: SequenceLayout,
+        batch: PackedBatch,
+    ) -> Tensor:
+        if self.model_config.wide_head is None:
+            return super().predict(x_TD, cond_SD, inputs_TC, time_S, layout, batch)
+        time_LD = self.conditioner.time(time_S if time_S.dim() == 1 else time_S[:, 0])
+        return self.head(x_TD, time_LD, inputs_TC, batch.positions_T3, layout)
 
     def embed_tokens(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
         if self.bottleneck is None:

@@ -1,0 +1,243 @@
+"""Class-conditional DiT on ImageNet, 256 px: published settings of several authors.
+
+Counts of GPUs follow from the memory that `--dryrun` estimates; none of these runs has been made at full size here.
+More GPUs raise the data-parallel size.
+"""
+
+import nemo_run as run
+
+from dit.models.dit.config import DiTConfig
+from dit.objectives.alignment import Alignment
+from dit.objectives.contrastive import ContrastiveFlowMatching
+from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import WSD, Constant
+from dit.parallel.dims import ParallelConfig
+from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+from dit.training.pretrain import pretrain
+from energon_data.dataset import EnergonData
+from recipes.models import dit_b, dit_dh_xl, dit_l, dit_s, dit_xl, jit_b16, lightningdit_xl, rit_xl, sr_dit_b1
+
+
+def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
+    """Return the published training setting of class-conditional DiT at patch 2 for one model size.
+
+    Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
+    EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations: the network
+    predicts the noise only, the original also learns the variance; and nothing flips pictures at random, for the latent
+    of a mirrored picture is not the mirrored latent. For the original's flips (probability 0.5) the data need every
+    picture twice, encoded as it is and mirrored (energon_data/README.md).
+
+    Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
+    """
+    return run.Partial(
+        pretrain,
+        model=model,
+        data=run.Config(EnergonData, path="data/imagenet_latents_256"),
+        objective=run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise"),
+        optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
+        schedule=run.Config(Constant),
+        parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
+        training=run.Config(
+            TrainingConfig,
+            run_dir=f"runs/{name}",
+            num_steps=400_000,
+            micro_batch_size=32,
+            global_batch_size=256,
+            precision="bf16",
+            ema_decay=0.9999,
+            log_interval=100,
+            validation_interval=5_000,
+            sample_interval=10_000,
+        ),
+        checkpoint=run.Config(CheckpointConfig, interval=5_000, keep_every=50_000),
+        logging=run.Config(LoggingConfig),
+        sampling=run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=4.0),
+    )
+
+
+@run.cli.factory(target=pretrain)
+def dit_s2_imagenet() -> run.Partial:
+    """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
+
+    Deviations of all four sizes: noise prediction without the learned variance, and random flips only if the data hold
+    every picture twice, encoded as it is and mirrored. The smallest published size; the paper reports FID 68.4 after
+    400 k steps without guidance.
+    """
+    return _imagenet("dit_s2_imagenet", dit_s())
+
+
+@run.cli.factory(target=pretrain)
+def dit_b2_imagenet() -> run.Partial:
+    """DiT-B/2 (130 M) on ImageNet 256 px latents: one GPU or more.
+
+    The paper reports FID 43.5 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
+    """
+    return _imagenet("dit_b2_imagenet", dit_b())
+
+
+@run.cli.factory(target=pretrain)
+def dit_l2_imagenet() -> run.Partial:
+    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs, 11 GiB each.
+
+    The paper reports FID 23.3 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
+    """
+    return _imagenet("dit_l2_imagenet", dit_l())
+
+
+@run.cli.factory(target=pretrain)
+def dit_xl2_imagenet() -> run.Partial:
+    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
+
+    The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
+    Deviations: see dit_s2_imagenet.
+    """
+    return _imagenet("dit_xl2_imagenet", dit_xl())
+
+
+@run.cli.factory(target=Alignment)
+def repa() -> run.Config[Alignment]:
+    """Align the tokens after layer 8 with DINOv2-B (REPA), `objective.alignment=repa` of flow matching."""
+    return run.Config(Alignment)
+
+
+@run.cli.factory(target=pretrain)
+def sit_xl2_imagenet() -> run.Partial:
+    """SiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
+
+    DiT-XL/2 with flow matching. REPA's paper quotes FID 8.61 for it after 7 M steps (1,400 epochs), without guidance.
+    The published samples are of 250 Euler-Maruyama steps; those here are of 50 steps of Heun's method. Flips: see
+    dit_s2_imagenet. An epoch takes 912 PFLOP, or 350 s on 8 H100 (planned: `--dryrun --world-size 8 --device h100`).
+
+    Source: Ma et al. 2024, arXiv:2401.08740.
+    """
+    recipe = _imagenet("sit_xl2_imagenet", dit_xl())
+    recipe.objective = run.Config(FlowMatching)
+    recipe.sampling.solver = "heun"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def sit_xl2_repa() -> run.Partial:
+    """SiT-XL/2 (675 M) aligned with DINOv2-B (REPA) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
+
+    The samples need features of the teacher (`energon_data.prepare --teacher`, 384 KiB each). The paper reports FID 7.9
+    after 400 k steps (80 epochs) without guidance, which take 7.8 hours on 8 H100 (planned, 70 ms per step).
+
+    Source: Yu et al. 2024, arXiv:2410.06940.
+    """
+    recipe = sit_xl2_imagenet()
+    recipe.objective.alignment = repa()
+    recipe.training.run_dir = "runs/sit_xl2_repa"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def lightningdit_xl_imagenet() -> run.Partial:
+    """LightningDiT-XL/1 (675 M) on ImageNet latents of VA-VAE (16 x 16, 32 channels), 256 px: 8 GPUs, 18 GiB each.
+
+    The authors report FID 5.14 after 64 epochs (80,000 steps) without guidance, and 2.17 after 800 epochs; with
+    guidance 2.11 and 1.35. The steps take 8.6 hours on 8 H100 (planned, 386 ms each); the authors report about 10 on 8
+    H800. Deviations: the published network has sine-cosine positions in addition to the rotary ones, its time is 1
+    minus the time here, its sampling has a shift of 0.3, and its guidance of 10 or 6.7 changes only three channels.
+    Samples here are drawn without guidance.
+
+    Source: Yao and Wang 2025, arXiv:2501.01423, and the published code.
+    """
+    recipe = _imagenet("lightningdit_xl_imagenet", lightningdit_xl())
+    recipe.data = run.Config(EnergonData, path="data/imagenet_va_vae_256")
+    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", loss_kind="l2_cosine")
+    recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
+    recipe.training.num_steps, recipe.training.global_batch_size = 80_000, 1024
+    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=250, guidance_scale=1.0)
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def jit_b16_imagenet() -> run.Partial:
+    """JiT-B/16 (131 M) on ImageNet pixels, 256 px: one GPU or more.
+
+    The network predicts the clean picture, and the loss is the error of the velocity. The paper reports FID 4.37 after
+    200 epochs and 3.66 after 600, with guidance. Deviations: the published network has sine-cosine positions in
+    addition to the rotary ones; the time here is 1 minus that of the paper, also as input of the network.
+
+    Source: Li and He 2025, arXiv:2511.13720, and its published code.
+    """
+    recipe = _imagenet("jit_b16_imagenet", jit_b16())
+    recipe.data = run.Config(EnergonData, path="data/imagenet_pixels_256")
+    recipe.objective = run.Config(
+        FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8, logit_std=0.8
+    )
+    recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
+    recipe.schedule = run.Config(Constant, warmup_steps=6_255)
+    recipe.training.num_steps, recipe.training.global_batch_size = 750_600, 1024
+    recipe.sampling = run.Config(
+        SamplingConfig, solver="heun", num_steps=50, guidance_scale=2.9, guidance_interval=[0.0, 9.0]
+    )
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def rit_xl_imagenet() -> run.Partial:
+    """RiT-XL (675 M) on ImageNet features of DINOv2-S (16 x 16, 384 channels), 256 px: 8 GPUs, 18 GiB each.
+
+    The network predicts the clean features, and the loss is the error of the velocity. The authors report FID 1.45
+    after 800 epochs without guidance, and 1.14 with. The 667,200 steps take 116 hours on 8 H100 (planned, 624 ms each).
+    Deviations: the published network also predicts the noised class token of DINOv2 (weight 0.2), and has sine-cosine
+    positions in addition to the rotary ones; its time is 1 minus the time here.
+
+    Source: Zhang et al. 2026, arXiv:2605.21981, and the published code.
+    """
+    recipe = _imagenet("rit_xl_imagenet", rit_xl())
+    recipe.data = run.Config(EnergonData, path="data/imagenet_dinov2_s_256")
+    recipe.objective = run.Config(FlowMatching, prediction="x0", time_distribution="logit_normal", shift_dimension=4096)
+    recipe.optimizer = run.Config(OptimizerConfig, lr=3e-4, beta2=0.95)
+    recipe.schedule = run.Config(Constant, warmup_steps=4_170)
+    recipe.training.num_steps, recipe.training.global_batch_size = 667_200, 1536
+    recipe.sampling = run.Config(
+        SamplingConfig, solver="heun", num_steps=25, guidance_scale=3.7, guidance_interval=[0.0204, 9.0]
+    )
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def dit_dh_xl_imagenet() -> run.Partial:
+    """DiT-DH-XL (839 M) on ImageNet features of DINOv2-B (16 x 16, 768 channels), 256 px: 8 GPUs, 21 GiB each.
+
+    The latents are those of RAE. The authors report FID 2.16 after 80 epochs (100,000 steps) and 1.51 after 800,
+    without guidance. 80 epochs take 13 hours on 8 H100 (planned, 473 ms per step). Deviations: the published network
+    has sine-cosine positions in addition to the rotary ones, embeds the time by random Fourier features, and applies
+    SiLU twice to the conditioning vector of its blocks; the inner width of the MLPs in its head is 5461, here 5504.
+
+    Source: Zheng et al. 2025, arXiv:2510.11690, and the published code.
+    """
+    recipe = _imagenet("dit_dh_xl_imagenet", dit_dh_xl())
+    recipe.data = run.Config(EnergonData, path="data/imagenet_dinov2_b_256")
+    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", shift_dimension=4096)
+    recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95)
+    recipe.schedule = run.Config(WSD, decay_steps=950_000, min_lr=2e-5)
+    recipe.training.num_steps, recipe.training.global_batch_size, recipe.training.ema_decay = 1_000_000, 1024, 0.9995
+    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=1.0)
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def sr_dit_b1_imagenet() -> run.Partial:
+    """SR-DiT-B/1 (132 M) on ImageNet latents of INVAE (16 x 16, 32 channels), 256 px: one GPU or more.
+
+    Token routing (SPRINT), alignment with DINOv2-B after layer 2, and the contrastive term. The samples need features
+    of the teacher (`energon_data.prepare --teacher`). The author reports FID 3.49 after 400,000 steps (80 epochs)
+    without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.6 hours
+    (planned, 23 ms each). Deviations: the published network (140 M with its projection) also predicts the noised class
+    token of DINOv2-B, mixes the values of the first attention into later ones, has sine-cosine positions in addition to
+    the rotary ones, and RMSNorms without weights; it drops the path of a whole batch. Samples here are drawn by Heun's
+    method instead of 250 Euler-Maruyama steps.
+
+    Source: Bhanded 2025, arXiv:2512.12386, and the published code.
+    """
+    recipe = _imagenet("sr_dit_b1_imagenet", sr_dit_b1())
+    recipe.data = run.Config(EnergonData, path="data/imagenet_invae_256")
+    recipe.objective = run.Config(ContrastiveFlowMatching, shift_dimension=4096, alignment=repa())
+    recipe.objective.alignment.layer = 2
+    recipe.sampling = run.Config(SamplingConfig, solver="heun", num_steps=50, guidance_scale=1.0)
+    return recipe
