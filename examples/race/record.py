@@ -181,7 +181,7 @@ def records(track: str) -> list[Record]:
 
 def page() -> str:
     """Return the text of README.md with a table of the records of each track."""
-    rules, heading, _ = PAGE.read_text().partition(HEADING)
+    rules, heading, _ = read_bytes(PAGE).decode().partition(HEADING)
     text = f"{rules}{heading}\n![CPU time of the records]({PLOT.name})\n"
     for track, judged in TRACKS.items():
         rows = records(track)
