@@ -60,7 +60,7 @@ def attributes_of_new_pairs(result: Mapping[str, Any]) -> tuple[int, int]:
 
 TRACKS = {
     "letters": Track("letters_dit", 0.9, ("--metric", "letters"), letters_read, "letter_reader.safetensors", "letters"),
-    "avatars": Track("avatars_text", 0.95, ("--metric", "avatars"), attributes_of_new_pairs, None, "attributes"),
+    "avatars": Track("avatars_text", 0.9, ("--metric", "avatars"), attributes_of_new_pairs, None, "attributes"),
 }
 
 
