@@ -10,11 +10,7 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 from dit.encoders.text import TextEncoder, TextEncoders
 from dit.encoders.text_config import TextEncoderConfig, check_text_encoder
 from dit.errors import ConfigError
-from tests.support.encoders import (
-    CLIP_TOKENS,
-    save_clip,
-    save_t5,
-)
+from tests.support.encoders import CLIP_TOKENS, save_clip, save_t5
 
 TEXTS = ["a red circle left of a blue square", "", "a circle", "a red circle", "blue"]
 LONG = "a red circle left of a blue square of a red square"
