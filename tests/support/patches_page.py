@@ -6,6 +6,7 @@
 import ast
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -42,6 +43,7 @@ class Patch(NamedTuple):
     link: str
 
 
+@cache
 def sources() -> dict[Path, ast.Module]:
     """Return the syntax tree of every file of the packages, by path in the repository."""
     files = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -1,6 +1,7 @@
 """Patches of other libraries: their versions are checked, all are declared, and docs/patches.md lists them."""
 
 import ast
+import itertools
 import tomllib
 
 import pytest
@@ -9,9 +10,6 @@ from packaging.requirements import Requirement
 from dit import patches
 from dit.errors import ConfigError
 from tests.support import patches_page
-
-TREES = patches_page.sources()
-DECLARED = [patch for file, tree in TREES.items() for patch in patches_page.patches_of(file, tree)]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,8 @@ def test_patches_support_exactly_the_versions_that_can_be_installed():
     project = tomllib.loads((patches_page.ROOT / "pyproject.toml").read_text())["project"]
     allowed = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
     wrong = []
-    for patch in DECLARED:
+    declared = (patches_page.patches_of(file, tree) for file, tree in patches_page.sources().items())
+    for patch in itertools.chain(*declared):
         package, first, last = patches.versions_of(patch.library)
         (major, minor), specifier = last, allowed[package]
         inside = all(specifier.contains(f"{a}.{b}.1") for a, b in (first, last))
@@ -87,7 +86,7 @@ SETTINGS = {"torch._dynamo.config.recompile_limit"}
 def test_every_replacement_in_a_library_is_declared():
     undeclared = [
         f"{file}:{line}: {name}"
-        for file, tree in TREES.items()
+        for file, tree in patches_page.sources().items()
         for line, name in replaced(tree)
         if name not in SETTINGS
     ]

@@ -5,6 +5,7 @@ import re
 import fiddle
 import pytest
 
+from dit.convert.diffusers_format import export_line
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.monitoring.flops import PackFlops
@@ -30,6 +31,7 @@ def test_the_report_has_the_requested_settings_and_their_cost(capsys):
     task = call_recipe("tiny_dit")
     text = dry_run.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
     assert capsys.readouterr().err == "tracing a step: 1 rank = tensor 1 x data 1\n"
+    assert f"\nexport      {export_line(fiddle.build(task.model))[1]}\n" in text
     assert "8 samples = 2 micro-batches x 4 x 1 replicas" in text
     assert "32 in a sample of 4x4x2 patches, 3 of text)" in text
     count = int(re.search(r"parameters +([\d,]+)", text)[1].replace(",", ""))
@@ -219,11 +221,10 @@ def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
 @pytest.mark.parametrize(
     ("recipe", "line"),
     [
-        ("own_data", "export      diffusers' PixArtTransformer2DModel"),
+        ("own_data", "diffusers' PixArtTransformer2DModel"),
         ("own_data(backbone='dit')", "no export to diffusers: diffusers 0.38.0 has no model like DiTCrossConfig"),
         ("tiny_stdit", "PixArtTransformer2DModel does not support this model: layer_pattern=['spatial', 'temporal']"),
     ],
 )
-def test_the_report_states_whether_diffusers_can_load_the_model(recipe: str, line: str):
-    [found] = [row for row in dry_run.report(call_recipe(recipe), 1).splitlines() if row.startswith("export")]
-    assert found.endswith(line)
+def test_the_line_of_exports_states_whether_diffusers_can_load_the_model(recipe: str, line: str):
+    assert export_line(built(call_recipe(recipe)).model)[1].endswith(line)

@@ -84,27 +84,41 @@ def test_setup(missing_fixture): pass
 """
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ((), ["a.passes"]),
-        (("-k", "pass"), None),
-        (("gpu/test_a.py",), None),
-        (("gpu", "-n", "1"), None),
-        (("gpu/test_a.py::test_pass", "gpu/test_b.py"), None),
-    ],
-)
-def test_a_complete_run_of_the_tests_writes_the_record(tmp_path, words, expected):
+RUNS = [
+    ([], ["a.passes"]),
+    (["-k", "pass"], None),
+    (["gpu/test_a.py"], None),
+    (["gpu", "-n", "1"], None),
+    (["gpu/test_a.py::test_pass", "gpu/test_b.py"], None),
+]
+"""Arguments of pytest, and the kernels in the record."""
+FORKED = """
+import os, sys, pytest, dit.parallel.verified_kernels
+for run in sys.argv[1:]:
+    folder, *words = run.split()
+    if not os.fork():
+        os.chdir(folder)
+        os.environ["XDG_CACHE_HOME"] = folder
+        os._exit(pytest.main(["-q", "-p", "no:cacheprovider", *(words or ["gpu"])]))
+    os.wait()
+"""
+"""Runs pytest in each folder, in processes that have imported torch."""
+
+
+def test_a_complete_run_of_the_tests_writes_the_record(tmp_path, monkeypatch):
     """A kernel passes if at least one of its tests runs and none fails."""
-    folder = tmp_path / "gpu"
-    folder.mkdir()
-    shutil.copy(REPOSITORY / "tests" / "gpu" / "conftest.py", folder)
-    (folder / "test_a.py").write_text(TESTS)
-    (folder / "test_b.py").write_text("def test_b(): pass")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(words or ("gpu",))]
+    folders = [tmp_path / str(number) for number in range(len(RUNS))]
+    for folder in folders:
+        (folder / "gpu").mkdir(parents=True)
+        shutil.copy(REPOSITORY / "tests" / "gpu" / "conftest.py", folder / "gpu")
+        (folder / "gpu" / "test_a.py").write_text(TESTS)
+        (folder / "gpu" / "test_b.py").write_text("def test_b(): pass")
+    runs = [" ".join([str(folder), *words]) for folder, (words, _) in zip(folders, RUNS)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True)
-    assert verified._entries().get(verified.machine()) == expected
+    subprocess.run([sys.executable, "-c", FORKED, *runs], env=environment, check=True, capture_output=True)
+    for folder, (words, expected) in zip(folders, RUNS):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        assert verified._entries().get(verified.machine()) == expected, words
 
 
 def test_verify_needs_a_gpu(monkeypatch, capsys):
