@@ -24,10 +24,13 @@ while words and words[0].startswith("--"):
     words.pop(0)
 nodes = range(int(os.environ["SLURM_NNODES"]))
 tasks = [subprocess.Popen(words, env={{**os.environ, "SLURM_NODEID": str(i)}}) for i in nodes]
+with open("{folder}/tasks", "w") as file:
+    print(*(task.pid for task in tasks), file=file)
 codes = [task.wait() for task in tasks]
+os.unlink("{folder}/tasks")
 sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """
-"""Starts the command once per node, and returns the highest exit code."""
+"""Starts the command once per node, writes the process ids to `tasks`, and returns the highest exit code."""
 
 SCONTROL = """#!/bin/bash
 case "$1 $2" in
@@ -88,3 +91,9 @@ def sbatch(
 def is_requeued(folder: Path) -> bool:
     """Return whether the last job requeued itself."""
     return (folder / "requeued").exists()
+
+
+def tasks(folder: Path) -> list[int]:
+    """Return the process ids of running tasks of srun."""
+    path = folder / "tasks"
+    return [int(word) for word in path.read_text().split()] if path.exists() else []

@@ -1,4 +1,4 @@
-"""launch/train.sh: the commands that it starts, and its exit codes; tests/slurm trains with it.
+"""launch/train.sh: the commands that it starts, and its exit codes; tests/integration/test_slurm.py trains with it.
 
 torchrun and the parsing of the command line are replaced by fast stand-ins; the script is the real one.
 """
