@@ -22,6 +22,7 @@ def state_of(text: str) -> float:
     return GIB * sum(float(re.search(rf"^  {name} +([\d.]+) GiB", text, re.MULTILINE)[1]) for name in names)
 
 
+@pytest.mark.usefixtures("one_tracer")
 @pytest.mark.parametrize(("way", "gpus"), [*((way, 1) for way in ON_ONE_GPU), (WAYS[0], 2), (WAYS[1], 2)])
 def test_the_bytes_of_each_method_equal_those_of_the_planner(way: Way, gpus: int) -> None:
     recipe = finetune(gpus=gpus)
@@ -137,6 +138,7 @@ def test_the_page_has_a_row_for_every_published_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_tracer")
 @pytest.mark.parametrize("title", ROWS)
 def test_the_planned_rows_of_the_page_equal_the_planner(title: str) -> None:
     """Write them with `python -m tests.support.fine_tuning_table --write`."""
