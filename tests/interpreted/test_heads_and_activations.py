@@ -82,9 +82,7 @@ def test_values_and_unchanged_heads_are_views():
 
 
 @pytest.mark.parametrize("name", ["gelu", "swiglu", "geglu"])
-@pytest.mark.parametrize(
-    ("tokens", "width", "bias"), [(3, 2, False), (5, 250, True), (1, 4100, True), (37, 10, True)]
-)
+@pytest.mark.parametrize(("tokens", "width", "bias"), [(3, 2, False), (5, 250, True), (1, 4100, True), (37, 10, True)])
 def test_activations_equal_their_formulas(name, tokens, width, bias):
     """Rows in one block and in several, columns in one block and in several."""
     function = getattr(activations, {"gelu": "gelu_tanh", "geglu": "geglu_tanh"}.get(name, name))

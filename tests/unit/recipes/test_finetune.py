@@ -108,15 +108,18 @@ def test_mlperf_measures_at_its_samples_with_its_optimizer() -> None:
     ],
 )
 def test_recipes_of_published_models_have_their_sizes(factory: str, folder: str, parameters: int) -> None:
+    models = []
     for lora in (False, True):
         words = f"lora={lora}, gpus=8, gpu_memory=80"
         name, _, arguments = factory.partition("(")
         config = built(call_recipe(f"{name}({words}, {arguments or ')'}"))
         assert config.checkpoint.start_from == folder
-        assert count_parameters(config.model.without_adapters()) == parameters
+        models.append(config.model.without_adapters())
         assert (config.model.adapters is not None) is lora
         assert config.training.recompute == "full"
         assert config.training.run_dir.endswith("_lora") is lora
+    assert models[0] == models[1]
+    assert count_parameters(models[0]) == parameters
 
 
 def test_recipes_of_published_models_have_their_objectives() -> None:
