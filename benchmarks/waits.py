@@ -14,12 +14,13 @@ Other operations that wait (`nonzero`, selection by a mask) have no form for the
 """
 
 import contextlib
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,13 @@ PHASE_OF_PART = {
 ROOT = Path(__file__).parents[1]
 NO_CAUSE = {Path(__file__), Path(__file__).with_name("sequence.py"), Path(megatron_cpu.__file__)}
 """Files that only forward the calls of others."""
+
+
+@functools.cache
+def _own_file(name: str) -> Optional[str]:
+    """Return the path of a file in this repository; None if it is elsewhere or only forwards calls."""
+    path = Path(name)
+    return str(path.relative_to(ROOT)) if ROOT in path.parents and path not in NO_CAUSE else None
 
 
 @dataclass
@@ -128,9 +136,9 @@ class WaitCounter(StepCounter):
     def line() -> str:
         """Return the line of the program that runs."""
         frame: Any = sys._getframe(1)
-        while ROOT not in (path := Path(frame.f_code.co_filename)).parents or path in NO_CAUSE:
+        while (file := _own_file(frame.f_code.co_filename)) is None:
             frame = frame.f_back
-        return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
+        return f"{file}:{frame.f_lineno}"
 
     def _copy_to_device(self, source: Tensor, *, non_blocking: bool) -> None:
         if non_blocking and source.untyped_storage()._cdata in self._pinned:

@@ -14,7 +14,7 @@ from tests.support.ranks import Job, run_jobs
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
 RUNS = {
-    "tiny_dit": {},
+    "tiny_dit": {"logging__profile_steps": "[2,3]"},
     "tiny_dit_pack": {"parallel__data_parallel": "distributed_optimizer"},
     "tiny_jit": {"parallel__context_parallel_size": 2},
     "tiny_dit_dh": {"parallel__context_parallel_size": 2},
@@ -33,11 +33,11 @@ RUNS = {
     "tiny_ldm_unet": {"parallel__data_parallel": "fsdp"},
     "tiny_sdxl_unet": {},
     "tiny_autoencoder": {},
-    "tiny_stdit": {**TP2SP, "logging__profile_steps": "[2,3]"},
+    "tiny_stdit": TP2SP,
     # Hybrid: full attention on the ring; spatial and temporal attention are local.
     "tiny_stdit_full": {"parallel__context_parallel_size": 2},
 }
-QUICK = ("tiny_moviegen", "tiny_stdit")
+QUICK = ("tiny_dit", "tiny_moviegen")
 """Recipes that `make test` trains; the others run with `make test-parallel`."""
 FALLS = 0.95
 SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_tp2pp2cp2": 8}
@@ -103,7 +103,7 @@ def test_losses_follow_the_recorded_curve(run_dir: Path, name: str) -> None:
 
 
 def test_a_run_traces_the_requested_steps(quick_runs: Path) -> None:
-    assert [path.name for path in (quick_runs / "tiny_stdit" / "profile").iterdir()] == ["rank_0.json.gz"]
+    assert [path.name for path in (quick_runs / "tiny_dit" / "profile").iterdir()] == ["rank_0.json.gz"]
 
 
 @pytest.mark.slow

@@ -61,9 +61,8 @@ def ended(folder: Path) -> dict[str, Any]:
     sibling = {"checkpoint__copy_to": f"{there}/a", "checkpoint__keep_last": 1}
     add("sibling", **sibling, optimizer__lr=3e-4)
     add("other seed", **sibling, training__seed=5)
-    add(
-        "other seed, own address", at="other seed", **{**sibling, "checkpoint__copy_to": f"{there}/c"}, training__seed=5
-    )
+    apart = {**sibling, "checkpoint__copy_to": f"{there}/c", "training__seed": 5, "training__num_steps": INTERVAL}
+    add("other seed, own address", at="other seed", **apart)
     jobs["disk lost"] = Job(shutil.move, {"src": folder / "copied", "dst": folder / "lost"})
     add("copied, again", at="copied", checkpoint__copy_to=f"{there}/a", checkpoint__keep_last=1)
     add("copied, alone", is_async=False, checkpoint__copy_to=f"{there}/b")

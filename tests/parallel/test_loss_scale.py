@@ -23,7 +23,7 @@ TRAINING = {
     **{"global_batch_size": 4, "ema_decay": 0.5, "initial_loss_scale": INITIAL, "loss_scale_window": WINDOW},
 }
 SUBNORMAL = 2.0**-24
-FIRST = 12
+FIRST = 4
 SETTINGS = ("initial_loss_scale", "loss_scale_window")
 LARGE = {
     "data": {"shapes": ["1x32x64", "1x32x32"], "max_tokens_per_pack": 1280},

@@ -22,6 +22,7 @@ def state_of(text: str) -> float:
     return GIB * sum(float(re.search(rf"^  {name} +([\d.]+) GiB", text, re.MULTILINE)[1]) for name in names)
 
 
+@pytest.mark.usefixtures("one_tracer")
 @pytest.mark.parametrize(("way", "gpus"), [*((way, 1) for way in ON_ONE_GPU), (WAYS[0], 2), (WAYS[1], 2)])
 def test_the_bytes_of_each_method_equal_those_of_the_planner(way: Way, gpus: int) -> None:
     recipe = finetune(gpus=gpus)
@@ -107,15 +108,18 @@ def test_mlperf_measures_at_its_samples_with_its_optimizer() -> None:
     ],
 )
 def test_recipes_of_published_models_have_their_sizes(factory: str, folder: str, parameters: int) -> None:
+    models = []
     for lora in (False, True):
         words = f"lora={lora}, gpus=8, gpu_memory=80"
         name, _, arguments = factory.partition("(")
         config = built(call_recipe(f"{name}({words}, {arguments or ')'}"))
         assert config.checkpoint.start_from == folder
-        assert count_parameters(config.model.without_adapters()) == parameters
+        models.append(config.model.without_adapters())
         assert (config.model.adapters is not None) is lora
         assert config.training.recompute == "full"
         assert config.training.run_dir.endswith("_lora") is lora
+    assert models[0] == models[1]
+    assert count_parameters(models[0]) == parameters
 
 
 def test_recipes_of_published_models_have_their_objectives() -> None:
@@ -137,6 +141,7 @@ def test_the_page_has_a_row_for_every_published_model() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_tracer")
 @pytest.mark.parametrize("title", ROWS)
 def test_the_planned_rows_of_the_page_equal_the_planner(title: str) -> None:
     """Write them with `python -m tests.support.fine_tuning_table --write`."""

@@ -132,6 +132,7 @@ ON_GPUS = [entry for entry in registry.recipes() if (match := RANKS.search(entry
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_tracer")
 def test_recipes_fit_the_gpus_that_their_lines_name():
     """One recipe of each class of model and layout is planned: the step fits, or the line states how much it needs."""
     kinds = {}

@@ -45,7 +45,7 @@ from launch.train import call_recipe
 from tests.support.replays import record
 
 STEPS = WARM_UP + 5
-RECORDED = 4  # steps; the packs of a job repeat after three
+RECORDED = 3  # steps; the packs of a job repeat after three
 GRAPHS = 3
 """Those of the passes, of the numbers, and of the update."""
 DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shapes=['4x8x8']")
@@ -105,8 +105,9 @@ def steps(
     The run resumes in `folder` if it has a checkpoint; with `training.stop_at_step`, it saves one.
     """
     micro_batch = 1 if recipe in (*PACKS, "tiny_stdit") and not set(DENSE) & set(words) else 2
-    sizes = ["training.global_batch_size=4", f"training.micro_batch_size={micro_batch}", "data.num_streams=1"]
-    config = config_of(build_parser().parse_args(["--factory", recipe, *sizes, *words]), str(folder))
+    sizes = {"global": 2 * micro_batch * groups.dp_size, "micro": micro_batch}
+    words = *(f"training.{name}_batch_size={size}" for name, size in sizes.items()), "data.num_streams=1", *words
+    config = config_of(build_parser().parse_args(["--factory", recipe, *words]), str(folder))
     dims_and_spec = config.check_here()
     config.training.cuda_graph = True  # without a GPU, `check_here` refuses it
     run = Run(config, *dims_and_spec, groups, quiet=True)
@@ -268,7 +269,7 @@ def passes_here(job: Job) -> list[Any]:
                 program.run()
                 packs, step = [program._batch(), program._batch()], torch.zeros((), dtype=torch.int64, device=META)
                 forward_step = training_forward_step(job.objective, job.model, job.training.seed, 0, program.mix)
-                for number in range(WARM_UP + RECORDED):
+                for number in range(WARM_UP + 2):  # of the same packs
                     program.state.wrapped[0].zero_grad_buffer()
                     recorder.begin()
                     recorder.enter("forward and backward")
