@@ -18,6 +18,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Objective
 from dit.patchify import grid_positions, split_outputs
 from dit.sampling.guidance import (
+    check_thresholding,
     guided_by,
     guided_columns,
     guided_pair,
@@ -244,6 +245,7 @@ def generate_each(
     if strength is not None:
         grid = grid[-1 - max(1, round(strength * num_steps)) :]
     alpha, sigma = objective.path.alpha_sigma(grid[0])
+    check_thresholding(sampling, objective)
     clip = threshold(sampling.thresholding, layout)
 
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:
