@@ -20,7 +20,6 @@ from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.ranges import check_unused
-from dit.sampling.guidance import check_thresholding
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 
 TRAINING_FUNCTION = "dit.training.pretrain.pretrain"
@@ -486,7 +485,8 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
             f"sampling.churn={sampling.churn} raises the noise level sigma of EDM's path, but the objective is "
             f"{objective}; use objective=edm, or sampling.churn=none"
         )
-    check_thresholding(sampling, objective)
+    if sampling.thresholding != "none":
+        objective.check_thresholding(sampling.solver, sampling.num_steps)
     if (guided := sampling.guidance_channels) is not None and guided > model.in_channels:
         raise ConfigError(
             f"sampling.guidance_channels={guided} exceeds model.in_channels={model.in_channels}; "

@@ -18,7 +18,6 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Objective
 from dit.patchify import grid_positions, split_outputs
 from dit.sampling.guidance import (
-    check_thresholding,
     guided_by,
     guided_columns,
     guided_pair,
@@ -245,7 +244,8 @@ def generate_each(
     if strength is not None:
         grid = grid[-1 - max(1, round(strength * num_steps)) :]
     alpha, sigma = objective.path.alpha_sigma(grid[0])
-    check_thresholding(sampling, objective)
+    if sampling.thresholding != "none":
+        objective.check_thresholding(sampling.solver, num_steps)
     clip = threshold(sampling.thresholding, layout)
 
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.base import Network, Objective
-from dit.settings import SamplingConfig
+from dit.objectives.base import Network
 
 Branch = Callable[[Tensor, Tensor], Tensor]
 """A `Network` (inputs_TC, time_S) or a denoiser (x_TC, u)."""
@@ -190,22 +189,6 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
         limits.append(size.kthvalue(math.ceil(quantile * len(size))).values.clamp(min=1))
     limit_T1 = layout.per_token(torch.stack(limits))
     return torch.maximum(torch.minimum(x0_TC, limit_T1), -limit_T1) / limit_T1
-
-
-def check_thresholding(sampling: SamplingConfig, objective: Objective) -> None:
-    """Check that the solver uses clean estimates, if thresholding changes them.
-
-    An Euler step of MeanFlow uses x - t U with the average velocity U of the step, which is a clean estimate only in
-    the last step.
-    """
-    if sampling.thresholding == "none" or not objective.takes_intervals:
-        return
-    if sampling.solver == "euler" and sampling.num_steps > 1:
-        raise ConfigError(
-            f"sampling.thresholding={sampling.thresholding} changes clean estimates, and of the {sampling.num_steps} "
-            "Euler steps of objective=mean_flow only the last one has such an estimate; use sampling.num_steps=1, "
-            "sampling.solver=heun, or sampling.thresholding=none"
-        )
 
 
 def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
