@@ -20,13 +20,7 @@ from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.ranges import check_unused
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 
 TRAINING_FUNCTION = "dit.training.pretrain.pretrain"
 """The function that a record starts: the `config.yaml` of a run folder starts the same run with `--yaml`."""
@@ -298,7 +292,9 @@ def check_intervals(config: RunConfig) -> None:
             f"objective={type(config.objective).__name__} and model.interval_conditioning={conditioned} do not go "
             "together: objective=mean_flow needs a DiT with True, other objectives a model with False"
         )
+    step, scale = getattr(config.objective, "difference", 0.0), getattr(config.model, "time_scale", 1.0)
     required = {
+        f"an objective.difference below {1 / scale:g} (1 / model.time_scale)": step * scale < 1,
         "parallel.pipeline_model_parallel_size=1": config.parallel.pipeline_model_parallel_size == 1,
         "training.precision=fp32": config.training.precision == "fp32",
         "model.num_experts=null": config.model.megatron_sizes().num_moe_experts is None,
@@ -489,6 +485,8 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
             f"sampling.churn={sampling.churn} raises the noise level sigma of EDM's path, but the objective is "
             f"{objective}; use objective=edm, or sampling.churn=none"
         )
+    if sampling.thresholding != "none":
+        objective.check_thresholding(sampling.solver, sampling.num_steps)
     if (guided := sampling.guidance_channels) is not None and guided > model.in_channels:
         raise ConfigError(
             f"sampling.guidance_channels={guided} exceeds model.in_channels={model.in_channels}; "

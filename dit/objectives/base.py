@@ -193,6 +193,18 @@ class Objective(ABC):
         """Estimate the clean latents for a straight step from path position `u` to `end`."""
         return self.denoise(network, x_TC, u, layout)
 
+    def check_thresholding(self, solver: str, num_steps: int) -> None:
+        """Check that every step of a solver has a clean estimate, which thresholding changes.
+
+        With an average velocity U, a straight step from t to r uses x - t U, a clean estimate only for r = 0.
+        """
+        if self.takes_intervals and solver == "euler" and num_steps > 1:
+            raise ConfigError(
+                f"sampling.thresholding changes clean estimates, and of the {num_steps} Euler steps of "
+                "objective=mean_flow only the last one has such an estimate; use sampling.num_steps=1, "
+                "sampling.solver=heun, or sampling.thresholding=none"
+            )
+
     def denoise_with_variance(
         self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,11 @@ class UncertaintyWeighting:
         }
 
 
+SMALLEST_NORM = 0.01
+"""Limits the gradient of a cosine. A new network predicts zeros, where torch's default of 1e-8 gives gradients of 1e8,
+which remain in the second moments of Adam for hundreds of steps."""
+
+
 def pointwise_error(prediction: Tensor, target: Tensor, kind: LossKind) -> Tensor:
     """Return the elementwise error in float32; `huber` is the smooth l1 error with threshold 1."""
     difference = prediction.float() - target.float()
@@ -77,14 +82,14 @@ def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout
     """Return the error of each local token, the mean over its channels, float32; 0 in padding and clean tokens.
 
     `l2_cosine` adds 1 minus the cosine of prediction and target over the channels of a token (Yao and Wang 2025,
-    arXiv:2501.01423, section 4).
+    arXiv:2501.01423, section 4). Deviation: prediction norms below `SMALLEST_NORM` are replaced by it.
     """
     noised_T1 = layout.noised_T[:, None]
     # Mask before the error, not after: otherwise a NaN in padding would return as 0 * NaN in the gradient.
     prediction_TC, target_TC = (torch.where(noised_T1, x_TC.float(), 0.0) for x_TC in (prediction_TC, target_TC))
     if kind != "l2_cosine":
         return pointwise_error(prediction_TC, target_TC, kind).mean(-1)
-    cosine_T = torch.nn.functional.cosine_similarity(prediction_TC, target_TC, dim=-1)
+    cosine_T = torch.nn.functional.cosine_similarity(prediction_TC, target_TC, dim=-1, eps=SMALLEST_NORM)
     return pointwise_error(prediction_TC, target_TC, "l2").mean(-1) + layout.noised_T * (1 - cosine_T)
 
 

@@ -244,6 +244,8 @@ def generate_each(
     if strength is not None:
         grid = grid[-1 - max(1, round(strength * num_steps)) :]
     alpha, sigma = objective.path.alpha_sigma(grid[0])
+    if sampling.thresholding != "none":
+        objective.check_thresholding(sampling.solver, num_steps)
     clip = threshold(sampling.thresholding, layout)
 
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:

@@ -7,7 +7,7 @@ import torch
 
 from dit.errors import ConfigError
 from dit.objectives.flow_matching import FlowMatching
-from dit.objectives.losses import pointwise_error
+from dit.objectives.losses import SMALLEST_NORM, pointwise_error
 from tests.unit.objectives.packs import noise_for, pack
 
 
@@ -25,7 +25,7 @@ def test_pointwise_errors_equal_their_formulas():
 
 
 def test_l2_cosine_adds_one_minus_the_cosine_of_each_token():
-    """Padding adds nothing, and has no gradient although it holds NaN; a prediction of zeros has finite gradients."""
+    """Padding adds nothing, and has no gradient although it holds NaN; a prediction of zeros has small gradients."""
     batch, objective = pack([5, 3], multiple_of=6), FlowMatching(loss_kind="l2_cosine")
     prepared = objective.prepare(batch, noise_for(batch))
     valid_T = batch.layout.valid_T
@@ -41,7 +41,7 @@ def test_l2_cosine_adds_one_minus_the_cosine_of_each_token():
     assert not guess_TC.grad[~valid_T].any()
     zeros_TC = torch.zeros_like(guess_TC).requires_grad_()
     objective.loss(zeros_TC, prepared, batch.layout)[0].backward()
-    assert zeros_TC.grad.isfinite().all()
+    assert zeros_TC.grad.norm(dim=1).max() < 2 / SMALLEST_NORM
 
 
 def test_l2_cosine_compares_velocities():

@@ -1,5 +1,7 @@
 """MeanFlow: flow matching where intervals are empty, one-step samples of an exact network, and its requirements."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,6 +89,9 @@ def test_any_number_of_euler_steps_is_exact_for_an_exact_network(num_steps, solv
     exact = DATA_STD * torch.stack(batch.unpatchified(noise, *spec.patch))
     error = float((latents - exact).norm() / exact.norm())
     assert error < 1e-5 if solver == "euler" else error > 0.05
+    if solver == "euler" and num_steps > 1:
+        with pytest.raises(ConfigError, match="only the last one has such an estimate"):
+            generate(network, MeanFlow(), batch, spec, replace(sampling, thresholding="dynamic"))
 
 
 def test_the_embedding_of_intervals_starts_at_zero(build_model: BuildModel):
@@ -119,9 +124,12 @@ def config(*overrides: str) -> RunConfig:
         ),
         (["model.num_experts=4"], "in further passes; use model.num_experts=null"),
         (["objective.prediction=x0"], "MeanFlow predicts a velocity"),
+        (["objective.difference=0.001"], r"use an objective.difference below 0\.001 \(1 / model.time_scale\)"),
+        (["sampling.thresholding=static"], "of the 30 Euler steps of objective=mean_flow only the last one"),
     ],
 )
 def test_settings_that_it_does_not_support_are_refused(overrides, message):
-    config().check()
+    for supported in ([], ["sampling.num_steps=1"], ["sampling.solver=heun"]):
+        config(*supported, *(["sampling.thresholding=static"] if supported else [])).check()
     with pytest.raises(ConfigError, match=message):
         config(*overrides).check()
