@@ -5,7 +5,7 @@ VENV ?= .venv
 # CUDA build (several GB), which also works.
 TORCH_PIP ?=
 DEMO ?= runs/letters_dit
-STEPS ?= 600
+STEPS ?= 400
 # Share of letters that must be read correctly.
 MINIMUM ?= 0.9
 DEMO_TEXT ?= runs/letters_text
