@@ -1,6 +1,5 @@
 """Tracks of the race, its records, and the table and plot of README.md."""
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,12 +104,6 @@ class Record:
     torch: str
 
     @property
-    def command(self) -> str:
-        """The training command, without its folder."""
-        launcher = f"torchrun --nproc-per-node {self.ranks} -m" if self.ranks > 1 else "python -m"
-        return f"{launcher} launch.train --yes --factory {shlex.join([self.factory, *self.overrides])}"
-
-    @property
     def results(self) -> list[int]:
         """Number of right results of each seed."""
         return [self.right, *self.right_by_seed.values()]
@@ -132,7 +125,6 @@ class Record:
             f"{low} to {high} %",
             self.seeds_at_mark,
             f"`{self.revision}`",
-            f"`{self.command}`",
         )
         return f"| {' | '.join(cells)} |"
 
@@ -182,13 +174,13 @@ def records(track: str) -> list[Record]:
 def page() -> str:
     """Return the text of README.md with a table of the records of each track."""
     rules, heading, _ = read_bytes(PAGE).decode().partition(HEADING)
-    text = f"{rules}{heading}\n![CPU time of the records]({PLOT.name})\n"
+    text = f"{rules}{heading}\nThe file of a record has its settings.\n\n![CPU time of the records]({PLOT.name})\n"
     for track, judged in TRACKS.items():
         rows = records(track)
         machines = sorted({f"{row.machine}, torch {row.torch}" for row in rows})
         text += f"\n### {track.capitalize()}\n\nMeasured on {'; '.join(machines)}.\n\n"
-        text += f"| record | change | CPU time | steps | {judged.unit} | seeds at the mark | revision | command |\n"
-        text += "|---|---|---|---|---|---|---|---|\n"
+        text += f"| record | change | CPU time | steps | {judged.unit} | seeds at the mark | revision |\n"
+        text += "|---|---|---|---|---|---|---|\n"
         text += "".join(f"{row.row(str(number))}\n" for number, row in enumerate(rows, 1))
     return text
 
@@ -205,6 +197,7 @@ def plot(path: Path) -> None:
             text = f"{row.process_s:,.0f} s"
             axes.annotate(text, (number, row.process_s), xytext=(4, 4), textcoords="offset points", fontsize=8)
         axes.set_xticks(range(1, len(rows) + 1))
-        axes.set(title=track, xlabel="record", ylabel="CPU time (s)", ylim=(0, None))
-        axes.margins(x=0.12)
+        axes.set(title=track, xlabel="record", ylabel="CPU time (s)")
+        axes.margins(0.15)
+        axes.set_ylim(bottom=0)
     figure.savefig(path, dpi=100, metadata={"Software": None})
