@@ -72,7 +72,7 @@ def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool
 
 
 BYTES = sorted(ByteLevel.alphabet())
-MARKS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+MARKS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", "<|image_pad|>")
 QWEN_CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think></think>{% endif %}"
@@ -147,7 +147,11 @@ def language_model(kind: str, layers: int) -> Any:
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
     own = {"depth": 1, "hidden_size": 8, "num_heads": 2, "out_hidden_size": 8, "intermediate_size": 12}
     return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config={**sizes, "rope_parameters": rope}, vision_config=own)
+        Qwen2_5_VLConfig(
+            text_config={**sizes, "rope_parameters": rope},
+            vision_config=own,
+            image_token_id=MARKS.index("<|image_pad|>"),
+        )
     ).eval()
 
 
