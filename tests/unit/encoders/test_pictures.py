@@ -7,42 +7,21 @@ import diffusers
 import pytest
 import torch
 from PIL import Image
-from transformers import BatchFeature, Qwen2VLImageProcessorPil
 
 from dit.encoders.text import TextEncoders
 from dit.encoders.text_config import check_text_encoder
 from dit.errors import ConfigError
-from tests.support.encoders import MARKS, byte_tokenizer, language_model, save_t5
+from tests.support.encoders import PICTURE_MARK, Processor, byte_tokenizer, language_model, save_t5, with_types
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-5}  # fp32
 TEXTS = ["make the circle red", "remove it", ""]
 SIZES = [(60, 44), (31, 70), (60, 44)]
 """Width and height of the picture of each text."""
-MARK = "<|image_pad|>"
 PIPELINES = {
     "edit": (diffusers.QwenImageEditPipeline, 1024 * 1024),
     "edit plus": (diffusers.QwenImageEditPlusPipeline, 384 * 384),
 }
 """Class, and pixels of the picture that the encoder reads."""
-
-
-class Processor:
-    """`Qwen2VLProcessor` for one text and picture; its part for videos needs torchvision."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        # At most 12 tokens for a picture of any size.
-        self.pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112})
-
-    def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> BatchFeature:
-        pixels = self.pictures(images=images, return_tensors=return_tensors)
-        words = text[0].replace(MARK, MARK * (int(pixels["image_grid_thw"].prod()) // 4))
-        return BatchFeature({**self.tokenizer([words], padding=padding, return_tensors=return_tensors), **pixels})
-
-
-def with_types(module: Any, words: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Mark the picture's tokens, as transformers 4 did for the pipelines; in version 5 the caller does."""
-    return words, {**named, "mm_token_type_ids": (named["input_ids"] == MARKS.index(MARK)).int()}
 
 
 def save_pipeline(kind: Any, folder: Path) -> Any:
@@ -97,7 +76,7 @@ def test_encoders_of_texts_ignore_pictures(tmp_path: Path) -> None:
 def test_the_mark_of_a_picture_in_a_caption_is_refused(tmp_path: Path) -> None:
     save_pipeline(diffusers.QwenImageEditPlusPipeline, tmp_path)
     with pytest.raises(ConfigError, match=r"a text has 2 tokens <\|image_pad\|> for one picture"):
-        TextEncoders(str(tmp_path)).encode([f"a {MARK}"], pictures()[:1])
+        TextEncoders(str(tmp_path)).encode([f"a {PICTURE_MARK}"], pictures()[:1])
 
 
 def test_only_qwen_vl_reads_pictures(tmp_path: Path) -> None:
