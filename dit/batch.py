@@ -46,6 +46,8 @@ class PackedBatch:
         sample_ids_S: 63-bit id of each sample, int64; part of the counter from which its noise is generated.
         grids: (t, h, w) of each sample in patches, on the host. A sample may have clean reference tokens after those of
             its grid (`dit.levels`).
+        reference_grids: (t, h, w) of the reference of each sample in patches, zeros for none, on the host; empty if no
+            sample has one.
         keys: name of each sample, for messages.
         conditions: inputs of the network other than the latents, by name.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
@@ -73,12 +75,17 @@ class PackedBatch:
     draw_keys_S: Optional[Tensor] = None
     negatives_TC: Optional[Tensor] = None
     repeated: bool = False
+    reference_grids: tuple[tuple[int, int, int], ...] = ()
     grids_S3: Optional[Tensor] = None
     raw: Optional[RawSamples] = None
 
     def grid_sizes(self) -> Tensor:
         """Return (t, h, w) of each sample in patches on the device, int64 `[S, 3]`."""
         return self.layout.tensor(self.grids) if self.grids_S3 is None else self.grids_S3
+
+    def reference_sizes(self) -> Optional[Tensor]:
+        """Return (t, h, w) of the reference of each sample in patches on the device, int64 `[S, 3]`; None for none."""
+        return self.layout.tensor(self.reference_grids) if self.reference_grids else None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy every tensor to `device`, with the tables that the layouts have; the host does not wait.

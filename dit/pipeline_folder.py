@@ -34,6 +34,8 @@ TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "Flux2Pipeline": {"text_encoder": "{}:prompt=flux2:layer=10+20+30:padded"},
     "Flux2KleinPipeline": {"text_encoder": "{}:prompt=chat:layer=9+18+27:padded"},
     "QwenImagePipeline": {"text_encoder": "{}:prompt=qwen_image"},
+    "QwenImageEditPipeline": {"text_encoder": "{}:prompt=qwen_image_edit"},
+    "QwenImageEditPlusPipeline": {"text_encoder": "{}:prompt=qwen_image_edit_plus"},
     "ZImagePipeline": {"text_encoder": "{}:prompt=chat_thinking:layer=-2"},
     "PRXPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=256"},
     **dict.fromkeys(("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"), _HUNYUAN_VIDEO),

@@ -448,7 +448,7 @@ def check_references(model: ModelConfig, objective: Objective, setting: str, cur
     if not model.takes_references:
         raise ConfigError(
             f"a reference has tokens outside the grid of its sample, which {type(model).__name__} with these settings "
-            "does not support (spatial and temporal attention, centred or learned_3d positions need the grid); use "
+            "does not support (spatial and temporal attention and learned_3d positions need the grid); use "
             "model.layer_pattern=['full'] or model.position_embedding=rope_3d where the model has them, another model "
             f"such as wan, or {cure}"
         )

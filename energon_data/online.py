@@ -18,6 +18,11 @@ def check_vae(name: str, spec: BatchSpec) -> None:
 
 def check_online_texts(line: str, spec: BatchSpec) -> None:
     """Check the outputs of the online text encoders against the model."""
+    if check_text_encoder(line).reads_pictures:
+        raise ConfigError(
+            f"data.online_text_encoder={line} reads pictures to edit, and the data have only their latents; prepare "
+            "the data with --text-encoder, and set data.online_text_encoder=none"
+        )
     widths = embedded_widths(line, spec)
     if not widths:
         raise ConfigError(

@@ -177,6 +177,7 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
         layout=layout,
         sample_ids_S=torch.tensor([c.id for c in clips], dtype=torch.int64),
         grids=tuple(c.grid for c in clips),
+        reference_grids=tuple(c.reference_grid for c in clips) if any(any(c.reference_grid) for c in clips) else (),
         keys=tuple(c.__key__ for c in clips),
         conditions=pack_conditions(spec.conditions, values, layout, spec.patch),
         loss_weight_S=None if all(w == 1.0 for w in weights) else torch.tensor(weights),

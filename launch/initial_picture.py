@@ -9,6 +9,7 @@ from dit.errors import ConfigError
 from dit.safe_files import read_bytes
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor
 
     from dit.inference.decoding import Decoder
@@ -23,9 +24,7 @@ def add_pictures(
     Args:
         paths: one picture for all, or one for each `count` requests.
     """
-    samples = len(requests) // count
-    if len(paths) not in (1, samples):
-        raise ConfigError(f"{option} has {len(paths)} pictures for {samples} samples; give one, or one for each")
+    _check_count(option, paths, len(requests) // count)
     latents, name, changed = [read(path) for path in paths], option.removeprefix("--"), []
     for i, request in enumerate(requests):
         number = i // count % len(paths)
@@ -35,6 +34,33 @@ def add_pictures(
         else:
             changed.append(replace(request, conditions={**request.conditions, name: latents[number]}))
     return changed
+
+
+def _check_count(option: str, paths: Sequence[Path], samples: int) -> None:
+    if len(paths) not in (1, samples):
+        raise ConfigError(f"{option} has {len(paths)} pictures for {samples} samples; give one, or one for each")
+
+
+def open_requested(path: Path, option: str) -> "Image":
+    """Open a picture that an option of the command names."""
+    from energon_data.media_files import open_picture
+    from energon_data.samples import SampleError
+
+    try:
+        return open_picture(read_bytes(path))
+    except (OSError, SampleError) as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error}") from error
+
+
+def pictures_of_texts(paths: Sequence[Path], text_encoder: Optional[str], count: int) -> Optional[list["Image"]]:
+    """Return the picture to edit of each text (`--reference`); None if there is none or no text encoder reads it."""
+    from dit.encoders.text_config import check_text_encoder
+
+    if not paths or text_encoder is None or not check_text_encoder(text_encoder).reads_pictures:
+        return None
+    _check_count("--reference", paths, count)
+    pictures = [open_requested(path, "--reference") for path in paths]
+    return pictures * count if len(pictures) == 1 else pictures
 
 
 def read_initial(
@@ -55,8 +81,7 @@ def _read_pixels(
     from PIL import Image, ImageOps
 
     from dit.batch import pixel_values
-    from energon_data.media_files import open_picture, pixels_of
-    from energon_data.samples import SampleError
+    from energon_data.media_files import pixels_of
 
     frames, height, width = latent_size
     if frames != 1:
@@ -66,10 +91,7 @@ def _read_pixels(
             f"{option} {path}: the model draws latents of {channels} channels, and nothing encodes a picture to them; "
             "name the autoencoder with --vae"
         )
-    try:
-        picture = open_picture(read_bytes(path))
-    except (OSError, SampleError) as error:
-        raise ConfigError(f"{option} {path} cannot be read: {error}") from error
+    picture = open_requested(path, option)
     if decoder.geometry is not None:
         _, height, width = decoder.geometry.pixel_shape(1, height, width)
     fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)

@@ -14,8 +14,11 @@ from dit.safe_files import read_array
 from dit.sampling.grid import spread
 from dit.sampling.prompt_file import LENGTHS, Prompt, read_prompts
 from launch.argument_types import at_least_one, height_and_width, top_and_left
+from launch.initial_picture import pictures_of_texts
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
@@ -130,8 +133,14 @@ def _read_value(name: str, word: str) -> Any:
         ) from error
 
 
-def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Embed texts with the encoders of the training data."""
+def encode_prompts(
+    generator: "Generator", prompts: Sequence[str], pictures: Optional[Sequence["Image"]] = None
+) -> dict[str, list[Tensor]]:
+    """Embed texts with the encoders of the training data.
+
+    Args:
+        pictures: the picture to edit of each text, for encoders that read it.
+    """
     if generator.config.model.condition("context") is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     if generator.text_encoder is None:
@@ -143,7 +152,7 @@ def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, 
     from dit.encoders.text import load_text_encoders
     from dit.encoders.text_config import as_conditions
 
-    entries = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts)
+    entries = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts, pictures)
     return as_conditions(entries, generator.spec.conditions)
 
 
@@ -154,11 +163,14 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
 
 
 def read_texts(
-    args: argparse.Namespace, prompts: Sequence[str], generator: "Generator"
+    args: argparse.Namespace,
+    prompts: Sequence[str],
+    generator: "Generator",
+    pictures: Optional[Sequence["Image"]],
 ) -> tuple[dict[str, list[Tensor]], list[str]]:
     """Return the conditions and the caption of each text, or of each requested embedding."""
     if prompts:
-        return encode_prompts(generator, prompts), telling_words(prompts)
+        return encode_prompts(generator, prompts, pictures), telling_words(prompts)
     text = generator.config.model.condition("context")
     if text is None or text.shape is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
@@ -191,8 +203,10 @@ def what_to_draw(
         raise ConfigError("--negative-prompt needs --prompt or --text-embedding")
     conditions: dict[str, list[Any]] = {}
     records: list[dict[str, Any]]
+    count = len(prompts) or len(args.text_embedding or ())
+    pictures = pictures_of_texts(getattr(args, "reference", None) or (), generator.text_encoder, count)
     if prompts or args.text_embedding:
-        texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator)
+        texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator, pictures)
         conditions |= texts
         records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
     elif generator.config.model.condition("label") or labels is not None:
@@ -205,7 +219,7 @@ def what_to_draw(
         captions, records = [""], [{}]
     negatives: list[Optional[str]] = [p.negative for p in prompts] or [None] * len(captions)
     negatives = [args.negative_prompt if negative is None else negative for negative in negatives]
-    negative_conditions = encode_negatives(generator, negatives)
+    negative_conditions = encode_negatives(generator, negatives, pictures)
     conditions |= read_conditions(args.condition, len(captions))
     conditions |= lengths_of(args, prompts or [Prompt("")] * len(captions), generator, size)
     seeds = [prompt.seed for prompt in prompts] or [None] * len(captions)
@@ -248,8 +262,17 @@ def lengths_of(
     return {SIZE_AND_CROP.name: values}
 
 
-def encode_negatives(generator: "Generator", texts: Sequence[Optional[str]]) -> list[dict[str, Tensor]]:
-    """Embed each different text once; no condition for None."""
+def encode_negatives(
+    generator: "Generator", texts: Sequence[Optional[str]], pictures: Optional[Sequence["Image"]]
+) -> list[dict[str, Tensor]]:
+    """Embed each different text once; no condition for None.
+
+    Args:
+        pictures: the picture to edit of each text, for encoders that read it, also with the empty text for None.
+    """
+    if pictures is not None:
+        encoded = encode_prompts(generator, [text or "" for text in texts], pictures)
+        return [{name: values[i] for name, values in encoded.items()} for i in range(len(texts))]
     different = sorted({text for text in texts if text is not None})
     encoded = encode_prompts(generator, different) if different else {}
     return [

@@ -38,6 +38,7 @@ from recipes.models import (
     lumina2_2b,
     prx_1_2b,
     qwen_image_20b,
+    qwen_image_edit_20b,
     sana_1_6b,
     sd3_5_large,
     sd3_5_medium,
@@ -106,6 +107,10 @@ _KLEIN: dict[str, Any] = {
     "sampling": {"guidance_scale": 4.0},
 }
 _SD35: dict[str, Any] = {"objective": {"time_shift": 3.0}, "sampling": {"num_steps": 28, "guidance_scale": 4.5}}
+_QWEN_IMAGE: dict[str, Any] = {
+    "objective": {"shift_by_tokens": [0.5, 0.9, 256, 8192], "last_time": 0.02},
+    "sampling": {"guidance_scale": 4.0, "guidance_norm": True},
+}
 PUBLISHED = {
     "chroma": Published("models/chroma", chroma_9b, {"time_shift": 3.0}),
     "flux2_klein_4b": Published("models/flux2-klein", flux2_klein_4b, **_KLEIN),
@@ -113,11 +118,9 @@ PUBLISHED = {
     "hunyuan_video": Published("models/hunyuan-video", hunyuan_video_8b, {"time_shift": 5.0}, fsdp=True),
     "lumina2": Published("models/lumina2", lumina2_2b, {"time_shift": 6.0}),
     "prx": Published("models/prx", prx_1_2b, {"time_shift": 3.0}),
-    "qwen_image": Published(
-        "models/qwen-image",
-        qwen_image_20b,
-        {"shift_by_tokens": [0.5, 0.9, 256, 8192], "last_time": 0.02},
-        {"guidance_scale": 4.0, "guidance_norm": True},
+    "qwen_image": Published("models/qwen-image", qwen_image_20b, **_QWEN_IMAGE),
+    "qwen_image_edit": Published(
+        "models/qwen-image-edit", qwen_image_edit_20b, **_QWEN_IMAGE, data={"references": True}
     ),
     "sana": Published("models/sana", sana_1_6b, {"time_shift": 3.0}, {"num_steps": 20, "guidance_scale": 4.5}),
     "sd35_large": Published("models/sd35", sd3_5_large, **_SD35),
@@ -274,6 +277,21 @@ def finetune_qwen_image(
     `lora=True`: adapters of rank 16, also on one 80 GB GPU. Guided samples keep the norm of the conditional ones.
     """
     return _published("qwen_image", base, lora, gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_qwen_image_edit(
+    base: Optional[str] = None, lora: bool = False, gpus: Optional[int] = 8, gpu_memory: int = 80
+) -> run.Partial:
+    """Qwen-Image-Edit-2511 (20.43 B) in the pipeline `models/qwen-image-edit`, all weights: 8 x 80 GB.
+
+    `lora=True`: adapters of rank 16, also on one 80 GB GPU. Data of `prepare --reference`; texts are read with the
+    picture to edit and never dropped. Qwen-Image-Edit and -2509: `base`, or `model.clean_reference_time=False`.
+    """
+    recipe = _published("qwen_image_edit", base, lora, gpus, gpu_memory)
+    # The unconditional text is read with the picture, too, and the data do not have it.
+    recipe.model.context_dropout = 0.0
+    return recipe
 
 
 @run.cli.factory(target=pretrain)

@@ -196,6 +196,12 @@ def qwen_image_20b() -> run.Config[QwenImageConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def qwen_image_edit_20b() -> run.Config[QwenImageConfig]:
+    """Qwen-Image-Edit-2511 (20.4 B): as Qwen-Image, and references have the time 0."""
+    return run.Config(QwenImageConfig, num_joint_layers=60, clean_reference_time=True)
+
+
+@run.cli.factory(target=ModelConfig)
 def prx_1_2b() -> run.Config[PRXConfig]:
     """PRX (1.17 B): 16 layers of width 1792, 28 heads; text of 2304."""
     return run.Config(PRXConfig)

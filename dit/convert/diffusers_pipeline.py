@@ -320,6 +320,8 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     }
     if extra := sorted(names & without):
         faults.append(f"has no {', '.join(extra)}, which this model takes")
+    if getattr(model, "clean_reference_time", False):
+        faults.append("takes no picture to edit, which this model takes (model.clean_reference_time=True)")
     text = next((condition for condition in model.conditions() if condition.name == "context"), None)
     nulls = ("empty text",) if pipeline.zeros is None else ("empty text", 0.0)
     if pipeline.guided_by_texts and text is not None and text.null not in nulls:

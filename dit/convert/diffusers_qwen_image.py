@@ -13,11 +13,12 @@ from dit.models.qwen_image.config import QwenImageConfig
 
 
 class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
-    """`QwenImageTransformer2DModel`, without the further inputs of its editing and layered models."""
+    """`QwenImageTransformer2DModel`, without the further inputs of its layered models."""
 
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
-    fixed = ("patch_size", "guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
+    fixed = ("patch_size", "guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
+    free = frozenset({"clean_reference_time"})
     names: Mapping[str, str] = {
         "embed.linear": "img_in",
         "embed_text": "txt_in",
@@ -42,10 +43,12 @@ class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
             **sizes,
             out_channels=None if channels == sizes["in_channels"] else channels,
             ffn_hidden_size=4 * sizes["hidden_size"],
+            clean_reference_time=published["zero_cond_t"],
             null_text="empty",
         )
         trained = self.trained(model, time_shift=3.0, num_steps=50, guidance_scale=4.0)
         return replace(trained, sampling={**trained.sampling, "guidance_norm": True})
 
     def write(self, model: QwenImageConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        return self.write_sizes(model) | {"out_channels": model.out_channels or model.in_channels}, []
+        channels = {"out_channels": model.out_channels or model.in_channels}
+        return self.write_sizes(model) | channels | {"zero_cond_t": model.clean_reference_time}, []

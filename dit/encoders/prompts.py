@@ -8,7 +8,7 @@ Source: diffusers 0.38, `encode_prompt` of the pipelines. The English sentences 
 import html
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -27,6 +27,8 @@ class Prompt:
 
     Attributes:
         before, after: text around the caption.
+        picture: text after `before` that stands for the picture to edit, if the encoder reads it; empty if it does not.
+        picture_area: pixels to which this picture is scaled.
         chat: returns the conversation that the tokenizer's chat template converts to a text; None for no template.
         template: arguments of the chat template.
         dropped: rows to remove from the embedding, from the number of tokens in `before`.
@@ -36,6 +38,8 @@ class Prompt:
 
     clean: Callable[[str], str] = str
     before: str = ""
+    picture: str = ""
+    picture_area: int = 0
     after: str = ""
     chat: Optional[Callable[[str], Chat]] = None
     template: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -43,8 +47,11 @@ class Prompt:
     bare_empty: bool = False
     may_be_empty: bool = False
 
-    def render(self, caption: str, tokenizer: Any) -> str:
+    def render(self, caption: str, tokenizer: Any, *, picture: bool = False) -> str:
         """Return the text of a caption.
+
+        Args:
+            picture: whether the encoder reads a picture with it.
 
         Raises:
             ValueError: the tokenizer has no chat template.
@@ -53,7 +60,8 @@ class Prompt:
         if self.chat is not None:
             text: str = tokenizer.apply_chat_template(self.chat(words), tokenize=False, **self.template)
             return text
-        return words if self.bare_empty and not caption else self.before + words + self.after
+        before = self.before + self.picture * picture
+        return words if self.bare_empty and not caption else before + words + self.after
 
 
 def _lower_case(caption: str) -> str:
@@ -95,6 +103,12 @@ QWEN_IMAGE_SYSTEM = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
     "objects and background:"
 )
+QWEN_IMAGE_EDIT_SYSTEM = (
+    "Describe the key features of the input image (color, shape, size, texture, objects, background), then explain how "
+    "the user's text instruction should alter or modify the image. Generate a new image that meets the user's "
+    "requirements while maintaining consistency with the original input where appropriate."
+)
+PICTURE_MARK = "<|image_pad|>"
 HUNYUAN_VIDEO_SYSTEM = (
     "You are a helpful assistant. Describe the video by detailing the following aspects:",
     "1. The main content and theme of the video.",
@@ -124,6 +138,15 @@ SANA_INSTRUCTION = (
     "User Prompt: ",
 )
 
+_PICTURE = f"<|vision_start|>{PICTURE_MARK}<|vision_end|>"
+_QWEN_IMAGE_EDIT = Prompt(
+    before=f"<|im_start|>system\n{QWEN_IMAGE_EDIT_SYSTEM}<|im_end|>\n<|im_start|>user\n",
+    picture=_PICTURE,
+    picture_area=1024 * 1024,
+    after="<|im_end|>\n<|im_start|>assistant\n",
+    dropped=lambda tokens: slice(0, 64),  # the tokens of `before` in Qwen's vocabulary
+)
+
 PROMPTS = {
     "plain": Prompt(),
     "lower_case": Prompt(clean=_lower_case),
@@ -136,6 +159,8 @@ PROMPTS = {
         after="<|im_end|>\n<|im_start|>assistant\n",
         dropped=lambda tokens: slice(0, 34),  # the tokens of `before` in Qwen's vocabulary
     ),
+    "qwen_image_edit": _QWEN_IMAGE_EDIT,
+    "qwen_image_edit_plus": replace(_QWEN_IMAGE_EDIT, picture=f"Picture 1: {_PICTURE}", picture_area=384 * 384),
     "hunyuan_video": Prompt(
         chat=_of_hunyuan_video,
         template={"add_generation_prompt": True},

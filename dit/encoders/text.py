@@ -12,13 +12,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
 
 from dit.conditions import Condition
 from dit.encoders.batching import in_batches
+from dit.encoders.pictures import PictureReader
 from dit.encoders.pretrained import load_network, load_without_code
 from dit.encoders.text_config import (
     ENCODERS,
@@ -33,6 +34,9 @@ from dit.encoders.text_config import (
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MAX_BATCH_TOKENS = 4096
 END = 256
@@ -52,29 +56,39 @@ class TextEncoder:
         self.config, self.geometry, self.device = config, config.geometry(), device
         self._tokenizer: Any = None
         self._model: Any = None
+        self._pictures: Optional[PictureReader] = None
         self._dropped = slice(0, 0)
         if self.geometry.kind == "identity":
             return
         _check_weights(config.name)
+        from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
         kind = self.geometry.kind
-        self._tokenizer = _load_tokenizer(config.name)
+        source = _near(config.name, "tokenizer", "tokenizer_config.json")
+        self._tokenizer = load_without_code(AutoTokenizer, f"the tokenizer of text encoder {config.name!r}", **source)
         self._dropped = config.around.dropped(len(self._tokenizer(config.around.before)["input_ids"]))
         options = {**source_of(config.name), **options_of(kind, config_of(config.name)), "dtype": DTYPES[precision]}
         self._model = load_network(class_of(kind), f"text encoder {config.name!r}", **options).to(device)
+        if config.around.picture:
+            source = _near(config.name, "processor", "preprocessor_config.json")
+            mark = self._model.config.image_token_id
+            self._pictures = PictureReader(f"text encoder {config.name!r}", source, mark)
 
-    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str], *, picture: bool = False) -> list[list[int]]:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
         A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
+
+        Args:
+            picture: whether each text is read with a picture, for which it has one token.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
             return [[*text.encode()[: max_tokens - 1], END] for text in texts]
         try:
-            rendered = [around.render(text, self._tokenizer) for text in texts]
+            rendered = [around.render(text, self._tokenizer, picture=picture) for text in texts]
         except ValueError as error:
             raise ConfigError(f"text encoder {self.config.name!r}: {error}") from error
         start = self._tokenizer.bos_token if around.chat else None
@@ -98,27 +112,35 @@ class TextEncoder:
         return min(rows + self.config.padded_once, self.geometry.max_tokens)
 
     @torch.no_grad()
-    def forward(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+    def forward(self, ids: Sequence[Sequence[int]], picture: Optional["Image"] = None) -> dict[str, Tensor]:
         """Embed texts of one length, or of any lengths if they are padded.
+
+        Args:
+            picture: that the encoder reads with the only text.
 
         Returns:
             Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
         """
-        tokens, pooled = self._embed(ids)
+        tokens, pooled = self._embed(ids, picture)
         tokens = torch.cat([tokens[:, : self._dropped.start], tokens[:, self._dropped.stop :]], 1)
         if self.config.zero_padded:
             tokens = torch.nn.functional.pad(tokens, (0, 0, 0, self.geometry.max_tokens - tokens.shape[1]))
         entries = {entry: pooled if entry == "pooled" else tokens for entry in self.config.makes}
         return {entry: values.float() for entry, values in entries.items() if values is not None}
 
-    def _embed(self, ids: Sequence[Sequence[int]]) -> tuple[Tensor, Optional[Tensor]]:
+    def _embed(self, ids: Sequence[Sequence[int]], picture: Optional["Image"]) -> tuple[Tensor, Optional[Tensor]]:
         kind, layers = self.geometry.kind, self.config.layers
         if not ids[0]:
             return torch.zeros(len(ids), 0, self.geometry.width, device=self.device), None
         if kind == "identity":
             return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
-        pads = self.config.padded or self.config.padded_once
-        inputs = self._padded(ids) if pads else {"input_ids": torch.tensor(ids, device=self.device)}
+        if picture is not None and self._pictures is not None:
+            values = self._pictures(ids[0], picture, self.config.around.picture_area)
+            inputs = {name: value.to(self.device) for name, value in values.items()}
+        elif self.config.padded or self.config.padded_once:
+            inputs = self._padded(ids)
+        else:
+            inputs = {"input_ids": torch.tensor(ids, device=self.device)}
         options = {"use_cache": False} if kind in LANGUAGE_MODELS else {}
         out = self._model(**inputs, **options, output_hidden_states=bool(layers))
         tokens = torch.cat([out.hidden_states[i] for i in layers], -1) if layers else out.last_hidden_state
@@ -166,13 +188,22 @@ class TextEncoder:
         lengths = [self.geometry.max_tokens if self.config.padded else len(numbers) for numbers in ids]
         return in_batches(lengths, lambda length: MAX_BATCH_TOKENS // max(1, length))
 
-    def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
+    def encode(self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None) -> dict[str, list[Tensor]]:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.
+
+        Args:
+            pictures: the picture to edit of each text, for encoders that read it; None for texts without pictures.
 
         Returns:
             For each entry the values of each text, float32 on the encoder's device: tokens `[K, width]`, start and end
             tokens included, or a pooled vector `[width]`.
         """
+        if self._pictures is not None and pictures is not None:
+            by_text = [
+                self.forward([ids], picture)
+                for ids, picture in zip(self.tokenize(texts, picture=True), pictures, strict=True)
+            ]
+            return {entry: [entries[entry][0] for entries in by_text] for entry in self.config.makes}
         unique = list(dict.fromkeys(texts))
         ids = self.tokenize(unique)
         embedded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.config.makes}
@@ -224,16 +255,17 @@ def options_of(kind: str, config: Any) -> dict[str, Any]:
     return {"add_pooling_layer": False} if kind == "sentence" else {}  # the mean of the tokens is used instead
 
 
-def _load_tokenizer(name: str) -> Any:
-    """Load the tokenizer next to the weights, or in a diffusers pipeline `tokenizer_2` for `text_encoder_2`."""
-    from transformers import AutoTokenizer
+def _near(name: str, part: str, file: str) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for a part of an encoder, such as its tokenizer.
 
+    It is next to the weights, or in a pipeline of diffusers in its own folder: `tokenizer_2` for `text_encoder_2`.
+    """
     source = source_of(name)
     key = "subfolder" if "subfolder" in source else "pretrained_model_name_or_path"
     folder = Path(source[key])
-    if folder.name.startswith("text_encoder") and not (folder / "tokenizer_config.json").is_file():
-        source[key] = folder.with_name(folder.name.replace("text_encoder", "tokenizer", 1)).as_posix()
-    return load_without_code(AutoTokenizer, f"the tokenizer of text encoder {name!r}", **source)
+    if folder.name.startswith("text_encoder") and not (folder / file).is_file():
+        source[key] = folder.with_name(folder.name.replace("text_encoder", part, 1)).as_posix()
+    return source
 
 
 class TextEncoders:
@@ -253,9 +285,9 @@ class TextEncoders:
         """Load the encoders of a line on a device."""
         return cls(line, device=device)
 
-    def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
+    def encode(self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None) -> dict[str, list[Tensor]]:
         """Embed texts by every encoder, as `TextEncoder.encode`."""
-        return join_entries(self.encoders, [encoder.encode(texts) for encoder in self.encoders])
+        return join_entries(self.encoders, [encoder.encode(texts, pictures) for encoder in self.encoders])
 
 
 def join_entries(

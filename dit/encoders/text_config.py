@@ -195,6 +195,11 @@ class TextEncoderConfig:
             raise ConfigError(
                 f"text encoder {self.name!r} makes no pooled vector; use CLIP or a sentence encoder for it"
             )
+        if self.around.picture and (geometry.kind != "qwen2_5_vl" or self.padded or self.padded_once):
+            raise ConfigError(
+                f"text encoder {self.name!r} is a {geometry.kind}, and prompt={self.prompt} reads pictures with a "
+                "qwen2_5_vl without padding; use another prompt, or leave out :padded and :padded_once"
+            )
         paddings = " and ".join(f":{name}" for name in PADDINGS if getattr(self, name))
         if " and " in paddings:
             raise ConfigError(f"text encoder {self.name!r} has {paddings}; choose one of them")
@@ -236,6 +241,11 @@ class TextEncodersConfig:
     def width(self) -> Optional[int]:
         """Features per token of `text`; None if no encoder makes it."""
         return self.widths.get("text")
+
+    @property
+    def reads_pictures(self) -> bool:
+        """Whether an encoder reads the picture to edit next to the caption."""
+        return any(encoder.around.picture for encoder in self.encoders)
 
     @property
     def recorded(self) -> str:

@@ -98,6 +98,7 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
         layout=cond.layout.followed_by(uncond.layout),
         sample_ids_S=torch.cat([cond.sample_ids_S, uncond.sample_ids_S]),
         grids=cond.grids + uncond.grids,
+        reference_grids=cond.reference_grids + uncond.reference_grids,
         keys=cond.keys + uncond.keys,
         conditions=cond.conditions.followed_by(uncond.conditions),
     )

@@ -31,7 +31,7 @@ def add_references(batch: PackedBatch, references: Sequence[Tensor], spec: Batch
     old = batch.layout
     if old.levels is not None:
         raise ConfigError("samples with a clean first frame take no reference; give one of the two")
-    latents, positions, segments = [], [], []
+    latents, positions, segments, grids = [], [], [], []
     for reference, grid, start in zip(references, batch.grids, old.starts, strict=True):
         tokens = math.prod(grid)
         repeated = reference.expand(-1, frames_to_patch(reference.shape[1], spec.patch_temporal), -1, -1)
@@ -39,6 +39,7 @@ def add_references(batch: PackedBatch, references: Sequence[Tensor], spec: Batch
         latents += [batch.latents_TC[start : start + tokens], clean_TC.to(batch.latents_TC)]
         positions += [batch.positions_T3[start : start + tokens], reference_positions(clean_grid, grid).to(old.device)]
         segments.append([(tokens, 0), (len(clean_TC), CLEAN)])
+        grids.append(clean_grid)
     lengths = [sum(tokens for tokens, _ in parts) for parts in segments]
     layout = SequenceLayout.from_lengths(lengths, multiple_of=spec.multiple_of, device=old.device)
     return replace(
@@ -46,4 +47,5 @@ def add_references(batch: PackedBatch, references: Sequence[Tensor], spec: Batch
         latents_TC=layout.insert_padding(torch.cat(latents)),
         positions_T3=layout.insert_padding(torch.cat(positions)),
         layout=with_levels(layout, segments),
+        reference_grids=tuple(grids),
     )

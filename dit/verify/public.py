@@ -225,10 +225,12 @@ def compare_public(network: nn.Module, model: ModelConfig, batch: PackedBatch) -
     exact_TC.backward(cotangent_TC)
     output_TC.backward(cotangent_TC)
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in network.named_parameters()}
-    return form.class_name, errors | _gradients(rules, gradients, dict(reference.named_parameters()))
+    return form.class_name, errors | gradient_errors(rules, gradients, dict(reference.named_parameters()))
 
 
-def _gradients(rules: RuleBook, ours: Mapping[str, Tensor], theirs: Mapping[str, nn.Parameter]) -> dict[str, float]:
+def gradient_errors(
+    rules: RuleBook, ours: Mapping[str, Tensor], theirs: Mapping[str, nn.Parameter]
+) -> dict[str, float]:
     """Return the relative error of each gradient that both models have; gradients of copies are summed."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for rule in rules.rules:

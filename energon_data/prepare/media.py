@@ -11,6 +11,7 @@ from dit.batch import pixel_values
 from dit.condition_table import SIZE_AND_CROP, TEACHER
 from dit.encoders.teacher import load_teacher
 from dit.encoders.text import load_text_encoders
+from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Encoder, Precision, encode_together, load_vae
 from energon_data.latent_scale import Moments
 from energon_data.media_files import (
@@ -62,7 +63,7 @@ class Options:
 class _Decoded:
     """A decoded clip (a picture has one frame); `file` is its original file if the pixels are unchanged.
 
-    `reference` is the picture that it is edited from, fitted to its own size.
+    `reference` is the picture that it is edited from, fitted to its own size, and `original` the same before fitting.
     """
 
     key: str
@@ -73,6 +74,7 @@ class _Decoded:
     changes: Changes
     size_and_crop: list[int]
     reference: Optional[Image.Image] = None
+    original: Optional[Image.Image] = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,10 +112,20 @@ class MakeSamples:
             try:
                 if self.options.text_encoder is not None and not source.captions:
                     raise SampleError("no_caption", "it has no caption, and --text-encoder needs one; see --caption")
+                if self._reads_pictures and source.reference is None:
+                    raise SampleError(
+                        "no_reference", "the text encoder reads the picture that it is edited from; see --reference"
+                    )
                 yield from self._clips(source)
                 record.files += 1
             except SampleError as error:
                 record.skip(source.address, error)
+
+    @property
+    def _reads_pictures(self) -> bool:
+        """Whether the text encoder reads the picture to edit."""
+        line = self.options.text_encoder
+        return line is not None and check_text_encoder(line).reads_pictures
 
     def _clips(self, source: Source) -> Iterator[_Decoded]:
         fit, data = self.options.fit, source.read()
@@ -123,8 +135,8 @@ class MakeSamples:
             original = opened.info["original"] if fitted is opened else None
             file = None if original is None else (original, data)
             changes, lengths = _changes(opened, target), _lengths(opened.size, target)
-            reference = None if source.reference is None else self._reference(source.reference())
-            yield _Decoded(source.key, source, [fitted], None, file, changes, lengths, reference)
+            references = () if source.reference is None else self._reference(source.reference())
+            yield _Decoded(source.key, source, [fitted], None, file, changes, lengths, *references)
             return
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut, source.span)):
@@ -141,9 +153,11 @@ class MakeSamples:
             changes, lengths = _changes(frames[0], target), _lengths(frames[0].size, target)
             yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, changes, lengths)
 
-    def _reference(self, data: bytes) -> Image.Image:
+    def _reference(self, data: bytes) -> tuple[Image.Image, Image.Image]:
+        """Return the fitted and the original picture."""
         try:
-            return self.options.fit.apply(open_picture(data))
+            original = open_picture(data)
+            return self.options.fit.apply(original), original
         except SampleError as error:
             raise SampleError(error.reason, f"its reference: {error.detail}") from error
 
@@ -219,7 +233,9 @@ class MakeSamples:
         if self.options.text_encoder is None:
             return [{} for _ in clips]
         encoders = load_text_encoders(self.options.text_encoder, self.options.device, self.options.precision)
-        return caption_parts(encoders, [clip.source.captions for clip in clips])
+        pictures = [clip.original for clip in clips if clip.original is not None]
+        captions = [clip.source.captions for clip in clips]
+        return caption_parts(encoders, captions, pictures if self._reads_pictures else None)
 
 
 def _changes(picture: Image.Image, target: Target) -> Changes:

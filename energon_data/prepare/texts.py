@@ -10,6 +10,8 @@ from energon_data.prepare.shards import npy_bytes
 from energon_data.samples import stem_of_wording
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from dit.encoders.text import TextEncoders
 
 
@@ -27,9 +29,18 @@ def _array(row: Tensor) -> bytes:
     return npy_bytes((half if half.isfinite().all() else row).cpu().numpy())
 
 
-def caption_parts(encoders: "TextEncoders", captions: Sequence[Sequence[str]]) -> list[dict[str, bytes]]:
-    """Return the parts of samples with one or more captions each: `text.npy` of the first, then `text-1.npy`, ..."""
-    rows = iter(text_parts(encoders.encode([caption for several in captions for caption in several])))
+def caption_parts(
+    encoders: "TextEncoders", captions: Sequence[Sequence[str]], pictures: Optional[Sequence["Image"]] = None
+) -> list[dict[str, bytes]]:
+    """Return the parts of samples with one or more captions each: `text.npy` of the first, then `text-1.npy`, ...
+
+    Args:
+        pictures: the picture to edit of each sample, for encoders that read it.
+    """
+    texts = [caption for several in captions for caption in several]
+    if pictures is not None:
+        pictures = [picture for several, picture in zip(captions, pictures, strict=True) for _ in several]
+    rows = iter(text_parts(encoders.encode(texts, pictures)))
     return [
         {
             f"{stem_of_wording(name.removesuffix('.npy'), i)}.npy": data

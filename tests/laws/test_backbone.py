@@ -189,8 +189,8 @@ def test_counted_parameters_and_operations_equal_those_of_the_model(build: Any, 
     assert all(found.isfinite().all() for found in observed(config, model, BACKBONES[name].objective))
 
 
-ELSEWHERE = {"base_width"}
-"""Settings of initial weights and learning rates: `tests/unit/backends/test_width.py`."""
+ELSEWHERE = {"base_width", "clean_reference_time"}
+"""Initial weights and learning rates: `tests/unit/backends/test_width.py`. References: `tests/laws/test_levels.py`."""
 FIELDS = [(name, field.name) for name in NAMES for field in fields(config_of(name)) if field.name not in ELSEWHERE]
 
 

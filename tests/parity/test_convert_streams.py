@@ -3,6 +3,7 @@
 Equal outputs and gradients, exact round trips, published sizes.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,7 +47,7 @@ from dit.patchify import grid_positions, unpatchify
 from dit.sampling.references import add_references
 from dit.tracing.forward import ForwardCost
 from dit.tracing.packs import PackShape
-from dit.verify.public import CALLS, call_flux, compare_public
+from dit.verify.public import CALLS, call_flux, compare_public, gradient_errors
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, packed, random_weights, relative_error
 
@@ -123,6 +124,11 @@ FAMILIES = {
         DiffusersQwenImage(),
         QwenImageTransformer2DModel,
         {**COMMON, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6)},
+    ),
+    "qwen_image_edit_2511": Family(
+        DiffusersQwenImage(),
+        QwenImageTransformer2DModel,
+        {**COMMON, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6), "zero_cond_t": True},
     ),
     "lumina2": Family(DiffusersLumina2(), Lumina2Transformer2DModel, LUMINA2),
     "z_image": Family(DiffusersZImage(), ZImageTransformer2DModel, Z_IMAGE),
@@ -204,43 +210,55 @@ def test_a_pack_of_two_sizes_equals_two_calls_of_diffusers(build_model: BuildMod
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, model.patch_spatial), exact[0]) <= RTOL
 
 
-EDITING = {
-    "flux_schnell": (FAMILIES["flux_schnell"], 1),  # as in FLUX.1 Kontext
-    "flux2_dev": (FAMILIES["flux2_dev"], 10),
-    "flux2_klein": (FAMILIES["flux2_klein"], 10),
-}
-"""Families that edit pictures, and the position of the reference on the first axis."""
+EDITING = {"flux_schnell": 1, "flux2_dev": 10, "flux2_klein": 10, "qwen_image": 1, "qwen_image_edit_2511": 1}
+"""Families that edit pictures (FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit): position of a reference on the first axis."""
+REFERENCES = ((6, 8), (10, 2))
+"""Height and width of the reference of each sample (3 x 4 and 5 x 1 tokens)."""
 
 
-@torch.no_grad()
+def channels_first(x_TC: Tensor) -> Tensor:
+    """Return tokens of 2 x 2 patches of 4 channels with the features in the order of diffusers."""
+    return x_TC.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
+
+
+def edited_by_diffusers(external: Any, batch: PackedBatch, sample: int, text_KC: Tensor, start: int) -> Tensor:
+    """Return the prediction for the picture of a sample, from the inputs of the pipeline."""
+    begin, length, axes = batch.layout.starts[sample], batch.layout.lengths[sample], external.config.axes_dims_rope
+    grids, x_TC = (batch.grids[sample], batch.reference_grids[sample]), batch.latents_TC[begin : begin + length]
+    others: dict[str, Any] = {"img_shapes": [list(grids)]}
+    if not isinstance(external, QwenImageTransformer2DModel):
+        ids, text_ids = torch.cat(list(map(grid_positions, grids))), torch.zeros(len(text_KC), len(axes))
+        ids[math.prod(grids[0]) :, 0] = start
+        text_ids[:, 3:] = torch.arange(len(text_KC))[:, None]
+        others = {"img_ids": pad(ids, (0, len(axes) - 3)), "txt_ids": text_ids}
+    if getattr(external.config, "guidance_embeds", False):
+        others["guidance"] = torch.tensor([0.25])
+    if "pooled" in batch.conditions:
+        others["pooled_projections"] = batch.conditions["pooled"].values[sample : sample + 1]
+    exact = external(channels_first(x_TC)[None], text_KC[None], timestep=torch.tensor([0.25]), **others).sample
+    return channels_first(exact[0, : math.prod(grids[0])])
+
+
 @pytest.mark.parametrize("name", EDITING)
 def test_edited_pictures_equal_those_of_the_diffusers_pipelines(build_model: BuildModel, name: str) -> None:
-    """The reference follows the picture, with the same time and another position on the first axis."""
-    family, start = EDITING[name]
-    external, model, weights = import_random(family)
+    """Compare a pack of two sizes with two calls; the reference follows the picture, at another position."""
+    external, model, weights = import_random(FAMILIES[name])
     _, texts = latents_and_texts()
-    references = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(5)) for h, w in ((6, 8), (4, 2))]
-    spec, time = model.batch_spec(micro_batch_size=2, multiple_of=4), torch.tensor([0.25])
-    batch = add_references(pack_of(model), references, spec)
+    references = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(5)) for h, w in REFERENCES]
+    batch = add_references(pack_of(model), references, model.batch_spec(micro_batch_size=2, multiple_of=4))
     network = load(build_model(model), weights)
-    actual = network(batch.latents_TC, shared_time(time, batch.layout), batch)
-    for i, (begin, (t, h, w)) in enumerate(zip(batch.layout.starts, batch.grids)):
-        length, tokens = batch.layout.lengths[i], t * h * w
-        # Features of a token are channel-first in diffusers.
-        x_TC = batch.latents_TC[begin : begin + length].unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
-        ids = torch.cat([grid_positions(grid) for grid in ((t, h, w), (1, *[n // 2 for n in references[i].shape[2:]]))])
-        ids[tokens:, 0] = start
-        axes = len(external.config.axes_dims_rope)
-        text_ids = torch.zeros(len(texts[i]), axes)
-        text_ids[:, 3:] = torch.arange(len(texts[i]))[:, None]
-        others = {"guidance": torch.tensor([0.25])} if getattr(model, "guidance", None) is not None else {}
-        if "pooled" in batch.conditions:
-            others["pooled_projections"] = batch.conditions["pooled"].values[i : i + 1]
-        exact = external(
-            x_TC[None], texts[i][None], timestep=time, img_ids=pad(ids, (0, axes - 3)), txt_ids=text_ids, **others
-        ).sample[0, :tokens]
-        exact_TC = exact.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
-        assert relative_error(actual[begin : begin + tokens], exact_TC) <= RTOL
+    predicted_TC = network(batch.latents_TC, shared_time(torch.tensor([0.25]), batch.layout), batch)
+    actual_TC = predicted_TC[batch.layout.noised_T]
+    exact_TC = torch.cat([edited_by_diffusers(external, batch, i, texts[i], EDITING[name]) for i in range(len(SIDES))])
+    assert relative_error(actual_TC.detach(), exact_TC.detach()) <= RTOL
+    cotangent_TC = torch.randn(exact_TC.shape, generator=torch.Generator().manual_seed(6))
+    exact_TC.backward(cotangent_TC)
+    actual_TC.backward(cotangent_TC)
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in network.named_parameters()}
+    rules = FAMILIES[name].form.rules(model, parameter_shapes(model), (1, 8, 8))
+    errors = gradient_errors(rules, gradients, dict(external.named_parameters()))
+    assert len(errors) > 30
+    assert {n: error for n, error in errors.items() if error > GRADIENT_RTOL} == {}
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    BatchFeature,
     ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
@@ -28,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -72,7 +74,8 @@ def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool
 
 
 BYTES = sorted(ByteLevel.alphabet())
-MARKS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+PICTURE_MARK = "<|image_pad|>"
+MARKS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]", PICTURE_MARK)
 QWEN_CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think></think>{% endif %}"
@@ -147,8 +150,31 @@ def language_model(kind: str, layers: int) -> Any:
     rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
     own = {"depth": 1, "hidden_size": 8, "num_heads": 2, "out_hidden_size": 8, "intermediate_size": 12}
     return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config={**sizes, "rope_parameters": rope}, vision_config=own)
+        Qwen2_5_VLConfig(
+            text_config={**sizes, "rope_parameters": rope},
+            vision_config=own,
+            image_token_id=MARKS.index(PICTURE_MARK),
+        )
     ).eval()
+
+
+class Processor:
+    """`Qwen2VLProcessor` for one text and picture; its part for videos needs torchvision."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        # At most 12 tokens for a picture of any size.
+        self.pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112})
+
+    def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> BatchFeature:
+        pixels = self.pictures(images=images, return_tensors=return_tensors)
+        words = text[0].replace(PICTURE_MARK, PICTURE_MARK * (int(pixels["image_grid_thw"].prod()) // 4))
+        return BatchFeature({**self.tokenizer([words], padding=padding, return_tensors=return_tensors), **pixels})
+
+
+def with_types(module: Any, words: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Mark the picture's tokens, as transformers 4 did for the pipelines; in version 5 the caller does."""
+    return words, {**named, "mm_token_type_ids": (named["input_ids"] == MARKS.index(PICTURE_MARK)).int()}
 
 
 def prepare_twice(root: Path) -> Path:

@@ -30,8 +30,9 @@ ROWS: dict[str, tuple[str, dict[str, str], list[int]]] = {
     "Chroma": ("finetune_chroma", {}, [1, 64, 64]),
     "FLUX.2 klein 9B": ("finetune_flux2_klein", {"size": "9b"}, [1, 64, 64]),
     "Qwen-Image": ("finetune_qwen_image", {}, [1, 64, 64]),
+    "Qwen-Image-Edit": ("finetune_qwen_image_edit", {}, [2, 64, 64]),
 }
-"""By model: recipe, arguments of the recipe, and patch grid of a sample."""
+"""By model: recipe, arguments of the recipe, and patch grid of a sample (with that of its reference)."""
 MACHINES = {"24 GB": (1, 24), "80 GB": (1, 80), "8 x 80 GB": (8, 80)}
 COLUMNS = [(lora, machine) for lora in (True, False) for machine in MACHINES]
 REPORTS: dict[str, str] = {}

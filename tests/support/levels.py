@@ -1,5 +1,6 @@
 """Packs whose samples have several noise levels."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,7 +9,8 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.layout import CLEAN
-from dit.levels import Segment, unmasked_clean, with_levels
+from dit.levels import Segment, reference_positions, unmasked_clean, with_levels
+from dit.patchify import grid_positions
 
 
 def segments_of(number: int, tokens: int) -> list[Segment]:
@@ -23,17 +25,32 @@ def segments_of(number: int, tokens: int) -> list[Segment]:
     }[number % 5]
 
 
-def references_of(number: int, tokens: int) -> list[Segment]:
-    """Return segments in which the last tokens are clean, like a reference image; none for every third sample."""
-    clean = max(1, tokens // 3)
-    return [(tokens - clean, 0), (clean, CLEAN)] if number % 3 else []
-
-
-def leveled(batch: PackedBatch, segments_of: Callable[[int, int], list[Segment]] = segments_of) -> PackedBatch:
+def leveled(batch: PackedBatch) -> PackedBatch:
     """Give the samples of a pack several noise levels, by the id of the sample."""
     ids = batch.sample_ids_S.tolist()
     segments = [segments_of(number, tokens) for number, tokens in zip(ids, batch.layout.lengths)]
     return replace(batch, layout=with_levels(batch.layout, segments))
+
+
+def edited(batch: PackedBatch) -> PackedBatch:
+    """Make the last rows of two of three pictures a reference, by the id of the sample."""
+    grids, references, segments, positions_T3 = [], [], [], batch.positions_T3.clone()
+    for number, start, (t, h, w) in zip(batch.sample_ids_S.tolist(), batch.layout.starts, batch.grids):
+        rows = max(1, h // 3) if number % 3 and h > 1 else 0
+        grid, reference = (t, h - rows, w), (t * (rows > 0), rows, w * (rows > 0))
+        grids.append(grid)
+        references.append(reference)
+        segments.append([(math.prod(grid), 0), (math.prod(reference), CLEAN)] if rows else [])
+        positions_T3[start : start + t * h * w] = torch.cat(
+            [grid_positions(grid), reference_positions(reference, grid)]
+        )
+    return replace(
+        batch,
+        positions_T3=positions_T3,
+        grids=tuple(grids),
+        reference_grids=tuple(references),
+        layout=with_levels(batch.layout, segments),
+    )
 
 
 @dataclass(frozen=True)
@@ -41,10 +58,10 @@ class LeveledPacks:
     """`launch.verify.MockPacks` whose samples have several noise levels."""
 
     packs: Any
-    segments_of: Callable[[int, int], list[Segment]] = segments_of
+    change: Callable[[PackedBatch], PackedBatch] = leveled
 
     def __call__(self, numbers: Sequence[int], *, multiple_of: int = 1, tail: int = 0) -> PackedBatch:
-        return leveled(self.packs(numbers, multiple_of=multiple_of, tail=tail), self.segments_of)
+        return self.change(self.packs(numbers, multiple_of=multiple_of, tail=tail))
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class LeveledStream:
     """A stream of `dit.verify.trial.Trial` whose samples have several noise levels."""
 
     stream: Any
-    segments_of: Callable[[int, int], list[Segment]] = segments_of
+    change: Callable[[PackedBatch], PackedBatch] = leveled
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> Iterator[PackedBatch]:
-        return (leveled(batch, self.segments_of) for batch in self.stream(dp_rank, dp_size, token_multiple))
+        return map(self.change, self.stream(dp_rank, dp_size, token_multiple))

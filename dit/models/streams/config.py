@@ -63,7 +63,8 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
             `text_positions=own_axis`.
         text_positions: positions of text tokens: 0, an index on a fourth axis, or one after the image's.
             `before_image`: an index on t, where the image follows.
-        centred_positions: count h and w from the centre.
+        centred_positions: count h and w from the centre of each picture.
+        clean_reference_time: modulate reference tokens with the time 0 instead of the time of their sample.
         position_crop: `[side, span]`; sine-cosine positions are the centre of a square with `side` patches on each
             axis, whose positions range from 0 to `span`; None for the patch indices.
     """
@@ -95,6 +96,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     rope_axes: list[int]
     text_positions: TextPositions = "origin"
     centred_positions: bool = False
+    clean_reference_time: bool = False
     position_crop: Optional[list[int]] = None
 
     def conditions(self) -> tuple[Condition, ...]:
@@ -115,13 +117,12 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     @property
     def takes_references(self) -> bool:
-        """Whether the image stream accepts reference tokens, which have the time of their sample.
+        """Whether the image stream accepts reference tokens.
 
-        They need rotary positions that are not centred, joint attention from the first block on, and no latents.
+        They need rotary positions, joint attention from the first block on, and no latents.
         """
         has_latents = any(condition.axis == "latent" for condition in self.conditions())
-        is_rotary = self.position_embedding == "rope_3d" and not self.centred_positions
-        return is_rotary and self.block == "adaln_zero" and not has_latents
+        return self.position_embedding == "rope_3d" and self.block == "adaln_zero" and not has_latents
 
     @property
     def sample_multiple(self) -> int:
@@ -228,6 +229,13 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"model.num_dual_layers={self.num_dual_layers} with model.num_joint_layers={self.num_joint_layers} and "
                 f"model.shared_modulation={self.shared_modulation}: a second attention is in a joint block with its "
                 "own modulation; use fewer dual layers, and shared_modulation=False"
+            )
+        if self.clean_reference_time and (self.num_single_layers or self.sublayers(0) is not None):
+            raise ConfigError(
+                f"model.clean_reference_time=True with model.num_single_layers={self.num_single_layers}, "
+                f"model.shared_modulation={self.shared_modulation} and model.approximator={self.approximator}: only "
+                "the image stream of joint blocks has a modulation for each noise level; use 0, False and None, or "
+                "model.clean_reference_time=False"
             )
         if not self.text_output and (self.num_single_layers or self.shared_modulation):
             raise ConfigError(

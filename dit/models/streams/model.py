@@ -114,7 +114,8 @@ class Streams(Backbone):
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         provider = self.provider
-        time_S, batch = time_of_samples(time_S, batch)
+        leveled, time_L = batch, 1 - time_S if self.model_config.reversed_time else time_S
+        time_S, batch = time_of_samples(time_L, batch)
         layouts = StreamLayouts.of(self.text_layout(batch), batch.layout, self.model_config.learned_padding, provider)
         texts, joint = layouts.texts, layouts.single
         rotation_J = of_streams = None
@@ -125,12 +126,14 @@ class Streams(Backbone):
             image_TA = layouts.extend_image(image_TA, start_1A)
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
-        time_S = 1 - time_S if self.model_config.reversed_time else time_S
         has_approximator = self.model_config.approximator is not None
         cond = time_S if has_approximator else self.conditioner(time_S, batch)
         condition = self.modulation(cond)
         positions_T3 = sincos_positions(self.model_config, batch)
-        layout, _ = shard_tokens(layouts.image, provider)
+        layout, image_condition = layouts.image, condition
+        if self.model_config.clean_reference_time:
+            layout, image_condition = leveled.layout, self.conditioner(time_L, leveled)
+        layout, _ = shard_tokens(layout, provider)
         local_texts, _ = shard_tokens(texts, provider)
         local_joint, _ = shard_tokens(joint, provider)
         single = max(self.stage.layers.start, self.model_config.num_joint_layers)
@@ -144,9 +147,9 @@ class Streams(Backbone):
                 rows_D = from_previous_stage(self.input_tensor)
                 text_KD, x_TD = rows_D.split([local_texts.num_local_tokens, layout.num_local_tokens])
             for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
-                layer = self.layers[str(i)]
-                text_KD, x_TD = layer(
-                    text_KD, x_TD, self.of_layer(i, condition), local_texts, layout, layouts.streams, of_streams
+                conditions = self.of_layer(i, condition), self.of_layer(i, image_condition)
+                text_KD, x_TD = self.layers[str(i)](
+                    text_KD, x_TD, *conditions, local_texts, layout, layouts.streams, of_streams
                 )
             if single >= self.stage.layers.stop and not self.post_process:
                 return to_next_stage(torch.cat([text_KD, x_TD]))
@@ -221,8 +224,7 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
     if config.frame_spacing > 1:
         image_T3 = image_T3 * image_T3.new_tensor([config.frame_spacing, 1, 1])
     if config.centred_positions:
-        below_S2 = (batch.grid_sizes()[:, 1:] + 1) // 2
-        image_T3 = image_T3 - batch.layout.per_token(nn.functional.pad(below_S2, (1, 0)))
+        image_T3 = image_T3 - nn.functional.pad(_centres(batch), (1, 0))
     if config.text_positions == "before_image":
         start_T1 = batch.layout.per_token(texts.lengths_S)
         return nn.functional.pad(index_K1, (0, 2)), image_T3 + nn.functional.pad(start_T1, (0, 2))
@@ -230,6 +232,18 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
         return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
     if config.text_positions == "after_image":
         share = 2 if config.centred_positions else 1
-        start_K1 = texts.per_token(batch.grid_sizes()[:, 1:].amax(1) // share)
+        sizes_S3, reference_S3 = batch.grid_sizes(), batch.reference_sizes()
+        sizes_S3 = sizes_S3 if reference_S3 is None else sizes_S3.maximum(reference_S3)
+        start_K1 = texts.per_token(sizes_S3[:, 1:].amax(1) // share)
         return (index_K1 + start_K1).expand(-1, 3), image_T3
     return image_T3.new_zeros(texts.total_tokens, 3), image_T3
+
+
+def _centres(batch: PackedBatch) -> Tensor:
+    """Return h and w of the centre of each token's picture, the sample or its reference, int64 `[T, 2]`."""
+    sizes_S3, reference_S3 = batch.grid_sizes(), batch.reference_sizes()
+    centres_T2 = batch.layout.per_token((sizes_S3[:, 1:] + 1) // 2)
+    if reference_S3 is None:
+        return centres_T2
+    is_reference_T1 = batch.layout.token_index_T[:, None] >= batch.layout.per_token(sizes_S3.prod(1))
+    return torch.where(is_reference_T1, batch.layout.per_token((reference_S3[:, 1:] + 1) // 2), centres_T2)

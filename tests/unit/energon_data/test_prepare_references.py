@@ -1,11 +1,14 @@
 """Pairs of pictures before and after an edit, prepared from folders, lists and tables, and read by training."""
 
+import io
 import json
+import tarfile
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from dit.batch import pixel_values
 from dit.data_api import BatchSpec
+from dit.encoders.text import TextEncoders
 from dit.encoders.vae import VAE
 from dit.errors import EXIT_CONFIG, EXIT_OK
 from dit.models.flux.config import FluxConfig
@@ -22,7 +26,7 @@ from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
 from energon_data.prepare.__main__ import main
-from tests.support.encoders import save_vae
+from tests.support.encoders import Processor, save_language_model, save_vae
 
 SPEC = BatchSpec(patch_temporal=1, patch_spatial=4, latent_channels=3, conditions=(), micro_batch_size=1)
 COUNT = 4
@@ -97,6 +101,27 @@ def test_pictures_of_the_same_name_are_a_pair(tmp_path: Path, capsys: pytest.Cap
     assert "skipped, bad_image: 1; broken.png: its reference: " in said
     assert f"edited from another picture: {COUNT} samples" in said
     assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
+
+
+def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The encoder reads the original file; a sample without one is skipped."""
+    edited, originals = write_pairs(tmp_path)
+    Processor(None).pictures.save_pretrained(save_language_model("qwen2_5_vl", tmp_path / "encoder"))
+    line = f"{tmp_path}/encoder:prompt=qwen_image_edit_plus"
+    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals, "--text-encoder", line) == EXIT_OK
+    shown = [noise(*SIZES[i % 2], seed=100 + i) for i in range(COUNT)]
+    expected = TextEncoders(line).encode([f"make it {i}" for i in range(COUNT)], shown)["text"]
+    stored = []
+    for tar in sorted((tmp_path / "out").glob("**/*.tar")):
+        with tarfile.open(tar) as files:
+            members = [member for member in files if member.name.endswith("text.npy")]
+            stored += [np.load(io.BytesIO(files.extractfile(member).read())) for member in members]
+    assert len(stored) == COUNT
+    for array in stored:  # in another order
+        assert any(array.shape == x.shape and np.array_equal(array, x.half().numpy()) for x in expected)
+    capsys.readouterr()
+    prepare(tmp_path / "without", "--in", edited, "--text-encoder", line)
+    assert f"{COUNT} no_reference (0.png: the text encoder reads the picture" in "".join(capsys.readouterr())
 
 
 def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path: Path) -> None:

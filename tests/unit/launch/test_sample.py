@@ -239,7 +239,7 @@ def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path,
 class LengthEncoder:
     """Embeds a text as one row per word, filled with the word's length."""
 
-    def encode(self, texts):
+    def encode(self, texts, pictures=None):
         rows = [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
         return {"text": rows, "pooled": [x.sum(0) for x in rows]}
 

@@ -101,6 +101,7 @@ def test_mlperf_measures_at_its_samples_with_its_optimizer() -> None:
         ("finetune_flux2_klein", "models/flux2-klein", 3_875_544_576),
         ("finetune_flux2_klein(size='9b')", "models/flux2-klein-9b", 9_078_581_248),
         ("finetune_qwen_image", "models/qwen-image", 20_430_401_088),
+        ("finetune_qwen_image_edit", "models/qwen-image-edit", 20_430_401_088),
         ("finetune_wan22_ti2v", "models/wan22-ti2v", 4_999_787_712),
         ("finetune_sdxl", "models/sdxl", 2_567_463_684),
         ("finetune_sd35", "models/sd35", 8_056_627_520),

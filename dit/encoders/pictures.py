@@ -1,0 +1,66 @@
+"""Pictures that a text encoder reads next to a caption, in the form that Qwen2.5-VL takes.
+
+    picture -- scale to an area --> pixels -- image processor --> patches
+    caption -- prompt --> ids with one mark for the picture --> ids with one mark for each of its tokens
+
+Source: diffusers 0.38, `pipeline_qwenimage_edit.py` and `pipeline_qwenimage_edit_plus.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dit.encoders.pretrained import load_without_code
+from dit.encoders.prompts import PICTURE_MARK
+from dit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SIDE = 32
+"""Sides of a scaled picture are multiples of this number."""
+
+
+def scaled(picture: "Image", area: int) -> "Image":
+    """Return a picture with about `area` pixels, of nearly the same shape."""
+    from PIL import Image
+
+    ratio = picture.width / picture.height
+    width = math.sqrt(area * ratio)
+    sides = (round(length / SIDE) * SIDE for length in (width, width / ratio))
+    across, down = (max(SIDE, side) for side in sides)
+    return picture.resize((across, down), Image.Resampling.LANCZOS)
+
+
+class PictureReader:
+    """Converts pictures to inputs of Qwen2.5-VL.
+
+    Args:
+        what: the encoder, for messages.
+        source: arguments of `from_pretrained` that locate `preprocessor_config.json`.
+        mark: id of the token that stands for a picture.
+    """
+
+    def __init__(self, what: str, source: dict[str, Any], mark: int) -> None:
+        from transformers import Qwen2VLImageProcessorPil
+
+        self.what, self.mark = what, mark
+        self._processor = load_without_code(Qwen2VLImageProcessorPil, f"the image processor of {what}", **source)
+
+    def __call__(self, ids: Sequence[int], picture: "Image", area: int) -> dict[str, Tensor]:
+        """Return the inputs of the network for one text with one mark, and its picture."""
+        if list(ids).count(self.mark) != 1:
+            raise ConfigError(
+                f"{self.what}: a text has {list(ids).count(self.mark)} tokens {PICTURE_MARK} for one picture; use the "
+                "tokenizer of the published model, and captions without this word"
+            )
+        pixels = self._processor(images=[scaled(picture, area)], return_tensors="pt")
+        tokens = int(pixels["image_grid_thw"].prod()) // self._processor.merge_size**2
+        place = list(ids).index(self.mark)
+        ids_1K = torch.tensor([[*ids[:place], *[self.mark] * tokens, *ids[place + 1 :]]])
+        # The rotary positions of the picture's tokens follow its rows and columns.
+        types_1K = (ids_1K == self.mark).int()
+        return {"input_ids": ids_1K, "mm_token_type_ids": types_1K, **pixels}
