@@ -6,7 +6,8 @@
 
 The first command trains on two cores with five seeds, judges the samples of each, and writes `record.json` and the row
 of the table. The second one repeats a record's training with its first seed and compares the data, the judge, every
-loss, the weights, the right results and, on the same machine, the process time. It exits with 1 if one of them differs.
+logged loss, the weights and the right results. It exits with 1 if one of them differs, or if the same machine takes
+more than 1.25 times as long.
 The third one writes the tables and the plot of the records in examples/race.
 """
 
@@ -52,7 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m examples.race", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--track", choices=TRACKS, default="letters", help="what the model draws (%(default)s)")
-    parser.add_argument("--factory", help="recipe (that of the track)")
+    parser.add_argument("--factory", help="recipe (default: that of the track)")
     parser.add_argument("--ranks", type=int, choices=range(1, CORES + 1), default=CORES, help="processes (%(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds that are trained (%(default)s)")
     parser.add_argument("--change", default="", help="what differs from the last record, for the table")
@@ -81,7 +82,7 @@ def trained(command: Sequence[str], log: Path) -> tuple[float, float]:
     earlier, prctl = child_processes(), ctypes.CDLL(None).prctl
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     # Processes that a rank starts and does not wait for, such as the one that reads the data, become children of this
-    # one, and their time counts.
+    # process, and their time counts.
     prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         with open(log, "w") as file:
@@ -159,9 +160,9 @@ def judged(track: str, run: Path) -> tuple[int, int]:
         DataError: the samples were not judged.
     """
     command = [sys.executable, "-m", "launch.evaluate", "--checkpoint", str(run), *TRACKS[track].judge, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
-        raise DataError(f"the samples of {run} were not judged: {done.stderr.strip().splitlines()[-1:]}")
+        raise DataError(f"the samples of {run} were not judged: {done.stderr.strip().rpartition(chr(10))[2]}")
     return TRACKS[track].count(parse_json(done.stdout.splitlines()[-1]))
 
 
@@ -188,11 +189,11 @@ def run_race(args: argparse.Namespace) -> Record:
     """Train with the recipe's seed and with seeds 1 to `seeds` - 1, judge the samples and return the record.
 
     Raises:
-        ConfigError: `out` exists.
-        DataError: the data are missing, or the training failed.
+        ConfigError: `out` exists, or an override changes a setting that the race fixes.
+        DataError: the data are missing, the training failed, or its samples were not judged.
     """
     track, out = TRACKS[args.track], args.out
-    data = Path(getattr(config_of(args.factory, args.overrides).data, "path", None) or "")
+    data = Path(getattr(config_of(args.factory, args.overrides).data, "path", None) or "data of the recipe")
     before = digest_of_data(data)
     if out.exists():
         raise ConfigError(f"{out} exists; give --out a folder that does not")

@@ -20,7 +20,7 @@ TO_THE_BIT = {
     "right": "the number of right results differs",
     "total": "the number of results differs",
 }
-"""Fields that must be equal in a replay, each with the meaning of a difference; a difference explains later ones."""
+"""Fields that must be equal in a replay, with the meaning of a difference; an earlier one may cause later ones."""
 SLOWER = 1.25  # a replay on the same machine may take this many times the claimed process time
 
 
@@ -33,8 +33,8 @@ class Track:
         mark: share of the results that must be right with every seed.
         judge: arguments of `launch.evaluate`.
         count: the numbers of right results and of all results in the record of the judge.
-        judge_file: file of the judge next to the data, if training made it.
-        unit: results, in the plural.
+        judge_file: file next to the data with the judge's weights, if it is a trained model.
+        unit: name of the results, in the plural.
     """
 
     factory: str
@@ -51,7 +51,7 @@ def letters_read(result: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def attributes_of_new_pairs(result: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of attributes as requested, and of all attributes, of avatars with pairs new to the model."""
+    """Return how many attributes of avatars with new pairs are as requested, and how many there are."""
     (score,) = (score for score in result["scores"] if score["kind"] == "new pair")
     total = score["samples"] * len(score["by_attribute"])
     return round(score["attributes"] * total), total
@@ -70,8 +70,8 @@ class Record:
     Attributes:
         track: name in `TRACKS`.
         change: what differs from the record before.
-        factory, overrides, ranks: of the training command.
-        revision: of the code.
+        factory, overrides, ranks: arguments of the training command.
+        revision: commit of the code.
         process_s: CPU time of the training command and all its processes, in seconds.
         wall_s: elapsed time in seconds, which depends on other work on the machine.
         steps: number of steps of the run.
@@ -174,12 +174,13 @@ def records(track: str) -> list[Record]:
 def page() -> str:
     """Return the text of README.md with a table of the records of each track."""
     rules, heading, _ = read_bytes(PAGE).decode().partition(HEADING)
-    text = f"{rules}{heading}\nThe file of a record has its settings.\n\n![CPU time of the records]({PLOT.name})\n"
+    text = f"{rules}{heading}\nThe file of a record has the settings of its command.\n\n"
+    text += f"![CPU time of the records]({PLOT.name})\n"
     for track, judged in TRACKS.items():
         rows = records(track)
         machines = sorted({f"{row.machine}, torch {row.torch}" for row in rows})
         text += f"\n### {track.capitalize()}\n\nMeasured on {'; '.join(machines)}.\n\n"
-        text += f"| record | change | CPU time | steps | {judged.unit} | seeds at the mark | revision |\n"
+        text += f"| record | change | CPU time | steps | {judged.unit} | seeds that pass | revision |\n"
         text += "|---|---|---|---|---|---|---|\n"
         text += "".join(f"{row.row(str(number))}\n" for number, row in enumerate(rows, 1))
     return text

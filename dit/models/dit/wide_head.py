@@ -1,4 +1,4 @@
-"""A head of wide layers, which read the noised latent again."""
+"""A head of wide layers that also read the noised latent."""
 
 from typing import Optional
 
@@ -18,7 +18,7 @@ from dit.models.dit.layer import DiTLayer
 
 
 def token_rows(count: int, device: torch.device) -> SequenceLayout:
-    """Return the layout of vectors with one row per token, in the place of a layout with one row per sample."""
+    """Return a layout in which every token is a sample, for modulations that differ from token to token."""
     return SequenceLayout((1,) * count, (1,) * count, count, device)
 
 
@@ -30,7 +30,7 @@ class WideHead(nn.Module):
         tokens of the body + time -- SiLU, linear --> c ----+-----------------+------------+
 
     The last pipeline stage has the head; every stage receives the noised latent. Under sequence parallelism each rank
-    modulates its local tokens with all weights of the modulation.
+    modulates its local tokens, so the weights of the modulations are replicated.
 
     Args:
         config: settings of the model, with `wide_head`.
