@@ -334,9 +334,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         echo(note, file=sys.stderr)
     show: Callable[[Tensor], Tensor] = (decode := Decoder(name, local_device()))
     settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
-    requests, size = with_pictures(
-        generator, what_to_draw(args, generator, settings.get("size")), pictures, args.augmentation
-    )
+    requested = what_to_draw(args, generator, settings.get("size"), references=args.reference or ())
+    requests, size = with_pictures(generator, requested, pictures, args.augmentation)
     settings |= size
     strength = check_strength(args.strength, initial=args.init is not None)
     init: dict[str, Any] = {}

@@ -184,12 +184,14 @@ def what_to_draw(
     size: Optional[tuple[int, int]] = None,
     *,
     every_class: bool = False,
+    references: Sequence[Path] = (),
 ) -> list["Request"]:
     """Return the requested samples: `--count` of each prompt, embedding or class.
 
     Args:
         size: height and width of their latents; None for the largest training sample.
         every_class: without a choice, request all classes, not at most `MAX_DEFAULT_CLASSES`.
+        references: the picture to edit of all prompts, or of each.
     """
     from dit.inference.drawing import Request, numbered
 
@@ -204,7 +206,7 @@ def what_to_draw(
     conditions: dict[str, list[Any]] = {}
     records: list[dict[str, Any]]
     count = len(prompts) or len(args.text_embedding or ())
-    pictures = pictures_of_texts(getattr(args, "reference", None) or (), generator.text_encoder, count)
+    pictures = pictures_of_texts(references, generator.text_encoder, count)
     if prompts or args.text_embedding:
         texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator, pictures)
         conditions |= texts

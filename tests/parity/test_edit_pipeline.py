@@ -61,7 +61,7 @@ def drawn_by_us(generator: Generator, vae: Path, paths: list[Path], *words: str)
     """Return the latents that the command draws, and those of the references."""
     references = ["--reference", *map(str, paths)]
     args = build_parser().parse_args(["--checkpoint", "run", "--prompt", *CASE.prompts, *references, *words])
-    requests = what_to_draw(args, generator)
+    requests = what_to_draw(args, generator, references=args.reference)
     decoder = Decoder(str(vae), torch.device("cpu"))
     requests = add_pictures(
         requests, "--reference", paths, 1, lambda path: read_initial(path, (1, 8, 8), 16, decoder, "--reference")

@@ -12,7 +12,7 @@ from dit.levels import with_levels
 from dit.parallel.build import count_parameters, parameter_shapes
 from dit.patchify import patchify, unpatchify
 from dit.verify.compare import tensor_errors
-from dit.verify.public import _gradients
+from dit.verify.public import gradient_errors
 from dit.verify.trial import disturb_constants
 from launch.config_file import built
 from launch.train import call_recipe
@@ -75,7 +75,7 @@ def test_times_per_token_equal_those_of_diffusers(build_model: BuildModel, one_r
     outputs = tensor_errors({"output": exact_RC.detach()}, {"output": real_RC.detach()})
     assert outputs["output"] <= OUTPUT_RTOL
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in network.named_parameters()}
-    errors = _gradients(rules, gradients, dict(reference.named_parameters()))
+    errors = gradient_errors(rules, gradients, dict(reference.named_parameters()))
     assert len(errors) > 50
     assert {name: error for name, error in errors.items() if not error <= GRADIENT_RTOL} == {}
 
