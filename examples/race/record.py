@@ -174,7 +174,8 @@ def records(track: str) -> list[Record]:
 def page() -> str:
     """Return the text of README.md with a table of the records of each track."""
     rules, heading, _ = read_bytes(PAGE).decode().partition(HEADING)
-    text = f"{rules}{heading}\nThe file of a record has the settings of its command.\n\n"
+    text = f"{rules}{heading}\nThe file of a record has the settings of its command. Other work on the machine "
+    text += "changes CPU times by up to 20 %.\n\n"
     text += f"![CPU time of the records]({PLOT.name})\n"
     for track, judged in TRACKS.items():
         rows = records(track)
