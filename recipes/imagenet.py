@@ -24,9 +24,9 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
     EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations: the network
-    predicts the noise only, the original also learns the variance; and nothing flips pictures at random, for the latent
-    of a mirrored picture is not the mirrored latent. For the original's flips (probability 0.5) the data need every
-    picture twice, encoded as it is and mirrored (energon_data/README.md).
+    predicts the noise only, the original also learns the variance. Pictures are not flipped at random, because the
+    latent of a mirrored picture is not the mirrored latent. The original flips with probability 0.5, which needs every
+    picture twice in the data, encoded as it is and mirrored (energon_data/README.md).
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
     """

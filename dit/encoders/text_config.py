@@ -244,7 +244,7 @@ class TextEncodersConfig:
 
     @property
     def reads_pictures(self) -> bool:
-        """Whether an encoder reads the picture to edit next to the caption."""
+        """Whether an encoder reads the picture together with its caption."""
         return any(encoder.around.picture for encoder in self.encoders)
 
     @property

@@ -123,7 +123,7 @@ class MakeSamples:
 
     @property
     def _reads_pictures(self) -> bool:
-        """Whether the text encoder reads the picture to edit."""
+        """Whether a text encoder reads the reference picture."""
         line = self.options.text_encoder
         return line is not None and check_text_encoder(line).reads_pictures
 

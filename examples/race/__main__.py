@@ -56,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--factory", help="recipe (default: that of the track)")
     parser.add_argument("--ranks", type=int, choices=range(1, CORES + 1), default=CORES, help="processes (%(default)s)")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds that are trained (%(default)s)")
-    parser.add_argument("--change", default="", help="what differs from the last record, for the table")
+    parser.add_argument("--change", default="", help="change since the last record, for the table")
     parser.add_argument("--check", type=Path, metavar="RECORD.json", help="repeat a record and compare")
     parser.add_argument("--any-revision", action="store_true", help="check a record of another revision of the code")
     parser.add_argument("--page", action="store_true", help="write the tables and the plot of the records")

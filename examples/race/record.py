@@ -26,7 +26,7 @@ SLOWER = 1.25  # a replay on the same machine may take this many times the claim
 
 @dataclass(frozen=True)
 class Track:
-    """What a model of a track must draw.
+    """A task of the race and its pass mark.
 
     Attributes:
         factory: recipe that a command trains if it names none.
@@ -69,7 +69,7 @@ class Record:
 
     Attributes:
         track: name in `TRACKS`.
-        change: what differs from the record before.
+        change: change since the record before.
         factory, overrides, ranks: arguments of the training command.
         revision: commit of the code.
         process_s: CPU time of the training command and all its processes, in seconds.

@@ -28,7 +28,7 @@ LEVELED = [name for name in NAMES if config_of(name).supports.levels]
 EDITED = [name for name in NAMES if config_of(name).takes_references and name not in LEVELED]
 """Backbones with pictures and references, but no other clean tokens."""
 CLEAN_TIME = {"qwen_image": {"clean_reference_time": True}}
-"""Settings of backbones whose references have a time of their own, as in Qwen-Image-Edit-2511."""
+"""Settings of backbones that modulate references with the time 0, as in Qwen-Image-Edit-2511."""
 SAMPLES = (0, 1, 2, 3, 4)
 RTOL = 1e-6
 """Relative error of the loss and all gradients together, in fp32."""

@@ -117,9 +117,9 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     @property
     def takes_references(self) -> bool:
-        """Whether the image stream accepts reference tokens.
+        """Whether samples may have a reference picture.
 
-        They need rotary positions, joint attention from the first block on, and no latents.
+        References need rotary positions, joint attention from the first block on, and no latents.
         """
         has_latents = any(condition.axis == "latent" for condition in self.conditions())
         return self.position_embedding == "rope_3d" and self.block == "adaln_zero" and not has_latents

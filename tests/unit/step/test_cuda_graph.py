@@ -46,8 +46,7 @@ from tests.support.replays import record
 
 STEPS = WARM_UP + 5
 RECORDED = 3  # steps; the packs of a job repeat after three
-GRAPHS = 3
-"""Those of the passes, of the numbers, and of the update."""
+GRAPHS = 3  # of the passes, of the numbers, and of the update
 DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shapes=['4x8x8']")
 """Changes of a recipe with packs."""
 
