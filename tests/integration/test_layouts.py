@@ -97,7 +97,7 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on one rank, and a run that moves through all layouts."""
     folder = tmp_path_factory.mktemp("layouts")
     shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
-    shared |= {"training__ema_decay": 0.7, **GRIDS}
+    shared |= {"training__ema_decay": 0.9, **GRIDS}
     jobs = {"one": Job(actions.train, {"arguments": letters(letters_data, folder / "one", **shared)})}
     for name, (ranks, settings) in WAY.items():
         stop = STOPS[name]

@@ -308,7 +308,7 @@ BF16_NAMES = ("imagen", "efficient_unet")
 DATA_PARALLEL = ("ddp", "distributed_optimizer")
 HALVES = {"bf16": (torch.bfloat16, 0.05), "fp16": (torch.float16, 0.01)}
 """Type of the weights, and relative error of a prediction against fp32."""
-BF16_RTOL = 1e-3  # after an update, which rounds one bf16 weight in ten thousand differently
+BF16_RTOL = 2**-8  # after an update, which may round a weight to the next bf16 number
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ HYBRIDS = {"hybrid": HYBRID, "hybrid_optim": {**HYBRID, "fsdp_sharding": "optim"
 
 SUM_RTOL = 1e-5  # fp32; sums are taken in another order
 ADAM_RTOL = 1e-4  # Adam divides by the root of small gradients
-NOISE_RTOL = 1e-3  # the gradient of the keys' bias is rounding noise; this test adds those of two layouts
+NOISE_RTOL = 1e-3  # after steps on two layouts: the gradient of the keys' bias is rounding noise, which Adam scales up
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +268,7 @@ def test_checkpoints_are_read_bitwise_equal_on_another_layout(results, resumed, 
     assert other["resumed_at"] == 2
     assert_same(other["before"], run["after"])
     assert other["grad_norms"] == pytest.approx(run["grad_norms"][2:], rel=SUM_RTOL)
-    assert_close(other["after"], run["at_end"], ADAM_RTOL)
+    assert_close(other["after"], run["at_end"], NOISE_RTOL)
 
 
 @pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
