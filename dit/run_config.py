@@ -193,8 +193,7 @@ class RunConfig:
     def check_here(self) -> tuple[ParallelDims, BatchSpec]:
         """Check the settings, also against the started ranks, the installed libraries, and the data.
 
-        Raises:
-            ConfigError, DataError: with the numbers and the cure.
+        Raises: ConfigError, DataError.
         """
         # Importing Megatron-Core takes seconds; a dry run does not need it.
         from dit.backends.process_groups import world_size_from_environment
@@ -293,7 +292,11 @@ def check_intervals(config: RunConfig) -> None:
             "together: objective=mean_flow needs a DiT with True, other objectives a model with False"
         )
     step, scale = getattr(config.objective, "difference", 0.0), getattr(config.model, "time_scale", 1.0)
+    unguided = getattr(config.objective, "guidance_scale", 1.0) == 1
     required = {
+        "sampling.guidance_scale=1 (targets are guided)": unguided or config.sampling.guidance_scale == 1,
+        "a positive model.class_dropout or context_dropout": unguided
+        or any(c.dropout for c in config.model.conditions()),
         f"an objective.difference below {1 / scale:g} (1 / model.time_scale)": step * scale < 1,
         "parallel.pipeline_model_parallel_size=1": config.parallel.pipeline_model_parallel_size == 1,
         "training.precision=fp32": config.training.precision == "fp32",

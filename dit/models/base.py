@@ -356,6 +356,10 @@ class Backbone(nn.Module, ABC):
         """Set the activations of the previous pipeline stage."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
+    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
+        """Sum a tensor over the ranks that have other tokens of the same samples."""
+        return x
+
     def units(self) -> Iterator[nn.Module]:
         """Iterate over the layers in `fsdp_units`, first to last."""
         return (module for module in self.modules() if isinstance(module, self.fsdp_units))

@@ -138,8 +138,14 @@ class Objective(ABC):
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch; noise levels increase with `noise.level_S()`, or `level_L()`."""
 
-    def complete(self, network: Network, prepared: Prepared, layout: SequenceLayout) -> Prepared:
-        """Return targets that need further passes of the network, without gradients."""
+    def complete(
+        self, network: Network, unconditional: Network, prepared: Prepared, layout: SequenceLayout
+    ) -> Prepared:
+        """Return targets that need further passes of the network, without gradients.
+
+        Args:
+            unconditional: the network with all conditions of `Condition.dropout` dropped.
+        """
         return prepared
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
@@ -162,18 +168,33 @@ class Objective(ABC):
         error_T = token_error(prediction_TC, prepared.target_TC, layout, self.loss_kind)
         return {"error": Term(error_T, prepared.weight_S)}
 
+    def weighted(
+        self, terms: dict[str, Term], layout: SequenceLayout, sum_over_ranks: Callable[[Tensor], Tensor]
+    ) -> dict[str, Term]:
+        """Return the terms of training, with weights that depend on the error of a sample.
+
+        Args:
+            sum_over_ranks: sums a tensor over the ranks that have tokens of the same samples.
+        """
+        return terms
+
     def loss(
-        self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout
+        self,
+        prediction_TC: Tensor,
+        prepared: Prepared,
+        layout: SequenceLayout,
+        sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sum the loss over the noised local tokens. The mean is the sum over all ranks divided by the count over them.
 
         Args:
             prediction_TC: as for `loss_terms`.
+            sum_over_ranks: as for `weighted`.
 
         Returns:
             Loss sum and number of noised tokens (float32 scalars), and the detached sums of the terms in `logged`.
         """
-        terms = self.loss_terms(prediction_TC, prepared, layout)
+        terms = self.weighted(self.loss_terms(prediction_TC, prepared, layout), layout, sum_over_ranks)
         sums = {name: terms[name].sum(layout) for name in self.logged}
         total = torch.stack([sums[name] for name in self.terms]).sum()
         return total, layout.noised_T.sum().float(), {name: value.detach() for name, value in sums.items()}

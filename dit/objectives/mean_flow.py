@@ -1,5 +1,7 @@
 """MeanFlow: the network predicts the average velocity over a time interval, for samples of one or a few steps."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,7 +15,11 @@ from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Prepared, sample_weights, shared_time
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.losses import Term
 from dit.ranges import SHARE, Range, check_ranges
+
+SMALLEST_ERROR = 1e-3
+"""c, which limits the adaptive weight of a sample."""
 
 
 @dataclass(kw_only=True)
@@ -27,16 +33,25 @@ class MeanFlow(FlowMatching):
     Two forward passes without gradients compute the difference. They run under every layout except pipeline stages, and
     need fp32 and a model without experts. At r = t the target is that of flow matching.
 
+    With `guidance_scale` w, v is replaced by w v + (1 - w) u(z_t, t, t) without conditions. The network then predicts
+    guided velocities, so one-step samples are guided without a second pass.
+
+    The loss of a sample with the mean error e over its numbers is e / (e + c)**p, and the divisor has no gradient.
+    `loss_raw` logs e; the held-out loss has no weights.
+
     `sampling.solver=euler` steps from t to r with u(z_t, r, t); other solvers use the velocity u(z_t, t, t).
 
     Args:
         instant_share: share of the samples with r = t.
         difference: h, below 1 / model.time_scale, so that the phases of the time's sinusoid change by less than 1. A
             smaller h amplifies rounding errors, and with them the differences between layouts.
+        guidance_scale: w; 1 for none. Samples are then drawn with `sampling.guidance_scale=1`.
+        adaptive_power: p, 1 in the paper's final setting; 0 weighs all errors equally.
 
-    Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2. Deviations: a difference replaces the
-    Jacobian-vector product; samples have no adaptive weight (p = 0 in section 4.3); a sample with r = t draws one time,
-    and not the larger of two; guidance is not part of training.
+    Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2, Eq. 19 and 22. Deviations: a difference replaces the
+    Jacobian-vector product; a sample with r = t draws one time, and not the larger of two; e is a mean and not a sum,
+    so c does not depend on the size; targets of samples whose conditions are dropped are replaced, too, and have the
+    expectation of v.
     """
 
     takes_levels: ClassVar[bool] = False
@@ -44,11 +59,14 @@ class MeanFlow(FlowMatching):
 
     instant_share: float = 0.75
     difference: float = 1e-4
+    guidance_scale: float = 1.0
+    adaptive_power: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         step = Range(0, 1, open_low=True, open_high=True)
-        check_ranges("objective", self, {"instant_share": SHARE, "difference": step})
+        limits = {"instant_share": SHARE, "difference": step, "guidance_scale": Range(1, math.inf, open_high=True)}
+        check_ranges("objective", self, {**limits, "adaptive_power": SHARE})
         others = {"prediction": self.prediction, "min_snr_gamma": self.min_snr_gamma, "alignment": self.alignment}
         if tuple(others.values()) != ("velocity", None, None):
             raise ConfigError(
@@ -58,7 +76,12 @@ class MeanFlow(FlowMatching):
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
-        return replace(super().auxiliary, extra_passes=2 * (self.instant_share < 1))
+        passes = 2 * (self.instant_share < 1) + (self.guidance_scale > 1)
+        return replace(super().auxiliary, extra_passes=passes)
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        return (*super().logged, *(["raw"] if self.adaptive_power else []))
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch; time_S has the columns t and t - r, and the target is the velocity."""
@@ -71,16 +94,36 @@ class MeanFlow(FlowMatching):
         return Prepared(inputs_TC=inputs_TC, time_S=time_S2, target_TC=target_TC, weight_S=weight_S)
 
     @torch.no_grad()
-    def complete(self, network: Network, prepared: Prepared, layout: SequenceLayout) -> Prepared:
-        """Subtract (t - r) du/dt from the velocity."""
-        if self.instant_share == 1:
-            return prepared
+    def complete(
+        self, network: Network, unconditional: Network, prepared: Prepared, layout: SequenceLayout
+    ) -> Prepared:
+        """Guide the velocity, and subtract (t - r) du/dt along it."""
         inputs_TC, time_S2, velocity_TC = prepared.inputs_TC, prepared.time_S, prepared.target_TC
+        if (w := self.guidance_scale) > 1:
+            instant_S2 = time_S2 * time_S2.new_tensor([1.0, 0.0])
+            velocity_TC = w * velocity_TC + (1 - w) * unconditional(inputs_TC, instant_S2).float()
+        if self.instant_share == 1:
+            return replace(prepared, target_TC=velocity_TC)
         ahead_TC, behind_TC = (
             network(inputs_TC + h * velocity_TC, time_S2 + h) for h in (self.difference, -self.difference)
         )
         slope_TC = (ahead_TC - behind_TC) / (2 * self.difference)
         return replace(prepared, target_TC=velocity_TC - layout.per_token(time_S2[:, 1]) * slope_TC)
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        terms = super().loss_terms(prediction_TC, prepared, layout)
+        return {**terms, "raw": replace(terms["error"], error_T=terms["error"].error_T.detach())}
+
+    def weighted(
+        self, terms: dict[str, Term], layout: SequenceLayout, sum_over_ranks: Callable[[Tensor], Tensor]
+    ) -> dict[str, Term]:
+        """Divide the error of each sample by (e + c)**p."""
+        if not self.adaptive_power:
+            return terms
+        error = terms["error"]
+        sums_S = sum_over_ranks(layout.sum_per_sample(error.error_T.detach()))
+        divisor_S = (sums_S / layout.lengths_S.clamp(min=1) + SMALLEST_ERROR) ** self.adaptive_power
+        return {**terms, "error": replace(error, weight_L=error.weight_L / divisor_S)}
 
     def denoise_over(self, network: Network, x_TC: Tensor, u: Tensor, end: Tensor, layout: SequenceLayout) -> Tensor:
         """Return x - t U with t = `u`, r = `end` and the average velocity U; a straight step gives x - (t - r) U."""

@@ -38,6 +38,22 @@ def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfi
     return replace(batch, conditions=batch.conditions.drop(model.conditions(), noise.uniform_S, batch.layout))
 
 
+def completed(
+    objective: Objective,
+    network: Callable[..., Tensor],
+    prepared: Prepared,
+    batch: PackedBatch,
+    model: ModelConfig,
+) -> Prepared:
+    """Return a prepared batch with the targets that need further passes of the network: see `Objective.complete`."""
+
+    def unconditional(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
+        conditions = batch.conditions.unconditional(model.conditions(), batch.layout)
+        return network(inputs_TC, time_S, replace(batch, conditions=conditions))
+
+    return objective.complete(lambda x_TC, time_S: network(x_TC, time_S, batch), unconditional, prepared, batch.layout)
+
+
 @dataclass(frozen=True)
 class TrainingForwardStep:
     """The forward step of optimizer step `step` for Megatron-Core's schedules.
@@ -62,15 +78,17 @@ class TrainingForwardStep:
         batch = self.objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
         if model.draws_in_training:
             batch = replace(batch, draw_keys_S=noise.keys_S("dropout"))
-        prepared = self.objective.prepare(batch, noise)
-        prepared = self.objective.complete(lambda x_TC, time_S: network(x_TC, time_S, batch), prepared, batch.layout)
+        prepared = completed(self.objective, network, self.objective.prepare(batch, noise), batch, model)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-        return prediction_TC, partial(self._loss, prepared, batch)
+        sum_over_ranks = get_attr_wrapped_model(network, "sum_over_context_ranks")
+        return prediction_TC, partial(self._loss, prepared, batch, sum_over_ranks)
 
-    def _loss(self, prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
+    def _loss(
+        self, prepared: Prepared, batch: PackedBatch, sum_over_ranks: Callable[[Tensor], Tensor], prediction_TC: Tensor
+    ) -> tuple[Tensor, Tensor, Logged]:
         model, objective = self.model, self.objective
         outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
-        total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
+        total, count, terms = objective.loss(outputs_TC, prepared, batch.layout, sum_over_ranks)
         return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 
 

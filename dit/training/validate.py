@@ -14,6 +14,7 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term
 from dit.patchify import split_outputs
+from dit.step.forward_step import completed
 
 NUM_BUCKETS = 4
 NUM_TIMES = 8
@@ -153,8 +154,7 @@ def _loss_terms(
 ) -> dict[str, Term]:
     batch = replace(batch, conditions=batch.conditions.without(*(c.name for c in objective.conditions)))
     batch = objective.augment(batch, model.conditions(), noise, draw=True)
-    prepared = objective.prepare(batch, noise)
-    prepared = objective.complete(lambda x_TC, time_S: network(x_TC, time_S, batch), prepared, batch.layout)
+    prepared = completed(objective, network, objective.prepare(batch, noise), batch, model)
     prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
     outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
     return objective.loss_terms(outputs_TC, prepared, batch.layout)

@@ -42,7 +42,9 @@ OBJECTIVES = {
     "uncertainty": EDM(weighting=UncertaintyWeighting()),
     "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
     "cosine": FlowMatching(loss_kind="l2_cosine"),
-    "mean_flow": MeanFlow(instant_share=0.25, difference=0.1, shift_dimension=64),
+    "mean_flow": MeanFlow(
+        instant_share=0.25, difference=0.1, shift_dimension=64, guidance_scale=2.0, adaptive_power=1.0
+    ),
     "mean_flow_dense": MeanFlow(instant_share=0.0, difference=0.1),
 }
 SHALLOW = {"num_layers": 2}

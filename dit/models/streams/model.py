@@ -112,6 +112,9 @@ class Streams(Backbone):
             if config.approximator is not None:
                 self.head = ModulatedFinalLayer(size, config.output_features, provider, bias=bias)
 
+    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
+        return self.provider.sum_over_context_ranks(x)
+
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         provider = self.provider
         leveled, time_L = batch, 1 - time_S if self.model_config.reversed_time else time_S

@@ -77,7 +77,7 @@ MAY_BE_ZERO = {
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
     *("data.clean_first_frame", "data.frame_levels", "data.inpaint", "objective.min_time", "objective.contrast_weight"),
     *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
-    "objective.instant_share",
+    *("objective.instant_share", "objective.adaptive_power"),
     *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
     *(
         "model.shift_factor",

@@ -46,7 +46,7 @@ def test_the_loss_without_intervals_and_weights_equals_flow_matching():
     batch = pack([3, 5, 8])
     objective, plain = MeanFlow(instant_share=1.0), FlowMatching()
     prepared, expected = (o.prepare(batch, noise_for(batch)) for o in (objective, plain))
-    completed = objective.complete(lambda x_TC, time_S2: 1 / 0, prepared, batch.layout)
+    completed = objective.complete(lambda x_TC, time_S2: 1 / 0, lambda x_TC, time_S2: 1 / 0, prepared, batch.layout)
     output_TC = torch.cos(prepared.inputs_TC)
     losses = objective.loss(output_TC, completed, batch.layout), plain.loss(output_TC, expected, batch.layout)
     assert torch.equal(losses[0][0], losses[1][0])
@@ -65,7 +65,7 @@ def test_the_average_velocity_of_gaussian_data_solves_the_identity():
 
     t_S2 = prepared.time_S * torch.tensor([1.0, 0.0])
     prepared = type(prepared)(**{**vars(prepared), "target_TC": u(prepared.inputs_TC, t_S2).float()})
-    completed = objective.complete(u, prepared, batch.layout)
+    completed = objective.complete(u, u, prepared, batch.layout)
     exact_TC = u(prepared.inputs_TC.double(), prepared.time_S)
     assert (completed.target_TC - exact_TC).norm() <= 1e-3 * exact_TC.norm()
     assert (prepared.target_TC - exact_TC).norm() > 0.1 * exact_TC.norm()
@@ -125,6 +125,19 @@ def config(*overrides: str) -> RunConfig:
         (["model.num_experts=4"], "in further passes; use model.num_experts=null"),
         (["objective.prediction=x0"], "MeanFlow predicts a velocity"),
         (["objective.difference=0.001"], r"use an objective.difference below 0\.001 \(1 / model.time_scale\)"),
+        (
+            ["objective.guidance_scale=3", "sampling.guidance_scale=3"],
+            r"use sampling.guidance_scale=1 \(targets are guided\)",
+        ),
+        (
+            [
+                "objective.guidance_scale=3",
+                "sampling.guidance_scale=1",
+                "model.class_dropout=0",
+                "model.context_dropout=0",
+            ],
+            "use a positive model.class_dropout or context_dropout",
+        ),
         (["sampling.thresholding=static"], "of the 30 Euler steps of objective=mean_flow only the last one"),
     ],
 )
