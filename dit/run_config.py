@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Optional, Self, get_type_hints
 
-from dit.condition_table import AUGMENTATION, match_conditions
+from dit.condition_table import match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
@@ -15,6 +15,7 @@ from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.routing_config import TokenRouted
+from dit.objective_checks import check_alignment, check_intervals, check_outputs
 from dit.objectives.base import Objective
 from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
@@ -102,7 +103,7 @@ class RunConfig:
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
         check_alignment(self.objective, self.model)
-        check_intervals(self)
+        check_intervals(self.objective, self.model, self.parallel, self.training, self.sampling)
         self._check_unused()
         if self.model.adapters is not None and self.checkpoint.start_from is None:
             raise ConfigError(
@@ -193,7 +194,8 @@ class RunConfig:
     def check_here(self) -> tuple[ParallelDims, BatchSpec]:
         """Check the settings, also against the started ranks, the installed libraries, and the data.
 
-        Raises: ConfigError, DataError.
+        Raises:
+            ConfigError, DataError: with the numbers and the cure.
         """
         # Importing Megatron-Core takes seconds; a dry run does not need it.
         from dit.backends.process_groups import world_size_from_environment
@@ -239,72 +241,6 @@ class RunConfig:
                 "so its terms never count"
             )
         return lines + self.schedule.adapted(training.num_steps)
-
-
-def check_outputs(objective: Objective, model: ModelConfig) -> None:
-    """Check that the model has the number of outputs that the objective needs."""
-    if (objective.reconstructs, objective.quantizes) != (model.posterior_features > 0, model.quantizes):
-        raise ConfigError(
-            f"objective {objective} and model {type(model).__name__} do not go together: objective=autoencoding trains "
-            "an autoencoder without model.codebook_size, objective=vq_autoencoding one with it, and no other objective "
-            "trains autoencoders; select a pair"
-        )
-    if objective.augmentation is None and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
-        raise ConfigError(
-            f"objective {objective} does not add noise to low-resolution pictures, which model.noise_augmentation=True "
-            "needs; select objective=edm, or set model.noise_augmentation=False"
-        )
-    predicted, expected = model.output_features - model.posterior_features, objective.num_outputs * model.token_channels
-    if predicted != expected:
-        raise ConfigError(
-            f"the model predicts {predicted} numbers for a token of {model.token_channels} "
-            f"(model.in_channels={model.in_channels}), but the objective trains {expected}; "
-            f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with that "
-            "number of outputs (objective=ddpm_learned_variance has two, the others have one)"
-        )
-
-
-def check_alignment(objective: Objective, model: ModelConfig) -> None:
-    """Check that the model has the layer whose hidden states the objective aligns, and that it sees all tokens."""
-    projection = objective.auxiliary.projection
-    if projection is None:
-        return
-    setting = f"objective.alignment.layer={projection.layer}"
-    cure = "model=dit_xl or another model with one stream and without model.class_tokens, or objective.alignment=none"
-    model.check_supports(Ability.ALIGNED, setting, cure)
-    layers = model.megatron_sizes().num_layers
-    if projection.layer > layers:
-        raise ConfigError(f"{setting} is above model.num_layers={layers}; use the layer after a third of them")
-    middle = model.middle_layers if isinstance(model, TokenRouted) else range(0)
-    if projection.layer - 1 in middle:
-        raise ConfigError(
-            f"{setting} sees only some of the tokens, because model.routing skips layers {middle.start + 1} to "
-            f"{middle.stop}; use a layer up to {middle.start} or above {middle.stop}"
-        )
-
-
-def check_intervals(config: RunConfig) -> None:
-    """Check that an objective of time intervals has a model that receives their length, and can take differences."""
-    takes, conditioned = config.objective.takes_intervals, getattr(config.model, "interval_conditioning", False)
-    if takes != conditioned:
-        raise ConfigError(
-            f"objective={type(config.objective).__name__} and model.interval_conditioning={conditioned} do not go "
-            "together: objective=mean_flow needs a DiT with True, other objectives a model with False"
-        )
-    step, scale = getattr(config.objective, "difference", 0.0), getattr(config.model, "time_scale", 1.0)
-    unguided = getattr(config.objective, "guidance_scale", 1.0) == 1
-    required = {
-        "sampling.guidance_scale=1 (targets are guided)": unguided or config.sampling.guidance_scale == 1,
-        "a positive model.class_dropout or context_dropout": unguided
-        or any(c.dropout for c in config.model.conditions()),
-        f"an objective.difference below {1 / scale:g} (1 / model.time_scale)": step * scale < 1,
-        "parallel.pipeline_model_parallel_size=1": config.parallel.pipeline_model_parallel_size == 1,
-        "training.precision=fp32": config.training.precision == "fp32",
-        "model.num_experts=null": config.model.megatron_sizes().num_moe_experts is None,
-        "training.cuda_graph=False": not config.training.cuda_graph,
-    }
-    if takes and (cures := ", ".join(setting for setting, is_set in required.items() if not is_set)):
-        raise ConfigError(f"objective=mean_flow takes differences of predictions in further passes; use {cures}")
 
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:

@@ -16,10 +16,10 @@ from dit.models.base import Backbone, ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.routing_config import RoutingConfig
+from dit.objective_checks import check_alignment
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.alignment import Alignment
 from dit.objectives.flow_matching import FlowMatching
-from dit.run_config import check_alignment
 from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel

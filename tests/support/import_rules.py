@@ -77,7 +77,11 @@ MAY_IMPORT = {
         "dit.backends",
         "dit.parallel",
     },
+    "dit.objective_checks": {
+        *("dit.errors", "dit.settings", "dit.condition_table", "dit.objectives", "dit.models", "dit.parallel"),
+    },
     "dit.run_config": {
+        "dit.objective_checks",
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
         *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.ranges"),
         "dit.fixed_packs",

@@ -14,8 +14,8 @@ from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Copies, Form, R
 from dit.convert.variance import drop_variance
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.objective_checks import check_outputs
 from dit.objectives.ddpm import DDPM, LearnedVariance
-from dit.run_config import check_outputs
 
 
 @st.composite

@@ -20,12 +20,13 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.objective_checks import check_outputs
 from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
-from dit.run_config import RunConfig, check_outputs, check_sampling
+from dit.run_config import RunConfig, check_sampling
 from dit.settings import SamplingConfig
 from launch import export, import_weights
 from recipes import registry

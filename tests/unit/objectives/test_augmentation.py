@@ -12,12 +12,12 @@ from dit.batch import PackedBatch
 from dit.conditions import per_sample
 from dit.errors import ConfigError
 from dit.models.efficient_unet.config import EfficientUNetConfig
+from dit.objective_checks import check_outputs
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.patchify import unpatchify
 from dit.resize import Kernel, LowResolution, enlarged, reduced
-from dit.run_config import check_outputs
 from energon_data.mock import MockData, MockSource
 from energon_data.packing import collate
 

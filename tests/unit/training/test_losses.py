@@ -13,12 +13,12 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
+from dit.objective_checks import check_outputs
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
 from dit.patchify import grid_positions, patchify, unpatchify
-from dit.run_config import check_outputs
 from dit.step.forward_step import training_forward_step
 from dit.training.validate import NUM_BUCKETS, VALIDATION_SEED, held_out_loss, loss_at_times
 from tests.conftest import BuildModel
@@ -96,6 +96,7 @@ class Recorder(torch.nn.Module):
     """A network of one pipeline stage that stores its inputs."""
 
     stage = SimpleNamespace(first=True, last=True)
+    sum_over_context_ranks = staticmethod(lambda x: x)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         self.inputs_TC = inputs_TC
