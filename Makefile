@@ -25,7 +25,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars demo-pipeline docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
+.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars demo-pipeline docs test lint test-parallel test-long test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -184,6 +184,9 @@ test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up
 
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
 	$(VENV)/bin/python -m pytest tests/faults -m slow -n 2 --dist loadfile --no-loadscope-reorder
+
+test-long: $(VENV)/.installed ## the longest tests of one process: plans of all recipes, all kernels in the interpreter
+	$(VENV)/bin/python -m pytest tests/long -m slow -n 2
 
 test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of this machine (root; apt-get install slurm-wlm munge)
 	$(VENV)/bin/python -m pytest tests/slurm -m slow

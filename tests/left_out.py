@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 LEFT_OUT = pytest.StashKey[int]()
-MESSAGE = "{} tests were left out by their mark: `make test-parallel`, `test-faults` and `test-slurm` run the long ones"
+COMMANDS = "`make test-parallel`, `test-long`, `test-faults` and `test-slurm`"
+MESSAGE = "{} tests were left out by their mark: " + COMMANDS + " run the long ones"
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -39,11 +39,6 @@ def test_every_kernel_equals_its_formula_in_the_interpreter():
     interpret()
 
 
-@pytest.mark.slow
-def test_more_sizes_and_layouts_equal_the_formula_in_the_interpreter():
-    interpret("-m", "slow")
-
-
 PARTS = {"GATE": 1, "BIAS": 1, "NORM": 1, "WEIGHT": 0}
 ROWS = {"RMS": 0, **PARTS}
 TOKENS = dict.fromkeys(("x", "y", "gate", "bias", "shift", "scale", "weight", "out", "normed"), BF16)

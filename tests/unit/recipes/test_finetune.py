@@ -11,7 +11,7 @@ from launch import dry_run
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes.finetune import ON_ONE_GPU, WAYS, Way, finetune, finetune_lora
-from tests.support.fine_tuning_table import PAGE, ROWS, row, table_of
+from tests.support.fine_tuning_table import PAGE, ROWS, table_of
 
 GIB = 2**30
 
@@ -139,11 +139,3 @@ def test_recipes_of_published_models_have_their_objectives() -> None:
 
 def test_the_page_has_a_row_for_every_published_model() -> None:
     assert [line.split(":")[0].removeprefix("| ") for line in table_of(PAGE.read_text(encoding="utf-8"))] == list(ROWS)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_tracer")
-@pytest.mark.parametrize("title", ROWS)
-def test_the_planned_rows_of_the_page_equal_the_planner(title: str) -> None:
-    """Write them with `python -m tests.support.fine_tuning_table --write`."""
-    assert row(title) in PAGE.read_text(encoding="utf-8").splitlines()
