@@ -185,7 +185,7 @@ test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
 	$(VENV)/bin/python -m pytest tests/faults -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)/.installed ## the longest tests of one process: plans of all recipes, all kernels in the interpreter
+test-long: $(VENV)/.installed ## the longest tests: plans of all recipes, small pipelines of all families, all kernels in the interpreter
 	$(VENV)/bin/python -m pytest tests/long -m slow -n 2
 
 test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of this machine (root; apt-get install slurm-wlm munge)

@@ -1,4 +1,4 @@
-"""The fit of constants, and one published row; all rows are in tests/integration/test_planned_rows.py."""
+"""The fit of constants, and one published row; all rows are in tests/long/test_planned_rows.py."""
 
 from dataclasses import dataclass, replace
 
