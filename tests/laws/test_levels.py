@@ -12,6 +12,9 @@ from torch import Tensor
 from dit.backends.process_groups import ProcessGroups
 from dit.layout import CLEAN
 from dit.models.base import Ability, Backbone, ModelConfig
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.step.forward_step import training_forward_step
@@ -29,6 +32,7 @@ EDITED = [name for name in NAMES if config_of(name).takes_references and name no
 """Backbones with pictures and references, but no other clean tokens."""
 CLEAN_TIME = {"qwen_image": {"clean_reference_time": True}}
 """Settings of backbones that modulate references with the time 0, as in Qwen-Image-Edit-2511."""
+OBJECTIVES: dict[str, Objective] = {"flow_matching": FlowMatching(), "edm": EDM(), "ddpm": DDPM(prediction="v")}
 SAMPLES = (0, 1, 2, 3, 4)
 RTOL = 1e-6
 """Relative error of the loss and all gradients together, in fp32."""
@@ -39,9 +43,10 @@ def leveled_config(name: str) -> ModelConfig:
     return replace(config_of(name), **CLEAN_TIME.get(name, {}))
 
 
-def step_of(model: Backbone, name: str, packs: Any, numbers: tuple[int, ...], **padding: int) -> dict[str, Tensor]:
+def step_of(
+    model: Backbone, name: str, objective: Objective, packs: Any, numbers: tuple[int, ...], **padding: int
+) -> dict[str, Tensor]:
     """Return loss sum, number of noised tokens, and every gradient of one training step."""
-    objective = FlowMatching()
     step = training_forward_step(objective, leveled_config(name), 7, 0)
     model.zero_grad(set_to_none=True)
     prediction_TC, loss_of = step(iter([packs(numbers, **padding)]), model)
@@ -55,20 +60,25 @@ def levels_of(name: str) -> Any:
     return edited if name in EDITED else leveled
 
 
-@pytest.mark.parametrize("name", [*LEVELED, *EDITED])
-def test_a_pack_equals_its_samples(build_model: BuildModel, one_rank_world: ProcessGroups, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [*((name, "flow_matching") for name in [*LEVELED, *EDITED]), ("dit", "edm"), ("wan", "edm"), ("wan", "ddpm")],
+)
+def test_a_pack_equals_its_samples(
+    build_model: BuildModel, one_rank_world: ProcessGroups, name: str, objective: str
+) -> None:
     """Loss, token count and gradients of a padded pack equal the sums over single samples."""
     model = build_model(leveled_config(name))
     disturb_constants([model], one_rank_world)
-    packs = LeveledPacks(MockPacks(leveled_config(name)), levels_of(name))
-    together = step_of(model, name, packs, SAMPLES, multiple_of=10, tail=16)
-    single = [step_of(model, name, packs, (number,)) for number in SAMPLES]
+    packs, trained = LeveledPacks(MockPacks(leveled_config(name)), levels_of(name)), OBJECTIVES[objective]
+    together = step_of(model, name, trained, packs, SAMPLES, multiple_of=10, tail=16)
+    single = [step_of(model, name, trained, packs, (number,)) for number in SAMPLES]
     summed = {key: sum(x[key] for x in single if key in x) for key in together}
     noised = [int(packs((number,)).layout.noised_T.sum()) for number in SAMPLES]
     assert int(together["tokens"]) == sum(noised) < packs(SAMPLES).layout.valid_tokens
     difference = torch.stack([(together[key] - summed[key]).norm() for key in together]).norm()
     assert difference <= RTOL * torch.stack([x.norm() for x in summed.values()]).norm()
-    one_level = step_of(model, name, MockPacks(leveled_config(name)), SAMPLES)
+    one_level = step_of(model, name, trained, MockPacks(leveled_config(name)), SAMPLES)
     assert abs(one_level["loss"] - together["loss"]) > 1e-2 * together["loss"]
 
 
@@ -82,29 +92,35 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"data_parallel": "fsdp"}),
     "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
 }
-ROW = ("name", "layout")
+ROW = ("name", "layout", "objective")
 # Wan and Qwen-Image on every layout; others on layouts that split tokens, heads and layers.
-QUICK = {("wan", layout) for layout in LAYOUTS if layout not in ("tp2", "cp2")}
-QUICK |= {("dit", "cp2"), ("flux2", "tp2_sp_cp2"), ("qwen_image", "cp2")}
+QUICK = {("wan", layout, "flow_matching") for layout in LAYOUTS if layout not in ("tp2", "cp2")}
+QUICK |= {(*row, "flow_matching") for row in (("dit", "cp2"), ("flux2", "tp2_sp_cp2"), ("qwen_image", "cp2"))}
+QUICK |= {("dit", "tp2_sp_cp2", "edm"), ("dit", "pp2", "ddpm")}
 CASES = [
-    (name, layout)
+    (name, layout, "flow_matching")
     for name in [*LEVELED, *EDITED]
     for layout in LAYOUTS
-    if name in ("wan", "qwen_image") or layout in ("tp2_sp_cp2", "pp2") or (name, layout) in QUICK
+    if name in ("wan", "qwen_image") or layout in ("tp2_sp_cp2", "pp2") or (name, layout, "flow_matching") in QUICK
+]
+CASES += [
+    ("dit", layout, objective)
+    for layout in ("tp2_sp", "cp2", "pp2", "fsdp2", "tp2_sp_cp2")
+    for objective in ("edm", "ddpm")
 ]
 
 
-def pair_of(name: str, layout: str) -> Pair:
+def pair_of(name: str, layout: str, objective: str) -> Pair:
     """Return the tiny form of a recipe with several levels in a sample."""
     ranks, parallel = LAYOUTS[layout]
     run = run_of(name)
     model = replace(run.model, **CLEAN_TIME.get(name, {}))
     pair = tiny_pair(replace(run, model=model, parallel=ParallelConfig(**parallel)), ranks)
-    stream, objective = LeveledStream(pair.one.stream, levels_of(name)), FlowMatching()
+    stream, trained = LeveledStream(pair.one.stream, levels_of(name)), OBJECTIVES[objective]
     return replace(
         pair,
-        one=replace(pair.one, stream=stream, objective=objective),
-        many=replace(pair.many, stream=stream, objective=objective),
+        one=replace(pair.one, stream=stream, objective=trained),
+        many=replace(pair.many, stream=stream, objective=trained),
     )
 
 
@@ -116,9 +132,9 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
-def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
+def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str, objective: str) -> None:
     """Gradients, losses, weights and their copies on other ranks are equal."""
-    verdict = verdicts[name, layout]
+    verdict = verdicts[name, layout, objective]
     assert verdict.is_equal, verdict.text()
     assert [p for p in verdict.idle if not re.fullmatch(BACKBONES[name].idle, p)] == []
 

@@ -12,9 +12,9 @@ from dit.errors import BatchError, ConfigError
 from dit.layout import CLEAN, SequenceLayout
 from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import MIN_TIME, FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
+from dit.objectives.mean_flow import MeanFlow
 from dit.training.validate import NUM_BUCKETS, loss_sums
 from tests.support.levels import leveled
 
@@ -181,8 +181,8 @@ def test_uncertainty_is_weighed_at_the_level_of_a_token() -> None:
 
 def test_an_objective_with_one_level_per_sample_refuses_several() -> None:
     batch = a_pack(a_layout())
-    with pytest.raises(ConfigError, match="use objective=flow_matching"):
-        EDM().prepare(batch, noise_of(batch))
+    with pytest.raises(ConfigError, match="use objective=flow_matching, edm or ddpm"):
+        MeanFlow().prepare(batch, noise_of(batch))
 
 
 def test_validation_counts_tokens_at_their_own_level() -> None:
