@@ -1,17 +1,20 @@
 """Samples with several noise levels: packs equal single samples, and layouts equal one rank."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
 from dit.layout import CLEAN
 from dit.models.base import Ability, Backbone, ModelConfig
+from dit.models.streams.config import StreamsConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -28,11 +31,25 @@ from tests.support.levels import LeveledPacks, LeveledStream, edited, leveled
 from tests.support.ranks import rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
-EDITED = [name for name in NAMES if config_of(name).takes_references and name not in LEVELED]
-"""Backbones with pictures and references, but no other clean tokens."""
-CLEAN_TIME = {"qwen_image": {"clean_reference_time": True}}
-"""Settings of backbones that modulate references with the time 0, as in Qwen-Image-Edit-2511."""
-OBJECTIVES: dict[str, Objective] = {"flow_matching": FlowMatching(), "edm": EDM(), "ddpm": DDPM(prediction="v")}
+EDITED = [name for name in LEVELED if config_of(name).takes_references and isinstance(config_of(name), StreamsConfig)]
+"""Backbones that can modulate a reference with the time of its sample."""
+CLEAN_TIME = {name: {"clean_reference_time": True} for name in ("qwen_image", "flux")}
+"""Settings of those that modulate it with the time 0 in these tests, as in Qwen-Image-Edit-2511."""
+
+
+class Kind(NamedTuple):
+    """The objective of a case, and the change that gives the samples of a pack several levels."""
+
+    objective: Objective
+    change: Callable[[PackedBatch], PackedBatch]
+
+
+KINDS = {
+    "levels": Kind(FlowMatching(), leveled),
+    "edits": Kind(FlowMatching(), edited),
+    "edm": Kind(EDM(), leveled),
+    "ddpm": Kind(DDPM(prediction="v"), leveled),
+}
 SAMPLES = (0, 1, 2, 3, 4)
 RTOL = 1e-6
 """Relative error of the loss and all gradients together, in fp32."""
@@ -56,21 +73,22 @@ def step_of(
     return {"loss": total.detach().double(), "tokens": count.double(), **gradients}
 
 
-def levels_of(name: str) -> Any:
-    return edited if name in EDITED else leveled
-
-
 @pytest.mark.parametrize(
-    ("name", "objective"),
-    [*((name, "flow_matching") for name in [*LEVELED, *EDITED]), ("dit", "edm"), ("wan", "edm"), ("wan", "ddpm")],
+    ("name", "kind"),
+    [
+        *((name, "levels") for name in LEVELED),
+        *((name, "edits") for name in EDITED),
+        *(("dit", "edm"), ("flux", "edm"), ("wan", "ddpm")),
+    ],
 )
 def test_a_pack_equals_its_samples(
-    build_model: BuildModel, one_rank_world: ProcessGroups, name: str, objective: str
+    build_model: BuildModel, one_rank_world: ProcessGroups, name: str, kind: str
 ) -> None:
     """Loss, token count and gradients of a padded pack equal the sums over single samples."""
     model = build_model(leveled_config(name))
     disturb_constants([model], one_rank_world)
-    packs, trained = LeveledPacks(MockPacks(leveled_config(name)), levels_of(name)), OBJECTIVES[objective]
+    trained, change = KINDS[kind]
+    packs = LeveledPacks(MockPacks(leveled_config(name)), change)
     together = step_of(model, name, trained, packs, SAMPLES, multiple_of=10, tail=16)
     single = [step_of(model, name, trained, packs, (number,)) for number in SAMPLES]
     summed = {key: sum(x[key] for x in single if key in x) for key in together}
@@ -92,31 +110,33 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"data_parallel": "fsdp"}),
     "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
 }
-ROW = ("name", "layout", "objective")
-# Wan and Qwen-Image on every layout; others on layouts that split tokens, heads and layers.
-QUICK = {("wan", layout, "flow_matching") for layout in LAYOUTS if layout not in ("tp2", "cp2")}
-QUICK |= {(*row, "flow_matching") for row in (("dit", "cp2"), ("flux2", "tp2_sp_cp2"), ("qwen_image", "cp2"))}
+ROW = ("name", "layout", "kind")
+# Wan, FLUX and edits of Qwen-Image on every layout; others on layouts that split tokens, heads and layers.
+QUICK = {("wan", layout, "levels") for layout in LAYOUTS if layout not in ("tp2", "cp2")}
+QUICK |= {("dit", "cp2", "levels"), ("flux", "tp2_sp_cp2", "levels"), ("z_image", "pp2", "levels")}
+QUICK |= {("flux2", "tp2_sp_cp2", "edits"), ("qwen_image", "cp2", "edits")}
 QUICK |= {("dit", "tp2_sp_cp2", "edm"), ("dit", "pp2", "ddpm")}
+EVERYWHERE = {("wan", "levels"), ("flux", "levels"), ("qwen_image", "edits")}
 CASES = [
-    (name, layout, "flow_matching")
-    for name in [*LEVELED, *EDITED]
+    (name, layout, kind)
+    for kind, names in {"levels": LEVELED, "edits": EDITED}.items()
+    for name in names
     for layout in LAYOUTS
-    if name in ("wan", "qwen_image") or layout in ("tp2_sp_cp2", "pp2") or (name, layout, "flow_matching") in QUICK
+    if (name, kind) in EVERYWHERE or layout in ("tp2_sp_cp2", "pp2") or (name, layout, kind) in QUICK
 ]
 CASES += [
-    ("dit", layout, objective)
-    for layout in ("tp2_sp", "cp2", "pp2", "fsdp2", "tp2_sp_cp2")
-    for objective in ("edm", "ddpm")
+    ("dit", layout, kind) for layout in ("tp2_sp", "cp2", "pp2", "fsdp2", "tp2_sp_cp2") for kind in ("edm", "ddpm")
 ]
 
 
-def pair_of(name: str, layout: str, objective: str) -> Pair:
+def pair_of(name: str, layout: str, kind: str) -> Pair:
     """Return the tiny form of a recipe with several levels in a sample."""
     ranks, parallel = LAYOUTS[layout]
     run = run_of(name)
     model = replace(run.model, **CLEAN_TIME.get(name, {}))
     pair = tiny_pair(replace(run, model=model, parallel=ParallelConfig(**parallel)), ranks)
-    stream, trained = LeveledStream(pair.one.stream, levels_of(name)), OBJECTIVES[objective]
+    trained, change = KINDS[kind]
+    stream = LeveledStream(pair.one.stream, change)
     return replace(
         pair,
         one=replace(pair.one, stream=stream, objective=trained),
@@ -132,9 +152,9 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
-def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str, objective: str) -> None:
+def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str, kind: str) -> None:
     """Gradients, losses, weights and their copies on other ranks are equal."""
-    verdict = verdicts[name, layout, objective]
+    verdict = verdicts[name, layout, kind]
     assert verdict.is_equal, verdict.text()
     assert [p for p in verdict.idle if not re.fullmatch(BACKBONES[name].idle, p)] == []
 
@@ -148,5 +168,5 @@ def test_a_recipe_with_several_levels_is_verified_with_several() -> None:
 def test_only_token_backbones_take_several_levels() -> None:
     refusing = {name for name in NAMES if not config_of(name).supports.abilities()[Ability.LEVELS]}
     assert {name for name in NAMES if "unet" in name or "autoencoder" in name or name == "imagen"} <= refusing
-    assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit"} <= set(LEVELED)
+    assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit", "sd3", "z_image", *EDITED} <= set(LEVELED)
     assert set(EDITED) == {"chroma", "flux", "flux2", "qwen_image"}

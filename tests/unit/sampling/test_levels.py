@@ -16,7 +16,6 @@ from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
-from dit.models.flux.config import FluxConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
@@ -213,12 +212,11 @@ def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildMod
 
 
 def test_a_backbone_without_several_levels_refuses_a_first_frame() -> None:
-    config = RunConfig(model=FluxConfig(), data=MockData(), objective=OBJECTIVE)
+    config = RunConfig(model=replace(MODEL, class_tokens=[2, 0]), data=MockData(), objective=OBJECTIVE)
     metadata = {"class_names": None, "latent_size": [FRAMES, 4, 4]}
     generator = Generator(config, metadata, torch.nn.Identity(), 0)
-    given = {"context": [torch.zeros(2, 4096)], "pooled": [torch.zeros(768)]}
-    with pytest.raises(ConfigError, match="FluxConfig does not support several noise levels"):
-        generator.generate(conditions=given, first_frame=torch.zeros(16, 1, 4, 4))
+    with pytest.raises(ConfigError, match="DiTConfig does not support several noise levels"):
+        generator.generate(labels=[0], first_frame=torch.zeros(4, 1, 4, 4))
 
 
 def test_a_pair_of_generators_uses_each_network_at_its_times(build_model: BuildModel) -> None:
