@@ -3,12 +3,13 @@
 Shape suffixes: K text tokens, T image tokens, J = K + T tokens of the joint pack.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from dit.layout import SequenceLayout, to_device
+from dit.layout import Levels, SequenceLayout, to_device
 
 
 @dataclass(unsafe_hash=True, kw_only=True)
@@ -63,7 +64,8 @@ def joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
     """Return the joint layout of texts and images; cached, so that all layers of a step share one object.
 
     Args:
-        text: all texts of the pack.
+        text: all texts of the pack; if its samples have several noise levels, they are those of the images, and
+            segments of the two with equal indices have equal levels.
         image: all images, or the local part of a context-parallel rank.
     """
     return text.table(_joint_layout, image)
@@ -77,15 +79,36 @@ def _joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
         on_host = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
         keys.append(3 * on_host.segment_ids_T + torch.where(on_host.valid_T, part, 2))
     order_J = torch.cat(keys).argsort(stable=True)
+    sums = _sums(text, local)
     return JointLayout(
-        tuple(k + n for k, n in zip(text.lengths, local.lengths, strict=True)),
-        tuple(k + n for k, n in zip(text.padded_lengths, local.padded_lengths)),
-        text.total_tokens + local.total_tokens,
+        sums.lengths,
+        sums.padded_lengths,
+        sums.total_tokens,
         local.device,
+        levels=_joint_levels(text.levels, image.levels),
         is_fixed=text.is_fixed,
         text=text.plain,  # copies, because the tables of the text have the result
         image=image.plain,
         local_image=local.plain,
         order_J=to_device(order_J, local.device),
         inverse_J=to_device(order_J.argsort(), local.device),
+    )
+
+
+def _joint_levels(text: Optional[Levels], image: Optional[Levels]) -> Optional[Levels]:
+    """Return the noise levels of a joint layout; the padding of a text belongs to the last segment of its sample."""
+    if text is None or image is None:
+        return None
+    local = image.layout if image.layout.local_indices is None else image.layout.local
+    assert local is not None
+    return replace(image, layout=_sums(text.layout, local))
+
+
+def _sums(text: SequenceLayout, image: SequenceLayout) -> SequenceLayout:
+    """Return a layout with the tokens of both for each sample, or for each segment."""
+    return SequenceLayout(
+        tuple(k + n for k, n in zip(text.lengths, image.lengths, strict=True)),
+        tuple(k + n for k, n in zip(text.padded_lengths, image.padded_lengths)),
+        text.total_tokens + image.total_tokens,
+        image.device,
     )

@@ -17,6 +17,8 @@ Shape suffixes: L segments with one noise level, T local tokens of the pack, S s
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -60,21 +62,85 @@ def reference_positions(reference: Grid, grid: Grid) -> Tensor:
     return grid_positions(reference) + torch.tensor([grid[0], 0, 0])
 
 
-def time_of_samples(time_L: Tensor, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
-    """Return the time of each sample `[S]`, and the pack with one level per sample.
+def with_references_at_sample_time(time_L: Tensor, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
+    """Return times and a pack in which references have the level of the first noised segment of their sample.
 
-    For networks that modulate the clean tokens of a reference like the noised tokens of their sample.
+    For networks that modulate the clean tokens of a reference like the noised tokens of its sample. Samples whose
+    segments then all have one level get one time again.
+    """
+    levels = batch.layout.levels
+    if levels is None or not batch.reference_grids:
+        return time_L, batch
+    numbers, sources = list(levels.numbers), list(range(len(levels.numbers)))
+    ends = list(accumulate(levels.counts))
+    for end, first, grid in zip(ends, _first_noised(levels), batch.reference_grids):
+        if any(grid):
+            numbers[end - 1], sources[end - 1] = numbers[first], first
+    starts = [0, *ends[:-1]]
+    has_one_level = all(len(set(numbers[start:end])) == 1 for start, end in zip(starts, ends))
+    time_L = time_L[batch.layout.tensor(starts if has_one_level else sources)]
+    levels = None if has_one_level else replace(levels, numbers=tuple(numbers))
+    return time_L, replace(batch, layout=replace(batch.layout, levels=levels))
+
+
+def with_text_level(time_L: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor, PackedBatch]:
+    """Return the time of each text, and times and a pack with a level for the text before the levels of each sample.
+
+    A text has the level of the first noised segment of its sample. In the layout of the image, its segment is empty:
+
+        image tokens   a0 a1 a2 a3 a4 b0 b1 b2       lengths (0, 2, 3, 0, 3)      first two tokens of a are clean
+        text tokens    p0 p1 p2 q0 q1                lengths (3, 0, 0, 2, 0)      `at_text_level`
     """
     levels = batch.layout.levels
     if levels is None:
-        return time_L, batch
-    if levels.numbers.count(0) != batch.layout.num_samples or not set(levels.numbers) <= {0, CLEAN}:
-        raise BatchError(
-            f"segments have the levels {levels.numbers}, but this network has one time per sample: each sample needs "
-            f"one segment of level 0, and the others must be clean ({CLEAN})"
-        )
-    time_S = batch.layout.sum_levels(time_L.masked_fill(levels.clean_L, 0.0))
-    return time_S, replace(batch, layout=replace(batch.layout, levels=None))
+        return time_L, time_L, batch
+    firsts = _first_noised(levels)
+    order = _before_samples(range(len(levels.numbers)), firsts, levels.counts)
+    extended = Levels(
+        _with_empty_segments(levels.layout, levels.counts),
+        tuple(count + 1 for count in levels.counts),
+        tuple(levels.numbers[i] for i in order),
+    )
+    tensor = batch.layout.tensor
+    return time_L[tensor(firsts)], time_L[tensor(order)], replace(batch, layout=replace(batch.layout, levels=extended))
+
+
+def at_text_level(layout: SequenceLayout, levels: Optional[Levels]) -> SequenceLayout:
+    """Return the layout of texts, or of other tokens with their level, with the levels of `with_text_level`."""
+    if levels is None:
+        return layout
+    lengths, padded = [], []
+    for count, length, padded_length in zip(levels.counts, layout.lengths, layout.padded_lengths, strict=True):
+        lengths += [length, *[0] * (count - 1)]
+        padded += [length, *[0] * (count - 2), padded_length - length]
+    finer = SequenceLayout(tuple(lengths), tuple(padded), layout.total_tokens, layout.device)
+    return replace(layout, levels=replace(levels, layout=finer))
+
+
+def _first_noised(levels: Levels) -> list[int]:
+    """Return the index of the first segment of each sample that is not clean."""
+    ends = accumulate(levels.counts)
+    return [
+        next(i for i in range(end - count, end) if levels.numbers[i] != CLEAN)
+        for end, count in zip(ends, levels.counts, strict=True)
+    ]
+
+
+def _before_samples(values: Sequence[int], added: Sequence[int], counts: Sequence[int]) -> list[int]:
+    """Return the values of all segments with another one before those of each sample."""
+    ends = accumulate(counts)
+    return [x for new, end, count in zip(added, ends, counts) for x in (new, *values[end - count : end])]
+
+
+def _with_empty_segments(segments: SequenceLayout, counts: tuple[int, ...]) -> SequenceLayout:
+    """Return the layout of segments with an empty one before those of each sample."""
+    zeros = [0] * len(counts)
+    return replace(
+        segments,
+        lengths=tuple(_before_samples(segments.lengths, zeros, counts)),
+        padded_lengths=tuple(_before_samples(segments.padded_lengths, zeros, counts)),
+        local=None if segments.local is None else _with_empty_segments(segments.local, counts),
+    )
 
 
 def with_levels(layout: SequenceLayout, segments: Sequence[Sequence[Segment]]) -> SequenceLayout:

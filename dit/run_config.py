@@ -398,7 +398,7 @@ def _check_clean_tokens(objective: Objective, setting: str, cure: str) -> None:
     if not objective.takes_levels:
         raise ConfigError(
             f"{setting} needs several noise levels in a sample, and the objective has one: {objective}; use "
-            f"objective=flow_matching, or {cure}"
+            f"objective=flow_matching, edm or ddpm, or {cure}"
         )
 
 

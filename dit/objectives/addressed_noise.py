@@ -81,8 +81,8 @@ class AddressedNoise:
         if self.layout.levels is not None:
             raise ConfigError(
                 "the samples have several noise levels, such as clean first frames, and this objective has one per "
-                "sample; use objective=flow_matching, or data.clean_first_frame=0, data.frame_levels=0 and "
-                "data.references=False"
+                "sample; use objective=flow_matching, edm or ddpm, or data without data.clean_first_frame, "
+                "data.frame_levels, data.inpaint and data.references"
             )
         return self.quantile_S(0)
 

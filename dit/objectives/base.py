@@ -259,10 +259,15 @@ def sample_weights(batch: PackedBatch) -> Tensor:
     return batch.layout.per_level(batch.loss_weight_S.float())
 
 
-def shared_time(time: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return one conditioning value for every sample, float32 `[S]` on the layout's device (`time` is on the host).
+def clean_at_0(u_L: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the path position of each noise level, with 0 for clean segments."""
+    return u_L if layout.levels is None else u_L.masked_fill(layout.levels.clean_L, 0.0)
 
-    If samples have several noise levels, it is one value per level, and 0 for clean segments.
+
+def shared_level(u: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return one path position for every noise level, float64 `[L]` on the layout's device (`u` is on the host).
+
+    A sample has one level, unless its layout has `levels`; clean segments are at 0.
     """
-    time_L = torch.full((layout.level_layout.num_samples,), float(time), dtype=torch.float32, device=layout.device)
-    return time_L if layout.levels is None else time_L.masked_fill(layout.levels.clean_L, 0.0)
+    count = layout.level_layout.num_samples
+    return clean_at_0(torch.full((count,), float(u), dtype=torch.float64, device=layout.device), layout)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise, Mixture
-from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
+from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import LossKind, Term, min_snr_weight, token_error
 from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
 from dit.objectives.variational_bound import VariationalBound
@@ -64,17 +64,20 @@ class PreparedBound(Prepared):
     """A corrupted micro-batch for the variational bound.
 
     Attributes:
-        t_S: time of each sample in the table of steps, float64.
-        bound_weight_S: weight of each sample's bound.
+        t_L: time of each noise level in the table of steps, float64.
+        bound_weight_L: weight of its bound.
     """
 
-    t_S: Tensor
-    bound_weight_S: Tensor
+    t_L: Tensor
+    bound_weight_L: Tensor
 
 
 @dataclass(kw_only=True)
 class DDPM(Objective):
-    """DDPM with the simple (unweighted) loss, one time per packed sample.
+    """DDPM with the simple (unweighted) loss, one time per packed sample, or several (`dit.levels`).
+
+    Clean tokens have alpha = 1 and the network's time 0, which is that of step 0 of a table, or the log SNR
+    `MAX_LOG_SNR`.
 
     Args:
         schedule: noise schedule.
@@ -91,6 +94,8 @@ class DDPM(Objective):
     Appendix D; min-SNR, Hang et al. 2023, arXiv:2303.09556; zero terminal SNR, Lin et al. 2023, arXiv:2305.08891,
     Algorithm 1; offset noise, Guttenberg 2023 (crosslabs.org, "Diffusion with Offset Noise").
     """
+
+    takes_levels: ClassVar[bool] = True
 
     schedule: ScheduleName = "linear"
     prediction: Prediction = "noise"
@@ -148,29 +153,29 @@ class DDPM(Objective):
             `prediction`, and the batch's loss weights, times `min_snr_weight` if it is set.
         """
         # Coefficients are computed in float64, because alpha = cos(phi) loses digits near pure noise.
-        t_S = self.noise_schedule.training_time(noise.level_S().double())
-        angle_S = self.noise_schedule.angle(t_S)
-        alpha_S, sigma_S = self.path.alpha_sigma(angle_S)
-        mixtures = self._mixtures(alpha_S.float(), sigma_S.float())
+        t_L = self.noise_schedule.training_time(noise.level_L().double())
+        angle_L = clean_at_0(self.noise_schedule.angle(t_L), batch.layout)
+        alpha_L, sigma_L = self.path.alpha_sigma(angle_L)
+        mixtures = self._mixtures(alpha_L.float(), sigma_L.float())
         inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=self._offset(batch, noise))
-        weight_S = sample_weights(batch)
+        weight_L = sample_weights(batch)
         if self.min_snr_gamma is not None:
-            slope_S = self._slope(alpha_S, sigma_S)
-            weight_S = weight_S * min_snr_weight(alpha_S, sigma_S, slope_S, self.min_snr_gamma).float()
+            slope_L = self._slope(alpha_L, sigma_L)
+            weight_L = weight_L * min_snr_weight(alpha_L, sigma_L, slope_L, self.min_snr_gamma).float()
         prepared = Prepared(
             inputs_TC=inputs_TC,
-            time_S=self._network_time(t_S, angle_S).float(),
+            time_S=self._network_time(t_L, angle_L).float(),
             target_TC=target_TC,
-            weight_S=weight_S,
+            weight_S=weight_L,
         )
         if self.variance is None:
             return prepared
-        return PreparedBound(**vars(prepared), t_S=t_S, bound_weight_S=self.variance.vlb_weight * sample_weights(batch))
+        return PreparedBound(**vars(prepared), t_L=t_L, bound_weight_L=self.variance.vlb_weight * sample_weights(batch))
 
-    def _mixtures(self, alpha_S: Tensor, sigma_S: Tensor) -> tuple[Mixture, Mixture]:
+    def _mixtures(self, alpha_L: Tensor, sigma_L: Tensor) -> tuple[Mixture, Mixture]:
         """Return the coefficients of x_t and of the target."""
-        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-sigma_S, alpha_S)}
-        return (alpha_S, sigma_S), targets[self.prediction]
+        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-sigma_L, alpha_L)}
+        return (alpha_L, sigma_L), targets[self.prediction]
 
     def _offset(self, batch: PackedBatch, noise: AddressedNoise) -> Optional[Tensor]:
         if not self.noise_offset:
@@ -182,25 +187,25 @@ class DDPM(Objective):
         if self._bound is None:
             return super().loss_terms(prediction_TC, prepared, layout)
         assert isinstance(prepared, PreparedBound)
-        valid_T1 = layout.valid_T[:, None]
+        noised_T1, per_token = layout.noised_T[:, None], layout.level_layout.per_token
         output_TC, v_TC = prediction_TC.chunk(2, dim=-1)
         simple_T = token_error(output_TC, prepared.target_TC, layout, self.loss_kind)
-        alpha_S, sigma_S = self.path.alpha_sigma(self.noise_schedule.angle(prepared.t_S))
+        alpha_L, sigma_L = self.path.alpha_sigma(self.noise_schedule.angle(prepared.t_L))
         alpha_T1, sigma_T1, slope_T1 = (
-            layout.per_token(x_S.float()) for x_S in (alpha_S, sigma_S, self._slope(alpha_S, sigma_S))
+            per_token(x_L.float()) for x_L in (alpha_L, sigma_L, self._slope(alpha_L, sigma_L))
         )
         x_TC, target_TC, output_TC, v_TC = (
-            torch.where(valid_T1, part_TC.float(), 0.0)
+            torch.where(noised_T1, part_TC.float(), 0.0)
             for part_TC in (prepared.inputs_TC, prepared.target_TC, output_TC.detach(), v_TC)
         )
         bound_T = self._bound.bits(
-            step_T1=layout.per_token(self._bound.table.step(prepared.t_S)),
+            step_T1=per_token(self._bound.table.step(prepared.t_L)),
             x0_TC=self._clean(x_TC, target_TC, alpha_T1, sigma_T1),
             difference_TC=slope_T1 * (target_TC - output_TC),
             v_TC=v_TC,
         )
-        bound_T = torch.where(layout.valid_T, bound_T, 0.0)
-        return {"simple": Term(simple_T, prepared.weight_S), "vlb": Term(bound_T, prepared.bound_weight_S)}
+        bound_T = torch.where(layout.noised_T, bound_T, 0.0)
+        return {"simple": Term(simple_T, prepared.weight_S), "vlb": Term(bound_T, prepared.bound_weight_L)}
 
     def _clean(self, x_TC: Tensor, output_TC: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Return x0 from the noised latents and the predicted noise, x0 or v."""
@@ -218,8 +223,9 @@ class DDPM(Objective):
 
     def _output(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Run the network in float32 at one angle for all samples."""
-        time = self._network_time(self.noise_schedule.time(u), u)
-        return network(x_TC.float(), shared_time(time, layout)).to(x_TC.dtype)
+        angle_L = shared_level(u, layout)
+        time_L = self._network_time(self.noise_schedule.time(angle_L), angle_L)
+        return network(x_TC.float(), time_L.float()).to(x_TC.dtype)
 
     def _network_time(self, t: Tensor, angle: Tensor) -> Tensor:
         """Return the network's input for time `t`, whose angle is `angle`."""

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.augmentation import Augmentation
-from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
+from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import LossKind, UncertaintyWeighting
 from dit.objectives.noise_levels import log_normal
 from dit.ranges import FINITE, check_choice, check_ranges
@@ -32,9 +32,12 @@ class VarianceExplodingPath(Path):
 
 @dataclass(kw_only=True)
 class EDM(Objective):
-    """EDM training objective, one noise level per packed sample.
+    """EDM training objective, one noise level per packed sample, or several (`dit.levels`).
 
     The loss compares outputs of the network, where lambda(sigma) * c_out**2 == 1 and every noise level weighs the same.
+
+    Clean tokens have sigma = 0, where c_in is finite, and D(x; 0) = x. The network's time log(sigma) / 4 is not, so
+    they have the time of `sigma_min`, the lowest level at which a solver calls the network.
 
     Args:
         sigma_data: standard deviation of clean latents.
@@ -46,6 +49,8 @@ class EDM(Objective):
 
     Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8.
     """
+
+    takes_levels: ClassVar[bool] = True
 
     sigma_data: float = 0.5
     p_mean: float = -1.2
@@ -96,23 +101,28 @@ class EDM(Objective):
             Prepared, all float32: inputs_TC = c_in x with x = x0 + sigma eps, time_S = log(sigma) / 4,
             target_TC = (x0 - c_skip x) / c_out, and the batch's loss weights.
         """
-        sigma_S = self.level(noise.level_S())
-        _, c_out, c_in = self.scalings(sigma_S)
+        sigma_L = clean_at_0(self.level(noise.level_L()), batch.layout)
+        _, c_out, c_in = self.scalings(sigma_L)
         # In (x0 - c_skip x) / c_out, x0 has the coefficient (1 - c_skip) / c_out = c_out / sigma_data**2, and eps has
         # -c_skip sigma / c_out = -sigma_data c_in. The right-hand sides do not subtract nearly equal numbers.
         target = (c_out / self.sigma_data**2, -self.sigma_data * c_in)
-        inputs_TC, target_TC = noise.mix(batch.latents_TC, (c_in, c_in * sigma_S), target)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (c_in, c_in * sigma_L), target)
         return Prepared(
             inputs_TC=inputs_TC,
-            time_S=sigma_S.log() / 4,
+            time_S=self._network_time(sigma_L),
             target_TC=target_TC,
             weight_S=sample_weights(batch),
         )
 
+    def _network_time(self, sigma: Tensor) -> Tensor:
+        """Return the network's input for `sigma`; 0 has that of `sigma_min`."""
+        return torch.where(sigma == 0, self.sigma_min, sigma).log() / 4
+
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return D(x; sigma) = c_skip x + c_out F(c_in x, log(sigma) / 4) with sigma = `u`."""
-        c_skip, c_out, c_in = self.scalings(u)
-        output_TC = network((c_in * x_TC).float(), shared_time(u.log() / 4, layout))
+        sigma_L = shared_level(u, layout)
+        c_skip, c_out, c_in = (layout.level_layout.per_token(c_L).to(x_TC.dtype) for c_L in self.scalings(sigma_L))
+        output_TC = network((c_in * x_TC).float(), self._network_time(sigma_L).float())
         return c_skip * x_TC + c_out * output_TC.to(x_TC.dtype)
 
     def sampling_grid(self, num_steps: int) -> Tensor:

@@ -14,7 +14,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.alignment import Alignment
-from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
+from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import Term, TokenLossKind, min_snr_weight
 from dit.objectives.noise_levels import logit_normal, shift_time
 from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
@@ -185,10 +185,9 @@ class FlowMatching(Objective):
             batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
-        t_L, weight_L = self.level(noise.level_L(), self._shifts(batch)), sample_weights(batch)
+        t_L = clean_at_0(self.level(noise.level_L(), self._shifts(batch)), batch.layout)
+        weight_L = sample_weights(batch)
         aligned_L = None if self.alignment is None else self.alignment.weight_L(weight_L, noise.step_1)
-        if batch.layout.levels is not None:
-            t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
         inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_L, t_L), target)
         if self.min_snr_gamma is not None:
@@ -211,7 +210,7 @@ class FlowMatching(Objective):
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the network's x0, or x0 = x - t v of its velocity, with t = `u`."""
-        output_TC = network(x_TC.float(), shared_time(u, layout)).to(x_TC.dtype)
+        output_TC = network(x_TC.float(), shared_level(u, layout).float()).to(x_TC.dtype)
         return output_TC if self.prediction == "x0" else x_TC - u * output_TC
 
     def sampling_grid(self, num_steps: int) -> Tensor:

@@ -13,7 +13,7 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Network, Prepared, sample_weights, shared_time
+from dit.objectives.base import Network, Prepared, sample_weights, shared_level
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term
 from dit.ranges import SHARE, Range, check_ranges
@@ -127,5 +127,5 @@ class MeanFlow(FlowMatching):
 
     def denoise_over(self, network: Network, x_TC: Tensor, u: Tensor, end: Tensor, layout: SequenceLayout) -> Tensor:
         """Return x - t U with t = `u`, r = `end` and the average velocity U; a straight step gives x - (t - r) U."""
-        time_S2 = torch.stack([shared_time(u, layout), shared_time(u - end, layout)], -1)
+        time_S2 = torch.stack([shared_level(u, layout), shared_level(u - end, layout)], -1).float()
         return x_TC - u * network(x_TC.float(), time_S2).to(x_TC.dtype)

@@ -255,14 +255,15 @@ def generate_each(
         guided, plain = high if u >= boundary else low
         predict = guided if within(sampling.guidance_interval, *objective.path.alpha_sigma(u)) else plain
         x_TC = keep_clean(x_TC, batch)
+        fraction: Optional[Tensor] = None
         if learned:
             x0_TC, fraction = objective.denoise_with_variance(predict, x_TC, u, layout)
-            return clip(x0_TC), fraction
-        if sampling.solver == "euler":
+        elif sampling.solver == "euler":
             x0_TC = objective.denoise_over(predict, x_TC, u, grid[step + 1], layout)
         else:
             x0_TC = objective.denoise(predict, x_TC, u, layout)
-        return keep_clean(clip(keep_clean(x0_TC, batch)), batch)
+        x0_TC = keep_clean(clip(keep_clean(x0_TC, batch)), batch)
+        return x0_TC if fraction is None else (x0_TC, fraction)
 
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
     if strength is not None:

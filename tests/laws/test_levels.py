@@ -1,17 +1,23 @@
 """Samples with several noise levels: packs equal single samples, and layouts equal one rank."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
 from dit.layout import CLEAN
 from dit.models.base import Ability, Backbone, ModelConfig
+from dit.models.streams.config import StreamsConfig
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.step.forward_step import training_forward_step
@@ -25,10 +31,25 @@ from tests.support.levels import LeveledPacks, LeveledStream, edited, leveled
 from tests.support.ranks import rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
-EDITED = [name for name in NAMES if config_of(name).takes_references and name not in LEVELED]
-"""Backbones with pictures and references, but no other clean tokens."""
-CLEAN_TIME = {"qwen_image": {"clean_reference_time": True}}
-"""Settings of backbones that modulate references with the time 0, as in Qwen-Image-Edit-2511."""
+EDITED = [name for name in LEVELED if config_of(name).takes_references and isinstance(config_of(name), StreamsConfig)]
+"""Backbones that can modulate a reference with the time of its sample."""
+CLEAN_TIME = {name: {"clean_reference_time": True} for name in ("qwen_image", "flux")}
+"""Settings of those that modulate it with the time 0 in these tests, as in Qwen-Image-Edit-2511."""
+
+
+class Kind(NamedTuple):
+    """The objective of a case, and the change that gives the samples of a pack several levels."""
+
+    objective: Objective
+    change: Callable[[PackedBatch], PackedBatch]
+
+
+KINDS = {
+    "levels": Kind(FlowMatching(), leveled),
+    "edits": Kind(FlowMatching(), edited),
+    "edm": Kind(EDM(), leveled),
+    "ddpm": Kind(DDPM(prediction="v"), leveled),
+}
 SAMPLES = (0, 1, 2, 3, 4)
 RTOL = 1e-6
 """Relative error of the loss and all gradients together, in fp32."""
@@ -39,9 +60,10 @@ def leveled_config(name: str) -> ModelConfig:
     return replace(config_of(name), **CLEAN_TIME.get(name, {}))
 
 
-def step_of(model: Backbone, name: str, packs: Any, numbers: tuple[int, ...], **padding: int) -> dict[str, Tensor]:
+def step_of(
+    model: Backbone, name: str, objective: Objective, packs: Any, numbers: tuple[int, ...], **padding: int
+) -> dict[str, Tensor]:
     """Return loss sum, number of noised tokens, and every gradient of one training step."""
-    objective = FlowMatching()
     step = training_forward_step(objective, leveled_config(name), 7, 0)
     model.zero_grad(set_to_none=True)
     prediction_TC, loss_of = step(iter([packs(numbers, **padding)]), model)
@@ -51,24 +73,30 @@ def step_of(model: Backbone, name: str, packs: Any, numbers: tuple[int, ...], **
     return {"loss": total.detach().double(), "tokens": count.double(), **gradients}
 
 
-def levels_of(name: str) -> Any:
-    return edited if name in EDITED else leveled
-
-
-@pytest.mark.parametrize("name", [*LEVELED, *EDITED])
-def test_a_pack_equals_its_samples(build_model: BuildModel, one_rank_world: ProcessGroups, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "levels") for name in LEVELED),
+        *((name, "edits") for name in EDITED),
+        *(("dit", "edm"), ("flux", "edm"), ("wan", "ddpm")),
+    ],
+)
+def test_a_pack_equals_its_samples(
+    build_model: BuildModel, one_rank_world: ProcessGroups, name: str, kind: str
+) -> None:
     """Loss, token count and gradients of a padded pack equal the sums over single samples."""
     model = build_model(leveled_config(name))
     disturb_constants([model], one_rank_world)
-    packs = LeveledPacks(MockPacks(leveled_config(name)), levels_of(name))
-    together = step_of(model, name, packs, SAMPLES, multiple_of=10, tail=16)
-    single = [step_of(model, name, packs, (number,)) for number in SAMPLES]
+    trained, change = KINDS[kind]
+    packs = LeveledPacks(MockPacks(leveled_config(name)), change)
+    together = step_of(model, name, trained, packs, SAMPLES, multiple_of=10, tail=16)
+    single = [step_of(model, name, trained, packs, (number,)) for number in SAMPLES]
     summed = {key: sum(x[key] for x in single if key in x) for key in together}
     noised = [int(packs((number,)).layout.noised_T.sum()) for number in SAMPLES]
     assert int(together["tokens"]) == sum(noised) < packs(SAMPLES).layout.valid_tokens
     difference = torch.stack([(together[key] - summed[key]).norm() for key in together]).norm()
     assert difference <= RTOL * torch.stack([x.norm() for x in summed.values()]).norm()
-    one_level = step_of(model, name, MockPacks(leveled_config(name)), SAMPLES)
+    one_level = step_of(model, name, trained, MockPacks(leveled_config(name)), SAMPLES)
     assert abs(one_level["loss"] - together["loss"]) > 1e-2 * together["loss"]
 
 
@@ -82,29 +110,37 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"data_parallel": "fsdp"}),
     "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
 }
-ROW = ("name", "layout")
-# Wan and Qwen-Image on every layout; others on layouts that split tokens, heads and layers.
-QUICK = {("wan", layout) for layout in LAYOUTS if layout not in ("tp2", "cp2")}
-QUICK |= {("dit", "cp2"), ("flux2", "tp2_sp_cp2"), ("qwen_image", "cp2")}
+ROW = ("name", "layout", "kind")
+# Wan, FLUX and edits of Qwen-Image on every layout; others on layouts that split tokens, heads and layers.
+QUICK = {("wan", layout, "levels") for layout in LAYOUTS if layout not in ("tp2", "cp2")}
+QUICK |= {("dit", "cp2", "levels"), ("flux", "tp2_sp_cp2", "levels"), ("z_image", "pp2", "levels")}
+QUICK |= {("flux2", "tp2_sp_cp2", "edits"), ("qwen_image", "cp2", "edits")}
+QUICK |= {("dit", "tp2_sp_cp2", "edm"), ("dit", "pp2", "ddpm")}
+EVERYWHERE = {("wan", "levels"), ("flux", "levels"), ("qwen_image", "edits")}
 CASES = [
-    (name, layout)
-    for name in [*LEVELED, *EDITED]
+    (name, layout, kind)
+    for kind, names in {"levels": LEVELED, "edits": EDITED}.items()
+    for name in names
     for layout in LAYOUTS
-    if name in ("wan", "qwen_image") or layout in ("tp2_sp_cp2", "pp2") or (name, layout) in QUICK
+    if (name, kind) in EVERYWHERE or layout in ("tp2_sp_cp2", "pp2") or (name, layout, kind) in QUICK
+]
+CASES += [
+    ("dit", layout, kind) for layout in ("tp2_sp", "cp2", "pp2", "fsdp2", "tp2_sp_cp2") for kind in ("edm", "ddpm")
 ]
 
 
-def pair_of(name: str, layout: str) -> Pair:
+def pair_of(name: str, layout: str, kind: str) -> Pair:
     """Return the tiny form of a recipe with several levels in a sample."""
     ranks, parallel = LAYOUTS[layout]
     run = run_of(name)
     model = replace(run.model, **CLEAN_TIME.get(name, {}))
     pair = tiny_pair(replace(run, model=model, parallel=ParallelConfig(**parallel)), ranks)
-    stream, objective = LeveledStream(pair.one.stream, levels_of(name)), FlowMatching()
+    trained, change = KINDS[kind]
+    stream = LeveledStream(pair.one.stream, change)
     return replace(
         pair,
-        one=replace(pair.one, stream=stream, objective=objective),
-        many=replace(pair.many, stream=stream, objective=objective),
+        one=replace(pair.one, stream=stream, objective=trained),
+        many=replace(pair.many, stream=stream, objective=trained),
     )
 
 
@@ -116,9 +152,9 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
-def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
+def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str, kind: str) -> None:
     """Gradients, losses, weights and their copies on other ranks are equal."""
-    verdict = verdicts[name, layout]
+    verdict = verdicts[name, layout, kind]
     assert verdict.is_equal, verdict.text()
     assert [p for p in verdict.idle if not re.fullmatch(BACKBONES[name].idle, p)] == []
 
@@ -132,5 +168,5 @@ def test_a_recipe_with_several_levels_is_verified_with_several() -> None:
 def test_only_token_backbones_take_several_levels() -> None:
     refusing = {name for name in NAMES if not config_of(name).supports.abilities()[Ability.LEVELS]}
     assert {name for name in NAMES if "unet" in name or "autoencoder" in name or name == "imagen"} <= refusing
-    assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit"} <= set(LEVELED)
+    assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit", "sd3", "z_image", *EDITED} <= set(LEVELED)
     assert set(EDITED) == {"chroma", "flux", "flux2", "qwen_image"}

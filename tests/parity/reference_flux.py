@@ -1,4 +1,4 @@
-"""FLUX in plain PyTorch, written from its published description, one sample at a time.
+"""FLUX in plain PyTorch, written from its published description, one sample at a time, with a time per token.
 
 It reads our parameters by name, as float64 leaves, and splits fused projections by row; it shares no other code or
 data with `dit`.
@@ -38,17 +38,17 @@ class FluxReference:
 
         scale = self.config.time_scale
         pooled = self.leaves["conditioner.pooled.null"] if pooled is None else pooled.double()
-        cond = embed(time_features(time.double() * scale), "time")[0] + embed(pooled[None], "pooled")[0]
+        cond = embed(time_features(time.double() * scale), "time") + embed(pooled[None], "pooled")
         if self.config.guidance is not None:
             given = torch.tensor([self.config.guidance], dtype=torch.float64)
-            cond = cond + embed(time_features(given * scale), "guidance")[0]
+            cond = cond + embed(time_features(given * scale), "guidance")
         return cond
 
     def joint_block(
-        self, text: Tensor, image: Tensor, cond: Tensor, by: Optional[Tensor], name: str
+        self, text: Tensor, image: Tensor, conds: dict[str, Tensor], by: Optional[Tensor], name: str
     ) -> tuple[Tensor, Tensor]:
         leaves, streams = self.leaves, {"text": text, "image": image}
-        chunks = {s: leaves.linear(silu(cond), f"{name}.{s}.modulation.linear").chunk(6) for s in streams}
+        chunks = {s: leaves.linear(silu(conds[s]), f"{name}.{s}.modulation.linear").chunk(6, -1) for s in streams}
         q: list[Tensor] = []
         k: list[Tensor] = []
         v: list[Tensor] = []
@@ -75,7 +75,7 @@ class FluxReference:
 
     def single_block(self, x: Tensor, cond: Tensor, by: Optional[Tensor], name: str) -> Tensor:
         """Fused rows: for each head, query, key, value and a share of the MLP; the columns have the same order."""
-        shift, scale, gate = self.leaves.linear(silu(cond), f"{name}.modulation.linear").chunk(3)
+        shift, scale, gate = self.leaves.linear(silu(cond), f"{name}.modulation.linear").chunk(3, -1)
         heads = self.config.num_attention_heads
         share = self.config.ffn_hidden_size // heads
         q, k, v, mlp = [], [], [], []
@@ -100,11 +100,16 @@ class FluxReference:
         pooled: Optional[Tensor],
         **others: object,
     ) -> Tensor:
-        """Predict one sample; the network ignores frame rate and class."""
+        """Predict one sample; the network ignores frame rate and class.
+
+        Args:
+            time: time of the sample `[1]`, or those of its text and of each image token `[1 + n]`.
+        """
         config, leaves = self.config, self.leaves
         given = leaves["text.null"].expand(DROPPED_TOKENS, -1) if text is None else text.double()
-        cond = self.condition(time, pooled)
         text, image = leaves.linear(given, "embed_text"), leaves.linear(patches.double(), "embed.linear")
+        rows = self.condition(time, pooled)
+        conds = {"text": rows[:1].expand(len(text), -1), "image": rows[-len(image) :].expand(len(image), -1)}
         by = None
         if config.position_embedding == "rope_3d":
             indices = [(0, 0, 0)] * len(given) + patch_indices(grid)
@@ -112,9 +117,9 @@ class FluxReference:
         else:
             image = image + position_features(grid, config.hidden_size, config.position_embedding)
         for i in range(config.num_joint_layers):
-            text, image = self.joint_block(text, image, cond, by, f"layers.{i}")
-        x = torch.cat([text, image])
+            text, image = self.joint_block(text, image, conds, by, f"layers.{i}")
+        x, cond = torch.cat([text, image]), torch.cat([conds["text"], conds["image"]])
         for i in range(config.num_joint_layers, config.num_joint_layers + config.num_single_layers):
             x = self.single_block(x, cond, by, f"layers.{i}")
-        shift, scale = leaves.linear(silu(cond), "head.modulation").chunk(2)
+        shift, scale = leaves.linear(silu(conds["image"]), "head.modulation").chunk(2, -1)
         return leaves.linear(self.modulate(x[len(text) :], shift, scale), "head.linear")

@@ -41,7 +41,7 @@ from dit.convert.diffusers_wan import DiffusersWan
 from dit.convert.diffusers_z_image import DiffusersZImage
 from dit.errors import ConfigError
 from dit.models.prx.config import PRXConfig
-from dit.objectives.base import shared_time
+from dit.objectives.base import shared_level
 from dit.parallel.build import count_parameters, parameter_shapes
 from dit.patchify import grid_positions, unpatchify
 from dit.sampling.references import add_references
@@ -247,7 +247,7 @@ def test_edited_pictures_equal_those_of_the_diffusers_pipelines(build_model: Bui
     references = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(5)) for h, w in REFERENCES]
     batch = add_references(pack_of(model), references, model.batch_spec(micro_batch_size=2, multiple_of=4))
     network = load(build_model(model), weights)
-    predicted_TC = network(batch.latents_TC, shared_time(torch.tensor([0.25]), batch.layout), batch)
+    predicted_TC = network(batch.latents_TC, shared_level(torch.tensor(0.25), batch.layout).float(), batch)
     actual_TC = predicted_TC[batch.layout.noised_T]
     exact_TC = torch.cat([edited_by_diffusers(external, batch, i, texts[i], EDITING[name]) for i in range(len(SIDES))])
     assert relative_error(actual_TC.detach(), exact_TC.detach()) <= RTOL

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dit.batch import PackedBatch
 from dit.conditions import per_sample
 from dit.errors import BatchError
 from dit.joint_layout import joint_layout
@@ -28,6 +29,7 @@ from tests.parity.reference_sana import SanaReference
 from tests.parity.reference_stdit import STDiTReference
 from tests.parity.reference_wan import WanReference
 from tests.support.batches import DENSE, MIXED, Sample, draw, pack, pooled_size
+from tests.support.levels import leveled
 from tests.support.reference import RTOL, relative_error
 
 SIZES: dict[str, Any] = {
@@ -180,12 +182,22 @@ def small(name: str, **changes: Any) -> Any:
     return FAMILIES[name].small(**changes)
 
 
-def check(build_model: BuildModel, name: str, config: Any, samples: list[Sample], **padding: int) -> nn.Module:
-    """Run the pack through our model and each sample through the reference; compare outputs and all gradients."""
+def check(
+    build_model: BuildModel, name: str, config: Any, samples: list[Sample], *, levels: bool = False, **padding: int
+) -> nn.Module:
+    """Run the pack through our model and each sample through the reference; compare outputs and all gradients.
+
+    Args:
+        levels: give samples several noise levels; the text has the first one of its sample that is not clean.
+    """
     model = build_model(config, perturb=0.1)
     batch, leaves = pack(samples, config, **padding), Leaves(model)
     reference = FAMILIES[name].reference(config, leaves)
     inputs, time = draw(batch)
+    times = list(time.split(1))
+    if levels:
+        batch = leveled(batch)
+        time, times = times_of_tokens(batch)
     out = model(inputs, time, batch)
     cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(6))
     loss = torch.zeros((), dtype=torch.float64)
@@ -195,7 +207,7 @@ def check(build_model: BuildModel, name: str, config: Any, samples: list[Sample]
         if (size := pooled_size(config)) is not None:
             conditions["pooled"] = sample.pooled(size)
         text = sample.text(config.context_size)
-        exact = reference.run(inputs[rows], time[i : i + 1], sample.grid, text, **conditions)
+        exact = reference.run(inputs[rows], times[i], sample.grid, text, **conditions)
         assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
         loss = loss + (exact * cotangent[rows].double()).sum()
     loss.backward()
@@ -210,6 +222,26 @@ def check(build_model: BuildModel, name: str, config: Any, samples: list[Sample]
     wrong = {parameter: error for parameter, error in errors.items() if not error <= RTOL}
     assert not wrong, wrong
     return model
+
+
+def times_of_tokens(batch: PackedBatch) -> tuple[Tensor, list[Tensor]]:
+    """Draw the time of each level, and return for each sample that of its text and those of its tokens."""
+    levels = batch.layout.levels
+    assert levels is not None
+    time_L = torch.rand(len(levels.numbers), generator=torch.Generator().manual_seed(7)).masked_fill(levels.clean_L, 0)
+    time_T = levels.layout.per_token(time_L)[:, 0]
+    samples = [time_T[start : start + n] for start, n in zip(batch.layout.starts, batch.layout.lengths)]
+    return time_L, [torch.cat([time_n[time_n > 0][:1], time_n]) for time_n in samples]
+
+
+@pytest.mark.parametrize("padding", [{}, *PADDINGS.values()], ids=str)
+@pytest.mark.parametrize("variant", ["default", "guidance", "sincos_3d", "single"])
+def test_segments_of_a_sample_have_their_own_modulation(
+    build_model: BuildModel, variant: str, padding: dict[str, int]
+) -> None:
+    """In joint blocks, single blocks and the head of FLUX; a sample has clean tokens, one level or several."""
+    config = small("flux", **FAMILIES["flux"].variants[variant])
+    check(build_model, "flux", config, MIXED, levels=True, **padding)
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIANTS)

@@ -9,12 +9,13 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError, ConfigError
+from dit.joint_layout import joint_layout
 from dit.layout import CLEAN, SequenceLayout
-from dit.levels import with_levels
+from dit.levels import at_text_level, with_levels, with_references_at_sample_time, with_text_level
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import MIN_TIME, FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
+from dit.objectives.mean_flow import MeanFlow
 from dit.training.validate import NUM_BUCKETS, loss_sums
 from tests.support.levels import leveled
 
@@ -181,8 +182,8 @@ def test_uncertainty_is_weighed_at_the_level_of_a_token() -> None:
 
 def test_an_objective_with_one_level_per_sample_refuses_several() -> None:
     batch = a_pack(a_layout())
-    with pytest.raises(ConfigError, match="use objective=flow_matching"):
-        EDM().prepare(batch, noise_of(batch))
+    with pytest.raises(ConfigError, match="use objective=flow_matching, edm or ddpm"):
+        MeanFlow().prepare(batch, noise_of(batch))
 
 
 def test_validation_counts_tokens_at_their_own_level() -> None:
@@ -207,3 +208,59 @@ def test_synthetic_levels_cover_every_kind() -> None:
     batch = leveled(replace(pack, sample_ids_S=torch.tensor([2, 3, 4])))
     assert batch.layout.levels is not None
     assert set(batch.layout.levels.numbers) == {CLEAN, 0, 1, 2}
+
+
+TIMES_L = torch.tensor([0.0, 0.2, 0.3, 0.4, 0.0, 0.6])
+"""Times of the segments of `a_layout`."""
+TEXTS = SequenceLayout.from_lengths([3, 1, 2], multiple_of=2, total_tokens=10)
+
+
+def test_texts_have_the_first_noised_level_of_their_sample() -> None:
+    """Tokens of texts, images and both together have the time of their own segment."""
+    text_S, time_M, batch = with_text_level(TIMES_L, a_pack(a_layout()))
+    image, texts = batch.layout, at_text_level(TEXTS, batch.layout.levels)
+    assert text_S.tolist() == pytest.approx([0.2, 0.3, 0.4])
+    assert texts.levels is not None
+    assert image.level_layout.lengths == (0, 2, 3, 0, 3, 0, 1, 2, 4)
+    assert texts.level_layout.padded_lengths == (3, 0, 1, 1, 1, 2, 0, 0, 0)
+    joint = joint_layout(texts, image)
+    of_text, of_image, of_both = (x.level_layout.per_token(time_M)[:, 0] for x in (texts, image, joint))
+    assert of_text[texts.valid_T].tolist() == pytest.approx([0.2] * 3 + [0.3] + [0.4] * 2)
+    before = a_layout()
+    assert torch.equal(of_image[before.valid_T], before.level_layout.per_token(TIMES_L)[before.valid_T, 0])
+    assert torch.equal(of_both[joint.valid_T], joint.join(of_text, of_image)[joint.valid_T])
+    assert torch.equal(joint.level_layout.valid_T, joint.valid_T)
+
+
+@pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
+def test_ranks_have_the_text_and_the_segments_of_their_tokens(split: str) -> None:
+    layout = SequenceLayout.from_lengths([9, 8, 13], multiple_of=4, total_tokens=40)
+    layout = with_levels(layout, [[(5, CLEAN), (4, 0)], [], [(1, 0), (7, CLEAN), (5, 1)]])
+    for rank in range(2):
+        local = shard(a_pack(layout), rank, 2, split)  # type: ignore[arg-type]
+        _, time_M, local = with_text_level(TIMES_L, local)
+        joint = joint_layout(at_text_level(TEXTS, local.layout.levels), local.layout)
+        indices = local.layout.local_indices
+        assert indices is not None
+        times_T = layout.level_layout.per_token(TIMES_L)[indices, 0]
+        time_J = joint.level_layout.per_token(time_M)[:, 0]
+        assert torch.equal(joint.split(time_J)[1][local.layout.valid_T], times_T[local.layout.valid_T])
+
+
+def test_references_have_the_level_of_their_sample() -> None:
+    """If all segments of each sample then have one level, so has the sample."""
+    layout = SequenceLayout.from_lengths([5, 3, 7], multiple_of=2, total_tokens=20)
+    references = ((1, 1, 2), (0, 0, 0), (1, 1, 3))
+
+    def changed(segments: list, times: list[float]) -> tuple[Tensor, PackedBatch]:
+        batch = replace(a_pack(with_levels(layout, segments)), reference_grids=references)
+        return with_references_at_sample_time(torch.tensor(times), batch)
+
+    time_S, batch = changed([[(3, 0), (2, CLEAN)], [], [(4, 0), (3, CLEAN)]], [0.1, 0.0, 0.2, 0.3, 0.0])
+    assert batch.layout.levels is None
+    assert time_S.tolist() == pytest.approx([0.1, 0.2, 0.3])
+    three = [[(3, 0), (2, CLEAN)], [], [(2, CLEAN), (2, 1), (3, CLEAN)]]
+    time_L, batch = changed(three, [0.1, 0.0, 0.2, 0.0, 0.3, 0.0])
+    assert batch.layout.levels is not None
+    assert batch.layout.levels.numbers == (0, 0, 0, CLEAN, 1, 1)
+    assert time_L.tolist() == pytest.approx([0.1, 0.1, 0.2, 0.0, 0.3, 0.3])

@@ -64,12 +64,13 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         text_positions: positions of text tokens: 0, an index on a fourth axis, or one after the image's.
             `before_image`: an index on t, where the image follows.
         centred_positions: count h and w from the centre of each picture.
-        clean_reference_time: modulate reference tokens with the time 0 instead of the time of their sample.
+        clean_reference_time: modulate reference tokens as clean ones, with the time 0, instead of the time of their
+            sample. Other clean tokens are always modulated with the time 0.
         position_crop: `[side, span]`; sine-cosine positions are the centre of a square with `side` patches on each
             axis, whose positions range from 0 to `span`; None for the patch indices.
     """
 
-    supports = Supports(levels=False, split_texts=False, fixed_packs=True)
+    supports = Supports(split_texts=False, fixed_packs=True)
     frame_spacing: ClassVar[int] = 1
     """Distance of two frames, such as a picture and its reference, on the axis t of the rotary positions."""
 
@@ -229,13 +230,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"model.num_dual_layers={self.num_dual_layers} with model.num_joint_layers={self.num_joint_layers} and "
                 f"model.shared_modulation={self.shared_modulation}: a second attention is in a joint block with its "
                 "own modulation; use fewer dual layers, and shared_modulation=False"
-            )
-        if self.clean_reference_time and (self.num_single_layers or self.sublayers(0) is not None):
-            raise ConfigError(
-                f"model.clean_reference_time=True with model.num_single_layers={self.num_single_layers}, "
-                f"model.shared_modulation={self.shared_modulation} and model.approximator={self.approximator}: only "
-                "the image stream of joint blocks has a modulation for each noise level; use 0, False and None, or "
-                "model.clean_reference_time=False"
             )
         if not self.text_output and (self.num_single_layers or self.shared_modulation):
             raise ConfigError(

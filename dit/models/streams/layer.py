@@ -19,7 +19,10 @@ from dit.layout import SequenceLayout
 from dit.models.streams.config import LayerKind, StreamsConfig
 
 Condition = Tensor | Sequence[SublayerModulation]
-"""Conditioning vector of each sample, or the modulations of the block's sub-layers (`StreamsConfig.sublayers`)."""
+"""Conditioning vector of each sample, or the modulations of the block's sub-layers (`StreamsConfig.sublayers`).
+
+If samples have several noise levels, those of the text and of each level (`dit.levels.with_text_level`).
+"""
 
 SUBLAYERS = {"text": slice(0, 2), "image": slice(2, 4), "single": slice(0, 1)}
 """Sub-layers of the streams of a joint block, and of a single block."""
@@ -140,7 +143,6 @@ class JointLayer(nn.Module):
         text_KD: Tensor,
         x_TD: Tensor,
         condition: Condition,
-        image_condition: Condition,
         text_layout: SequenceLayout,
         layout: SequenceLayout,
         joint: JointLayout,
@@ -149,11 +151,10 @@ class JointLayer(nn.Module):
         """Return text and image.
 
         Args:
-            condition, image_condition: conditions of the text, and of the image for each of its noise levels.
             text_layout, layout: layouts of the local text and image tokens.
             joint: layout of the tokens in attention.
         """
-        text_mods, image_mods = self.text.modulation(condition), self.image.modulation(image_condition)
+        text_mods, image_mods = self.text.modulation(condition), self.image.modulation(condition)
         text_KD, y_KD = text_mods[0].norm_modulate(text_KD, text_layout)
         x_TD, y_TD = image_mods[0].norm_modulate(x_TD, layout)
         q, k, v = (joint.join(*pair) for pair in zip(self.text.qkv(y_KD), self.image.qkv(y_TD)))

@@ -22,6 +22,7 @@ from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout, joint_layout
 from dit.layers.tokens import pad_tokens
 from dit.layout import SequenceLayout, to_device
+from dit.levels import at_text_level
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,18 @@ class StreamLayouts:
     def of(
         cls, given: SequenceLayout, image: SequenceLayout, multiple: int, provider: LayerProvider
     ) -> "StreamLayouts":
-        """Return the layouts of texts and images that are extended to multiples of `multiple`."""
+        """Return the layouts of texts and images that are extended to multiples of `multiple`.
+
+        Learned tokens have the noise level of the text (`with_text_level`).
+        """
         extended_texts = given if multiple == 1 else given.table(_extended, multiple)
         sources_K = None if multiple == 1 else extended_texts.table(_sources, given)
-        texts = pad_tokens(extended_texts, provider)
+        texts = at_text_level(pad_tokens(extended_texts, provider), image.levels)
         missing = None if multiple == 1 else image.table(_missing, multiple)
         if missing is None or not missing.total_tokens:
             joint = joint_layout(texts, image)
             return cls(given, texts, image, joint, None, joint, sources_K)
-        padding = pad_tokens(missing, provider)
+        padding = at_text_level(pad_tokens(missing, provider), image.levels)
         extended = joint_layout(padding, image)
         single = joint_layout(joint_layout(texts, padding), image)
         return cls(given, texts, extended, joint_layout(texts, extended), padding, single, sources_K)

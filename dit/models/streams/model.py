@@ -23,7 +23,7 @@ from dit.layers.tokens import (
     with_control,
 )
 from dit.layout import SequenceLayout
-from dit.levels import time_of_samples
+from dit.levels import with_references_at_sample_time, with_text_level
 from dit.models.base import Backbone, Stage
 from dit.models.streams.config import StreamsConfig
 from dit.models.streams.layer import Condition, JointLayer, SingleLayer
@@ -117,8 +117,10 @@ class Streams(Backbone):
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         provider = self.provider
-        leveled, time_L = batch, 1 - time_S if self.model_config.reversed_time else time_S
-        time_S, batch = time_of_samples(time_L, batch)
+        time_L = 1 - time_S if self.model_config.reversed_time else time_S
+        if not self.model_config.clean_reference_time:
+            time_L, batch = with_references_at_sample_time(time_L, batch)
+        text_time_S, time_L, batch = with_text_level(time_L, batch)
         layouts = StreamLayouts.of(self.text_layout(batch), batch.layout, self.model_config.learned_padding, provider)
         texts, joint = layouts.texts, layouts.single
         rotation_J = of_streams = None
@@ -130,13 +132,10 @@ class Streams(Backbone):
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
         has_approximator = self.model_config.approximator is not None
-        cond = time_S if has_approximator else self.conditioner(time_S, batch)
+        cond = time_L if has_approximator else self.conditioner(time_L, batch)
         condition = self.modulation(cond)
         positions_T3 = sincos_positions(self.model_config, batch)
-        layout, image_condition = layouts.image, condition
-        if self.model_config.clean_reference_time:
-            layout, image_condition = leveled.layout, self.conditioner(time_L, leveled)
-        layout, _ = shard_tokens(layout, provider)
+        layout, _ = shard_tokens(layouts.image, provider)
         local_texts, _ = shard_tokens(texts, provider)
         local_joint, _ = shard_tokens(joint, provider)
         single = max(self.stage.layers.start, self.model_config.num_joint_layers)
@@ -144,15 +143,14 @@ class Streams(Backbone):
             x_JD = from_previous_stage(self.input_tensor)
         else:
             if self.pre_process:
-                text_KD = self.embed_texts(time_S, batch, layouts)
+                text_KD = self.embed_texts(text_time_S, batch, layouts)
                 x_TD = self.embed_image(inputs_TC, positions_T3, batch, layouts)
             else:
                 rows_D = from_previous_stage(self.input_tensor)
                 text_KD, x_TD = rows_D.split([local_texts.num_local_tokens, layout.num_local_tokens])
             for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
-                conditions = self.of_layer(i, condition), self.of_layer(i, image_condition)
                 text_KD, x_TD = self.layers[str(i)](
-                    text_KD, x_TD, *conditions, local_texts, layout, layouts.streams, of_streams
+                    text_KD, x_TD, self.of_layer(i, condition), local_texts, layout, layouts.streams, of_streams
                 )
             if single >= self.stage.layers.stop and not self.post_process:
                 return to_next_stage(torch.cat([text_KD, x_TD]))

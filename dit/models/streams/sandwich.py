@@ -79,7 +79,6 @@ class RefinerLayer(nn.Module):
         text_KD: Tensor,
         x_TD: Tensor,
         cond_SC: Tensor,
-        image_cond_SC: Tensor,
         text_layout: SequenceLayout,
         layout: SequenceLayout,
         joint: JointLayout,
@@ -91,7 +90,7 @@ class RefinerLayer(nn.Module):
             cosines, sines = joint.split(rotation_J.cos_T1H), joint.split(rotation_J.sin_T1H)
             of_text, of_image = (Rotation(*pair) for pair in zip(cosines, sines))
         text_KD = self.text(text_KD, cond_SC, text_layout, text_layout, of_text)
-        return text_KD, self.image(x_TD, image_cond_SC, layout, layout, of_image)
+        return text_KD, self.image(x_TD, cond_SC, layout, layout, of_image)
 
 
 class SandwichLayer(SandwichBlock):

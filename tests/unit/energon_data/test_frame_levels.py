@@ -11,11 +11,13 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import CLEAN
 from dit.models.ddpm_unet.config import DDPMUNetConfig
+from dit.models.dit.config import DiTConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.mean_flow import MeanFlow
 from dit.run_config import RunConfig
+from dit.settings import TrainingConfig
 from energon_data.mock import MockData
 
 MODEL = WanConfig(
@@ -128,7 +130,13 @@ def test_packs_do_not_change_without_the_settings() -> None:
     [
         ({"data": MockData(clean_first_frame=1.5)}, "data.clean_first_frame=1.5"),
         ({"data": MockData(inpaint=1.5)}, "data.inpaint=1.5"),
-        ({"objective": EDM()}, "data.clean_first_frame=0.5 needs several noise levels .* use objective=flow_matching"),
+        (
+            {
+                **{"objective": MeanFlow(), "training": TrainingConfig(precision="fp32")},
+                "model": DiTConfig(position_embedding="sincos_3d", interval_conditioning=True),
+            },
+            "data.clean_first_frame=0.5 needs several noise levels .* use objective=flow_matching, edm or ddpm",
+        ),
         (
             {"model": DDPMUNetConfig()},
             "DDPMUNetConfig does not support several noise levels in a sample, which data.clean_first_frame=0.5",

@@ -15,11 +15,11 @@ from dit.inference.generator import Generator
 from dit.layout import CLEAN
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.mean_flow import MeanFlow
 from dit.patchify import grid_positions, patchify
 from dit.run_config import RunConfig
-from dit.settings import SamplingConfig
+from dit.settings import SamplingConfig, TrainingConfig
 from energon_data.indexed import Sample, Samples
 from tests.conftest import BuildModel
 
@@ -137,7 +137,12 @@ def test_models_without_references_are_refused() -> None:
     run = RunConfig(model=MODEL, data=Edits(), objective=FlowMatching())
     run.check()
     with pytest.raises(ConfigError, match=r"data\.references=True needs several noise levels"):
-        replace(run, objective=EDM()).check()
+        replace(
+            run,
+            model=replace(MODEL, interval_conditioning=True),
+            objective=MeanFlow(),
+            training=TrainingConfig(precision="fp32"),
+        ).check()
     spec = replace(SPEC, conditions=(*SPEC.conditions, LOW_RESOLUTION))
     with pytest.raises(ConfigError, match=r"data\.references=True adds tokens .* low_resolution"):
         Edits().check_settings(spec, 1, 1)

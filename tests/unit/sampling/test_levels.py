@@ -1,7 +1,9 @@
 """Sampling with clean tokens, and with two networks for different noise levels."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
-from dit.models.flux.config import FluxConfig
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.mean_flow import MeanFlow
 from dit.run_config import RunConfig
 from dit.sampling.generate import LowNoise, empty_pack, generate, generate_each
 from dit.sampling.guidance import rescaled
@@ -46,21 +50,47 @@ CLEAN_TOKENS = [*range(FRAME), *range(12 + 5, 12 + 8)]
 NOISED_TOKENS = [token for token in range(24) if token not in CLEAN_TOKENS]
 
 
+class Kind(NamedTuple):
+    """An objective, the factor and the time of its clean tokens, and the times of noised ones at path positions."""
+
+    objective: Objective
+    factor: float
+    clean_time: float
+    times: Callable[[Tensor], Tensor]
+
+
+TABLE = DDPM(discrete_steps=1000, prediction="v")
+LEARNED = DDPM(discrete_steps=20, schedule="cosine", variance=LearnedVariance())
+KINDS = {
+    "flow": Kind(OBJECTIVE, 1.0, 0.0, lambda u: u),
+    "edm": Kind(EDM(), 2.0, math.log(0.002) / 4, lambda sigma: sigma.log() / 4),
+    "ddpm": Kind(DDPM(network_time="log_snr"), 1.0, 20.0, lambda angle: -2 * angle.tan().log()),
+    "table": Kind(TABLE, 1.0, 0.0, TABLE.noise_schedule.time),
+    "learned": Kind(LEARNED, 1.0, 0.0, LEARNED.noise_schedule.time),
+}
+
+
 @pytest.mark.parametrize(
-    ("solver", "settings"),
+    ("kind", "solver", "settings"),
     [
-        ("euler", {}),
-        ("heun", {}),
-        ("dpmpp_2m", {}),
-        ("ddim", {}),
-        ("ancestral", {}),
-        ("euler", {"guidance_scale": 3.0, "guidance_rescale": 0.5}),
-        ("euler", {"thresholding": "static"}),
-        ("euler", {"thresholding": "dynamic"}),
+        ("flow", "euler", {}),
+        ("flow", "heun", {}),
+        ("flow", "dpmpp_2m", {}),
+        ("flow", "ddim", {}),
+        ("flow", "ancestral", {}),
+        ("flow", "euler", {"guidance_scale": 3.0, "guidance_rescale": 0.5}),
+        ("flow", "euler", {"thresholding": "static"}),
+        ("flow", "euler", {"thresholding": "dynamic"}),
+        ("edm", "heun", {"churn": [2.0, 0.1, 50.0, 1.003]}),
+        ("edm", "dpmpp_2m", {"guidance_scale": 3.0}),
+        ("ddpm", "heun", {}),
+        ("table", "ddim", {"thresholding": "dynamic"}),
+        ("learned", "ancestral", {"variance": "learned", "thresholding": "static"}),
     ],
 )
-def test_clean_tokens_equal_those_of_the_pack_in_every_step(solver: str, settings: dict[str, Any]) -> None:
-    """The network gets them with t = 0, and noised tokens with the time of the step."""
+def test_clean_tokens_equal_those_of_the_pack_in_every_step(kind: str, solver: str, settings: dict[str, Any]) -> None:
+    """The network gets them without noise, and noised tokens with the time of the step."""
+    objective, factor, clean_time, times_of = KINDS[kind]
     batch, times = pack(), []
 
     def network(inputs_TC: Tensor, time_S: Tensor, seen: PackedBatch) -> Tensor:
@@ -69,22 +99,24 @@ def test_clean_tokens_equal_those_of_the_pack_in_every_step(solver: str, setting
         copies = len(inputs_TC) // len(batch.latents_TC)
         assert levels.numbers == (CLEAN, 0, 0, CLEAN, 0) * copies
         for half in inputs_TC.chunk(copies):
-            assert torch.equal(half[CLEAN_TOKENS], batch.latents_TC[CLEAN_TOKENS])
-        assert not time_S[levels.clean_L].any()
+            assert torch.equal(half[CLEAN_TOKENS], factor * batch.latents_TC[CLEAN_TOKENS])
+        assert time_S[levels.clean_L].tolist() == pytest.approx([clean_time] * (2 * copies))
         noised = time_S[~levels.clean_L]
         assert len(set(noised.tolist())) == 1
         times.append(float(noised[0]))
-        return torch.full_like(inputs_TC, 100.0)  # a wrong prediction must not reach clean tokens
+        return torch.full_like(inputs_TC, 100.0).repeat(1, objective.num_outputs)  # must not reach clean tokens
 
     sampling = SamplingConfig(solver=solver, num_steps=3, **{"guidance_scale": 1.0, **settings})  # type: ignore[arg-type]
-    drawn = generate_each(network, OBJECTIVE, batch, SPEC, sampling)
+    drawn = generate_each(network, objective, batch, SPEC, sampling)
     tokens = torch.cat([x.permute(1, 2, 3, 0).flatten(0, 2) for x in drawn])
     assert torch.equal(tokens[CLEAN_TOKENS], batch.latents_TC[CLEAN_TOKENS])
     assert not torch.equal(tokens[NOISED_TOKENS], batch.latents_TC[NOISED_TOKENS])
-    assert set(times) == {float(t) for t in OBJECTIVE.sampling_grid(3)[:-1].float()}
+    if sampling.churn is None:
+        assert sorted(set(times)) == pytest.approx(sorted(times_of(objective.sampling_grid(3)[:-1]).tolist()))
 
 
-def test_noised_tokens_do_not_depend_on_clean_tokens() -> None:
+@pytest.mark.parametrize("kind", ["flow", "edm", "ddpm", "table"])
+def test_noised_tokens_do_not_depend_on_clean_tokens(kind: str) -> None:
     """Using a network that computes each token separately."""
     batch = pack()
 
@@ -93,7 +125,7 @@ def test_noised_tokens_do_not_depend_on_clean_tokens() -> None:
 
     plain = replace(batch, layout=replace(batch.layout, levels=None))
     sampling = SamplingConfig(solver="heun", num_steps=4, guidance_scale=1.0)
-    mixed, without = (generate(network, OBJECTIVE, x, SPEC, sampling) for x in (batch, plain))
+    mixed, without = (generate(network, KINDS[kind].objective, x, SPEC, sampling) for x in (batch, plain))
     rows = [x.permute(0, 2, 3, 4, 1).flatten(0, 3) for x in (mixed, without)]
     torch.testing.assert_close(rows[0][NOISED_TOKENS], rows[1][NOISED_TOKENS])
 
@@ -146,8 +178,9 @@ def generator_of(build_model: BuildModel, objective: Any, model: ModelConfig = M
     return Generator(config, metadata, build_model(model, perturb=0.3, seed=seed), 0)
 
 
-def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel) -> None:
-    generator = generator_of(build_model, OBJECTIVE)
+@pytest.mark.parametrize("kind", ["flow", "edm", "table"])
+def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel, kind: str) -> None:
+    generator = generator_of(build_model, KINDS[kind].objective)
     picture = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(1))
     clips = generator.generate(labels=[0, 2], first_frame=picture)
     assert torch.equal(clips[:, :, :1], picture.expand(2, 4, 1, 4, 4))
@@ -156,7 +189,7 @@ def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel) -> Non
     with pytest.raises(ConfigError, match="needs clips of more frames"):
         generator.generate(labels=[0], frames=1, first_frame=picture)
     with pytest.raises(ConfigError, match="a first frame needs several noise levels"):
-        generator_of(build_model, EDM()).generate(labels=[0], first_frame=picture)
+        generator_of(build_model, MeanFlow()).generate(labels=[0], first_frame=picture)
 
 
 def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildModel) -> None:
@@ -175,16 +208,15 @@ def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildMod
     with pytest.raises(ConfigError, match=r"samples of \(1, 4, 4\) patches .* got \(1, 4, 4\) and \[3, 4\] with 4"):
         generator.generate(labels=[0], frames=1, known=known, mask=mask[1:])
     with pytest.raises(ConfigError, match="a mask needs several noise levels"):
-        generator_of(build_model, EDM()).generate(labels=[0], frames=1, known=known, mask=mask)
+        generator_of(build_model, MeanFlow()).generate(labels=[0], frames=1, known=known, mask=mask)
 
 
 def test_a_backbone_without_several_levels_refuses_a_first_frame() -> None:
-    config = RunConfig(model=FluxConfig(), data=MockData(), objective=OBJECTIVE)
+    config = RunConfig(model=replace(MODEL, class_tokens=[2, 0]), data=MockData(), objective=OBJECTIVE)
     metadata = {"class_names": None, "latent_size": [FRAMES, 4, 4]}
     generator = Generator(config, metadata, torch.nn.Identity(), 0)
-    given = {"context": [torch.zeros(2, 4096)], "pooled": [torch.zeros(768)]}
-    with pytest.raises(ConfigError, match="FluxConfig does not support several noise levels"):
-        generator.generate(conditions=given, first_frame=torch.zeros(16, 1, 4, 4))
+    with pytest.raises(ConfigError, match="DiTConfig does not support several noise levels"):
+        generator.generate(labels=[0], first_frame=torch.zeros(4, 1, 4, 4))
 
 
 def test_a_pair_of_generators_uses_each_network_at_its_times(build_model: BuildModel) -> None:
