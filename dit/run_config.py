@@ -263,6 +263,12 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with that "
             "number of outputs (objective=ddpm_learned_variance has two, the others have one)"
         )
+    weight, size = getattr(objective, "teacher_token_weight", None), getattr(model, "teacher_token_size", None)
+    if (weight is None) != (size is None):
+        raise ConfigError(
+            f"objective.teacher_token_weight={weight} and model.teacher_token_size={size} do not go together; set both "
+            "(0.03 and 768 in REG, with flow matching), or set both to null"
+        )
 
 
 def check_alignment(objective: Objective, model: ModelConfig) -> None:
@@ -392,12 +398,7 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "its layers read the lengths of samples on the host",
             "use model=DiTConfig",
         ),
-        (
-            levels is not None,
-            f"{levels}",
-            "the number of noise levels differs from pack to pack",
-            "use data without it",
-        ),
+        (levels is not None, f"{levels}", "the number of levels differs from pack to pack", "use data without it"),
         (
             has_texts and maxima.text_tokens is None,
             "data.max_text_tokens=null",

@@ -63,6 +63,7 @@ class TrainingForwardStep:
         if model.draws_in_training:
             batch = replace(batch, draw_keys_S=noise.keys_S("dropout"))
         prepared = self.objective.prepare(batch, noise)
+        batch = prepared.noised(batch)
         prepared = self.objective.complete(lambda x_TC, time_S: network(x_TC, time_S, batch), prepared, batch.layout)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
         return prediction_TC, partial(self._loss, prepared, batch)
