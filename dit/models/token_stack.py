@@ -37,6 +37,7 @@ from dit.layers.tokens import (
     joint_of,
     last_leading,
     shard_tokens,
+    split_leading,
     to_next_stage,
     with_control,
     with_leading,
@@ -45,7 +46,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
-from dit.models.token_routing import TokenRouting
+from dit.models.token_routing import Layers, TokenRouting
 from dit.models.transformer_config import TransformerModelConfig
 
 Config = TypeVar("Config", bound=TransformerModelConfig)
@@ -178,12 +179,12 @@ class TokenStack(Backbone, Generic[Config]):
         if self.routing is not None:
 
             def run_middle(x_TD: Tensor, routed: PackedBatch) -> Tensor:
-                if routed is batch:
+                if routed is pack:
                     return run(middle, x_TD, inputs)
                 shorter, (positions_T3,) = shard_tokens(routed.layout, self.provider, routed.positions_T3)
                 return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed))
 
-            x_TD = self.routing(x_TD, batch, layout, run_middle)
+            x_TD = self._route(self.routing, x_TD, batch, joint, run_middle)
         if self.class_tokens is not None:
             assert self.conditioner.label is not None
             pack = self.class_tokens.joined(batch)
@@ -198,6 +199,31 @@ class TokenStack(Backbone, Generic[Config]):
         out_TC = gather_tokens(with_columns(out_TC, columns_T1), self.provider)
         layout = layout.gathered
         return self._of_samples(out_TC, layout, batch) if isinstance(layout, JointLayout) else out_TC
+
+    def _route(
+        self, routing: TokenRouting, x_TD: Tensor, batch: PackedBatch, joint: Optional[JointLayout], layers: Layers
+    ) -> Tensor:
+        """Run the middle layers on some tokens of each sample, and always on the teacher's token, if there is one.
+
+        Args:
+            joint: layout of `x_TD` with the teacher's tokens; None without them.
+        """
+        layout, _ = shard_tokens(batch.layout, self.provider)
+        if joint is None:
+            return routing(x_TD, batch, layout, layers)
+        before_KD, x_TD = split_leading(x_TD, joint, self.provider)
+        after_KD = before_KD
+
+        def with_tokens(x_TD: Tensor, routed: PackedBatch) -> Tensor:
+            nonlocal after_KD
+            pack = with_leading(routed, 1, self.provider)
+            y_TD = layers(join_leading(before_KD, x_TD, joint_of(pack), self.provider), pack)
+            after_KD, x_TD = split_leading(y_TD, joint_of(pack), self.provider)
+            return x_TD
+
+        x_TD = routing(x_TD, batch, layout, with_tokens)
+        rows_KD = routing.rejoin(before_KD, after_KD, joint.text, batch.draw_keys_S)
+        return join_leading(rows_KD, x_TD, joint, self.provider)
 
     def _of_samples(self, out_JC: Tensor, joint: JointLayout, batch: PackedBatch) -> Tensor:
         """Return the rows of the samples' tokens, and copies of each prediction of a teacher's token."""

@@ -82,11 +82,10 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             self._check_class_tokens(self.class_tokens)
         if self.wide_head is not None:
             self._check_wide_head(self.wide_head)
-        if self.teacher_token_size is not None and (self.routing, self.num_experts) != (None, None):
+        if self.teacher_token_size is not None and self.num_experts is not None:
             raise ConfigError(
-                f"model.teacher_token_size={self.teacher_token_size} needs layers that process all tokens in the same "
-                f"way: model.routing={self.routing}, model.num_experts={self.num_experts}; set these to null, or "
-                "model.teacher_token_size=null"
+                f"model.teacher_token_size={self.teacher_token_size} does not go with "
+                f"model.num_experts={self.num_experts}; set one of them to null"
             )
 
     def head_layers(self) -> "DiTConfig":
