@@ -123,7 +123,8 @@ def with_leading(batch: PackedBatch, count: int, provider: LayerProvider) -> Pac
     """
     leading = pad_tokens(batch.layout.table(_leading_layout, count), provider)
     joint = joint_layout(leading, batch.layout)
-    return replace(batch, layout=joint, positions_T3=joint.after_zeros(batch.positions_T3))
+    zeros_K3 = batch.positions_T3.new_zeros(leading.total_tokens, 3)
+    return replace(batch, layout=joint, positions_T3=joint.join(zeros_K3, batch.positions_T3))
 
 
 def joint_of(batch: PackedBatch) -> JointLayout:
@@ -187,7 +188,7 @@ class ClassTokens(nn.Module):
         self, count: int, hidden_size: int, provider: LayerProvider, *, received: bool, inserted: bool, others: int = 0
     ) -> None:
         super().__init__()
-        self.count, self.others, self.provider, self.is_received = count, others, provider, received
+        self.count, self.provider, self.is_received = count + others, provider, received
         self.vectors = provider.parameter((count, hidden_size), normal(0.02)) if inserted else None
 
     def of_previous_stage(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
@@ -196,7 +197,7 @@ class ClassTokens(nn.Module):
 
     def joined(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch with the layout and the positions of class tokens and samples."""
-        return with_leading(batch, self.count + self.others, self.provider)
+        return with_leading(batch, self.count, self.provider)
 
     def forward(
         self, x_TD: Tensor, joint: JointLayout, label_SD: Tensor, earlier: Optional[JointLayout] = None
@@ -211,13 +212,14 @@ class ClassTokens(nn.Module):
         if self.vectors is None:
             share = self.provider.tp_size if self.provider.sequence_parallel else 1
             return nn.functional.pad(x_TD, (0, 0, 0, joint.total_tokens // share - len(x_TD)))
-        index_K = joint.text.token_index_T % (self.count + self.others)
-        rows_KD = joint.text.per_token(label_SD) + self.vectors[index_K.clamp(max=self.count - 1)]
+        index_K, count = joint.text.token_index_T % self.count, len(self.vectors)
+        vectors_KD = self.vectors[index_K.clamp(max=count - 1)]
+        rows_KD = joint.text.per_token(label_SD) + vectors_KD
         x_TD = unshard_tokens(x_TD, self.provider)
         if earlier is not None:
             others_KD, x_TD = earlier.split(x_TD)
             others_KD = joint.text.per_token(last_leading(others_KD, earlier))
-            rows_KD = torch.where((index_K == self.count)[:, None], others_KD, rows_KD)
+            rows_KD = torch.where((index_K == count)[:, None], others_KD, rows_KD)
         return shard_tokens(joint, self.provider, joint.join(rows_KD, x_TD))[1][0]
 
 

@@ -134,9 +134,10 @@ class TokenRouting(nn.Module):
         """
         if self.fuse is None:
             return y_TD
+        others_TD = self.mask.expand_as(y_TD)
         if keys_S is not None:
             uniform_S = to_uniform(_words(keys_S, torch.zeros_like(keys_S), 1)[0])
-            y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, self.mask, y_TD)
+            y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, others_TD, y_TD)
         return self.fuse(torch.cat([x_TD, y_TD], 1))
 
     def _take(self, x_TD: Tensor, index_T: Tensor, use_T: Tensor, others_TD: Tensor) -> Tensor:
