@@ -126,6 +126,14 @@ TEACHER = Condition(
     stored_as=("teacher",),
     setting="objective.alignment",
 )
+TEACHER_TOKEN = Condition(
+    name="teacher_token",
+    axis="sample",
+    description="class token of the teacher",
+    shape=None,
+    stored_as=("teacher_token",),
+    setting="model.teacher_token_size",
+)
 TABLE = (
     LABEL,
     CONTEXT,
@@ -141,6 +149,7 @@ TABLE = (
     FIRST_FRAMES,
     IMAGE_TOKENS,
     TEACHER,
+    TEACHER_TOKEN,
 )
 """The known conditions. A model uses `replace(CONTEXT, shape=(1024,), dropout=0.1)`, or declares its own."""
 

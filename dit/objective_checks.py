@@ -30,6 +30,12 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with that "
             "number of outputs (objective=ddpm_learned_variance has two, the others have one)"
         )
+    weight, size = getattr(objective, "teacher_token_weight", None), getattr(model, "teacher_token_size", None)
+    if (weight is None) != (size is None):
+        raise ConfigError(
+            f"objective.teacher_token_weight={weight} and model.teacher_token_size={size} do not go together; set both "
+            "(0.03 and 768 in REG, with flow matching), or set both to null"
+        )
 
 
 def check_alignment(objective: Objective, model: ModelConfig) -> None:

@@ -331,12 +331,7 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "its layers read the lengths of samples on the host",
             "use model=DiTConfig",
         ),
-        (
-            levels is not None,
-            f"{levels}",
-            "the number of noise levels differs from pack to pack",
-            "use data without it",
-        ),
+        (levels is not None, f"{levels}", "the number of levels differs from pack to pack", "use data without it"),
         (
             has_texts and maxima.text_tokens is None,
             "data.max_text_tokens=null",

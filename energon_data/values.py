@@ -3,6 +3,7 @@
 import math
 from typing import Any, Literal
 
+from dit.condition_table import TEACHER_TOKEN
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -69,7 +70,8 @@ def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
     if not changes_pictures(data):
         return
     # Conditions derived from the picture are derived from the changed picture.
-    others = [c.description for c in spec.conditions if c.is_per_token and c.derive is None]
+    drawn = [c for c in spec.conditions if c.is_per_token or c.name == TEACHER_TOKEN.name]
+    others = [c.description for c in drawn if c.derive is None]
     if others:
         raise ConfigError(
             f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(others)} that the "

@@ -179,18 +179,19 @@ def jit_b16_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def rit_xl_imagenet() -> run.Partial:
-    """RiT-XL (675 M) on ImageNet features of DINOv2-S (16 x 16, 384 channels), 256 px: 8 GPUs, 18 GiB each.
+    """RiT-XL (677 M) on ImageNet features of DINOv2-S (16 x 16, 384 channels), 256 px: 8 GPUs, 18 GiB each.
 
     The network predicts the clean features, and the loss is the error of the velocity. The authors report FID 1.45
     after 800 epochs without guidance, and 1.14 with. The 667,200 steps take 116 hours on 8 H100 (planned, 624 ms each).
-    Deviations: the published network also predicts the noised class token of DINOv2 (weight 0.2), and has sine-cosine
-    positions in addition to the rotary ones; its time is 1 minus the time here.
+    The network also predicts the noised class token of DINOv2-S, which the samples store. Deviations: the published
+    network has sine-cosine positions in addition to the rotary ones; its time is 1 minus the time here.
 
     Source: Zhang et al. 2026, arXiv:2605.21981, and the published code.
     """
     recipe = _imagenet("rit_xl_imagenet", rit_xl())
     recipe.data = run.Config(EnergonData, path="data/imagenet_dinov2_s_256")
     recipe.objective = run.Config(FlowMatching, prediction="x0", time_distribution="logit_normal", shift_dimension=4096)
+    recipe.objective.teacher_token_weight = 0.2
     recipe.optimizer = run.Config(OptimizerConfig, lr=3e-4, beta2=0.95)
     recipe.schedule = run.Config(Constant, warmup_steps=4_170)
     recipe.training.num_steps, recipe.training.global_batch_size = 667_200, 1536
@@ -223,21 +224,23 @@ def dit_dh_xl_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def sr_dit_b1_imagenet() -> run.Partial:
-    """SR-DiT-B/1 (132 M) on ImageNet latents of INVAE (16 x 16, 32 channels), 256 px: one GPU or more.
+    """SR-DiT-B/1 (133 M) on ImageNet latents of INVAE (16 x 16, 32 channels), 256 px: one GPU or more.
 
     Token routing (SPRINT), alignment with DINOv2-B after layer 2, and the contrastive term. The samples need features
     of the teacher (`energon_data.prepare --teacher`). The author reports FID 3.49 after 400,000 steps (80 epochs)
     without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.6 hours
-    (planned, 23 ms each). Deviations: the published network (140 M with its projection) also predicts the noised class
-    token of DINOv2-B, mixes the values of the first attention into later ones, has sine-cosine positions in addition to
-    the rotary ones, and RMSNorms without weights; it drops the path of a whole batch. Samples here are drawn by Heun's
-    method instead of 250 Euler-Maruyama steps.
+    (planned, 23 ms each). The network also predicts the noised class token of DINOv2-B (REG). Deviations: the published
+    network (140 M with its projection) mixes the values of the first attention into later ones, has sine-cosine
+    positions in addition to the rotary ones, and RMSNorms without weights; it also aligns the class token, and drops
+    the path of a whole batch. Samples here are drawn by Heun's method instead of 250 Euler-Maruyama steps.
 
     Source: Bhanded 2025, arXiv:2512.12386, and the published code.
     """
     recipe = _imagenet("sr_dit_b1_imagenet", sr_dit_b1())
     recipe.data = run.Config(EnergonData, path="data/imagenet_invae_256")
-    recipe.objective = run.Config(ContrastiveFlowMatching, shift_dimension=4096, alignment=repa())
+    recipe.objective = run.Config(
+        ContrastiveFlowMatching, shift_dimension=4096, alignment=repa(), teacher_token_weight=0.03
+    )
     recipe.objective.alignment.layer = 2
     recipe.sampling = run.Config(SamplingConfig, solver="heun", num_steps=50, guidance_scale=1.0)
     return recipe

@@ -59,9 +59,9 @@ def lightningdit_xl() -> run.Config[DiTConfig]:
 
 @run.cli.factory(target=ModelConfig)
 def rit_xl() -> run.Config[DiTConfig]:
-    """RiT-XL (675 M): LightningDiT-XL on 384 channels, with QK-layernorm and 32 class tokens from layer 8 on."""
+    """RiT-XL (677 M): LightningDiT-XL on 384 channels, QK-layernorm, 32 class tokens from layer 8, teacher's token."""
     model = lightningdit_xl()
-    model.in_channels, model.qk_layernorm, model.class_tokens = 384, True, [32, 8]
+    model.in_channels, model.qk_layernorm, model.class_tokens, model.teacher_token_size = 384, True, [32, 8], 384
     return model
 
 
@@ -75,10 +75,10 @@ def dit_dh_xl() -> run.Config[DiTConfig]:
 
 @run.cli.factory(target=ModelConfig)
 def sr_dit_b1() -> run.Config[DiTConfig]:
-    """SR-DiT-B/1 (132 M): DiT-B on 32 channels, patch 1, with SPRINT, RMSNorm, QK-layernorm and rotary positions."""
+    """SR-DiT-B/1 (133 M): DiT-B on 32 channels, patch 1, with SPRINT, RMSNorm, QK-layernorm and rotary positions."""
     model = dit_b()
     model.in_channels, model.patch_spatial, model.time_scale, model.routing = 32, 1, 1.0, sprint()
-    model.rms_norm, model.qk_layernorm = True, True
+    model.rms_norm, model.qk_layernorm, model.teacher_token_size = True, True, 768
     model.position_embedding, model.rope_axes = "rope_3d", [0, 32, 32]
     return model
 

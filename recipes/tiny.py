@@ -73,6 +73,20 @@ def tiny_jit() -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
+def tiny_reg() -> run.Partial:
+    """As tiny_dit_pack, with the class token and the features of a teacher (REG), without texts: one CPU core.
+
+    Each synthetic sample has a class token, which is noised and denoised with the latent.
+    """
+    recipe = tiny_dit_pack()
+    recipe.model.context_size, recipe.model.teacher_token_size = None, 24
+    alignment = run.Config(Alignment, layer=1, features=8, hidden_size=32)
+    recipe.objective = run.Config(FlowMatching, alignment=alignment, teacher_token_weight=0.03)
+    recipe.training.run_dir = "runs/tiny_reg"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
 def tiny_dit_dh() -> run.Partial:
     """As tiny_jit, with a wide head, SPRINT and the terms of LightningDiT and SR-DiT: one CPU core.
 

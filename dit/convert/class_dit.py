@@ -20,6 +20,7 @@ ONLY_THESE = {
     "rms_norm": False,
     "bottleneck_size": None,
     "class_tokens": None,
+    "teacher_token_size": None,
     "wide_head": None,
     "interval_conditioning": False,
     "layernorm_epsilon": 1e-6,

@@ -1,8 +1,8 @@
-"""Frozen vision transformers of transformers, whose features `objective.alignment` compares with hidden states.
+"""Frozen vision transformers of transformers, for `objective.alignment` and `objective.teacher_token_weight`.
 
-    pixels [3, H, W] in [-1, 1]  -- ImageNet's mean and std, one patch of the teacher per token -->  features [D, h, w]
+    pixels [3, H, W] in [-1, 1]  -- ImageNet's mean and std, one patch of the teacher per token -->  tokens [D, 1 + h w]
 
-The features are the normalized output without the class token and registers.
+The tokens are the normalized output without the registers: the class token, then the patches in rows.
 """
 
 from functools import lru_cache
@@ -42,7 +42,7 @@ class Teacher:
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return the features of each frame's patches, `[B, D, T, h, w]` float32 on the teacher's device.
+        """Return the tokens of each frame, `[B, D, T, 1 + h w]` float32 on the teacher's device.
 
         Source: `preprocess_raw_image` of REPA's published code: pictures are resized after the normalization by bicubic
         interpolation without antialiasing, 256 to 224 pixels a side.
@@ -58,8 +58,9 @@ class Teacher:
         mean_CHW, std_CHW = (pixels_NCHW.new_tensor(x).view(3, 1, 1) for x in (MEAN, STD))
         normalized = ((pixels_NCHW + 1) / 2 - mean_CHW) / std_CHW
         resized = interpolate(normalized, (h * self._side, w * self._side), mode="bicubic")
-        tokens_NLD = self._model(resized.to(self.dtype)).last_hidden_state[:, self._first :].float()
-        return tokens_NLD.unflatten(1, (h, w)).unflatten(0, (-1, frames)).permute(0, 4, 1, 2, 3)
+        tokens_NLD = self._model(resized.to(self.dtype)).last_hidden_state.float()
+        tokens_NLD = torch.cat([tokens_NLD[:, :1], tokens_NLD[:, self._first :]], 1)
+        return tokens_NLD.unflatten(0, (-1, frames)).permute(0, 3, 1, 2)
 
 
 def _source(name: str) -> dict[str, Any]:

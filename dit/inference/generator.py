@@ -32,6 +32,7 @@ from dit.run_config import RunConfig, check_levels, check_references
 from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each
 from dit.sampling.guidance import needs_unconditional
 from dit.sampling.references import add_references
+from dit.sampling.teacher_token import token_features
 from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig, TrainingConfig
 
@@ -322,6 +323,11 @@ class Generator:
             if overlap is not None:
                 raise ConfigError(f"tile_overlap={overlap} has no effect without tiles; also set tile, their side")
             return network
+        if token_features(self.spec):
+            raise ConfigError(
+                f"tile={tile}: a picture in tiles has one class token of a teacher, and the model was trained with "
+                "that of a full picture; draw without tiles"
+            )
         unit = self.spec.patch_spatial
         check_size(self.spec, self.config.model, (self.spec.patch_temporal, tile, tile))
         shared = tile // 4 // unit * unit if overlap is None else overlap

@@ -19,6 +19,7 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import CONTROL
 from dit.joint_layout import JointLayout, joint_layout
+from dit.layers.adaln import LayerNorm
 from dit.layout import SequenceLayout
 
 
@@ -115,6 +116,56 @@ class PatchEmbedding(nn.Module):
         return embed_patches(self.linear, inputs_TC, layout)
 
 
+def with_leading(batch: PackedBatch, count: int, provider: LayerProvider) -> PackedBatch:
+    """Return the batch with the layout and the positions of `count` tokens at position 0 before those of each sample.
+
+    Under context parallelism they are replicated, like the text of a `JointLayout`.
+    """
+    leading = pad_tokens(batch.layout.table(_leading_layout, count), provider)
+    joint = joint_layout(leading, batch.layout)
+    zeros_K3 = batch.positions_T3.new_zeros(leading.total_tokens, 3)
+    return replace(batch, layout=joint, positions_T3=joint.join(zeros_K3, batch.positions_T3))
+
+
+def joint_of(batch: PackedBatch) -> JointLayout:
+    """Return the layout of a batch from `with_leading`."""
+    assert isinstance(batch.layout, JointLayout)
+    return batch.layout
+
+
+def join_leading(rows_KD: Tensor, x_TD: Tensor, joint: JointLayout, provider: LayerProvider) -> Tensor:
+    """Insert leading tokens before the local tokens, with their shards under sequence parallelism."""
+    return shard_tokens(joint, provider, joint.join(rows_KD, unshard_tokens(x_TD, provider)))[1][0]
+
+
+def split_leading(x_TD: Tensor, joint: JointLayout, provider: LayerProvider) -> tuple[Tensor, Tensor]:
+    """Undo `join_leading`: return all leading tokens `[K, D]`, and the local tokens after them."""
+    rows_KD, x_TD = joint.split(unshard_tokens(x_TD, provider))
+    return rows_KD, shard_tokens(joint.local_image, provider, x_TD)[1][0]
+
+
+def last_leading(rows_KD: Tensor, joint: JointLayout) -> Tensor:
+    """Return the last leading token of each sample, `[S, D]`, from all leading tokens `[K, D]`."""
+    samples, count = joint.text.num_samples, joint.text.lengths[0]
+    return rows_KD[: samples * count].unflatten(0, (samples, count))[:, -1]
+
+
+class TeacherToken(nn.Module):
+    """One token from the noised class token of a teacher: a linear layer and a layer norm.
+
+    Source: Wu et al. 2025 (REG), arXiv:2507.01467, and its published code.
+    """
+
+    def __init__(self, features: int, hidden_size: int, provider: LayerProvider) -> None:
+        super().__init__()
+        init = xavier_uniform(features, hidden_size)
+        self.linear = provider.replicated_linear(features, hidden_size, bias=True, init=init)
+        self.norm = LayerNorm(hidden_size, provider, eps=1e-6)
+
+    def forward(self, noised_SF: Tensor) -> Tensor:
+        return self.norm(self.linear(noised_SF.to(self.linear.weight.dtype)))
+
+
 class ClassTokens(nn.Module):
     """Tokens of the class before those of each sample: the embedding of the class plus a learned vector each.
 
@@ -123,21 +174,21 @@ class ClassTokens(nn.Module):
         layers before the first layer with class tokens   a0 a1 a2 b0 b1
         this layer and later ones                         ca da a0 a1 a2 cb db b0 b1
 
-    They have position 0. Under context parallelism they are replicated, like the text of a `JointLayout`. Pipeline
-    stages always send equally many rows: those before the class tokens send zeros after their tokens.
+    Pipeline stages always send equally many rows: those before the class tokens send zeros after their tokens.
 
     Args:
         received: whether the stage receives the class tokens.
         inserted: whether they begin in this stage.
+        others: number of tokens, 0 or 1, that precede those of each sample in all layers; it follows the class tokens.
 
     Source: Li and He 2025 (JiT), arXiv:2511.13720, appendix A.
     """
 
     def __init__(
-        self, count: int, hidden_size: int, provider: LayerProvider, *, received: bool, inserted: bool
+        self, count: int, hidden_size: int, provider: LayerProvider, *, received: bool, inserted: bool, others: int = 0
     ) -> None:
         super().__init__()
-        self.count, self.provider, self.is_received = count, provider, received
+        self.count, self.provider, self.is_received = count + others, provider, received
         self.vectors = provider.parameter((count, hidden_size), normal(0.02)) if inserted else None
 
     def of_previous_stage(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
@@ -146,28 +197,32 @@ class ClassTokens(nn.Module):
 
     def joined(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch with the layout and the positions of class tokens and samples."""
-        classes = pad_tokens(batch.layout.table(_class_layout, self.count), self.provider)
-        joint = joint_layout(classes, batch.layout)
-        zeros_K3 = batch.positions_T3.new_zeros(classes.total_tokens, 3)
-        return replace(batch, layout=joint, positions_T3=joint.join(zeros_K3, batch.positions_T3))
+        return with_leading(batch, self.count, self.provider)
 
-    def forward(self, x_TD: Tensor, joined: PackedBatch, label_SD: Tensor) -> Tensor:
+    def forward(
+        self, x_TD: Tensor, joint: JointLayout, label_SD: Tensor, earlier: Optional[JointLayout] = None
+    ) -> Tensor:
         """Insert the class tokens before the local tokens if they begin in this stage, or later the rows of zeros.
 
         Args:
-            joined: the batch from `joined`.
+            joint: layout of the batch from `joined`.
             label_SD: embedding of the class of each sample.
+            earlier: layout of all tokens of `x_TD` and of `others`; None without `others`.
         """
-        joint = joined.layout
-        assert isinstance(joint, JointLayout)
         if self.vectors is None:
             share = self.provider.tp_size if self.provider.sequence_parallel else 1
             return nn.functional.pad(x_TD, (0, 0, 0, joint.total_tokens // share - len(x_TD)))
-        vectors_KD = self.vectors[joint.text.token_index_T % self.count]
-        x_JD = joint.join(joint.text.per_token(label_SD) + vectors_KD, unshard_tokens(x_TD, self.provider))
-        return shard_tokens(joint, self.provider, x_JD)[1][0]
+        index_K, count = joint.text.token_index_T % self.count, len(self.vectors)
+        vectors_KD = self.vectors[index_K.clamp(max=count - 1)]
+        rows_KD = joint.text.per_token(label_SD) + vectors_KD
+        x_TD = unshard_tokens(x_TD, self.provider)
+        if earlier is not None:
+            others_KD, x_TD = earlier.split(x_TD)
+            others_KD = joint.text.per_token(last_leading(others_KD, earlier))
+            rows_KD = torch.where((index_K == count)[:, None], others_KD, rows_KD)
+        return shard_tokens(joint, self.provider, joint.join(rows_KD, x_TD))[1][0]
 
 
-def _class_layout(layout: SequenceLayout, count: int) -> SequenceLayout:
+def _leading_layout(layout: SequenceLayout, count: int) -> SequenceLayout:
     lengths = (count,) * layout.num_samples
     return SequenceLayout(lengths, lengths, sum(lengths), layout.device, is_fixed=layout.is_fixed)

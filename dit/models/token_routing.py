@@ -124,8 +124,17 @@ class TokenRouting(nn.Module):
             route = self._route(batch, keys_S)
             y_TD = layers(self._take(x_TD, *route.source, torch.zeros_like(x_TD[:1])), route.batch)
             y_TD = self._take(y_TD, *route.target, others_TD)
+        return self.rejoin(x_TD, y_TD, layout, keys_S)
+
+    def rejoin(self, x_TD: Tensor, y_TD: Tensor, layout: SequenceLayout, keys_S: Optional[Tensor]) -> Tensor:
+        """Return tokens after the middle from its inputs and outputs.
+
+        Args:
+            keys_S: `PackedBatch.draw_keys_S`, which select the samples that skip the middle.
+        """
         if self.fuse is None:
             return y_TD
+        others_TD = self.mask.expand_as(y_TD)
         if keys_S is not None:
             uniform_S = to_uniform(_words(keys_S, torch.zeros_like(keys_S), 1)[0])
             y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, others_TD, y_TD)

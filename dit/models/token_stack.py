@@ -5,21 +5,23 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
                                     +-- layer_inputs: conditioning, text, layout, rotation
 
 With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
-`model.class_tokens`, layers from some layer on run on more tokens (`ClassTokens`). With `objective.alignment`, one
-layer's tokens are compared with features of a teacher; the result is one more column of the activations that later
-stages receive, and of the prediction.
+`model.class_tokens`, layers from some layer on run on more tokens (`ClassTokens`). With `model.teacher_token_size`, all
+layers run on one more token of each sample, and its prediction is copied to columns of all tokens of the sample. With
+`objective.alignment`, one layer's tokens are compared with features of a teacher; the result is one more column of the
+activations that later stages receive, and of the prediction.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, Generic, Optional, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from dit.auxiliary import Projection
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.condition_table import LABEL, TEACHER
+from dit.condition_table import LABEL, TEACHER, TEACHER_TOKEN
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
@@ -28,17 +30,23 @@ from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
     ClassTokens,
+    TeacherToken,
     from_previous_stage,
     gather_tokens,
+    join_leading,
+    joint_of,
+    last_leading,
     shard_tokens,
+    split_leading,
     to_next_stage,
     with_control,
+    with_leading,
 )
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
-from dit.models.token_routing import TokenRouting
+from dit.models.token_routing import Layers, TokenRouting
 from dit.models.transformer_config import TransformerModelConfig
 
 Config = TypeVar("Config", bound=TransformerModelConfig)
@@ -70,6 +78,8 @@ class TokenStack(Backbone, Generic[Config]):
     head: nn.Module
     aligned_layer: Optional[str] = None
     """Index of the local layer whose tokens are compared with features of a teacher."""
+    teacher_features = 0
+    """Width of the class token of a teacher; 0 without it."""
 
     def __init__(
         self, config: Config, provider: LayerProvider, stage: Stage, attention: Optional[Attention] = None
@@ -81,6 +91,7 @@ class TokenStack(Backbone, Generic[Config]):
         self.rotary = config.rotary() if config.position_embedding == "rope_3d" else None
         self.middle, self.routing = range(0), None
         self.class_tokens: Optional[ClassTokens] = None
+        self.teacher_token: Optional[TeacherToken] = None
         if isinstance(config, TokenRouted) and config.routing is not None:
             assert attention is not None
             self.middle = config.middle_layers
@@ -136,13 +147,21 @@ class TokenStack(Backbone, Generic[Config]):
         inputs_TC = with_control(inputs_TC, batch, self.model_config.input_features)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, batch.positions_T3)
         cond_SD = self.conditioner(time_S, batch)
-        inputs = self.layer_inputs(cond_SD, positions_T3, layout, batch)
         columns_T1, teacher = list[Tensor](), batch.conditions.get(TEACHER.name)
         aligned = None if teacher is None or self.aligned_layer is None else self.layers[self.aligned_layer]
         if self.pre_process:
             fixed_T3 = self.fixed_positions(positions_T3, layout, batch)
             x_TD = add_sincos(self.embed_tokens(inputs_TC, layout), fixed_T3, self.model_config.position_embedding)
-        else:
+        pack, joint = batch, None
+        if self.teacher_features:
+            pack = with_leading(batch, 1, self.provider)
+            joint = joint_of(pack)
+            layout, (positions_T3,) = shard_tokens(joint, self.provider, pack.positions_T3)
+            if self.teacher_token is not None:
+                token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values)
+                x_TD = join_leading(joint.text.per_token(token_SD), x_TD, joint, self.provider)
+        inputs = self.layer_inputs(cond_SD, positions_T3, layout, pack)
+        if not self.pre_process:
             x_TD = from_previous_stage(self.input_tensor)
             if x_TD.shape[1] > (size := self.model_config.hidden_size):
                 x_TD, columns_T1 = x_TD[:, :size].contiguous(), [x_TD[:, size:]]
@@ -153,7 +172,8 @@ class TokenStack(Backbone, Generic[Config]):
             for layer in layers:
                 x_TD = layer(x_TD, *inputs)
                 if layer is aligned and teacher is not None:
-                    _, (features_TF,) = shard_tokens(batch.layout, self.provider, teacher.values)
+                    features_TF = teacher.values if joint is None else joint.after_zeros(teacher.values)
+                    _, (features_TF,) = shard_tokens(pack.layout, self.provider, features_TF)
                     columns_T1.append(self.alignment(x_TD, features_TF))
             return x_TD
 
@@ -162,25 +182,61 @@ class TokenStack(Backbone, Generic[Config]):
         if self.routing is not None:
 
             def run_middle(x_TD: Tensor, routed: PackedBatch) -> Tensor:
-                if routed is batch:
+                if routed is pack:
                     return run(middle, x_TD, inputs)
                 shorter, (positions_T3,) = shard_tokens(routed.layout, self.provider, routed.positions_T3)
                 return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed))
 
-            x_TD = self.routing(x_TD, batch, layout, run_middle)
+            x_TD = self._route(self.routing, x_TD, batch, joint, run_middle)
         if self.class_tokens is not None:
             assert self.conditioner.label is not None
-            joint = self.class_tokens.joined(batch)
-            x_TD = self.class_tokens(x_TD, joint, self.conditioner.label(batch.conditions[LABEL.name].values))
-            layout, (positions_T3,) = shard_tokens(joint.layout, self.provider, joint.positions_T3)
-            x_TD = run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, layout, joint))
+            pack = self.class_tokens.joined(batch)
+            label_SD = self.conditioner.label(batch.conditions[LABEL.name].values)
+            x_TD = self.class_tokens(x_TD, joint_of(pack), label_SD, joint)
+            layout, (positions_T3,) = shard_tokens(pack.layout, self.provider, pack.positions_T3)
+            x_TD = run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, layout, pack))
         x_TD = run(after, x_TD, inputs)
         if not self.post_process:
             return to_next_stage(with_columns(x_TD, columns_T1))
         out_TC = self.predict(x_TD, cond_SD, inputs_TC, time_S, layout, batch)
         out_TC = gather_tokens(with_columns(out_TC, columns_T1), self.provider)
         layout = layout.gathered
-        return layout.split(out_TC)[1] if isinstance(layout, JointLayout) else out_TC
+        return self._of_samples(out_TC, layout, batch) if isinstance(layout, JointLayout) else out_TC
+
+    def _route(
+        self, routing: TokenRouting, x_TD: Tensor, batch: PackedBatch, joint: Optional[JointLayout], layers: Layers
+    ) -> Tensor:
+        """Run the middle layers on some tokens of each sample, and always on the teacher's token, if there is one.
+
+        Args:
+            joint: layout of `x_TD` with the teacher's tokens; None without them.
+        """
+        layout, _ = shard_tokens(batch.layout, self.provider)
+        if joint is None:
+            return routing(x_TD, batch, layout, layers)
+        before_KD, x_TD = split_leading(x_TD, joint, self.provider)
+        after_KD = before_KD
+
+        def with_tokens(x_TD: Tensor, routed: PackedBatch) -> Tensor:
+            nonlocal after_KD
+            pack = with_leading(routed, 1, self.provider)
+            y_TD = layers(join_leading(before_KD, x_TD, joint_of(pack), self.provider), pack)
+            after_KD, x_TD = split_leading(y_TD, joint_of(pack), self.provider)
+            return x_TD
+
+        x_TD = routing(x_TD, batch, layout, with_tokens)
+        rows_KD = routing.rejoin(before_KD, after_KD, joint.text, batch.draw_keys_S)
+        return join_leading(rows_KD, x_TD, joint, self.provider)
+
+    def _of_samples(self, out_JC: Tensor, joint: JointLayout, batch: PackedBatch) -> Tensor:
+        """Return the rows of the samples' tokens, and copies of each prediction of a teacher's token."""
+        leading_KC, out_TC = joint.split(out_JC)
+        if not self.teacher_features:
+            return out_TC
+        start = self.model_config.output_features
+        stop = start + self.teacher_features
+        token_SF = last_leading(leading_KC[:, start:stop], joint)
+        return torch.cat([out_TC[:, :start], batch.layout.per_token(token_SF), out_TC[:, stop:]], 1)
 
     def _parts(self) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
         """Return the local layers before, in and after the middle; all are after it if there is none."""

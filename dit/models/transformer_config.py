@@ -33,7 +33,7 @@ CONDITION_FEATURES = 256
 
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
-    "base_width": WIDTH,
+    **dict.fromkeys(("base_width", "wide_head"), WIDTH),
     **dict.fromkeys(
         ("in_channels", "out_channels", "context_size", "pooled_size", "condition_limit", "approximator"), WIDTH
     ),
@@ -46,7 +46,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(
         ("approximator", "bottleneck_size", "time_hidden_size", "learned_padding", "num_cross_attention_heads"), WIDTH
     ),
-    **dict.fromkeys(("glyph_size", "glyph_hidden_size", "image_context_size", "wide_head"), WIDTH),
+    **dict.fromkeys(("glyph_size", "glyph_hidden_size", "image_context_size", "teacher_token_size"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
     "layers_per_block": LAYERS,

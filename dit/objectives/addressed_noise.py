@@ -110,9 +110,13 @@ class AddressedNoise:
         words = self._words_S(purpose)
         return words[0] | (words[1] >> 1) << 32
 
-    def normal_SC(self, purpose: str, columns: int) -> Tensor:
-        """Draw one standard normal number per sample and channel, float32 `[S, columns]`, repeated per position."""
-        channels = self.latent_channels or columns
+    def normal_SC(self, purpose: str, columns: int, *, repeated: bool = True) -> Tensor:
+        """Draw standard normal numbers of each sample, float32 `[S, columns]`.
+
+        Args:
+            repeated: draw one number per channel of a latent, and repeat it per position; otherwise one per column.
+        """
+        channels = self.latent_channels or columns if repeated else columns
         block = torch.arange(-(-channels // 4), device=self.layout.device)
         seed = self.seed if isinstance(self.seed, int) else self.seed[:, None]
         counter = (block, self._steps_S[:, None], self._low_S[:, None], self._high_S[:, None])

@@ -5,7 +5,7 @@ Network, loss and solver meet only here: the training step, the backbones and th
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Optional
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
-from dit.conditions import Condition
+from dit.condition_table import TEACHER_TOKEN
+from dit.conditions import Condition, per_sample
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
@@ -35,6 +36,8 @@ class Prepared:
         target_TC: correct output of the network.
         weight_S: weight of each sample's error, or of the errors at each of its noise levels.
         alignment_weight_S: the same for `objective.alignment`; None without it.
+        teacher_token_SF: noised class token of the teacher, and `teacher_target_SF`, the correct output for it; None
+            without `objective.teacher_token_weight`.
     """
 
     inputs_TC: Tensor
@@ -42,6 +45,14 @@ class Prepared:
     target_TC: Tensor
     weight_S: Tensor
     alignment_weight_S: Optional[Tensor] = None
+    teacher_token_SF: Optional[Tensor] = None
+    teacher_target_SF: Optional[Tensor] = None
+
+    def noised(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch with the noised class tokens of the teacher, for the network."""
+        if self.teacher_token_SF is None:
+            return batch
+        return replace(batch, conditions=batch.conditions | {TEACHER_TOKEN.name: per_sample(self.teacher_token_SF)})
 
 
 class Path(ABC):

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
+from dit.condition_table import TEACHER_TOKEN
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.alignment import Alignment
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
-from dit.objectives.losses import Term, TokenLossKind, min_snr_weight
+from dit.objectives.losses import Term, TokenLossKind, min_snr_weight, token_error
 from dit.objectives.noise_levels import logit_normal, shift_time
 from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
 
@@ -57,11 +58,14 @@ class FlowMatching(Objective):
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
             A14B).
         alignment: alignment of hidden states with features of a teacher (`repa`).
+        teacher_token_weight: add this times the squared error of the teacher's class token, which is noised with its
+            own noise at the time of its sample (REG: 0.03); None for a model without `teacher_token_size`.
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by dimension, Zheng et al. 2025, arXiv:2510.11690;
     shift by tokens and last time, `calculate_shift` and `FlowMatchEulerDiscreteScheduler` of diffusers 0.38; prediction
-    of x0, Li and He 2025, arXiv:2511.13720; min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
+    of x0, Li and He 2025, arXiv:2511.13720; min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path; teacher's token,
+    Wu et al. 2025, arXiv:2507.01467, Eq. 8.
     """
 
     takes_levels: ClassVar[bool] = True
@@ -79,13 +83,15 @@ class FlowMatching(Objective):
     min_time: float = 0.0
     max_time: float = 1.0
     alignment: Optional[Alignment] = None
+    teacher_token_weight: Optional[float] = None
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
         check_choice("prediction", self.prediction, Prediction)
         check_choice("time_distribution", self.time_distribution, TimeDistribution)
         check_choice("loss_kind", self.loss_kind, TokenLossKind)
-        check_ranges("objective", self, {"logit_mean": FINITE, "min_snr_gamma": POSITIVE, "shift_dimension": WIDTH})
+        positive = dict.fromkeys(("min_snr_gamma", "teacher_token_weight"), POSITIVE)
+        check_ranges("objective", self, {"logit_mean": FINITE, "shift_dimension": WIDTH, **positive})
         for name in ("logit_std", "time_shift"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
@@ -103,7 +109,8 @@ class FlowMatching(Objective):
 
     @property
     def terms(self) -> tuple[str, ...]:
-        return (*super().terms, *([] if self.alignment is None else ["alignment"]))
+        parts = {"alignment": self.alignment, "teacher_token": self.teacher_token_weight}
+        return (*super().terms, *(name for name, part in parts.items() if part is not None))
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
@@ -190,22 +197,41 @@ class FlowMatching(Objective):
         aligned_L = None if self.alignment is None else self.alignment.weight_L(weight_L, noise.step_1)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
         inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_L, t_L), target)
+        token_SF, token_target_SF = self._noised_token(batch, noise, t_L, target)
         if self.min_snr_gamma is not None:
             slope_L = torch.ones_like(t_L) if self.prediction == "x0" else -t_L
             weight_L = weight_L * min_snr_weight(1 - t_L, t_L, slope_L, self.min_snr_gamma)
         elif self.prediction == "x0":
             weight_L = weight_L / t_L.clamp(min=MIN_TIME) ** 2
         return Prepared(
-            inputs_TC=inputs_TC, time_S=t_L, target_TC=target_TC, weight_S=weight_L, alignment_weight_S=aligned_L
+            inputs_TC=inputs_TC,
+            time_S=t_L,
+            target_TC=target_TC,
+            weight_S=weight_L,
+            alignment_weight_S=aligned_L,
+            teacher_token_SF=token_SF,
+            teacher_target_SF=token_target_SF,
         )
 
+    def _noised_token(
+        self, batch: PackedBatch, noise: AddressedNoise, t_S: Tensor, target: tuple[float, float]
+    ) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        """Return the noised class token of the teacher and the target for it, both `[S, F]` or None."""
+        if self.teacher_token_weight is None:
+            return None, None
+        x0_SF, t_S1 = batch.conditions[TEACHER_TOKEN.name].values.float(), t_S[:, None]
+        eps_SF = noise.normal_SC(TEACHER_TOKEN.name, x0_SF.shape[1], repeated=False)
+        return (1 - t_S1) * x0_SF + t_S1 * eps_SF, target[0] * x0_SF + target[1] * eps_SF
+
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
-        if self.alignment is None:
-            return super().loss_terms(prediction_TC, prepared, layout)
-        channels, weight_L = prepared.target_TC.shape[1], prepared.alignment_weight_S
-        terms = super().loss_terms(prediction_TC[:, :channels], prepared, layout)
-        if weight_L is not None:
-            terms["alignment"] = self.alignment.term(prediction_TC[:, channels:], weight_L, layout)
+        start, token_SF = prepared.target_TC.shape[1], prepared.teacher_target_SF
+        terms = super().loss_terms(prediction_TC[:, :start], prepared, layout)
+        if token_SF is not None and self.teacher_token_weight is not None:
+            stop = start + token_SF.shape[1]
+            error_T = token_error(prediction_TC[:, start:stop], layout.per_token(token_SF), layout, "l2")
+            terms["teacher_token"], start = Term(error_T, self.teacher_token_weight * prepared.weight_S), stop
+        if self.alignment is not None and prepared.alignment_weight_S is not None:
+            terms["alignment"] = self.alignment.term(prediction_TC[:, start:], prepared.alignment_weight_S, layout)
         return terms
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:

@@ -67,11 +67,13 @@ class MeanFlow(FlowMatching):
         step = Range(0, 1, open_low=True, open_high=True)
         limits = {"instant_share": SHARE, "difference": step, "guidance_scale": Range(1, math.inf, open_high=True)}
         check_ranges("objective", self, {**limits, "adaptive_power": SHARE})
-        others = {"prediction": self.prediction, "min_snr_gamma": self.min_snr_gamma, "alignment": self.alignment}
-        if tuple(others.values()) != ("velocity", None, None):
+        names = ("prediction", "min_snr_gamma", "alignment", "teacher_token_weight")
+        others = {name: getattr(self, name) for name in names}
+        if tuple(others.values()) != ("velocity", None, None, None):
             raise ConfigError(
-                f"MeanFlow predicts a velocity and has no min-SNR weight and no alignment, got {others}; use "
-                "objective.prediction=velocity, objective.min_snr_gamma=null and objective.alignment=none"
+                f"MeanFlow predicts a velocity and has no min-SNR weight, alignment or teacher's token, got {others}; "
+                "use objective.prediction=velocity, objective.min_snr_gamma=null, objective.alignment=none and "
+                "objective.teacher_token_weight=null"
             )
 
     @property

@@ -18,15 +18,18 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Objective
 from dit.patchify import grid_positions, split_outputs
 from dit.sampling.guidance import (
+    combine,
     guided_by,
     guided_columns,
     guided_pair,
     guided_prediction,
     needs_unconditional,
+    no_threshold,
     threshold,
     within,
 )
 from dit.sampling.solvers import Churn, solve
+from dit.sampling.teacher_token import network_inputs, of_latents, state_noise, token_features
 from dit.settings import SamplingConfig
 
 ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
@@ -199,6 +202,7 @@ def generate_each(
         The latent of each sample `[C, T, H, W]`, float32.
     """
     layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
+    features = token_features(spec)
     objective = of_pack(objective, batch)
     seed: int | Tensor = sampling.seed if seeds_S is None else seeds_S
     learned = sampling.solver == "ancestral" and sampling.variance == "learned"
@@ -206,9 +210,11 @@ def generate_each(
 
     def bind(network: ConditionalNetwork, pack: PackedBatch) -> Network:
         def predict(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-            prediction_TC = network(inputs_TC, time_S, pack).float()
-            predicted = prediction_TC.shape[1] // channels
-            return split_outputs(prediction_TC, channels, spec.latent_channels, predicted)[:, : num_outputs * channels]
+            latents_TC, conditioned = network_inputs(inputs_TC, channels, pack)
+            prediction_TC = network(latents_TC, time_S, conditioned).float()
+            predicted = 1 if features else prediction_TC.shape[1] // channels
+            outputs_TC = split_outputs(prediction_TC, channels, spec.latent_channels, predicted)
+            return outputs_TC[:, : num_outputs * channels + features]
 
         return predict
 
@@ -220,13 +226,15 @@ def generate_each(
         if not needs_unconditional(scale):
             return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
-        combined = partial(
+        combined: Callable[..., Tensor] = partial(
             guided_prediction,
             columns=columns,
             rescale=sampling.guidance_rescale,
             layout=layout,
             keep_norm=sampling.guidance_norm,
         )
+        if features:
+            combined = of_latents(combined, channels, combine)
         if guide is None:
             pair = bind(network, join(batch, without_conditions(batch, spec, negative)))
             return guided_pair(pair, scale, combined), plain
@@ -239,15 +247,23 @@ def generate_each(
         low = branches(low_noise.network, scale if low_scale is None else low_scale)
 
     def noise_at(step: int) -> Tensor:
-        return AddressedNoise(seed, step + 1, batch.sample_ids_S, layout).normal_TC("solver", channels)
+        noise = AddressedNoise(seed, step + 1, batch.sample_ids_S, layout)
+        return state_noise(noise, "solver", channels, features)
 
     grid = objective.sampling_grid(num_steps)
     if strength is not None:
+        if features:
+            raise ConfigError(
+                f"strength={strength} starts from a picture, whose class token of {features} features is unknown; draw "
+                "from noise, without strength"
+            )
         grid = grid[-1 - max(1, round(strength * num_steps)) :]
     alpha, sigma = objective.path.alpha_sigma(grid[0])
     if sampling.thresholding != "none":
         objective.check_thresholding(sampling.solver, num_steps)
     clip = threshold(sampling.thresholding, layout)
+    if features:
+        clip = of_latents(clip, channels, no_threshold)
 
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:
         step = int((grid > u).sum())
@@ -265,7 +281,8 @@ def generate_each(
         x0_TC = keep_clean(clip(keep_clean(x0_TC, batch)), batch)
         return x0_TC if fraction is None else (x0_TC, fraction)
 
-    start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
+    noise = AddressedNoise(seed, 0, batch.sample_ids_S, layout)
+    start_TC = float(sigma) * state_noise(noise, "start", channels, features)
     if strength is not None:
         start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(
@@ -278,4 +295,4 @@ def generate_each(
         variance=sampling.variance,
         churn=Churn.of(sampling),
     )
-    return batch.unpatchified(keep_clean(x0_TC, batch), *spec.patch)
+    return batch.unpatchified(keep_clean(x0_TC, batch)[:, :channels], *spec.patch)

@@ -78,7 +78,9 @@ class TrainingForwardStep:
         batch = self.objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
         if model.draws_in_training:
             batch = replace(batch, draw_keys_S=noise.keys_S("dropout"))
-        prepared = completed(self.objective, network, self.objective.prepare(batch, noise), batch, model)
+        prepared = self.objective.prepare(batch, noise)
+        batch = prepared.noised(batch)
+        prepared = completed(self.objective, network, prepared, batch, model)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
         sum_over_ranks = get_attr_wrapped_model(network, "sum_over_context_ranks")
         return prediction_TC, partial(self._loss, prepared, batch, sum_over_ranks)

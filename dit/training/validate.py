@@ -131,7 +131,11 @@ def loss_at_times(
 
     Source: mlcommons/training, text_to_image/torchtitan/README.md, section 5; Esser et al. 2024, arXiv:2403.03206.
     """
-    plain = FlowMatching(prediction=objective.prediction, alignment=objective.alignment)
+    plain = FlowMatching(
+        prediction=objective.prediction,
+        alignment=objective.alignment,
+        teacher_token_weight=objective.teacher_token_weight,
+    )
     sums = torch.zeros(NUM_TIMES, 2, device=device, dtype=torch.float64)
     for batch in batches:
         batch = replace(batch, loss_weight_S=None).to(device)
@@ -154,7 +158,9 @@ def _loss_terms(
 ) -> dict[str, Term]:
     batch = replace(batch, conditions=batch.conditions.without(*(c.name for c in objective.conditions)))
     batch = objective.augment(batch, model.conditions(), noise, draw=True)
-    prepared = completed(objective, network, objective.prepare(batch, noise), batch, model)
+    prepared = objective.prepare(batch, noise)
+    batch = prepared.noised(batch)
+    prepared = completed(objective, network, prepared, batch, model)
     prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
     outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
     return objective.loss_terms(outputs_TC, prepared, batch.layout)

@@ -85,6 +85,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         "codebook_size": 16,
         "bottleneck_size": HEAD_SIZE,
         "class_tokens": [3, 1],
+        "teacher_token_size": HEAD_SIZE - 1,
         "wide_head": [2, 2 * heads * HEAD_SIZE, heads],
         **{name: [HEAD_SIZE] * len(settings.get(name) or ()) for name in ("block_out_channels", "mid_out_channels")},
         "norm_num_groups": HEAD_SIZE // 2,

@@ -190,7 +190,7 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     )
     add_text_encoder(parser)
     parser.add_argument(
-        "--teacher", metavar="NAME", help="store features of this DINOv2 (a folder or hub name) for objective.alignment"
+        "--teacher", metavar="NAME", help="store tokens of this DINOv2 (a folder or hub name) for objective.alignment"
     )
     parser.add_argument(
         "--teacher-patch", type=int, default=16, metavar="N", help="pixels per side of a model's token (%(default)s)"

@@ -8,7 +8,7 @@ import numpy as np
 from PIL import Image
 
 from dit.batch import pixel_values
-from dit.condition_table import SIZE_AND_CROP, TEACHER
+from dit.condition_table import SIZE_AND_CROP, TEACHER, TEACHER_TOKEN
 from dit.encoders.teacher import load_teacher
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
@@ -41,7 +41,7 @@ class Options:
     Attributes:
         vae: an autoencoder; samples then have latents instead of pixels.
         text_encoder: encoders as in `dit.encoders.text_config`; samples then need a caption, and have its embeddings.
-        teacher: teacher as in `dit.encoders.teacher`; samples then have its features, for `objective.alignment`.
+        teacher: teacher as in `dit.encoders.teacher`; samples then have its tokens.
         teacher_patch: pixels per side of a token of the model.
     """
 
@@ -211,13 +211,20 @@ class MakeSamples:
         return picture_bytes(picture, self.options.image_format, self.options.quality)
 
     def _features(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
-        """Return the part `teacher` of each sample."""
+        """Return the parts `teacher`, features of each patch, and `teacher_token`, the mean over frames."""
         options = self.options
         if options.teacher is None:
             return [{} for _ in clips]
         teacher = load_teacher(options.teacher, options.teacher_patch, options.device, options.precision)
         arrays = self._arrays(teacher, [clip.frames for clip in clips])
-        return [{f"{TEACHER.stored_as[0]}.npy": npy_bytes(array)} for array in arrays]
+        parts = []
+        for clip, tokens_DTN in zip(clips, arrays, strict=True):
+            rows = clip.shape[2] // options.teacher_patch
+            features = tokens_DTN[:, :, 1:].reshape(*tokens_DTN.shape[:2], rows, -1)
+            token = tokens_DTN[:, :, 0].mean(1, dtype=np.float32).astype(np.float16)
+            named = {TEACHER.stored_as[0]: features, TEACHER_TOKEN.stored_as[0]: token}
+            parts.append({f"{name}.npy": npy_bytes(array) for name, array in named.items()})
+        return parts
 
     def _encoded(self, clips: list[list[Image.Image]]) -> list[np.ndarray]:
         """Return the float16 latent of each clip."""

@@ -17,6 +17,7 @@ RUNS = {
     "tiny_dit": {"logging__profile_steps": "[2,3]"},
     "tiny_dit_pack": {"parallel__data_parallel": "distributed_optimizer"},
     "tiny_jit": {"parallel__context_parallel_size": 2},
+    "tiny_reg": TP2SP,
     "tiny_dit_dh": {"parallel__context_parallel_size": 2},
     "tiny_dit_cross": {"parallel__pipeline_model_parallel_size": 2},
     "tiny_moviegen": {"parallel__data_parallel": "fsdp"},

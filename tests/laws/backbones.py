@@ -118,6 +118,7 @@ OTHER: dict[str, Any] = {
     "interval_conditioning": True,
     "rms_norm": lambda value: not value,
     "class_tokens": lambda value: [2, 0],
+    "teacher_token_size": 5,
     "wide_head": [1, 48, 4],
     "bottleneck_size": lambda value: 6 if value is None else None,
     "adaln_lora_rank": 4,
@@ -212,10 +213,35 @@ BACKBONES = {
             "num_layers": {"class_tokens": [3, 2]},
         },
     ),
+    "rit": Row(
+        recipe="rit_xl_imagenet",
+        quick=("tp2_sp", "pp2"),
+        refused=("routing", "num_experts", "wide_head"),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        requires={
+            name: {**needs, "class_tokens": None, "teacher_token_size": None}
+            for name, needs in REQUIRES.items()
+            if "moe" in name
+        },
+        also={
+            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+            "position_embedding": {"rope_axes": None},
+            "num_layers": {"class_tokens": [3, 2]},
+        },
+        objective=FlowMatching(prediction="x0", teacher_token_weight=0.2),
+    ),
+    "reg": Row(
+        recipe="tiny_reg",
+        quick=("fsdp2", "fsdp2_bf16"),
+        refused=("num_experts", "wide_head"),
+        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
+        requires={name: {**needs, "teacher_token_size": None} for name, needs in REQUIRES.items() if "moe" in name},
+        objective=FlowMatching(teacher_token_weight=0.2),
+    ),
     "wide head": Row(
         recipe="dit_dh_xl_imagenet",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
-        refused=("class_tokens", "num_experts"),
+        refused=("class_tokens", "num_experts", "teacher_token_size"),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {**needs, "wide_head": None} for name, needs in REQUIRES.items() if "moe" in name},
         also={

@@ -1,4 +1,4 @@
-"""Alignment with a teacher: every layout computes the gradients, losses and weights of one rank."""
+"""Alignment with a teacher and its class token: every layout computes gradients, losses and weights of one rank."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,12 +32,18 @@ OBJECTIVES = {
     "dit": FlowMatching(alignment=Alignment(layer=1), min_snr_gamma=5.0),
     "tread": ContrastiveFlowMatching(alignment=Alignment(layer=1)),
     "wan": FlowMatching(prediction="x0", alignment=Alignment(layer=1)),
+    "reg": FlowMatching(alignment=Alignment(layer=1), teacher_token_weight=0.2),
+    "rit": FlowMatching(prediction="x0", teacher_token_weight=0.2),
 }
-"""By backbone; packs have samples of several sizes, and the middle layers of `tread` skip some tokens."""
+"""By backbone; packs have samples of several sizes, and the middle layers of `tread` skip some tokens.
+
+`reg` and `rit` predict the class token of the teacher, and `rit` has class tokens from layer 1 on.
+"""
 ROW = ("name", "layout")
 CASES = [(name, layout) for name in OBJECTIVES for layout in LAYOUTS]
 QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "cp2", "cp2_contiguous", "fsdp2")}
-QUICK |= {("tread", "pp2_tp2_sp"), ("wan", "pp2_vpp2")}
+QUICK |= {("tread", "pp2_tp2_sp"), ("wan", "pp2_vpp2"), ("reg", "tp2_sp_cp2"), ("rit", "pp2_tp2_sp")}
+QUICK |= {("reg", layout) for layout in ("pp2", "cp2_contiguous", "fsdp2")} | {("rit", "cp2")}
 
 
 def pair_of(name: str, layout: str) -> Pair:
@@ -55,7 +61,10 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
 def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
-    """The aligned layer is on the first pipeline stage, the loss on the last; the projection has a gradient."""
+    """The aligned layer and the embedding of the teacher's token are on the first pipeline stage, the loss on the last.
+
+    The projection, the embedding and the prediction of the token have gradients.
+    """
     verdict = verdicts[name, layout]
     assert verdict.is_equal, verdict.text()
     assert not verdict.idle
@@ -67,4 +76,4 @@ def test_padding_packs_their_order_and_accumulation_change_nothing(tmp_path_fact
     for checks in run_world(1, [check_case(trial) for trial in trials], tmp_path_factory.mktemp("checks")):
         for check in ("padding", "packed", "order", "accumulated"):
             assert checks[check].wrong == [], checks[check].line(check)
-        assert any("alignment" in name for name in checks["packed"].errors)
+        assert any("alignment" in name or "teacher_token" in name for name in checks["packed"].errors)

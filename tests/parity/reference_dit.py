@@ -105,6 +105,8 @@ class ReferenceDiT(nn.Module):
         positions: `sincos_2d`, `sincos_3d` or `rope_3d`.
         rope: has `rope_theta`, `rope_scaling`, `rope_factors` and `rope_axes`, for `rope_3d`.
         class_tokens: number of class tokens, and the first block that sees them.
+        token: width of a vector that all blocks see as one more token, and that is predicted (Wu et al. 2025,
+            arXiv:2507.01467, and its published code).
         intervals: add an embedding of the length of a time interval.
         wide_head: layers, width, heads and inner width of blocks that read the patches again; SiLU(tokens + embedded
             time) conditions each of their tokens (Zheng et al. 2025, arXiv:2510.11690, and its published code).
@@ -131,6 +133,7 @@ class ReferenceDiT(nn.Module):
         swiglu: bool = False,
         rms: bool = False,
         class_tokens: Optional[list[int]] = None,
+        token: Optional[int] = None,
         intervals: bool = False,
         wide_head: Optional[tuple[int, int, int, int]] = None,
     ) -> None:
@@ -162,7 +165,10 @@ class ReferenceDiT(nn.Module):
         self.final_norm = nn.Parameter(torch.ones(size)) if rms else None
         self.count, self.first = class_tokens or (0, depth)
         self.class_vectors = nn.Parameter(torch.zeros(self.count, size)) if self.count else None
-        self.final_modulation, self.final = nn.Linear(size, 2 * size), nn.Linear(size, patch_out)
+        if token is not None:
+            self.token, self.token_norm = nn.Linear(token, size), nn.LayerNorm(size, eps=1e-6)
+        self.patch_out = patch_out
+        self.final_modulation, self.final = nn.Linear(size, 2 * size), nn.Linear(size, patch_out + (token or 0))
 
     def time_vector(self, time_B: Tensor) -> Tensor:
         features = time_features(time_B.double() * self.time_scale).to(self.time_1.weight.dtype)
@@ -196,13 +202,18 @@ class ReferenceDiT(nn.Module):
         labels: Optional[list[Optional[int]]] = None,
         texts: Optional[list[Optional[Tensor]]] = None,
         interval_B: Optional[Tensor] = None,
+        token_BF: Optional[Tensor] = None,
     ) -> Tensor:
+        """Return the prediction of each patch, followed by that of the token of its sample."""
         cond = self.condition(time_B, labels, texts, interval_B)
         x, by = self.patch(patches if self.bottleneck is None else self.bottleneck(patches)), None
         if self.positions == "rope_3d":
             by = turns(patch_indices(grid), self.head_size, self.rope, self.rope.rope_axes)
         else:
             x = x + position_features(grid, self.size, self.positions).to(patches.dtype)
+        if token_BF is not None:
+            x = torch.cat([x, self.token_norm(self.token(token_BF))[:, None]], 1)
+            by = None if by is None else torch.cat([by, torch.ones_like(by[:1])])
         for i, block in enumerate(self.blocks):
             if i == self.first and self.class_vectors is not None and labels is not None:
                 rows = [self.null_label if label is None else self.labels[label] for label in labels]
@@ -220,4 +231,8 @@ class ReferenceDiT(nn.Module):
             for block in self.wide_blocks:
                 x = block(x, cond, by)
         shift, scale = self.final_modulation(silu(cond)).chunk(2, dim=-1)
-        return self.final(normalise(x, self.eps, self.final_norm) * (1 + scale) + shift)
+        out = self.final(normalise(x, self.eps, self.final_norm) * (1 + scale) + shift)
+        if token_BF is None:
+            return out
+        predicted = out[:, -1:, self.patch_out :].expand(-1, len(out[0]) - 1, -1)
+        return torch.cat([out[:, :-1, : self.patch_out], predicted], 2)

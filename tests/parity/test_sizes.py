@@ -99,8 +99,8 @@ NAMED: dict[str, tuple[Any, int, float]] = {
     "ST-DiT-3B": (segments(24, 16, 2048, ffn_hidden_size=8192), 3_264_109_584, 3.25e9),
     "ST-DiT-3B Open-Sora": (segments(28, 26, 1872), 3_176_439_872, 3.17e9),
     "JiT-B/16": (JIT_B16, 131_123_712, 131e6),
-    # RiT also embeds and predicts a class token, with 0.9 M weights. The published head of DiT-DH has narrower MLPs.
-    "RiT-XL": (fiddle.build(rit_xl()), 675_814_080, 676e6),
+    "RiT-XL": (fiddle.build(rit_xl()), 676_702_656, 676e6),
+    # The published head has narrower MLPs.
     "DiT-DH-XL": (fiddle.build(dit_dh_xl()), 838_614_272, 839e6),
     # Public checkpoints.
     "FLUX.1-dev": (FluxConfig(guidance=3.5), 11_901_408_320 + FLUX_NULLS, 11.9e9),

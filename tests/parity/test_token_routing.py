@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
+from dit.conditions import per_sample
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.levels import with_levels
@@ -50,19 +51,32 @@ class ReferenceRouted(ReferenceDiT):
         super().__init__(
             **{"size": size, "depth": model.num_layers, "heads": model.num_attention_heads, "inner": model.ffn_size},
             **{"patch_in": model.token_channels, "patch_out": model.output_features, "classes": model.num_classes},
-            **{"positions": model.position_embedding, "rope": model},
+            **{"positions": model.position_embedding, "rope": model, "token": model.teacher_token_size},
         )
         if self.routing.rejoin == "fused":
             self.mask, self.both = nn.Parameter(torch.zeros(size)), nn.Linear(2 * size, size)
         self.double()
 
-    def one(self, patches: Tensor, time: Tensor, grid: Grid, label: Optional[int], kept: list[int]) -> Tensor:
+    def one(
+        self,
+        patches: Tensor,
+        time: Tensor,
+        grid: Grid,
+        label: Optional[int],
+        kept: list[int],
+        token_F: Optional[Tensor] = None,
+    ) -> Tensor:
+        """Return the prediction of each patch, followed by that of the token, which is in the middle, too."""
         cond = self.condition(time[None], [label], None)
         x, by = self.patch(patches[None]), None
         if self.positions == "rope_3d":
             by = turns(patch_indices(grid), self.head_size, self.rope)
         else:
             x = x + position_features(grid, self.size, self.positions).to(patches.dtype)
+        if token_F is not None:
+            kept = [*kept, x.shape[1]]
+            x = torch.cat([x, self.token_norm(self.token(token_F))[None, None]], 1)
+            by = None if by is None else torch.cat([by, torch.ones_like(by[:1])])
         first, last = self.routing.first_layers, len(self.blocks) - self.routing.last_layers
         for block in self.blocks[:first]:
             x = block(x, cond, by)
@@ -79,7 +93,10 @@ class ReferenceRouted(ReferenceDiT):
         for block in self.blocks[last:]:
             x = block(x, cond, by)
         shift, scale = self.final_modulation(silu(cond))[:, None].chunk(2, dim=-1)
-        return self.final(normalise(x, self.eps) * (1 + scale) + shift)[0]
+        out = self.final(normalise(x, self.eps) * (1 + scale) + shift)[0]
+        if token_F is None:
+            return out
+        return torch.cat([out[:-1, : self.patch_out], out[-1:, self.patch_out :].expand(len(out) - 1, -1)], 1)
 
 
 def kept_tokens(layout: SequenceLayout, routing: RoutingConfig) -> list[list[int]]:
@@ -92,30 +109,34 @@ def routed_pack(model: DiTConfig, keys_S: Optional[Tensor] = KEYS_S) -> PackedBa
     return replace(pack(SAMPLES, model, multiple_of=4, tail=3), draw_keys_S=keys_S)
 
 
-def drawn(batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random inputs, times and a cotangent."""
+def drawn(batch: PackedBatch, others: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random inputs, times and a cotangent, which has `others` more columns."""
     generator = torch.Generator().manual_seed(5)
     rows, channels = batch.latents_TC.shape
-    inputs, cotangent = (torch.randn(rows, channels, generator=generator) for _ in range(2))
+    inputs, cotangent = (torch.randn(rows, channels + n, generator=generator) for n in (0, others))
     return inputs, torch.rand(len(batch.keys), generator=generator), cotangent
 
 
-@pytest.mark.parametrize("positions", ["sincos_2d", "rope_3d"])
+@pytest.mark.parametrize(("positions", "token"), [("sincos_2d", None), ("rope_3d", None), ("rope_3d", 7)])
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_a_loop_over_samples(
-    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, name: str, positions: Any
+    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, name: str, positions: Any, token: Optional[int]
 ) -> None:
+    """With the teacher's token, the middle layers see it in all samples."""
     routing = CASES[name]
-    model_config = config(num_layers=4, routing=routing, position_embedding=positions)
+    model_config = config(num_layers=4, routing=routing, position_embedding=positions, teacher_token_size=token)
     model, reference = build_model(model_config, perturb=0.1), ReferenceRouted(model_config)
     monkeypatch.setattr(weights, "_DIRECT", {**weights._DIRECT, "routing.fuse": "both", "routing.mask": "mask"})
     weights.copy_weights(model, reference, model_config.num_attention_heads)
     batch = routed_pack(model_config)
-    inputs, time, cotangent = drawn(batch)
+    inputs, time, cotangent = drawn(batch, token or 0)
+    tokens_SF = torch.randn(len(SAMPLES), token or 0, generator=torch.Generator().manual_seed(7))
+    batch.conditions |= {"teacher_token": per_sample(tokens_SF)}
     out, loss = model(inputs, time, batch), torch.zeros((), dtype=torch.float64)
     kept = kept_tokens(batch.layout, routing)
     for i, (sample, rows) in enumerate(zip(SAMPLES, rows_of(batch.layout))):
-        exact = reference.one(inputs[rows].double(), time[i], sample.grid, sample.label, kept[i])
+        noised_F = None if token is None else tokens_SF[i].double()
+        exact = reference.one(inputs[rows].double(), time[i], sample.grid, sample.label, kept[i], noised_F)
         assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
         loss = loss + (exact * cotangent[rows].double()).sum()
     loss.backward()

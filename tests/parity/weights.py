@@ -38,6 +38,8 @@ _DIRECT = {
     "head.final.linear": "final",
     "head.final.norm.weight": "final_norm",
     "class_tokens.vectors": "class_vectors",
+    "teacher_token.linear": "token",
+    "teacher_token.norm": "token_norm",
 }
 
 
@@ -62,6 +64,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         swiglu=config.activation == "swiglu",
         rms=config.rms_norm,
         class_tokens=config.class_tokens,
+        token=config.teacher_token_size,
         intervals=config.interval_conditioning,
         wide_head=None if config.wide_head is None else (*config.wide_head, inner_of_wide_head(config)),
     )

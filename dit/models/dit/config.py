@@ -4,6 +4,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Optional
 
+from dit.condition_table import TEACHER_TOKEN
+from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
@@ -26,14 +28,16 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         bottleneck_size: width of a linear layer between patch and embedding; None for none.
         class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample; None
             for none.
+        teacher_token_size: width of the class token of a teacher, which is noised and predicted like the latent, as one
+            more token before those of each sample (`objective.teacher_token_weight`); None for none.
         wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent again and condition
             each token on its output of the blocks; None for none.
         rope_axes: features of a head that rotate with t, h and w; None for a third each.
         interval_conditioning: condition on the length t - r of the time interval of an average velocity (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
 
-    Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; wide head: Zheng et al. 2025 (RAE),
-    arXiv:2510.11690.
+    Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; teacher's token: Wu et al. 2025 (REG),
+    arXiv:2507.01467; wide head: Zheng et al. 2025 (RAE), arXiv:2510.11690.
     """
 
     num_layers: int = 12
@@ -43,6 +47,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     rms_norm: bool = False
     bottleneck_size: Optional[int] = None
     class_tokens: Optional[list[int]] = None
+    teacher_token_size: Optional[int] = None
     wide_head: Optional[list[int]] = None
     position_embedding: Positions = "sincos_2d"
     rope_axes: Optional[list[int]] = None
@@ -51,9 +56,15 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
 
     @property
     def supports(self) -> Supports:
-        alike = self.class_tokens is None
+        aligned = self.class_tokens is None
+        alike = aligned and self.teacher_token_size is None
         compiled = alike and self.wide_head is None
-        return replace(super().supports, levels=alike, split_texts=alike, aligned=alike, compiled=compiled)
+        return replace(super().supports, levels=alike, split_texts=alike, aligned=aligned, compiled=compiled)
+
+    def conditions(self) -> tuple[Condition, ...]:
+        if self.teacher_token_size is None:
+            return super().conditions()
+        return (*super().conditions(), replace(TEACHER_TOKEN, shape=(self.teacher_token_size,)))
 
     def layer_kind(self, layer: int) -> Hashable:
         return super().layer_kind(layer), self.class_tokens is not None and layer >= self.class_tokens[1]
@@ -71,6 +82,11 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             self._check_class_tokens(self.class_tokens)
         if self.wide_head is not None:
             self._check_wide_head(self.wide_head)
+        if self.teacher_token_size is not None and self.num_experts is not None:
+            raise ConfigError(
+                f"model.teacher_token_size={self.teacher_token_size} does not go with "
+                f"model.num_experts={self.num_experts}; set one of them to null"
+            )
 
     def head_layers(self) -> "DiTConfig":
         """Return the settings of the layers of the wide head, whose MLPs have the ratio of the others."""
@@ -87,11 +103,11 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
                 f"model.wide_head={numbers} must be a number of layers, their width, and a number of heads that "
                 "divides it, such as [2,2048,16]"
             )
-        if (self.class_tokens, self.num_experts, self.base_width) != (None, None, None):
+        others = ("class_tokens", "teacher_token_size", "num_experts", "base_width")
+        if any(getattr(self, name) is not None for name in others):
+            settings = ", ".join(f"model.{name}={getattr(self, name)}" for name in others)
             raise ConfigError(
-                f"model.wide_head={numbers} does not go with model.class_tokens={self.class_tokens}, "
-                f"model.num_experts={self.num_experts} or model.base_width={self.base_width}; set these to null, or "
-                "model.wide_head=null"
+                f"model.wide_head={numbers} does not go with {settings}; set these to null, or model.wide_head=null"
             )
         self.head_layers().validate()
 

@@ -11,7 +11,7 @@ from dit.kernels.attention import Attention
 from dit.layers.adaln import RMSNorm
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
-from dit.layers.tokens import ClassTokens, embed_patches
+from dit.layers.tokens import ClassTokens, TeacherToken, embed_patches
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
@@ -28,7 +28,8 @@ class DiT(TokenStack[DiTConfig]):
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: mean-pooled text in the conditioning vector,
     QK-layernorm, (t, h, w) positions, rotary positions, the bottleneck, class tokens, RMSNorm and SwiGLU of JiT (Li and
-    He 2025, arXiv:2511.13720), and the wide head of RAE (Zheng et al. 2025, arXiv:2510.11690) are options.
+    He 2025, arXiv:2511.13720), the teacher's token of REG (Wu et al. 2025, arXiv:2507.01467), and the wide head of RAE
+    (Zheng et al. 2025, arXiv:2510.11690) are options.
     """
 
     embed: nn.Linear
@@ -53,7 +54,13 @@ class DiT(TokenStack[DiTConfig]):
             self.middle = range(first_layer, config.num_layers)
             received = not stage.first and stage.layers.start > first_layer
             inserted = not received and stage.layers.stop > first_layer
-            self.class_tokens = ClassTokens(count, config.hidden_size, provider, received=received, inserted=inserted)
+            others = int(config.teacher_token_size is not None)
+            self.class_tokens = ClassTokens(
+                count, config.hidden_size, provider, received=received, inserted=inserted, others=others
+            )
+        self.teacher_features = config.teacher_token_size or 0
+        if stage.first and self.teacher_features:
+            self.teacher_token = TeacherToken(self.teacher_features, config.hidden_size, provider)
         self.bottleneck = None
         if stage.first:
             inputs = config.token_channels
@@ -68,7 +75,8 @@ class DiT(TokenStack[DiTConfig]):
         elif stage.last:
             size, eps = config.hidden_size, config.layernorm_epsilon
             norm = RMSNorm(size, provider, eps=eps) if config.rms_norm else None
-            self.head = FinalLayer(size, config.output_features, provider, eps=eps, norm=norm)
+            features = config.output_features + self.teacher_features
+            self.head = FinalLayer(size, features, provider, eps=eps, norm=norm)
 
     def layer_inputs(
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch

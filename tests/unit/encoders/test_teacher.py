@@ -1,5 +1,6 @@
 """Features of a teacher network equal those of transformers' class, from the shard to the token of a pack."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers import (
 )
 
 from dit.batch import PackedBatch, pixel_values
+from dit.condition_table import TEACHER_TOKEN
 from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.encoders.teacher import Teacher
@@ -47,15 +49,15 @@ def save_teacher(folder: Path, *, registers: bool = False) -> PreTrainedModel:
     return model
 
 
-def direct(model: PreTrainedModel, pixels_CHW: Tensor, skipped: int = 1) -> Tensor:
-    """Return features `[h, w, D]` of a picture in [0, 1], computed with torchvision's constants and transformers."""
+def direct(model: PreTrainedModel, pixels_CHW: Tensor, skipped: int = 1) -> tuple[Tensor, Tensor]:
+    """Return features `[h, w, D]` and class token `[D]` of a picture in [0, 1] with constants of torchvision."""
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     normalized = (pixels_CHW - mean[:, None, None]) / std[:, None, None]
     height, width = (side // PATCH for side in pixels_CHW.shape[1:])
     resized = interpolate(normalized[None], (14 * height, 14 * width), mode="bicubic", align_corners=False)
     with torch.no_grad():
-        tokens = model(pixel_values=resized).last_hidden_state[0, skipped:]
-    return tokens.view(height, width, WIDTH)
+        tokens = model(pixel_values=resized).last_hidden_state[0]
+    return tokens[skipped:].view(height, width, WIDTH), tokens[0]
 
 
 def picture(width: int, height: int, seed: int) -> Image.Image:
@@ -71,16 +73,18 @@ def test_features_equal_those_of_transformers(tmp_path: Path, registers: bool) -
     teacher = Teacher(str(tmp_path), PATCH)
     frames = torch.stack([pixels_of([picture(64, 32, seed)]) for seed in range(4)])
     clips = pixel_values(frames).view(2, 2, 3, 32, 64).transpose(1, 2)
-    features = teacher.encode(clips)
-    assert features.shape == (2, WIDTH, 2, 2, 4)
+    tokens = teacher.encode(clips)
+    assert tokens.shape == (2, WIDTH, 2, 1 + 2 * 4)
     for number, frame in enumerate(frames[:, :, 0].float() / 255):
-        exact = direct(model, frame, skipped=5 if registers else 1)
-        torch.testing.assert_close(features[number // 2, :, number % 2].permute(1, 2, 0), exact, rtol=1e-4, atol=1e-5)
+        features, token = direct(model, frame, skipped=5 if registers else 1)
+        exact = torch.cat([token[None], features.flatten(0, 1)])
+        torch.testing.assert_close(tokens[number // 2, :, number % 2].T, exact, rtol=1e-4, atol=1e-5)
 
 
 def test_prepared_features_reach_the_tokens_of_their_patches(tmp_path: Path) -> None:
-    """Pictures have two sizes and are packed with padding; without `objective.alignment` no features are read."""
+    """Pictures have two sizes and are packed with padding; without conditions of a teacher nothing of it is read."""
     model, condition = save_teacher(tmp_path / "dino"), Alignment(features=WIDTH).condition
+    of_token = replace(TEACHER_TOKEN, shape=(WIDTH,))
     (tmp_path / "pictures").mkdir()
     sizes = [(64, 32), (32, 48), (32, 32)]  # width and height
     for seed, size in enumerate(sizes):
@@ -100,17 +104,21 @@ def test_prepared_features_reach_the_tokens_of_their_patches(tmp_path: Path) -> 
         return next(data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None))
 
     assert not batch_of().conditions
-    batch = batch_of(condition)
+    batch = batch_of(condition, of_token)
+    tokens_SD = dict(zip(batch.keys, batch.conditions["teacher_token"].values, strict=True))
     values, layout, grids = batch.conditions["teacher"].values.float(), batch.layout, dict(zip(batch.keys, batch.grids))
     assert layout.num_samples == 3
     for key, start, length in zip(batch.keys, layout.starts, layout.lengths):
         [seed] = [i for i, size in enumerate(sizes) if size == (grids[key][2] * PATCH, grids[key][1] * PATCH)]
         width, height = sizes[seed]
-        exact = direct(model, pixels_of([picture(width, height, seed)])[:, 0].float() / 255)
+        exact, token = direct(model, pixels_of([picture(width, height, seed)])[:, 0].float() / 255)
+        torch.testing.assert_close(tokens_SD[key], token, rtol=HALF_RTOL, atol=HALF_RTOL)
         assert length == height * width // PATCH**2
         torch.testing.assert_close(values[start : start + length], exact.flatten(0, 1), rtol=HALF_RTOL, atol=HALF_RTOL)
     with pytest.raises(DataError, match="width 24, the model takes width 25"):
         batch_of(Alignment(features=WIDTH + 1).condition)
+    with pytest.raises(DataError, match="width 24, the model takes width 25"):
+        batch_of(replace(of_token, shape=(WIDTH + 1,)))
 
 
 def test_other_networks_and_sizes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

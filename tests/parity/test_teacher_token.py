@@ -1,0 +1,199 @@
+"""The teacher's noised class token matches the formulas of the REG paper, computed sample by sample in float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.condition_table import TEACHER, TEACHER_TOKEN
+from dit.conditions import Entry, per_sample
+from dit.errors import ConfigError
+from dit.kernels.attention import segment_sdpa
+from dit.models.base import Backbone, Stage
+from dit.models.dit.config import DiTConfig
+from dit.models.registry import build_backbone
+from dit.objective_checks import check_outputs
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.alignment import Alignment
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
+from dit.step.forward_step import training_forward_step
+from dit.training.validate import held_out_loss
+from tests.conftest import BuildModel
+from tests.parity import weights
+from tests.parity.test_dit import JIT, config, relative_error, rows_of
+from tests.support.batches import Sample, pack
+
+RTOL = 1e-5  # float32 against float64, as without the token
+SEED, STEP, WIDTH, WEIGHT = 3, 11, 7, 0.2
+RAGGED = [Sample((1, 3, 4), label=2), Sample((2, 2, 3)), Sample((1, 1, 1), label=5), Sample((1, 5, 2), label=0)]
+DENSE = [Sample((1, 3, 4), label=i) for i in (2, 0, 6)]
+MODEL = config(num_layers=4, class_dropout=0.0, teacher_token_size=WIDTH)
+OBJECTIVE = FlowMatching(teacher_token_weight=WEIGHT, time_distribution="logit_normal")
+ALIGNED = replace(OBJECTIVE, alignment=Alignment(layer=2, features=10, hidden_size=20))
+
+
+def pack_with_tokens(model: DiTConfig = MODEL, samples: list[Sample] = RAGGED, multiple: int = 4) -> PackedBatch:
+    """Pack samples of several weights, with tokens and features of a teacher."""
+    batch = pack(samples, model, multiple_of=multiple, tail=3 * (multiple - 1))
+    generator = torch.Generator().manual_seed(1)
+    batch.latents_TC = torch.randn(batch.latents_TC.shape, generator=generator)
+    token_SF = torch.randn(len(samples), WIDTH, generator=generator)
+    features_TF = torch.randn(len(batch.latents_TC), 10, generator=generator)
+    batch.conditions |= {TEACHER_TOKEN.name: per_sample(token_SF), TEACHER.name: Entry("token", features_TF)}
+    return replace(batch, loss_weight_S=torch.tensor([0.5, 1.0, 2.0, 1.0])[: len(samples)])
+
+
+def network(build_model: BuildModel, model: DiTConfig = MODEL, objective: FlowMatching = OBJECTIVE) -> Backbone:
+    backbone = build_model(model, perturb=0.1)
+    backbone.add_networks(objective.auxiliary, backbone.provider)  # type: ignore[arg-type]
+    return backbone
+
+
+def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, model: DiTConfig) -> dict[str, Any]:
+    prediction_TC, loss_of = training_forward_step(objective, model, SEED, STEP)(iter([batch]), backbone)
+    total, count, logs = loss_of(prediction_TC)
+    backbone.zero_grad(set_to_none=True)
+    total.backward()
+    gradients = {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
+    return {"total": total.detach(), "count": count, "sums": logs["sums"], "gradients": gradients}
+
+
+CASES = {
+    "dense": (MODEL, OBJECTIVE, DENSE, 1),
+    "packed": (MODEL, OBJECTIVE, RAGGED, 4),
+    "x0 after class tokens": (
+        config(**{**JIT, "num_layers": 4, "class_dropout": 0.0, "teacher_token_size": WIDTH}),
+        replace(OBJECTIVE, prediction="x0"),
+        RAGGED,
+        4,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, case: str) -> None:
+    """The token is noised at the time of its sample; each of the sample's tokens adds its error times the weight."""
+    model, objective, samples, multiple = CASES[case]
+    model.validate()
+    backbone, batch = network(build_model, model), pack_with_tokens(model, samples, multiple)
+    actual = step_of(backbone, objective, batch, model)
+    reference = weights.reference_of(model)
+    weights.copy_weights(backbone, reference, model.num_attention_heads)
+    noise = AddressedNoise(SEED, STEP, batch.sample_ids_S, batch.layout)
+    prepared = objective.prepare(batch, noise)
+    eps_SF = noise.normal_SC("teacher_token", WIDTH, repeated=False).double()
+    error, token_error = torch.zeros(2, dtype=torch.float64)
+    for i, (sample, rows) in enumerate(zip(samples, rows_of(batch.layout))):
+        t, weight = prepared.time_S[i].double(), float(batch.loss_weight_S[i])  # type: ignore[index]
+        clean, eps = batch.conditions["teacher_token"].values[i].double(), eps_SF[i]
+        noised = (1 - t) * clean + t * eps
+        x_TC = prepared.inputs_TC[rows].double()
+        out = reference(x_TC[None], t[None], sample.grid, [sample.label], token_BF=noised[None])[0]
+        patches, token = out[:, : model.token_channels], out[0, model.token_channels :]
+        if objective.prediction == "x0":
+            residual, token_residual = patches - batch.latents_TC[rows].double(), token - clean
+            weight = weight / max(float(t), 0.05) ** 2
+        else:
+            residual, token_residual = patches - prepared.target_TC[rows].double(), token - (eps - clean)
+        error = error + weight * residual.square().mean(1).sum()
+        token_error = token_error + weight * WEIGHT * len(patches) * token_residual.square().mean()
+    (error + token_error).backward()
+    assert actual["sums"][:2].tolist() == pytest.approx([error.item(), token_error.item()], rel=RTOL)
+    assert actual["total"].item() == pytest.approx((error + token_error).item(), rel=RTOL)
+    assert int(actual["count"]) == batch.layout.valid_tokens
+    exact = weights.reference_gradients(backbone, reference, model.num_attention_heads)
+    assert set(exact) == set(actual["gradients"])
+    for name, gradient in actual["gradients"].items():
+        assert relative_error(gradient, exact[name]) <= RTOL, name
+
+
+def test_tokens_of_a_pack_have_their_own_standard_normal_noise() -> None:
+    """The noise does not depend on the other samples, and is neither that of other tokens nor repeated per position."""
+    model = replace(MODEL, patch_spatial=1, in_channels=3)
+    full, single = (pack_with_tokens(model, samples) for samples in (RAGGED, RAGGED[1:2]))
+    single.sample_ids_S = full.sample_ids_S[1:2]
+    full.sample_ids_S = torch.arange(1, 5)
+    single.sample_ids_S = torch.tensor([2])
+    eps = []
+    for batch in (full, single):
+        noise = AddressedNoise(SEED, STEP, batch.sample_ids_S, batch.layout, latent_channels=3)
+        eps.append(noise.normal_SC("teacher_token", 768, repeated=False))
+    assert torch.equal(eps[0][1:2], eps[1])
+    assert eps[0].unique().numel() > 0.99 * eps[0].numel()
+    assert eps[0].std().item() == pytest.approx(1, abs=0.05)
+
+
+def test_alignment_follows_the_token(build_model: BuildModel) -> None:
+    """With both terms, each equals that of an objective without the other; the token itself is not aligned."""
+    backbone, batch = network(build_model, objective=ALIGNED), pack_with_tokens()
+    both = step_of(backbone, ALIGNED, batch, MODEL)
+    token = step_of(backbone, OBJECTIVE, replace(batch, conditions=batch.conditions.without(TEACHER.name)), MODEL)
+    assert ALIGNED.terms == ("error", "alignment", "teacher_token")
+    assert both["sums"][[0, 2]].tolist() == token["sums"][:2].tolist()
+    hidden: list[Tensor] = []
+    backbone.layers["1"].register_forward_hook(lambda _, args, out: hidden.append(out))  # type: ignore[index]
+    step_of(backbone, ALIGNED, batch, MODEL)
+    features_JF = torch.zeros(len(hidden[0]), 10)
+    rows = [
+        slice(start + i, start + i + n) for i, (start, n) in enumerate(zip(batch.layout.starts, (12, 12, 1, 10)), 1)
+    ]
+    for source, target in zip(rows_of(batch.layout), rows):
+        features_JF[target] = batch.conditions[TEACHER.name].values[source]
+    cosines_J = backbone.alignment(hidden[0], features_JF)[:, 0]  # type: ignore[operator]
+    expected = 0.5 * sum(w * cosines_J[target].sum() for w, target in zip((0.5, 1.0, 2.0, 1.0), rows))
+    assert both["sums"][1].item() == pytest.approx(float(expected), rel=RTOL)
+
+
+def test_the_held_out_loss_includes_the_token(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
+    backbone = network(build_model)
+    found = held_out_loss(backbone, iter([pack_with_tokens()]), OBJECTIVE, MODEL, torch.device("cpu"), one_rank_world)
+    assert found["loss"] == pytest.approx(found["loss_error"] + found["loss_teacher_token"])
+    assert found["loss_teacher_token"] > 0.05
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_the_token_crosses_pipeline_stages(build_model: BuildModel, cut: int) -> None:
+    """Class tokens begin at layer 1, in the first or the second of two stages; the teacher's token at layer 0."""
+    model_config = config(**{**JIT, "teacher_token_size": WIDTH})
+    model = build_model(model_config, perturb=0.1)
+    stages = [
+        build_backbone(model_config, model.provider, segment_sdpa, Stage(layers, first=not i, last=bool(i)))
+        for i, layers in enumerate((range(cut), range(cut, 3)))
+    ]
+    for stage in stages:
+        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    assert [stage.teacher_token is not None for stage in stages] == [True, False]
+    batch, time = pack_with_tokens(model_config), torch.tensor([0.3, 0.8, 0.5, 0.1])
+    sent = stages[0](batch.latents_TC, time, batch)
+    assert len(sent) == len(batch.latents_TC) + 4 * 4
+    stages[1].set_input_tensor(sent)
+    out, exact = stages[1](batch.latents_TC, time, batch), model(batch.latents_TC, time, batch)
+    assert torch.equal(out, exact)
+    for output in (out, exact):
+        output.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        parts = [dict(stage.named_parameters()).get(name) for stage in stages]
+        total = sum(part.grad for part in parts if part is not None and part.grad is not None)
+        assert relative_error(total, parameter.grad) <= RTOL, name
+
+
+@pytest.mark.parametrize(
+    ("objective", "model"), [(FlowMatching(), MODEL), (OBJECTIVE, config()), (DDPM(), MODEL)], ids=["0", "1", "2"]
+)
+def test_a_token_without_its_loss_or_model_is_refused(objective: Objective, model: DiTConfig) -> None:
+    with pytest.raises(ConfigError, match=r"teacher_token_weight=.* and model.teacher_token_size=.* set both"):
+        check_outputs(objective, model)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_experts": 4}, {"wide_head": [1, 48, 4]}], ids=lambda changes: next(iter(changes))
+)
+def test_settings_that_exclude_the_token_are_refused(changes: dict) -> None:
+    with pytest.raises(ConfigError, match=r"model\.teacher_token_size=7"):
+        replace(MODEL, **changes).validate()
