@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "dit.sampling": {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
         *("dit.conditions", "dit.durable_files", "dit.safe_files", "dit.media", "dit.settings", "dit.levels"),
+        "dit.condition_table",
     },
     "dit.kernels": {"dit.errors", "dit.patches", "dit.settings", "dit.layout", "dit.objectives"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},

@@ -26,7 +26,7 @@ from energon_data.samples import Clip
 from tests.unit.energon_data.small_data import npy, write_dataset
 
 WIDTHS = {"context": 3, "context_2": 5, "pooled": 4, "low_resolution": 2, "control": 3, "first_frames": 2, "teacher": 7}
-WIDTHS |= {"image_tokens": 2}
+WIDTHS |= {"image_tokens": 2, "teacher_token": 6}
 
 
 def sized(condition: Condition) -> Condition:

@@ -450,7 +450,7 @@ def test_objectives_compare_and_print_by_their_settings():
     assert repr(FlowMatching(time_shift=3.0)) == (
         "FlowMatching(prediction='velocity', time_distribution='uniform', logit_mean=0.0, logit_std=1.0, "
         "time_shift=3.0, shift_dimension=None, shift_by_tokens=None, last_time=None, loss_kind='l2', "
-        "min_snr_gamma=None, min_time=0.0, max_time=1.0, alignment=None)"
+        "min_snr_gamma=None, min_time=0.0, max_time=1.0, alignment=None, teacher_token_weight=None)"
     )
 
 
