@@ -214,13 +214,8 @@ def test_another_axis_is_named_and_a_default_may_be_missing() -> None:
 def test_sampling_checks_requested_conditions_and_uses_null_values_for_others() -> None:
     batch = empty_pack(SPEC, (1, 4, 4), 2, torch.device("cpu"), {"label": [3, 4]})
     batch.validate(without_texts(), patch_volume=SPEC.patch_volume)
-    models_own = {
-        "context",
-        "context_2",
-        "pooled",
-        "size_and_crop",
-        "teacher",
-    }  # learned nulls, and a condition computed from the size
+    # Learned nulls, a condition computed from the size, features of training, and a token of the solver's state.
+    models_own = {"context", "context_2", "pooled", "size_and_crop", "teacher", "teacher_token"}
     assert set(NAMES) - set(batch.conditions) == models_own
     assert batch.conditions["fps"].values.tolist() == [30.0, 30.0]
     assert not batch.conditions["control"].values.any()
