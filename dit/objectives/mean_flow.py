@@ -1,4 +1,4 @@
-"""MeanFlow: the network predicts the average velocity over a time interval, for samples of one or a few steps."""
+"""MeanFlow: the network predicts the average velocity over a time interval, so that sampling takes one or a few steps."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from dit.objectives.losses import Term
 from dit.ranges import SHARE, Range, check_ranges
 
 SMALLEST_ERROR = 1e-3
-"""c, which limits the adaptive weight of a sample."""
+"""c, which is added to the error of a sample, so that its adaptive weight is bounded."""
 
 
 @dataclass(kw_only=True)
@@ -31,13 +31,13 @@ class MeanFlow(FlowMatching):
         u = v - (t - r) du/dt,    du/dt = [u(z_t + h v, r, t + h) - u(z_t - h v, r, t - h)] / 2h
 
     Two forward passes without gradients compute the difference. They run under every layout except pipeline stages, and
-    need fp32 and a model without experts. At r = t the target is that of flow matching.
+    need fp32 and a model without experts. At r = t the target is v, as in flow matching.
 
-    With `guidance_scale` w, v is replaced by w v + (1 - w) u(z_t, t, t) without conditions. The network then predicts
-    guided velocities, so one-step samples are guided without a second pass.
+    With `guidance_scale` w, v is replaced by w v + (1 - w) u(z_t, t, t), where u is computed without conditions, in one
+    more pass. The network then predicts guided velocities, so one-step samples are guided without a second pass.
 
-    The loss of a sample with the mean error e over its numbers is e / (e + c)**p, and the divisor has no gradient.
-    `loss_raw` logs e; the held-out loss has no weights.
+    If the errors of a sample have the mean e, its loss is e / (e + c)**p, and the divisor has no gradient. For p > 0,
+    `loss_raw` logs e. The held-out loss has no such weight.
 
     `sampling.solver=euler` steps from t to r with u(z_t, r, t); other solvers use the velocity u(z_t, t, t).
 
@@ -50,8 +50,8 @@ class MeanFlow(FlowMatching):
 
     Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2, Eq. 19 and 22. Deviations: a difference replaces the
     Jacobian-vector product; a sample with r = t draws one time, and not the larger of two; e is a mean and not a sum,
-    so c does not depend on the size; targets of samples whose conditions are dropped are replaced, too, and have the
-    expectation of v.
+    so the effect of c does not depend on the size; v is also replaced for samples whose conditions are dropped, and keeps
+    its expectation if u is exact.
     """
 
     takes_levels: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class MeanFlow(FlowMatching):
     def complete(
         self, network: Network, unconditional: Network, prepared: Prepared, layout: SequenceLayout
     ) -> Prepared:
-        """Guide the velocity, and subtract (t - r) du/dt along it."""
+        """Guide the velocity v, and subtract (t - r) du/dt, the derivative along v."""
         inputs_TC, time_S2, velocity_TC = prepared.inputs_TC, prepared.time_S, prepared.target_TC
         if (w := self.guidance_scale) > 1:
             instant_S2 = time_S2 * time_S2.new_tensor([1.0, 0.0])

@@ -3,7 +3,7 @@
 The solver's state has the token as more columns, with equal numbers in all rows of a sample, so that solvers denoise
 it together with the latent:
 
-    state    [ latent of the token | class token of its sample ]    one row per token
+    state    [ latent of the row | class token of its sample ]    one row for each token of the latent
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def token_features(spec: BatchSpec) -> int:
 
 
 def state_noise(noise: AddressedNoise, purpose: str, channels: int, features: int) -> Tensor:
-    """Draw standard normal noise for a state of `channels` and `features` columns, float32."""
+    """Draw standard normal noise for the `channels` of a latent and the `features` of a class token, float32."""
     noise_TC = noise.normal_TC(purpose, channels)
     if not features:
         return noise_TC
@@ -47,7 +47,8 @@ def of_latents(change: Callable[..., Tensor], channels: int, of_tokens: Callable
     """Return a function of states that applies `change` to latents and `of_tokens` to class tokens.
 
     Args:
-        change: function of one or more tensors `[T, channels]`, and perhaps of numbers.
+        change: function of one or more tensors `[T, channels]` and of numbers, which it receives unchanged.
+        of_tokens: the same for class tokens.
     """
 
     def changed(*arguments: Tensor | float) -> Tensor:
