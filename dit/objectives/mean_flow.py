@@ -1,4 +1,4 @@
-"""MeanFlow: the network predicts the average velocity over a time interval, so that sampling takes one or a few steps."""
+"""MeanFlow: the network predicts the average velocity over a time interval, so that a few solver steps suffice."""
 
 import math
 from collections.abc import Callable
@@ -50,8 +50,8 @@ class MeanFlow(FlowMatching):
 
     Source: Geng et al. 2025, arXiv:2505.13447, Algorithms 1 and 2, Eq. 19 and 22. Deviations: a difference replaces the
     Jacobian-vector product; a sample with r = t draws one time, and not the larger of two; e is a mean and not a sum,
-    so the effect of c does not depend on the size; v is also replaced for samples whose conditions are dropped, and keeps
-    its expectation if u is exact.
+    so the effect of c does not depend on the size; v is also replaced for samples whose conditions are dropped, and
+    keeps its expectation if u is exact.
     """
 
     takes_levels: ClassVar[bool] = False
