@@ -38,6 +38,7 @@ class Prepared:
         alignment_weight_S: the same for `objective.alignment`; None without it.
         teacher_token_SF: noised class token of the teacher, and `teacher_target_SF`, the correct output for it; None
             without `objective.teacher_token_weight`.
+        sum_over_ranks: sums a tensor over the ranks that have tokens of the same samples (`Objective.weighs_samples`).
     """
 
     inputs_TC: Tensor
@@ -47,6 +48,7 @@ class Prepared:
     alignment_weight_S: Optional[Tensor] = None
     teacher_token_SF: Optional[Tensor] = None
     teacher_target_SF: Optional[Tensor] = None
+    sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
 
     def noised(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch with the noised class tokens of the teacher, for the network."""
@@ -104,6 +106,11 @@ class Objective(ABC):
     def logged(self) -> tuple[str, ...]:
         """Names of the summands, then of other logged terms."""
         return self.terms if self.weighting is None else self.weighting.logged
+
+    @property
+    def weighs_samples(self) -> bool:
+        """Whether the weight of a sample depends on its error."""
+        return False
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
@@ -179,33 +186,22 @@ class Objective(ABC):
         error_T = token_error(prediction_TC, prepared.target_TC, layout, self.loss_kind)
         return {"error": Term(error_T, prepared.weight_S)}
 
-    def weighted(
-        self, terms: dict[str, Term], layout: SequenceLayout, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> dict[str, Term]:
-        """Return the terms of training, with weights that depend on the error of a sample.
-
-        Args:
-            sum_over_ranks: sums a tensor over the ranks that have tokens of the same samples.
-        """
+    def weighted(self, terms: dict[str, Term], prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Return the terms of training, with weights that depend on the error of a sample (`weighs_samples`)."""
         return terms
 
     def loss(
-        self,
-        prediction_TC: Tensor,
-        prepared: Prepared,
-        layout: SequenceLayout,
-        sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x,
+        self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Sum the loss over the noised local tokens. The mean is the sum over all ranks divided by the count over them.
 
         Args:
             prediction_TC: as for `loss_terms`.
-            sum_over_ranks: as for `weighted`.
 
         Returns:
             Loss sum and number of noised tokens (float32 scalars), and the detached sums of the terms in `logged`.
         """
-        terms = self.weighted(self.loss_terms(prediction_TC, prepared, layout), layout, sum_over_ranks)
+        terms = self.weighted(self.loss_terms(prediction_TC, prepared, layout), prepared, layout)
         sums = {name: terms[name].sum(layout) for name in self.logged}
         total = torch.stack([sums[name] for name in self.terms]).sum()
         return total, layout.noised_T.sum().float(), {name: value.detach() for name, value in sums.items()}

@@ -1,7 +1,6 @@
 """MeanFlow: the network predicts the average velocity over a time interval, so that a few solver steps suffice."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -82,6 +81,10 @@ class MeanFlow(FlowMatching):
         return replace(super().auxiliary, extra_passes=passes)
 
     @property
+    def weighs_samples(self) -> bool:
+        return self.adaptive_power > 0
+
+    @property
     def logged(self) -> tuple[str, ...]:
         return (*super().logged, *(["raw"] if self.adaptive_power else []))
 
@@ -116,14 +119,12 @@ class MeanFlow(FlowMatching):
         terms = super().loss_terms(prediction_TC, prepared, layout)
         return {**terms, "raw": replace(terms["error"], error_T=terms["error"].error_T.detach())}
 
-    def weighted(
-        self, terms: dict[str, Term], layout: SequenceLayout, sum_over_ranks: Callable[[Tensor], Tensor]
-    ) -> dict[str, Term]:
+    def weighted(self, terms: dict[str, Term], prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Divide the error of each sample by (e + c)**p."""
-        if not self.adaptive_power:
+        if not self.weighs_samples:
             return terms
         error = terms["error"]
-        sums_S = sum_over_ranks(layout.sum_per_sample(error.error_T.detach()))
+        sums_S = prepared.sum_over_ranks(layout.sum_per_sample(error.error_T.detach()))
         divisor_S = (sums_S / layout.lengths_S.clamp(min=1) + SMALLEST_ERROR) ** self.adaptive_power
         return {**terms, "error": replace(error, weight_L=error.weight_L / divisor_S)}
 

@@ -82,15 +82,14 @@ class TrainingForwardStep:
         batch = prepared.noised(batch)
         prepared = completed(self.objective, network, prepared, batch, model)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-        sum_over_ranks = get_attr_wrapped_model(network, "sum_over_context_ranks")
-        return prediction_TC, partial(self._loss, prepared, batch, sum_over_ranks)
+        if self.objective.weighs_samples:
+            prepared = replace(prepared, sum_over_ranks=get_attr_wrapped_model(network, "sum_over_context_ranks"))
+        return prediction_TC, partial(self._loss, prepared, batch)
 
-    def _loss(
-        self, prepared: Prepared, batch: PackedBatch, sum_over_ranks: Callable[[Tensor], Tensor], prediction_TC: Tensor
-    ) -> tuple[Tensor, Tensor, Logged]:
+    def _loss(self, prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
         model, objective = self.model, self.objective
         outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
-        total, count, terms = objective.loss(outputs_TC, prepared, batch.layout, sum_over_ranks)
+        total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
         return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 
 

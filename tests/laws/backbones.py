@@ -218,11 +218,8 @@ BACKBONES = {
         quick=("tp2_sp", "pp2"),
         refused=("routing", "num_experts", "wide_head"),
         other={"rope_factors": [1.0, 4.0, 1.0]},
-        requires={
-            name: {**needs, "class_tokens": None, "teacher_token_size": None}
-            for name, needs in REQUIRES.items()
-            if "moe" in name
-        },
+        requires={name: {} for name in REQUIRES if "moe" in name},
+        without_effect={name: "experts are refused" for name in REQUIRES if "moe" in name},
         also={
             **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
             "position_embedding": {"rope_axes": None},
@@ -235,7 +232,8 @@ BACKBONES = {
         quick=("fsdp2", "fsdp2_bf16"),
         refused=("num_experts", "wide_head"),
         other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
-        requires={name: {**needs, "teacher_token_size": None} for name, needs in REQUIRES.items() if "moe" in name},
+        requires={name: {} for name in REQUIRES if "moe" in name},
+        without_effect={name: "experts are refused" for name in REQUIRES if "moe" in name},
         objective=FlowMatching(teacher_token_weight=0.2),
     ),
     "wide head": Row(
