@@ -80,6 +80,8 @@ REQUIRES: dict[str, dict[str, Any]] = {
     "moe_top_k": TOP_K,
     "moe_aux_loss_coeff": TOP_K,
 }
+MOE = tuple(name for name in REQUIRES if "moe" in name)
+"""Settings of experts, which are refused without experts."""
 OTHER: dict[str, Any] = {
     "in_channels": 6,
     "control_channels": 3,
@@ -216,10 +218,9 @@ BACKBONES = {
     "rit": Row(
         recipe="rit_xl_imagenet",
         quick=("tp2_sp", "pp2"),
-        refused=("routing", "num_experts", "wide_head"),
+        refused=("routing", "num_experts", "wide_head", *MOE),
         other={"rope_factors": [1.0, 4.0, 1.0]},
-        requires={name: {} for name in REQUIRES if "moe" in name},
-        without_effect={name: "experts are refused" for name in REQUIRES if "moe" in name},
+        requires=dict.fromkeys(MOE, {}),
         also={
             **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
             "position_embedding": {"rope_axes": None},
@@ -230,10 +231,9 @@ BACKBONES = {
     "reg": Row(
         recipe="tiny_reg",
         quick=("fsdp2", "fsdp2_bf16"),
-        refused=("num_experts", "wide_head"),
+        refused=("num_experts", "wide_head", *MOE),
         other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
-        requires={name: {} for name in REQUIRES if "moe" in name},
-        without_effect={name: "experts are refused" for name in REQUIRES if "moe" in name},
+        requires=dict.fromkeys(MOE, {}),
         objective=FlowMatching(teacher_token_weight=0.2),
     ),
     "wide head": Row(

@@ -59,7 +59,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         aligned = self.class_tokens is None
         alike = aligned and self.teacher_token_size is None
         compiled = alike and self.wide_head is None
-        return replace(super().supports, levels=alike, split_texts=alike, aligned=aligned, compiled=compiled)
+        supports = replace(super().supports, levels=alike, split_texts=alike, aligned=aligned, compiled=compiled)
+        return replace(supports, fixed_packs=supports.fixed_packs and self.teacher_token_size is None)
 
     def conditions(self) -> tuple[Condition, ...]:
         if self.teacher_token_size is None:
