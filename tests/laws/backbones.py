@@ -220,7 +220,7 @@ BACKBONES = {
         quick=("tp2_sp", "pp2"),
         refused=("routing", "num_experts", "wide_head", *MOE),
         other={"rope_factors": [1.0, 4.0, 1.0]},
-        requires=dict.fromkeys(MOE, {}),
+        requires={name: {} for name in MOE},
         also={
             **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
             "position_embedding": {"rope_axes": None},
@@ -233,7 +233,7 @@ BACKBONES = {
         quick=("fsdp2", "fsdp2_bf16"),
         refused=("num_experts", "wide_head", *MOE),
         other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
-        requires=dict.fromkeys(MOE, {}),
+        requires={name: {} for name in MOE},
         objective=FlowMatching(teacher_token_weight=0.2),
     ),
     "wide head": Row(
