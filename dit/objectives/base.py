@@ -51,7 +51,7 @@ class Prepared:
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
 
     def noised(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch with the noised class tokens of the teacher, for the network."""
+        """Return the network's batch: the class tokens of the teacher are noised."""
         if self.teacher_token_SF is None:
             return batch
         return replace(batch, conditions=batch.conditions | {TEACHER_TOKEN.name: per_sample(self.teacher_token_SF)})
@@ -109,7 +109,7 @@ class Objective(ABC):
 
     @property
     def weighs_samples(self) -> bool:
-        """Whether the weight of a sample depends on its error."""
+        """Whether a sample is weighted by its own error."""
         return False
 
     @property

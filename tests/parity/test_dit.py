@@ -1,6 +1,7 @@
 """Our packed DiT has the outputs and gradients of the paper's formulas."""
 
-from typing import Optional
+from collections.abc import Sequence
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -162,6 +163,19 @@ def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple
     compare(build_model(model_config, perturb=0.1), model_config, batch, samples)
 
 
+def assert_last_stage_equals(model: Any, stages: Sequence[Any], sent: Tensor, *arguments: Any) -> None:
+    """Compare output and gradients of two pipeline stages with those of the model; `sent` is the first one's output."""
+    stages[1].set_input_tensor(sent)
+    out, exact = stages[1](*arguments), model(*arguments)
+    assert torch.equal(out, exact)
+    for output in (out, exact):
+        output.square().sum().backward()
+    for name, parameter in model.named_parameters():
+        parts = [dict(stage.named_parameters()).get(name) for stage in stages]
+        total = sum(part.grad for part in parts if part is not None and part.grad is not None)
+        assert relative_error(total, parameter.grad) <= RTOL, name
+
+
 @pytest.mark.parametrize("cut", [1, 2])
 def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildModel, cut: int):
     """Two pipeline stages have the output and the gradients of one; the tokens begin at layer 1 of 3."""
@@ -179,15 +193,7 @@ def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildMo
     inputs = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(5))
     sent = stages[0](inputs, time, batch)
     assert len(sent) == 28 + 2 * 3  # the same rows before the class tokens
-    stages[1].set_input_tensor(sent)
-    out, exact = stages[1](inputs, time, batch), model(inputs, time, batch)
-    assert torch.equal(out, exact)
-    for output in (out, exact):
-        output.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        parts = [dict(stage.named_parameters()).get(name) for stage in stages]
-        total = sum(part.grad for part in parts if part is not None and part.grad is not None)
-        assert relative_error(total, parameter.grad) <= RTOL, name
+    assert_last_stage_equals(model, stages, sent, inputs, time, batch)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
 from tests.parity import weights
-from tests.parity.test_dit import JIT, config, relative_error, rows_of
+from tests.parity.test_dit import JIT, assert_last_stage_equals, config, relative_error, rows_of
 from tests.support.batches import Sample, pack
 
 RTOL = 1e-5  # float32 against float64, as without the token
@@ -172,15 +172,7 @@ def test_the_token_crosses_pipeline_stages(build_model: BuildModel, cut: int) ->
     batch, time = pack_with_tokens(model_config), torch.tensor([0.3, 0.8, 0.5, 0.1])
     sent = stages[0](batch.latents_TC, time, batch)
     assert len(sent) == len(batch.latents_TC) + 4 * 4
-    stages[1].set_input_tensor(sent)
-    out, exact = stages[1](batch.latents_TC, time, batch), model(batch.latents_TC, time, batch)
-    assert torch.equal(out, exact)
-    for output in (out, exact):
-        output.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        parts = [dict(stage.named_parameters()).get(name) for stage in stages]
-        total = sum(part.grad for part in parts if part is not None and part.grad is not None)
-        assert relative_error(total, parameter.grad) <= RTOL, name
+    assert_last_stage_equals(model, stages, sent, batch.latents_TC, time, batch)
 
 
 @pytest.mark.parametrize(

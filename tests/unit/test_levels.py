@@ -216,7 +216,7 @@ TEXTS = SequenceLayout.from_lengths([3, 1, 2], multiple_of=2, total_tokens=10)
 
 
 def test_texts_have_the_first_noised_level_of_their_sample() -> None:
-    """Tokens of texts, images and both together have the time of their own segment."""
+    """Each token has the time of its segment, in the layouts of the text, of the image and of both."""
     text_S, time_M, batch = with_text_level(TIMES_L, a_pack(a_layout()))
     image, texts = batch.layout, at_text_level(TEXTS, batch.layout.levels)
     assert text_S.tolist() == pytest.approx([0.2, 0.3, 0.4])
