@@ -8,7 +8,7 @@ import torch
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.optimizer.ema import EMA
-from dit.verify.trial import Built, gathered, named_parameters, of_all_stages, unshard
+from dit.verify.trial import Built, global_values, named_parameters, of_all_stages, unsharded
 
 
 def state_of(it: Built, ema: EMA) -> dict[str, Any]:
@@ -20,11 +20,9 @@ def state_of(it: Built, ema: EMA) -> dict[str, Any]:
     named = []
     for shard, average in zip(it.shards, ema.values):
         slots = {"weight": shard.main, "ema": average, **{slot: shard.slot(slot) for slot in SLOTS}}
-        named += [
-            (f"{k}.{shard.name}", unshard(gathered(shard, v), shard.parameter, it.groups)) for k, v in slots.items()
-        ]
+        named += [(f"{slot}.{shard.name}", shard, values) for slot, values in slots.items()]
     fingerprint = model_fingerprint(global_shapes(parameters_of(it.shards), it.groups))
-    tensors, drifted = of_all_stages(named, it.groups)
+    tensors, drifted = global_values(named, it.groups)
     return {**tensors, "drifted": drifted, "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
 
 
@@ -60,8 +58,9 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     ema = EMA([*it.shards], 0.9)
     load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
     state = state_of(it, ema)
-    named = [(f"model.{n}", unshard(p.data, p, it.groups)) for n, p in named_parameters(it.chunks)]
-    tensors, drifted = of_all_stages(named, it.groups)
+    names, parameters = zip(*named_parameters(it.chunks))
+    weights = unsharded([p.data for p in parameters], parameters, it.groups)
+    tensors, drifted = of_all_stages([(f"model.{name}", weight) for name, weight in zip(names, weights)], it.groups)
     state = {**state, **tensors, "drifted": state["drifted"] + drifted}
     process_groups.release()
     return state

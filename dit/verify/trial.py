@@ -109,48 +109,94 @@ def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
     return [pair for chunk in chunks for pair in chunk.named_parameters()]
 
 
-def gathered(shard: MasterShard, values: Tensor) -> Tensor:
-    """Gather values that are sharded like a master weight into a parameter-shaped fp32 tensor, on every rank.
+def gathered(shards: Sequence[MasterShard], values: Sequence[Tensor]) -> list[Tensor]:
+    """Gather values that are sharded like the master weights into parameter-shaped fp32 tensors, on every rank.
 
     Shards are summed as integers, because adding integer zeros changes no bit, not even the sign of a zero.
     """
-    if shard.group is None or shard.group.size() == 1:
-        return values.detach().view(shard.parameter.shape).clone()
-    flat = torch.zeros(shard.parameter.numel(), dtype=torch.float32, device=values.device)
-    flat[shard.start : shard.stop] = values.detach().flatten()
-    dist.all_reduce(flat.view(torch.int32), group=shard.group)
-    return flat.view(shard.parameter.shape)
+    tensors = [torch.zeros(s.parameter.numel(), dtype=torch.float32, device=v.device) for s, v in zip(shards, values)]
+    for s, tensor, value in zip(shards, tensors, values):
+        tensor[s.start : s.stop] = value.detach().flatten()
+    split = [s.group if s.group is not None and s.group.size() > 1 else None for s in shards]
+    for group in dict.fromkeys(split):
+        if group is not None:
+            parts = [tensor for tensor, of_shard in zip(tensors, split) if of_shard is group]
+            flat = torch.cat(parts)
+            dist.all_reduce(flat.view(torch.int32), group=group)
+            for part, summed in zip(parts, flat.split([len(part) for part in parts])):
+                part.copy_(summed)
+    return [tensor.view(s.parameter.shape) for s, tensor in zip(shards, tensors)]
 
 
-def unshard(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
-    """Gather a parameter-shaped tensor over the tensor-parallel ranks."""
-    dim = sharding_of(parameter).split_dim
-    if groups.tp.size() == 1 or dim is None:
-        return tensor.detach().clone()
-    parts = [torch.empty_like(tensor) for _ in range(groups.tp.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=groups.tp)
-    return torch.cat(parts, dim)
+def copies(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
+    """Return the tensors of each rank of a group; equal shapes and types on all ranks, which send one message."""
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    flats = [torch.empty_like(flat) for _ in range(group.size())]
+    dist.all_gather(flats, flat, group=group)
+    return [
+        [part.clone().view(x.dtype).view(x.shape) for part, x in zip(of_rank.split(sizes), tensors)]
+        for of_rank in flats
+    ]
 
 
-def copies_differ(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> bool:
-    """Return whether the copies of a parameter-shaped tensor differ between ranks."""
-    for group in map(groups.along, sharding_of(parameter).replicated_over):
-        copies = [torch.empty_like(tensor) for _ in range(group.size())]
-        dist.all_gather(copies, tensor.detach().contiguous(), group=group)
-        if any(not torch.equal(copies[0], c) for c in copies[1:]):
-            return True
-    return False
+def unsharded(tensors: Sequence[Tensor], parameters: Sequence[Tensor], groups: ProcessGroups) -> list[Tensor]:
+    """Gather parameter-shaped tensors over the tensor-parallel ranks."""
+    result = [tensor.detach().clone() for tensor in tensors]
+    split = {i: dim for i, p in enumerate(parameters) if (dim := sharding_of(p).split_dim) is not None}
+    if groups.tp.size() > 1 and split:
+        parts = zip(*copies([tensors[i] for i in split], groups.tp))
+        for (i, dim), part in zip(split.items(), parts):
+            result[i] = torch.cat(part, dim)
+    return result
+
+
+def copies_differ(tensors: Sequence[Tensor], parameters: Sequence[Tensor], groups: ProcessGroups) -> list[bool]:
+    """Return for each parameter-shaped tensor whether its copies differ between ranks."""
+    differ = [False] * len(tensors)
+    axes = [sharding_of(parameter).replicated_over for parameter in parameters]
+    for axis in dict.fromkeys(axis for of_parameter in axes for axis in of_parameter):
+        numbers = [i for i, of_parameter in enumerate(axes) if axis in of_parameter]
+        first, *others = copies([tensors[i] for i in numbers], groups.along(axis))
+        for i, *values in zip(numbers, first, *others):
+            differ[i] |= any(not torch.equal(values[0], value) for value in values[1:])
+    return differ
+
+
+def on_first_rank(value: Any, group: Optional[dist.ProcessGroup]) -> list[Any]:
+    """Return the values of all ranks of a group on its first rank, and this rank's value on the others.
+
+    Args:
+        group: None for all ranks.
+    """
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [value]
+    values: Optional[list[Any]] = [None] * size if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return [value] if values is None else values
 
 
 def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
     """Gather (name, tensor) pairs over stages and experts; also return the names whose copies differ."""
-    parts: list[Any] = [named] * groups.different_parameters.size()
-    if len(parts) > 1:  # pickling tensors takes a fifth of the time of a small trial
-        dist.all_gather_object(parts, named, group=groups.different_parameters)
-    tensors: dict[str, Tensor] = {}
-    pairs = [pair for part in parts for pair in part]
-    drifted = [name for name, tensor in pairs if not torch.equal(tensors.setdefault(name, tensor), tensor)]
+    # Pickling a tensor takes 0.6 ms, much more than an array; numpy has no bfloat16.
+    sent = [(name, tensor if tensor.dtype == torch.bfloat16 else tensor.cpu().numpy()) for name, tensor in named]
+    tensors, drifted = dict[str, Tensor](), []
+    for of_rank in on_first_rank(sent, groups.different_parameters):
+        for name, value in of_rank:
+            tensor = torch.as_tensor(value)
+            if not torch.equal(tensors.setdefault(name, tensor), tensor):
+                drifted.append(name)
     return tensors, drifted
+
+
+def global_values(
+    named: Sequence[tuple[str, MasterShard, Tensor]], groups: ProcessGroups
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return values that are sharded like the master weights as global tensors by name, see `of_all_stages`."""
+    names, shards, values = zip(*named)
+    tensors = unsharded(gathered(shards, values), [s.parameter for s in shards], groups)
+    return of_all_stages(list(zip(names, tensors)), groups)
 
 
 @torch.no_grad()
@@ -209,11 +255,12 @@ def build(trial: Trial) -> Built:
 
 def gradients_of(session: Built) -> dict[str, Any]:
     """Return `gradients` of the first step by name, and `by_rank` if the trial requests it."""
-    local = [gathered(s, s.grad) for s in session.shards]
-    named = [(s.name, unshard(grad, s.parameter, session.groups)) for s, grad in zip(session.shards, local)]
-    gradients, _ = of_all_stages(named, session.groups)
-    by_rank = {"by_rank": _of_all_ranks(session.shards, local, session.groups)} if session.trial.by_rank else {}
-    return {"gradients": gradients, **by_rank}
+    shards, groups = session.shards, session.groups
+    local = gathered(shards, [s.grad for s in shards])
+    gradients = unsharded(local, [s.parameter for s in shards], groups)
+    by_name, _ = of_all_stages([(s.name, gradient) for s, gradient in zip(shards, gradients)], groups)
+    by_rank = {"by_rank": _of_all_ranks(shards, local, groups)} if session.trial.by_rank else {}
+    return {"gradients": by_name, **by_rank}
 
 
 def weights_of(session: Built) -> dict[str, Any]:
@@ -221,32 +268,23 @@ def weights_of(session: Built) -> dict[str, Any]:
 
     The last one lists the parameters and averages whose copies differ.
     """
-    groups = session.groups
-    weights = [(s.name, unshard(s.parameter.data.float(), s.parameter, groups)) for s in session.shards]
-    parameters, drifted = of_all_stages(weights, groups)
-    result: dict[str, Any] = {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
-    if session.ema is not None:
-        averages = [(name, unshard(x, s.parameter, groups)) for name, s, x in averages_of(session)]
-        result["averages"], drifted = of_all_stages(averages, groups)
-        result["drifted"] += [f"{name} (average)" for name in drifted]
-    return result
-
-
-def averages_of(session: Built) -> Iterator[tuple[str, MasterShard, Tensor]]:
-    """Yield each average of a parameter with its name and shard, gathered over the ranks that shard it."""
+    groups, names = session.groups, [s.name for s in session.shards]
+    parameters = [s.parameter for s in session.shards]
+    copied = [name for name, differs in zip(names, copies_differ(parameters, parameters, groups)) if differs]
+    weights = unsharded([p.detach().float() for p in parameters], parameters, groups)
+    by_name, drifted = of_all_stages(list(zip(names, weights)), groups)
+    result: dict[str, Any] = {"parameters": by_name, "drifted": drifted + copied}
     averages = [] if session.ema is None else [session.ema, *session.ema.powers]
     for number, average in enumerate(averages):
-        for master, value in zip(session.shards, average.values):
-            name = f"{master.name} (power {number})" if number else master.name
-            yield name, master, gathered(master, value.to(master.main.device))
-
-
-def drifted_copies(session: Built) -> list[str]:
-    """Return the names of this rank's parameters and averages whose copies on other ranks differ."""
-    groups = session.groups
-    weights = [s.name for s in session.shards if copies_differ(s.parameter, s.parameter, groups)]
-    averages = [name for name, s, average in averages_of(session) if copies_differ(average, s.parameter, groups)]
-    return weights + [f"{name} (average)" for name in averages]
+        suffix = f" (power {number})" if number else ""
+        values = gathered(session.shards, [v.to(s.main.device) for s, v in zip(session.shards, average.values)])
+        differ = copies_differ(values, parameters, groups)
+        named = list(zip([name + suffix for name in names], unsharded(values, parameters, groups)))
+        by_name, drifted = of_all_stages(named, groups)
+        drifted += [name for (name, _), differs in zip(named, differ) if differs]
+        result["drifted"] += [f"{name} (average)" for name in drifted]
+        result["averages"] = result.get("averages", {}) | by_name
+    return result
 
 
 class Exactness:
@@ -370,14 +408,16 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
 
 
 def _of_all_ranks(shards: Sequence[MasterShard], local: Sequence[Tensor], groups: ProcessGroups) -> dict[str, Any]:
-    """Return for each rank, by its coordinates, the origin and values of its local gradients by name."""
+    """Return for each rank, by its coordinates, the origin and values of its local gradients by name (on rank 0)."""
     local_gradients = {
-        s.name: (sharding_of(s.parameter, s.name).origin(s.parameter.shape, groups.tp.rank()), grad)
+        s.name: (sharding_of(s.parameter, s.name).origin(s.parameter.shape, groups.tp.rank()), grad.cpu().numpy())
         for s, grad in zip(shards, local)
     }
-    by_rank: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(by_rank, (place_of(groups), local_gradients))
-    return dict(by_rank)
+    by_rank = on_first_rank((place_of(groups), local_gradients), None)
+    return {
+        place: {name: (origin, torch.from_numpy(grad)) for name, (origin, grad) in gradients.items()}
+        for place, gradients in by_rank
+    }
 
 
 def place_of(groups: ProcessGroups) -> str:

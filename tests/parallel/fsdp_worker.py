@@ -17,7 +17,6 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.master_weights import (
     SLOTS,
-    MasterShard,
     copy_of,
     get_step_count,
     master_shards,
@@ -40,7 +39,7 @@ from dit.settings import (
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import forward_backward
 from dit.training.pretrain import Run
-from dit.verify.trial import SEED, gathered, of_all_stages, unshard
+from dit.verify.trial import SEED, gathered, global_values
 from energon_data.mock import MockData
 from tests.parallel.traffic import bytes_sent
 
@@ -80,27 +79,16 @@ def start(case: dict) -> Run:
     return Run(config, dims, spec, process_groups.initialize(config.parallel), quiet=True)
 
 
-def gathered_slots(shard: MasterShard, slots: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather all values of a shard in one collective; `gathered` would need one collective for each value."""
-    if shard.group is None or shard.group.size() == 1:
-        return {slot: gathered(shard, values) for slot, values in slots.items()}
-    flat = torch.zeros(len(slots), shard.parameter.numel())
-    flat[:, shard.start : shard.stop] = torch.stack([values.detach().flatten() for values in slots.values()])
-    dist.all_reduce(flat.view(torch.int32), group=shard.group)
-    return dict(zip(slots, flat.view(-1, *shard.parameter.shape)))
-
-
 def state_of(run: Run) -> dict[str, torch.Tensor]:
-    """Return the unsharded state of a run on every rank: masters, averages, Adam's moments and step count."""
-    state, mine = run.state, []
+    """Return the unsharded state of a run on rank 0: masters, averages, Adam's moments and step count."""
+    state, named = run.state, []
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in shard.slots}}
         parts |= {f"ema_power_{n}": average.values[i] for n, average in enumerate(state.ema.powers)}
-        for slot, values in gathered_slots(shard, parts).items():
-            mine.append((f"{slot}.{shard.name}", unshard(values, shard.parameter, run.groups)))
-    found, drifted = of_all_stages(mine, run.groups)
+        named += [(f"{slot}.{shard.name}", shard, values) for slot, values in parts.items()]
+    tensors, drifted = global_values(named, run.groups)
     assert drifted == []
-    return {**found, "step": torch.tensor(get_step_count(state.optimizer))}
+    return {**tensors, "step": torch.tensor(get_step_count(state.optimizer))}
 
 
 def look(run: Run) -> dict:
@@ -282,7 +270,8 @@ def gradients(case: dict) -> dict:
     left = unsharded(backbone.layers)
     config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
     numbers = StepNumbers(optimizer, groups, torch.tensor([0.0, len(x)]), 1)
-    result = {"norm": numbers.host.grad_norm, "gradients": {s.name: gathered(s, s.grad) for s in shards}}
+    gradients = dict(zip((s.name for s in shards), gathered(shards, [s.grad for s in shards])))
+    result = {"norm": numbers.host.grad_norm, "gradients": gradients}
     result |= {"gathered": getattr(backbone, "gathered", None), "left": left}
     process_groups.release()
     return result

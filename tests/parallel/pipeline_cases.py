@@ -14,7 +14,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.verify.trial import Built, gathered, of_all_stages, unshard
+from dit.verify.trial import Built, global_values, named_parameters, of_all_stages, unsharded
 
 
 def forget_conditioners(chunks: list) -> None:
@@ -110,13 +110,20 @@ def _state(it: Built, ema) -> dict:
     for shard, average in zip(it.shards, ema.values, strict=True):
         shard.ensure_state()
         slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
-        for slot, values in slots.items():
-            named.append((f"{slot}.{shard.name}", unshard(gathered(shard, values), shard.parameter, it.groups)))
-    for chunk in it.chunks:
-        named += [(f"model.{name}", unshard(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
-    tensors, drifted = of_all_stages(named, it.groups)
+        named += [(f"{slot}.{shard.name}", shard, values) for slot, values in slots.items()]
+    tensors, drifted = global_values(named, it.groups)
+    weights, drifted_weights = _weights(it)
+    tensors |= {f"model.{name}": weight for name, weight in weights.items()}
+    drifted += drifted_weights
     shapes = global_shapes(parameters_of(it.shards), it.groups)
     return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
+
+
+def _weights(it: Built) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Return the global weights of the model, and the names of those whose copies differ."""
+    names, parameters = zip(*named_parameters(it.chunks))
+    weights = unsharded([p.data for p in parameters], parameters, it.groups)
+    return of_all_stages(list(zip(names, weights)), it.groups)
 
 
 def save(case: dict) -> dict:
@@ -154,8 +161,7 @@ def load(case: dict) -> dict:
         Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
         save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
     load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
-    named = [(name, unshard(p.data, p, it.groups)) for chunk in it.chunks for name, p in chunk.named_parameters()]
-    found["ema_weights"], _ = of_all_stages(named, it.groups)
+    found["ema_weights"], _ = _weights(it)
     process_groups.release()
     return found
 

@@ -178,7 +178,7 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
 
     def close_and_tell(self: Run) -> None:
         shards = self.state.shards
-        full = {f"weight.{s.name}": gathered(s, s.main) for s in shards}
+        full = dict(zip([f"weight.{s.name}" for s in shards], gathered(shards, [s.main for s in shards])))
         if self.groups.rank == 0:
             torch.save(full, weights)
         weights.with_suffix(f".rank{self.groups.rank}.json").write_text(json.dumps(self.batches.consumed.keys))
