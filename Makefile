@@ -16,6 +16,8 @@ DEMO_AUTOENCODER ?= runs/pictogram_autoencoder
 DEMO_CASCADE ?= runs/cascade_letters
 DEMO_PICTOGRAMS ?= runs/cascade_pictograms
 DEMO_AVATARS ?= runs/avatars_text
+DEMO_AVATAR_AUTOENCODER ?= runs/avatar_autoencoder
+DEMO_AVATARS_LATENT ?= runs/avatars_latent
 DEMO_FLUX2 ?= runs/tiny_flux2
 # 400 colour pictograms, evenly spread over these blocks of Unicode.
 PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental extended --count 400
@@ -25,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE =
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars demo-pipeline docs test lint test-parallel test-long test-faults test-slurm benchmark hashes clean help
+.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars demo-avatars-latent demo-pipeline docs test lint test-parallel test-long test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -170,6 +172,23 @@ demo-avatars: $(VENV)/.installed data/avatars/dataset.json ## train avatars by t
 	  training.run_dir=$(DEMO_AVATARS)
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_AVATARS) --metric avatars --out avatars.png --minimum 0.9
 
+data/avatars_64/dataset.json: | $(VENV)/.installed
+	$(VENV)/bin/python -m energon_data.prepare avatars --size 64 --out data/avatars_64
+
+runs/avatar_vae/config.json: | data/avatars_64/dataset.json
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory avatar_autoencoder \
+	  training.run_dir=$(DEMO_AVATAR_AUTOENCODER)
+	$(VENV)/bin/python -m launch.export --checkpoint $(DEMO_AVATAR_AUTOENCODER) --format diffusers --out runs/avatar_vae
+
+data/avatars_latent/dataset.json: | runs/avatar_vae/config.json
+	$(VENV)/bin/python -m energon_data.prepare avatars --size 64 --vae runs/avatar_vae --text-encoder all-minilm-l6-v2 \
+	  --out data/avatars_latent
+
+demo-avatars-latent: $(VENV)/.installed data/avatars_latent/dataset.json ## the same in 64 pixels, on latents of an autoencoder that is trained first
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory avatars_latent \
+	  training.run_dir=$(DEMO_AVATARS_LATENT)
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_AVATARS_LATENT) --metric avatars --out avatars_64.png --minimum 0.9
+
 # Files in their order: what starts many processes comes first, so that the two workers end together.
 test: lint ## lint, types and the quick tests that need no GPU
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -180,13 +199,13 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
-	$(VENV)/bin/python -m pytest tests/parallel tests/unit tests/laws tests/integration -m slow -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest tests/parallel tests/unit tests/laws tests/integration -m "slow and not long" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
 	$(VENV)/bin/python -m pytest tests/faults -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)/.installed ## the longest tests: plans of all recipes, small pipelines of all families, all kernels in the interpreter
-	$(VENV)/bin/python -m pytest tests/long -m slow -n 2
+test-long: $(VENV)/.installed ## further cases: plans of all recipes, small pipelines and compiled layers of all families, all kernels in the interpreter
+	$(VENV)/bin/python -m pytest -m long -n 2 --dist loadfile
 
 test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of this machine (root; apt-get install slurm-wlm munge)
 	$(VENV)/bin/python -m pytest tests/slurm -m slow
@@ -199,4 +218,4 @@ docs: $(VENV)/.installed ## the documentation as a site in site/; every link is 
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean: ## remove what the commands above made
-	rm -rf runs data site samples.png text.png edit.png edits.png moving.gif pictograms.png avatars.png cascade_*.png
+	rm -rf runs data site samples.png text.png edit.png edits.png moving.gif pictograms.png avatars.png avatars_64.png cascade_*.png

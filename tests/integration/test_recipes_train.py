@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration import actions
 from tests.integration.runs import loss_values, overrides
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, run_jobs, selected
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
 RUNS = {
@@ -39,7 +39,16 @@ RUNS = {
     "tiny_stdit_full": {"parallel__context_parallel_size": 2},
 }
 QUICK = ("tiny_dit", "tiny_moviegen")
-"""Recipes that `make test` trains; the others run with `make test-parallel`."""
+"""Recipes that `make test` trains."""
+LONG = (
+    "tiny_dit_dh",
+    "tiny_prx",
+    "tiny_sana",
+    "tiny_hunyuan_video",
+    "tiny_wan_image_to_video",
+    "tiny_stdit",
+)
+"""Recipes that `make test-long` trains; `make test-parallel` trains the others."""
 FALLS = 0.95
 SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_tp2pp2cp2": 8}
 """Recipes that are `tiny_dit` on another layout, with their number of ranks."""
@@ -66,8 +75,9 @@ def quick_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def other_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train((name for name in RUNS if name not in QUICK), tmp_path_factory.mktemp("others"))
+def other_runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    names = {name for (name,) in selected(request, ("name",))}
+    return train((name for name in RUNS if name in names.difference(QUICK)), tmp_path_factory.mktemp("others"))
 
 
 @pytest.fixture
@@ -77,7 +87,10 @@ def run_dir(name: str, request: pytest.FixtureRequest) -> Path:
 
 
 def each(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
+    def mark(name: str) -> Any:
+        return pytest.mark.long if name in LONG else pytest.mark.slow
+
+    return [pytest.param(name, marks=() if name in QUICK else mark(name)) for name in names]
 
 
 def test_every_tiny_recipe_has_a_case() -> None:

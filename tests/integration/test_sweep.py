@@ -10,7 +10,7 @@ import pytest
 from benchmarks.sweep import PLOT, ROWS
 from tests.integration.runs import environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 LAYOUTS = ("cp2", "pp4")
 
 

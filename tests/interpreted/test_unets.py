@@ -51,7 +51,7 @@ def step(config, groups, kernels):
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(c, marks=() if name == "imagen" else pytest.mark.slow, id=name) for name, c in CASES.items()],
+    [pytest.param(c, marks=() if name == "efficient" else pytest.mark.slow, id=name) for name, c in CASES.items()],
 )
 def test_a_unet_has_the_eager_numbers(one_rank_world, config):
     loss, gradients = step(config, one_rank_world, "eager")

@@ -28,8 +28,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "compiled": ({}, {"kernels": "compile"}, SUM_RTOL),
     "compiled_recompute_full": ({}, {"kernels": "compile", "recompute": "full"}, SUM_RTOL),
 }
+MARKS = {"imagen": pytest.mark.long, "efficient_unet": pytest.mark.slow}  # of compiled options
 ROWS = [
-    pytest.param(name, option, marks=pytest.mark.slow if "compiled" in option else ())
+    pytest.param(name, option, marks=() if "compiled" not in option else MARKS[name])
     for name in BASES
     for option in OPTIONS
 ]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.kernels.test_fused import interpret
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from `dev`")]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from `dev`")]
 
 
 def test_more_sizes_and_layouts_equal_the_formula_in_the_interpreter():

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.planned import ROWS, fitted, left_out, traced
 from dit.planner.devices import Fitted
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 MEDIAN, LARGEST, SEEN = 0.10, 0.20, 0.07
 

@@ -11,7 +11,7 @@ from recipes import registry
 from tests.support.fine_tuning_table import PAGE, ROWS, row
 from tests.unit.recipes.test_registry import RANKS, stated_ranks
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_tracer")]
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_tracer")]
 
 SIZES = ("each", "one", "of")
 AXES = ("tensor_model", "pipeline_model", "context", "expert_model")

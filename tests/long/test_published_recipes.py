@@ -10,7 +10,7 @@ from tests.integration.test_published_recipes import (
     test_a_small_pipeline_is_trained_and_drawn_in_diffusers as of_recipe,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES if name not in IN_SHORT])

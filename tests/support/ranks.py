@@ -14,9 +14,17 @@ import torch.distributed as dist
 from dit.verify.ranks import free_port, run_ranks
 
 
-def rows(cases: Iterable[tuple], quick: Callable[..., bool]) -> list[Any]:
-    """Mark the cases that only the full suite runs."""
-    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.slow) for case in cases]
+def rows(
+    cases: Iterable[tuple], quick: Callable[..., bool], long: Callable[..., bool] = lambda *case: False
+) -> list[Any]:
+    """Mark the cases that `make test` does not run as `slow`, or as `long`."""
+
+    def marks(case: tuple) -> Any:
+        if quick(*case):
+            return ()
+        return pytest.mark.long if long(*case) else pytest.mark.slow
+
+    return [pytest.param(*case, marks=marks(case)) for case in cases]
 
 
 def selected(request: pytest.FixtureRequest, names: tuple[str, ...]) -> set[tuple]:

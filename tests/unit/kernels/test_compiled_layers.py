@@ -85,7 +85,8 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
     [
         ("dit", ["dense", "padded"]),
         *((name, ["padded"]) for name in BACKBONES[1:]),
-        *(pytest.param(name, PACKS, marks=pytest.mark.slow) for name in ("dit", "wan")),
+        pytest.param("dit", PACKS, marks=pytest.mark.slow),
+        pytest.param("wan", PACKS, marks=pytest.mark.long),
     ],
 )
 def test_every_kind_of_pack_has_the_numbers_of_eager_layers(
@@ -171,7 +172,7 @@ MOST_SAVED = {"dit": 14, "dit_cross": 24, "moviegen": 21, "wan": 20}
 attention."""
 
 
-@pytest.mark.parametrize("name", ["dit", *(pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES[1:])])
+@pytest.mark.parametrize("name", ["dit", *(pytest.param(name, marks=pytest.mark.long) for name in BACKBONES[1:])])
 def test_a_compiled_layer_saves_less_under_selective_recompute(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str
 ) -> None:

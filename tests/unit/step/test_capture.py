@@ -43,7 +43,11 @@ def differing_operations(packs: list[PackShape], recipe: str, kernels: Any) -> s
 
 @pytest.mark.parametrize(
     ("recipe", "kernels", "expected"),
-    [("tiny_dit", "eager", set()), ("tiny_dit", "triton", set()), ("tiny_ldm_unet", "eager", set())],
+    [
+        ("tiny_dit", "eager", set()),
+        ("tiny_dit", "triton", set()),
+        pytest.param("tiny_ldm_unet", "eager", set(), marks=pytest.mark.slow),
+    ],
 )
 def test_steps_of_dense_batches_are_equal(recipe: str, kernels: str, expected: set[str]) -> None:
     assert differing_operations([DENSE], recipe, kernels) == expected
