@@ -14,7 +14,10 @@ from launch.sample import sampling_settings
 
 if TYPE_CHECKING:
     from dit.conditions import Value
+    from dit.encoders.vae import VAE
     from dit.inference.generator import Generator
+
+DECODED_AT_ONCE = 50
 
 
 def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: Collection[str], what: str) -> str:
@@ -86,3 +89,10 @@ def draw_samples(
     of_rank: list[list[Tensor]] = [[]] * ranks
     dist.all_gather_object(of_rank, [latents.cpu() for latents in batches])
     return torch.cat([of_rank[i % ranks][i // ranks] for i in range(len(starts))]).to(local_device())
+
+
+def decoded(vae: Optional["VAE"], latents: Tensor) -> Tensor:
+    """Return pictures `[N, C, T, H, W]` on the host; without an autoencoder, latents are pixels."""
+    if vae is None:
+        return latents.cpu()
+    return torch.cat([vae.decode(part) for part in latents.split(DECODED_AT_ONCE)]).cpu()

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from dit.data_api import sample_id
+from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
 from energon_data.media_files import picture_bytes
 from energon_data.prepare.media import Options
@@ -83,6 +84,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 COLOURED_BY = {"head": "skin", "clothing": "clothing colour", "beard": "hair colour", "hair": "hair colour"}
 COLOURS = {"eyes": "191919", "glasses": "323232", "mouth": "e0485a"}  # of the other parts
 PAINTED = ("head", "clothing", "eyes", "glasses", "beard", "mouth", "hair")  # in this order
+MAX_SIZE = 1024
 MAX_COUNT = 1_000_000  # training may see 1.4 million avatars
 OPENINGS = ("", "a portrait: ", "an avatar with ", "someone with ")
 
@@ -112,6 +114,11 @@ def draw(avatars: Sequence[Avatar] | np.ndarray) -> np.ndarray:
                 paint = colours_NC[rows, None] if shape.colour is None else np.array(shape.colour, np.float32)
                 canvas_NPC[where] += shape.opacity * (paint - canvas_NPC[where])
     return canvas_NPC.round().astype(np.uint8).reshape(-1, SIZE, SIZE, 3)
+
+
+def enlarged(drawings: np.ndarray, size: int) -> np.ndarray:
+    """Return drawings of a multiple of their size; each pixel becomes a square."""
+    return drawings.repeat(size // SIZE, 1).repeat(size // SIZE, 2)
 
 
 def caption(avatar: Avatar, wording: str = "") -> str:
@@ -160,41 +167,55 @@ def _random_avatars(kind: Kind) -> Iterator[Avatar]:
 
 
 def prepare_avatars(
-    out: Path, *, count: int, text_encoder: Optional[str] = None, samples_per_shard: int = 1000, validation: float = 0.0
+    out: Path,
+    *,
+    count: int,
+    size: int = SIZE,
+    vae: Optional[str] = None,
+    text_encoder: Optional[str] = None,
+    samples_per_shard: int = 1000,
+    validation: float = 0.0,
 ) -> Preparation:
     """Plan a data set of avatars, which `Preparation.run` writes.
 
     Args:
         out: folder to create.
         count: number of different avatars.
-        text_encoder: see `Options`.
+        size: side of the pictures; a multiple of 16, whose drawings are enlarged.
+        vae, text_encoder: see `Options`.
         validation: share of the samples that is held out, selected by name.
 
     Raises:
-        ConfigError: `count` is out of range, or the encoder or the design is not available.
+        ConfigError: a number is out of range, or an encoder or the design is not available.
     """
     if not 1 <= count <= MAX_COUNT:
         raise ConfigError(f"--count {count} must be 1 to {MAX_COUNT:,}")
+    if not SIZE <= size <= MAX_SIZE or size % SIZE:
+        raise ConfigError(f"--size {size} must be a multiple of {SIZE} from {SIZE} to {MAX_SIZE} pixels")
     parts()  # before worker processes need it
     return Preparation.generated(
         NAME,
         out,
-        Options(fit=Fit(size=SIZE, aspect="square", multiple_of=1), text_encoder=text_encoder),
-        _sources,
+        Options(
+            fit=Fit(size=size, aspect="square", multiple_of=1 if vae is None else Geometry.read(vae).step),
+            vae=vae,
+            text_encoder=text_encoder,
+        ),
+        partial(_sources, size),
         choose("trained", count),
-        plan={"count": count},
+        plan={"count": count, "size": size},
         about={"name": NAME, "attribution": ATTRIBUTION, "drawn_from": RELEASE},
         samples_per_shard=samples_per_shard,
         validation=validation,
     )
 
 
-def _sources(unit: Sequence[Avatar]) -> Iterator[Source]:
+def _sources(size: int, unit: Sequence[Avatar]) -> Iterator[Source]:
     """Yield the samples of one unit of work."""
     for avatar in unit:
         name = "-".join(map(str, avatar))
-        yield Source(name=f"{name}.png", read=partial(_png, avatar), captions=(caption(avatar, name),))
+        yield Source(name=f"{name}.png", read=partial(_png, avatar, size), captions=(caption(avatar, name),))
 
 
-def _png(avatar: Avatar) -> bytes:
-    return picture_bytes(Image.fromarray(draw([avatar])[0]), "png")
+def _png(avatar: Avatar, size: int) -> bytes:
+    return picture_bytes(Image.fromarray(enlarged(draw([avatar]), size)[0]), "png")

@@ -10,6 +10,10 @@ from energon_data.prepare.command import Command, add_text_encoder, add_work, te
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--count", type=int, default=5000, metavar="N", help="different avatars (%(default)s)")
+    parser.add_argument(
+        "--size", type=int, default=16, metavar="N", help="side in pixels, a multiple of 16 (%(default)s)"
+    )
+    parser.add_argument("--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder)")
     add_text_encoder(parser)
     add_work(parser, validation=0.0)
 
@@ -19,7 +23,7 @@ def _write(args: argparse.Namespace) -> None:
     from examples.avatars.design import ATTRIBUTION
     from examples.avatars.drawings import prepare_avatars
 
-    settings = {name: getattr(args, name) for name in ("count", "samples_per_shard", "validation")}
+    settings = {name: getattr(args, name) for name in ("count", "size", "vae", "samples_per_shard", "validation")}
     make(prepare_avatars(args.out, text_encoder=text_encoder(args), **settings), args)
     echo(ATTRIBUTION)
 
@@ -28,5 +32,9 @@ AVATARS = Command(
     "pixel-art avatars with captions, without some combinations of attributes",
     _add_arguments,
     _write,
-    folders={"avatars": "--text-encoder all-minilm-l6-v2"},
+    folders={
+        "avatars": "--text-encoder all-minilm-l6-v2",
+        "avatars_64": "--size 64",
+        "avatars_latent": "--size 64 --vae runs/avatar_vae --text-encoder all-minilm-l6-v2",
+    },
 )

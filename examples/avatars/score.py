@@ -12,9 +12,10 @@ from torch import Tensor
 from dit.batch import pixel_values
 from dit.errors import ConfigError
 from dit.sampling.grid import to_bytes
-from examples.avatars.drawings import ATTRIBUTES, NAME, Avatar, Kind, caption, choose, draw
+from examples.avatars.design import SIZE
+from examples.avatars.drawings import ATTRIBUTES, NAME, Avatar, Kind, caption, choose, draw, enlarged
 from examples.avatars.judge import read
-from examples.comparison import draw_samples, folder_to_compare
+from examples.comparison import decoded, draw_samples, folder_to_compare
 from launch import environment
 from launch.argument_types import at_least_one
 from launch.measurement import Measurement, Metric
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from dit.inference.generator import Generator
 
 SAMPLES = 100
-SHOWN, COLUMNS = 12, 3
+SHOWN, COLUMNS, TILE = 12, 3, 128
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class Score:
 
     @classmethod
     def of(cls, kind: Kind, pictures: np.ndarray, requested: Sequence[Avatar], trained: Sequence[Avatar]) -> "Score":
-        """Judge pictures `[N, 16, 16, 3]` with 8-bit values."""
-        right_NA = read(pictures) == np.array(requested)
-        drawings, training = draw(requested), draw(trained)
+        """Judge pictures `[N, H, H, 3]` with 8-bit values; attributes are read from their reduction to 16 x 16."""
+        side = pictures.shape[1]
+        right_NA = read(reduced(pictures)) == np.array(requested)
+        drawings, training = (enlarged(draw(avatars), side) for avatars in (requested, trained))
         return cls(
             kind,
             len(requested),
@@ -78,6 +80,12 @@ class Score:
         ]
 
 
+def reduced(pictures: np.ndarray) -> np.ndarray:
+    """Return pictures `[N, 16, 16, 3]`: the mean of each square that shows one pixel of a drawing."""
+    count, side = pictures.shape[0], pictures.shape[1] // SIZE
+    return pictures.reshape(count, SIZE, side, SIZE, side, 3).mean((2, 4)).round()
+
+
 def distances(pictures: np.ndarray, drawings: np.ndarray) -> np.ndarray:
     """Return the root mean square difference of 8-bit values between each picture and each drawing, `[N, M]`."""
     a_NC, b_MC = (torch.from_numpy(some.reshape(len(some), -1)).double() for some in (pictures, drawings))
@@ -85,12 +93,13 @@ def distances(pictures: np.ndarray, drawings: np.ndarray) -> np.ndarray:
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Draw avatars of each kind by text, and read them.
+    """Draw avatars of each kind by text, decode latents, and read the pictures.
 
     Raises:
         ConfigError: the run was not trained on avatars with texts, or an encoder is missing.
         DataError: the data set cannot be read.
     """
+    from dit.encoders.vae import load_vae
     from energon_data.folder import check_dataset
 
     folder = folder_to_compare(args, generator, (NAME,), NAME)
@@ -100,7 +109,8 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     trained = choose("trained", description["prepared"]["count"])
     requested = {kind: choose(kind, args.avatars or SAMPLES) for kind in get_args(Kind)}
     conditions = encode_prompts(generator, [caption(avatar) for avatars in requested.values() for avatar in avatars])
-    samples = draw_samples(args, generator, conditions)[:, :, 0].cpu().chunk(len(requested))
+    vae = load_vae(description["vae"]) if description.get("vae") else None
+    samples = decoded(vae, draw_samples(args, generator, conditions))[:, :, 0].chunk(len(requested))
     if args.out and environment.rank() == 0:
         write_grid(samples[-1], requested["new pair"], args.out)
     scores = [
@@ -125,10 +135,11 @@ def write_grid(samples: Tensor, requested: Sequence[Avatar], path: str) -> None:
     """Write the first samples, each to the left of its requested drawing, under their captions."""
     from dit.sampling.grid import image_grid, save_png
 
-    drawings = pixel_values(torch.from_numpy(draw(requested)).movedim(-1, 1))
+    side = samples.shape[-1]
+    drawings = pixel_values(torch.from_numpy(enlarged(draw(requested), side)).movedim(-1, 1))
     both = torch.cat([samples, drawings], -1)[:SHOWN]
     captions = [caption(avatar) for avatar in requested[:SHOWN]]
-    save_png(image_grid(both, captions, columns=COLUMNS, scale=8), path)
+    save_png(image_grid(both, captions, columns=COLUMNS, scale=TILE // side), path)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

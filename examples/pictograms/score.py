@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dit.batch import pixel_values
 from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
-from examples.comparison import draw_samples, folder_to_compare
+from examples.comparison import decoded, draw_samples, folder_to_compare
 from examples.pictograms.drawings import NAME, Pictogram, draw
 from launch import environment
 from launch.measurement import Measurement, Metric
@@ -19,7 +19,6 @@ from launch.picture_scores import feature_network
 from launch.sample_requests import encode_prompts
 
 if TYPE_CHECKING:
-    from dit.encoders.vae import VAE
     from dit.evaluation.features import Features
     from dit.inference.generator import Generator
 
@@ -186,7 +185,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     count = min(PROMPTS, len(known))
     requested = [i * len(known) // count for i in range(count)]
     conditions = encode_prompts(generator, [known[i].caption() for i in requested])
-    pictures = _decoded(vae, draw_samples(args, generator, conditions))
+    pictures = decoded(vae, draw_samples(args, generator, conditions))
     if args.out and environment.rank() == 0:
         from dit.sampling.grid import image_grid, save_png
 
@@ -198,7 +197,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     ceiling = None
     if vae is not None:
         encoded = torch.cat([vae.encode(part) for part in drawings[requested, :, None].split(BATCH)])
-        ceiling = Ranks.of(_decoded(vae, encoded)[:, :, 0], drawings, requested)
+        ceiling = Ranks.of(decoded(vae, encoded)[:, :, 0], drawings, requested)
     score = PictogramScore(
         count,
         len(known),
@@ -209,13 +208,6 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
         description["attribution"],
     )
     return Measurement(score.lines(), asdict(score) | {"minimum": args.minimum}, score.missed(args.minimum))
-
-
-def _decoded(vae: Optional["VAE"], latents: Tensor) -> Tensor:
-    """Return pictures on the host; without an autoencoder, latents are pixels."""
-    if vae is None:
-        return latents.cpu()
-    return torch.cat([vae.decode(part) for part in latents.split(BATCH)]).cpu()
 
 
 PICTOGRAMS = Metric(

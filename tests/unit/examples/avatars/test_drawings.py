@@ -105,6 +105,16 @@ def test_samples_are_drawings_with_captions(tmp_path):
     assert "CC0" in description["attribution"]
     with pytest.raises(ConfigError, match="--count 0 must be 1 to 1,000,000"):
         prepare_avatars(tmp_path / "none", count=0)
+    with pytest.raises(ConfigError, match="--size 24 must be a multiple of 16 from 16 to 1024 pixels"):
+        prepare_avatars(tmp_path / "none", count=1, size=24)
+
+
+def test_larger_pictures_repeat_each_pixel(tmp_path):
+    prepare_avatars(tmp_path / "data", count=1, size=48).run(processes=1, force=False)
+    ((_, _, clip, _),) = samples(tmp_path / "data")
+    assert clip.latent.shape == (3, 1, 48, 48)
+    pixels = pixel_values(torch.from_numpy(draw(choose("trained", 1))[0]).movedim(-1, 0))
+    assert torch.equal(clip.latent[:, 0], pixels.repeat_interleave(3, 1).repeat_interleave(3, 2))
 
 
 @pytest.fixture

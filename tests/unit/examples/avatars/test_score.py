@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from examples.avatars.drawings import choose, draw
+from examples.avatars.drawings import choose, draw, enlarged
 from examples.avatars.score import Score, distances, missed
 
 
@@ -38,6 +38,20 @@ def test_distances_are_root_mean_squares_of_pixel_values(score):
     assert score.to_trained == pytest.approx(np.mean([min(rms(a, b) for b in training) for a in pictures]))
     assert score.drawing_to_trained == pytest.approx(np.mean([min(rms(a, b) for b in training) for a in drawings]))
     assert distances(draw(shown), draw(trained))[2, 0] == 0
+
+
+def test_larger_pictures_are_read_by_their_reduction_and_compared_in_full(score):
+    expected, _, shown, requested, trained = score
+    pictures = enlarged(draw(shown), 64)
+    assert pictures.shape == (10, 64, 64, 3)
+    exact = Score.of("new pair", pictures, requested, trained)
+    assert exact.by_attribute == expected.by_attribute
+    for name in ("to_requested", "to_trained", "drawing_to_trained"):
+        assert getattr(exact, name) == pytest.approx(getattr(expected, name))
+    checkered = pictures + 8.0 * np.where(np.indices((64, 64)).sum(0) % 2, 1, -1)[:, :, None]
+    noisy = Score.of("new pair", checkered, requested, trained)
+    assert noisy.by_attribute == expected.by_attribute
+    assert noisy.to_requested > exact.to_requested
 
 
 def test_the_minimum_is_that_of_new_avatars(score):
