@@ -95,7 +95,7 @@ def tiny_dit_dh() -> run.Partial:
     """
     recipe = tiny_jit()
     recipe.model.class_tokens, recipe.model.bottleneck_size, recipe.model.num_layers = None, None, 4
-    recipe.model.wide_head, recipe.model.routing = [1, 128, 4], sprint()
+    recipe.model.wide_head, recipe.model.routing, recipe.model.value_residual = [1, 128, 4], sprint(), True
     recipe.model.routing.first_layers, recipe.model.routing.last_layers = 1, 1
     recipe.model.position_embedding, recipe.model.rope_axes = "rope_3d", [0, 8, 8]
     recipe.objective = run.Config(
