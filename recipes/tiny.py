@@ -80,7 +80,7 @@ def tiny_reg() -> run.Partial:
     """
     recipe = tiny_dit_pack()
     recipe.model.context_size, recipe.model.teacher_token_size = None, 24
-    alignment = run.Config(Alignment, layer=1, features=8, hidden_size=32)
+    alignment = run.Config(Alignment, layer=1, features=24, hidden_size=32)
     recipe.objective = run.Config(FlowMatching, alignment=alignment, teacher_token_weight=0.03)
     recipe.training.run_dir = "runs/tiny_reg"
     return recipe

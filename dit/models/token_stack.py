@@ -6,10 +6,10 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
 
 With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
 `model.class_tokens`, layers from some layer on run on more tokens (`ClassTokens`). With `model.teacher_token_size`, all
-layers run on one more token of each sample, and its prediction is copied to columns of all tokens of the sample. With
+layers run on one more token of each sample, and its outputs are copied to columns of all tokens of the sample. With
 `objective.alignment`, one layer's tokens are compared with features of a teacher; the result is one more column of the
-activations that later stages receive, and of the prediction. With `model.value_residual`, the first layer also returns
-the values of its attention, which all later layers receive.
+activations that later stages receive, and of the outputs. With `model.value_residual`, the first layer also returns the
+values of its attention, which all later layers receive.
 """
 
 from abc import abstractmethod
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dit.auxiliary import Projection
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.condition_table import LABEL, TEACHER, TEACHER_TOKEN
+from dit.condition_table import CLEAN_TEACHER_TOKEN, LABEL, TEACHER, TEACHER_TOKEN
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
@@ -251,21 +251,23 @@ class TokenStack(Backbone, Generic[Config]):
         return x_TD if self.class_tokens is None else self.class_tokens.of_previous_stage(x_TD, layout), columns_T1
 
     def _features(self, batch: PackedBatch, joint: Optional[JointLayout]) -> Tensor:
-        """Return the teacher's features of the local tokens, with zeros for its class tokens."""
+        """Return the teacher's features of the local tokens, and its clean class tokens."""
         features_TF = batch.conditions[TEACHER.name].values
-        if joint is None:
-            return shard_tokens(batch.layout, self.provider, features_TF)[1][0]
-        return shard_tokens(joint, self.provider, joint.after_zeros(features_TF))[1][0]
+        if joint is not None:
+            token = batch.conditions.get(CLEAN_TEACHER_TOKEN, batch.conditions[TEACHER_TOKEN.name])
+            token_SF = token.values.to(features_TF.dtype)
+            features_TF = joint.join(joint.text.per_token(token_SF), features_TF)
+        return shard_tokens(batch.layout if joint is None else joint, self.provider, features_TF)[1][0]
 
     def _of_samples(self, out_JC: Tensor, joint: JointLayout, batch: PackedBatch) -> Tensor:
-        """Return the rows of the samples' tokens, and copies of each prediction of a teacher's token."""
+        """Return the rows of the samples' tokens, and copies of each output of a teacher's token."""
         leading_KC, out_TC = joint.split(out_JC)
         if not self.teacher_features:
             return out_TC
         start = self.model_config.output_features
         stop = start + self.teacher_features
-        token_SF = last_leading(leading_KC[:, start:stop], joint)
-        return torch.cat([out_TC[:, :start], batch.layout.per_token(token_SF), out_TC[:, stop:]], 1)
+        token_TC = batch.layout.per_token(last_leading(leading_KC, joint))
+        return torch.cat([out_TC[:, :start], token_TC[:, start:stop], out_TC[:, stop:], token_TC[:, stop:]], 1)
 
     def _parts(self) -> tuple[list[str], list[str], list[str]]:
         """Return the indices of the local layers before, in and after the middle; all are after it if there is none."""
