@@ -134,6 +134,8 @@ TEACHER_TOKEN = Condition(
     stored_as=("teacher_token",),
     setting="model.teacher_token_size",
 )
+CLEAN_TEACHER_TOKEN = "clean_teacher_token"
+"""Name of the teacher's class token before noise, in the conditions of a batch whose `TEACHER_TOKEN` is noised."""
 TABLE = (
     LABEL,
     CONTEXT,

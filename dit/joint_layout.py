@@ -50,10 +50,6 @@ class JointLayout(SequenceLayout):
             return torch.cat(parts, 1).flatten(0, 1)
         return torch.cat([text_K, image_T])[self.order_J]
 
-    def after_zeros(self, image_T: Tensor) -> Tensor:
-        """Return the values of image tokens, with zeros for the text: `[T, ...]` becomes `[J, ...]`."""
-        return self.join(image_T.new_zeros(self.text.total_tokens, *image_T.shape[1:]), image_T)
-
     def split(self, x_J: Tensor) -> tuple[Tensor, Tensor]:
         """Undo `join`: `[J, ...]` becomes text `[K, ...]` and image `[T, ...]`."""
         if self._dense:

@@ -49,6 +49,12 @@ def check_alignment(objective: Objective, model: ModelConfig) -> None:
     layers = model.megatron_sizes().num_layers
     if projection.layer > layers:
         raise ConfigError(f"{setting} is above model.num_layers={layers}; use the layer after a third of them")
+    token = getattr(model, "teacher_token_size", None)
+    if token not in (None, projection.features):
+        raise ConfigError(
+            f"model.teacher_token_size={token} and objective.alignment.features={projection.features} must be equal, "
+            "because the class token is aligned, too; use the width of the teacher for both"
+        )
     middle = model.middle_layers if isinstance(model, TokenRouted) else range(0)
     if projection.layer - 1 in middle:
         raise ConfigError(

@@ -229,10 +229,11 @@ def sr_dit_b1_imagenet() -> run.Partial:
     Token routing (SPRINT), alignment with DINOv2-B after layer 2, and the contrastive term. The samples need features
     of the teacher (`energon_data.prepare --teacher`). The author reports FID 3.49 after 400,000 steps (80 epochs)
     without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.6 hours
-    (planned, 23 ms each). The network also predicts the noised class token of DINOv2-B (REG). Deviations: the published
-    network (140 M with its projection) mixes the values of the first attention into later ones, has sine-cosine
-    positions in addition to the rotary ones, and RMSNorms without weights; it also aligns the class token, and drops
-    the path of a whole batch. Samples here are drawn by Heun's method instead of 250 Euler-Maruyama steps.
+    (planned, 23 ms each). The network also predicts the noised class token of DINOv2-B (REG), and mixes the values of
+    the first attention into later ones. Deviations: the published network (140 M with its projection) has sine-cosine
+    positions in addition to the rotary ones, and RMSNorms without weights; the class token of some samples skips the
+    middle layers, and the path of a whole batch is dropped. Samples here are drawn by Heun's method instead of 250
+    Euler-Maruyama steps.
 
     Source: Bhanded 2025, arXiv:2512.12386, and the published code.
     """

@@ -75,10 +75,11 @@ def dit_dh_xl() -> run.Config[DiTConfig]:
 
 @run.cli.factory(target=ModelConfig)
 def sr_dit_b1() -> run.Config[DiTConfig]:
-    """SR-DiT-B/1 (133 M): DiT-B on 32 channels, patch 1, with SPRINT, RMSNorm, QK-layernorm and rotary positions."""
+    """SR-DiT-B/1 (133 M): DiT-B on 32 channels, patch 1, with SPRINT, value residual, RMSNorm and QK-layernorm."""
     model = dit_b()
     model.in_channels, model.patch_spatial, model.time_scale, model.routing = 32, 1, 1.0, sprint()
     model.rms_norm, model.qk_layernorm, model.teacher_token_size = True, True, 768
+    model.value_residual = True
     model.position_embedding, model.rope_axes = "rope_3d", [0, 32, 32]
     return model
 

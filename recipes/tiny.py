@@ -80,7 +80,7 @@ def tiny_reg() -> run.Partial:
     """
     recipe = tiny_dit_pack()
     recipe.model.context_size, recipe.model.teacher_token_size = None, 24
-    alignment = run.Config(Alignment, layer=1, features=8, hidden_size=32)
+    alignment = run.Config(Alignment, layer=1, features=24, hidden_size=32)
     recipe.objective = run.Config(FlowMatching, alignment=alignment, teacher_token_weight=0.03)
     recipe.training.run_dir = "runs/tiny_reg"
     return recipe
@@ -95,7 +95,7 @@ def tiny_dit_dh() -> run.Partial:
     """
     recipe = tiny_jit()
     recipe.model.class_tokens, recipe.model.bottleneck_size, recipe.model.num_layers = None, None, 4
-    recipe.model.wide_head, recipe.model.routing = [1, 128, 4], sprint()
+    recipe.model.wide_head, recipe.model.routing, recipe.model.value_residual = [1, 128, 4], sprint(), True
     recipe.model.routing.first_layers, recipe.model.routing.last_layers = 1, 1
     recipe.model.position_embedding, recipe.model.rope_axes = "rope_3d", [0, 8, 8]
     recipe.objective = run.Config(

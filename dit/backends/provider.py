@@ -419,6 +419,10 @@ class LayerProvider:
         """Sum a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
         return x if self.tp_size == 1 else _sum_over(x, self.tp_group)
 
+    def sum_gradient_over_tensor_ranks(self, x: Tensor) -> Tensor:
+        """Return `x`; the backward pass sums its gradient over the tensor-parallel ranks."""
+        return x if self.tp_size == 1 else copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+
     def sum_over_context_ranks(self, x: Tensor) -> Tensor:
         """Sum a tensor over the context-parallel ranks, and its gradient in the backward pass."""
         group = None if self._groups is None else self._groups.cp

@@ -21,6 +21,7 @@ ONLY_THESE = {
     "bottleneck_size": None,
     "class_tokens": None,
     "teacher_token_size": None,
+    "value_residual": False,
     "wide_head": None,
     "interval_conditioning": False,
     "layernorm_epsilon": 1e-6,

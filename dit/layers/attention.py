@@ -1,6 +1,6 @@
 """Self-attention and cross-attention with heads split over tensor-parallel ranks."""
 
-from typing import Optional, TypedDict
+from typing import NamedTuple, Optional, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import Matrices, set_matrices
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
+from dit.kernels.recompute import recomputable
 from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layout import SequenceLayout
 
@@ -110,6 +111,26 @@ def split_heads(
     return parts
 
 
+class FirstValues(NamedTuple):
+    """Values of the first layer, for those of a later layer.
+
+    Attributes:
+        values_TGH: the values, of local heads and of the tokens of all tensor-parallel ranks.
+        weight_1: their weight w in w v_1 + (1 - w) v.
+
+    Source: Zhou et al. 2024 (ResFormer), arXiv:2410.17897; with one learned w per layer, Bhanded 2025 (SR-DiT),
+    arXiv:2512.12386.
+    """
+
+    values_TGH: Tensor
+    weight_1: Tensor
+
+
+@recomputable
+def _mix(v_TGH: Tensor, first_TGH: Tensor, weight_1: Tensor) -> Tensor:
+    return torch.lerp(v_TGH, first_TGH, weight_1)
+
+
 class SelfAttention(nn.Module):
     """Bidirectional multi-head self-attention inside each sample of the pack.
 
@@ -173,17 +194,24 @@ class SelfAttention(nn.Module):
         rotation: Optional[Rotation] = None,
         *,
         attend: Optional[Attention] = None,
-    ) -> PendingBias:
+        first: Optional[FirstValues] = None,
+        returns_values: bool = False,
+    ) -> PendingBias | tuple[PendingBias, Tensor]:
         """Attend inside each sample.
 
         Args:
             layout: layout of the local tokens.
             rotation: rotary positions of the gathered tokens (all tensor-parallel ranks), or None.
             attend: attention within segments smaller than samples. Default: the implementation of this process.
+            first: values of the first layer, which are mixed into those of this layer.
+            returns_values: return the values of this layer, too.
         """
         norms = self.q_layernorm, self.k_layernorm
         q, k, v = split_heads(self.kernels, self.linear_qkv(x_TD), self.local_groups, self.heads, norms, rotation)
-        return self.linear_proj((attend or self.attention)(q, k, v, layout, layout).flatten(1))
+        if first is not None:
+            v = _mix(v, *first)
+        y: PendingBias = self.linear_proj((attend or self.attention)(q, k, v, layout, layout).flatten(1))
+        return (y, v) if returns_values else y
 
 
 class CrossAttention(nn.Module):

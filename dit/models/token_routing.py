@@ -37,8 +37,8 @@ from dit.models.routing_config import TokenRouted
 from dit.philox import MASK32, Words, philox, to_uniform
 
 _PURPOSE = (0x3C6EF372, 0xA54FF53A)
-Layers = Callable[[Tensor, PackedBatch], Tensor]
-"""Runs the middle layers on the local tokens of a pack."""
+Layers = Callable[[Tensor, PackedBatch, Optional[Tensor]], Tensor]
+"""Runs the middle layers on the local tokens of a pack, with the first layer's values of these tokens or None."""
 
 
 def _words(keys: Tensor, counter: Tensor, use: int) -> Words:
@@ -79,12 +79,14 @@ class _Route(NamedTuple):
     Attributes:
         batch: the batch with positions and layout of the shorter pack, before sequence parallelism splits them; its
             other tensors are those of the full pack.
-        source: for each of these tokens, its index in the gathered tokens of the full pack, and whether it is real.
+        tokens: for each of these tokens, its index in the gathered tokens of the full pack.
+        source: the same for the tokens of this rank under sequence parallelism, and whether each is real.
         target: for each local token of the full pack, its index in the gathered tokens of the shorter pack, and whether
             it is kept.
     """
 
     batch: PackedBatch
+    tokens: Tensor
     source: tuple[Tensor, Tensor]
     target: tuple[Tensor, Tensor]
 
@@ -109,20 +111,30 @@ class TokenRouting(nn.Module):
             self.fuse = provider.replicated_linear(2 * size, size, bias=True, init=init)
             self.mask = provider.parameter((size,), normal(0.02))
 
-    def forward(self, x_TD: Tensor, batch: PackedBatch, layout: SequenceLayout, layers: Layers) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        batch: PackedBatch,
+        layout: SequenceLayout,
+        layers: Layers,
+        values_TGH: Optional[Tensor] = None,
+    ) -> Tensor:
         """Run the middle layers.
 
         Args:
             batch: the pack, with positions and layout before sequence parallelism splits them.
             layout: layout of `x_TD`, after that split.
+            values_TGH: the first layer's values of the tokens before that split, for `model.value_residual`.
         """
         others_TD = x_TD if self.fuse is None else self.mask.expand_as(x_TD)
         keys_S = batch.draw_keys_S
         if keys_S is None or not self.share:
-            y_TD = layers(x_TD, batch)
+            y_TD = layers(x_TD, batch, values_TGH)
         else:
             route = self._route(batch, keys_S)
-            y_TD = layers(self._take(x_TD, *route.source, torch.zeros_like(x_TD[:1])), route.batch)
+            if values_TGH is not None:
+                values_TGH = self._gather(values_TGH).index_select(0, route.tokens)
+            y_TD = layers(self._take(x_TD, *route.source, torch.zeros_like(x_TD[:1])), route.batch, values_TGH)
             y_TD = self._take(y_TD, *route.target, others_TD)
         return self.rejoin(x_TD, y_TD, layout, keys_S)
 
@@ -175,7 +187,7 @@ class TokenRouting(nn.Module):
             source = source[local.local_indices]
             target, kept_P = target[layout.local_indices], kept_P[layout.local_indices]
         positions_T3 = self._gather(batch.positions_T3)[source]
-        sharded, (source,) = shard_tokens(local, provider, source)
+        sharded, (shard,) = shard_tokens(local, provider, source)
         _, (target, kept_T) = shard_tokens(layout, provider, target, kept_P)
         routed = replace(batch, positions_T3=positions_T3, layout=local)
-        return _Route(routed, (source, sharded.valid_T), (target, kept_T))
+        return _Route(routed, source, (shard, sharded.valid_T), (target, kept_T))

@@ -6,9 +6,10 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
 
 With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
 `model.class_tokens`, layers from some layer on run on more tokens (`ClassTokens`). With `model.teacher_token_size`, all
-layers run on one more token of each sample, and its prediction is copied to columns of all tokens of the sample. With
+layers run on one more token of each sample, and its outputs are copied to columns of all tokens of the sample. With
 `objective.alignment`, one layer's tokens are compared with features of a teacher; the result is one more column of the
-activations that later stages receive, and of the prediction.
+activations that later stages receive, and of the outputs. With `model.value_residual`, the first layer also returns the
+values of its attention, which all later layers receive.
 """
 
 from abc import abstractmethod
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from dit.auxiliary import Projection
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.condition_table import LABEL, TEACHER, TEACHER_TOKEN
+from dit.condition_table import CLEAN_TEACHER_TOKEN, LABEL, TEACHER, TEACHER_TOKEN
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.alignment import AlignmentHead, with_columns
+from dit.layers.attention import FirstValues
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
@@ -92,6 +94,7 @@ class TokenStack(Backbone, Generic[Config]):
         self.middle, self.routing = range(0), None
         self.class_tokens: Optional[ClassTokens] = None
         self.teacher_token: Optional[TeacherToken] = None
+        self.value_weights: Optional[nn.Parameter] = None
         if isinstance(config, TokenRouted) and config.routing is not None:
             assert attention is not None
             self.middle = config.middle_layers
@@ -147,8 +150,7 @@ class TokenStack(Backbone, Generic[Config]):
         inputs_TC = with_control(inputs_TC, batch, self.model_config.input_features)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, batch.positions_T3)
         cond_SD = self.conditioner(time_S, batch)
-        columns_T1, teacher = list[Tensor](), batch.conditions.get(TEACHER.name)
-        aligned = None if teacher is None or self.aligned_layer is None else self.layers[self.aligned_layer]
+        columns_T1: list[Tensor] = []
         if self.pre_process:
             fixed_T3 = self.fixed_positions(positions_T3, layout, batch)
             x_TD = add_sincos(self.embed_tokens(inputs_TC, layout), fixed_T3, self.model_config.position_embedding)
@@ -161,41 +163,43 @@ class TokenStack(Backbone, Generic[Config]):
                 token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values)
                 x_TD = join_leading(joint.text.per_token(token_SD), x_TD, joint, self.provider)
         inputs = self.layer_inputs(cond_SD, positions_T3, layout, pack)
+        aligned = self.aligned_layer if TEACHER.name in batch.conditions else None
+        weights: tuple[Tensor, ...] = ()
+        if self.value_weights is not None:
+            weights = self.provider.sum_gradient_over_tensor_ranks(self.value_weights).split(1)
         if not self.pre_process:
-            x_TD = from_previous_stage(self.input_tensor)
-            if x_TD.shape[1] > (size := self.model_config.hidden_size):
-                x_TD, columns_T1 = x_TD[:, :size].contiguous(), [x_TD[:, size:]]
-            if self.class_tokens is not None:
-                x_TD = self.class_tokens.of_previous_stage(x_TD, layout)
+            x_TD, columns_T1 = self._received(layout)
 
-        def run(layers: Sequence[nn.Module], x_TD: Tensor, inputs: tuple[Any, ...]) -> Tensor:
-            for layer in layers:
-                x_TD = layer(x_TD, *inputs)
-                if layer is aligned and teacher is not None:
-                    features_TF = teacher.values if joint is None else joint.after_zeros(teacher.values)
-                    _, (features_TF,) = shard_tokens(pack.layout, self.provider, features_TF)
-                    columns_T1.append(self.alignment(x_TD, features_TF))
-            return x_TD
+        def run(
+            layers: Sequence[str], x_TD: Tensor, inputs: tuple[Any, ...], values_TGH: Optional[Tensor] = None
+        ) -> tuple[Tensor, Optional[Tensor]]:
+            for i in layers:
+                first = () if values_TGH is None else (FirstValues(values_TGH, weights[int(i) - 1]),)
+                out = self.layers[i](x_TD, *inputs, *first)
+                x_TD, values_TGH = out if isinstance(out, tuple) else (out, values_TGH)
+                if i == aligned:
+                    columns_T1.append(self.alignment(x_TD, self._features(batch, joint)))
+            return x_TD, values_TGH
 
         before, middle, after = self._parts()
-        x_TD = run(before, x_TD, inputs)
+        x_TD, values_TGH = run(before, x_TD, inputs)
         if self.routing is not None:
 
-            def run_middle(x_TD: Tensor, routed: PackedBatch) -> Tensor:
+            def run_middle(x_TD: Tensor, routed: PackedBatch, values_TGH: Optional[Tensor]) -> Tensor:
                 if routed is pack:
-                    return run(middle, x_TD, inputs)
+                    return run(middle, x_TD, inputs, values_TGH)[0]
                 shorter, (positions_T3,) = shard_tokens(routed.layout, self.provider, routed.positions_T3)
-                return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed))
+                return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed), values_TGH)[0]
 
-            x_TD = self._route(self.routing, x_TD, batch, joint, run_middle)
+            x_TD = self._route(self.routing, x_TD, batch, joint, run_middle, values_TGH)
         if self.class_tokens is not None:
             assert self.conditioner.label is not None
             pack = self.class_tokens.joined(batch)
             label_SD = self.conditioner.label(batch.conditions[LABEL.name].values)
             x_TD = self.class_tokens(x_TD, joint_of(pack), label_SD, joint)
             layout, (positions_T3,) = shard_tokens(pack.layout, self.provider, pack.positions_T3)
-            x_TD = run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, layout, pack))
-        x_TD = run(after, x_TD, inputs)
+            x_TD, _ = run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, layout, pack))
+        x_TD, _ = run(after, x_TD, inputs, values_TGH)
         if not self.post_process:
             return to_next_stage(with_columns(x_TD, columns_T1))
         out_TC = self.predict(x_TD, cond_SD, inputs_TC, time_S, layout, batch)
@@ -204,44 +208,71 @@ class TokenStack(Backbone, Generic[Config]):
         return self._of_samples(out_TC, layout, batch) if isinstance(layout, JointLayout) else out_TC
 
     def _route(
-        self, routing: TokenRouting, x_TD: Tensor, batch: PackedBatch, joint: Optional[JointLayout], layers: Layers
+        self,
+        routing: TokenRouting,
+        x_TD: Tensor,
+        batch: PackedBatch,
+        joint: Optional[JointLayout],
+        layers: Layers,
+        values_TGH: Optional[Tensor],
     ) -> Tensor:
         """Run the middle layers on some tokens of each sample, and always on the teacher's token, if there is one.
 
         Args:
             joint: layout of `x_TD` with the teacher's tokens; None without them.
+            values_TGH: the first layer's values of all these tokens, with those of other tensor-parallel ranks.
         """
         layout, _ = shard_tokens(batch.layout, self.provider)
         if joint is None:
-            return routing(x_TD, batch, layout, layers)
+            return routing(x_TD, batch, layout, layers, values_TGH)
         before_KD, x_TD = split_leading(x_TD, joint, self.provider)
         after_KD = before_KD
+        values_KGH, values_TGH = (None, None) if values_TGH is None else joint.split(values_TGH)
 
-        def with_tokens(x_TD: Tensor, routed: PackedBatch) -> Tensor:
+        def with_tokens(x_TD: Tensor, routed: PackedBatch, values_TGH: Optional[Tensor]) -> Tensor:
             nonlocal after_KD
             pack = with_leading(routed, 1, self.provider)
-            y_TD = layers(join_leading(before_KD, x_TD, joint_of(pack), self.provider), pack)
+            if values_KGH is not None and values_TGH is not None:
+                values_TGH = joint_of(pack).join(values_KGH, values_TGH)
+            y_TD = layers(join_leading(before_KD, x_TD, joint_of(pack), self.provider), pack, values_TGH)
             after_KD, x_TD = split_leading(y_TD, joint_of(pack), self.provider)
             return x_TD
 
-        x_TD = routing(x_TD, batch, layout, with_tokens)
+        x_TD = routing(x_TD, batch, layout, with_tokens, values_TGH)
         rows_KD = routing.rejoin(before_KD, after_KD, joint.text, batch.draw_keys_S)
         return join_leading(rows_KD, x_TD, joint, self.provider)
 
+    def _received(self, layout: SequenceLayout) -> tuple[Tensor, list[Tensor]]:
+        """Return the tokens and the columns of the previous pipeline stage."""
+        x_TD, size = from_previous_stage(self.input_tensor), self.model_config.hidden_size
+        columns_T1 = [x_TD[:, size:]] if x_TD.shape[1] > size else []
+        if columns_T1:
+            x_TD = x_TD[:, :size].contiguous()
+        return x_TD if self.class_tokens is None else self.class_tokens.of_previous_stage(x_TD, layout), columns_T1
+
+    def _features(self, batch: PackedBatch, joint: Optional[JointLayout]) -> Tensor:
+        """Return the teacher's features of the local tokens, and its clean class tokens."""
+        features_TF = batch.conditions[TEACHER.name].values
+        if joint is not None:
+            token = batch.conditions.get(CLEAN_TEACHER_TOKEN, batch.conditions[TEACHER_TOKEN.name])
+            token_SF = token.values.to(features_TF.dtype)
+            features_TF = joint.join(joint.text.per_token(token_SF), features_TF)
+        return shard_tokens(batch.layout if joint is None else joint, self.provider, features_TF)[1][0]
+
     def _of_samples(self, out_JC: Tensor, joint: JointLayout, batch: PackedBatch) -> Tensor:
-        """Return the rows of the samples' tokens, and copies of each prediction of a teacher's token."""
+        """Return the rows of the samples' tokens, and copies of each output of a teacher's token."""
         leading_KC, out_TC = joint.split(out_JC)
         if not self.teacher_features:
             return out_TC
         start = self.model_config.output_features
         stop = start + self.teacher_features
-        token_SF = last_leading(leading_KC[:, start:stop], joint)
-        return torch.cat([out_TC[:, :start], batch.layout.per_token(token_SF), out_TC[:, stop:]], 1)
+        token_TC = batch.layout.per_token(last_leading(leading_KC, joint))
+        return torch.cat([out_TC[:, :start], token_TC[:, start:stop], out_TC[:, stop:], token_TC[:, stop:]], 1)
 
-    def _parts(self) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-        """Return the local layers before, in and after the middle; all are after it if there is none."""
+    def _parts(self) -> tuple[list[str], list[str], list[str]]:
+        """Return the indices of the local layers before, in and after the middle; all are after it if there is none."""
         start, stop = self.middle.start, self.middle.stop
-        parts: tuple[list[nn.Module], list[nn.Module], list[nn.Module]] = ([], [], [])
-        for i, layer in self.layers.items():
-            parts[(int(i) >= start) + (int(i) >= stop)].append(layer)
+        parts: tuple[list[str], list[str], list[str]] = ([], [], [])
+        for i in self.layers:
+            parts[(int(i) >= start) + (int(i) >= stop)].append(i)
         return parts

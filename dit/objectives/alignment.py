@@ -20,7 +20,8 @@ class Alignment:
 
     y is the teacher's feature of the clean patch, x the token after `layer` layers, h a projection of three linear
     layers. Tokens weigh as in the error of the prediction: all the same, times the loss weight of their sample, but not
-    times the weight of their noise level. The held-out loss does not include this term.
+    times the weight of their noise level. With `model.teacher_token_size`, the class token of a sample is one of its
+    tokens: a sample of n patches has n times the mean over n + 1 tokens. The held-out loss does not include this term.
 
     Args:
         weight: weight of the term.
@@ -29,7 +30,8 @@ class Alignment:
         hidden_size: inner width of the projection.
         until_step: completed steps after which the term no longer counts; None for no end.
 
-    Source: Yu et al. 2024 (REPA), arXiv:2410.06940, Eq. 8; `until_step`: Wang et al. 2025 (HASTE), arXiv:2505.16792.
+    Source: Yu et al. 2024 (REPA), arXiv:2410.06940, Eq. 8; `until_step`: Wang et al. 2025 (HASTE), arXiv:2505.16792;
+    class token: Wu et al. 2025 (REG), arXiv:2507.01467, and the code of SR-DiT (Bhanded 2025, arXiv:2512.12386).
     """
 
     weight: float = 0.5
@@ -58,5 +60,13 @@ class Alignment:
         return weight_L if self.until_step is None else weight_L * (step_1 < self.until_step)
 
     def term(self, columns_TC: Tensor, weight_L: Tensor, layout: SequenceLayout) -> Term:
-        """Return the term from -cos of each local token, a column; there is none in held-out passes."""
-        return Term(torch.where(layout.noised_T, columns_TC.float().sum(1), 0.0), weight_L)
+        """Return the term from -cos of each local token, and of the class token of its sample if there is one.
+
+        Args:
+            columns_TC: one or two columns; none in held-out passes.
+        """
+        columns_TC = columns_TC.float()
+        if columns_TC.shape[1] == 2:
+            n_T1, patch_T1, token_T1 = layout.per_token(layout.lengths_S), columns_TC[:, :1], columns_TC[:, 1:]
+            columns_TC = (n_T1 * patch_T1 + token_T1) / (n_T1 + 1)
+        return Term(torch.where(layout.noised_T, columns_TC.sum(1), 0.0), weight_L)

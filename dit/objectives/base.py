@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
-from dit.condition_table import TEACHER_TOKEN
+from dit.condition_table import CLEAN_TEACHER_TOKEN, TEACHER_TOKEN
 from dit.conditions import Condition, per_sample
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
@@ -51,10 +51,11 @@ class Prepared:
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
 
     def noised(self, batch: PackedBatch) -> PackedBatch:
-        """Return the network's batch: the class tokens of the teacher are noised."""
+        """Return the network's batch: the class tokens of the teacher are noised, and clean under another name."""
         if self.teacher_token_SF is None:
             return batch
-        return replace(batch, conditions=batch.conditions | {TEACHER_TOKEN.name: per_sample(self.teacher_token_SF)})
+        clean, noised = batch.conditions[TEACHER_TOKEN.name], per_sample(self.teacher_token_SF)
+        return replace(batch, conditions=batch.conditions | {TEACHER_TOKEN.name: noised, CLEAN_TEACHER_TOKEN: clean})
 
 
 class Path(ABC):

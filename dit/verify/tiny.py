@@ -125,7 +125,8 @@ def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
     sign and the slope of the leaky ReLU. It has fewer layers if it needs larger pictures.
     """
     if isinstance(objective, FlowMatching) and objective.alignment is not None:
-        sizes = Alignment(weight=objective.alignment.weight, layer=1, features=HEAD_SIZE, hidden_size=2 * HEAD_SIZE)
+        features = getattr(model, "teacher_token_size", None) or HEAD_SIZE
+        sizes = Alignment(weight=objective.alignment.weight, layer=1, features=features, hidden_size=2 * HEAD_SIZE)
         return replace(objective, alignment=sizes)
     if not isinstance(objective, Autoencoding | VQAutoencoding) or objective.adversarial is None:
         return objective

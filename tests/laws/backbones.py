@@ -121,6 +121,7 @@ OTHER: dict[str, Any] = {
     "rms_norm": lambda value: not value,
     "class_tokens": lambda value: [2, 0],
     "teacher_token_size": 5,
+    "value_residual": lambda value: not value,
     "wide_head": [1, 48, 4],
     "bottleneck_size": lambda value: 6 if value is None else None,
     "adaln_lora_rank": 4,
@@ -206,7 +207,7 @@ BACKBONES = {
     "jit": Row(
         recipe="jit_b16_imagenet",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
-        refused=("routing", "num_experts", "wide_head"),
+        refused=("routing", "num_experts", "wide_head", "value_residual"),
         other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {**needs, "class_tokens": None} for name, needs in REQUIRES.items() if "moe" in name},
         also={
@@ -218,7 +219,7 @@ BACKBONES = {
     "rit": Row(
         recipe="rit_xl_imagenet",
         quick=("tp2_sp", "pp2"),
-        refused=("routing", "num_experts", "wide_head", *MOE),
+        refused=("routing", "num_experts", "wide_head", "value_residual", *MOE),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {} for name in MOE},
         also={
@@ -234,6 +235,18 @@ BACKBONES = {
         refused=("num_experts", "wide_head", *MOE),
         other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
         requires={name: {} for name in MOE},
+        objective=FlowMatching(teacher_token_weight=0.2),
+    ),
+    "sr_dit": Row(
+        recipe="sr_dit_b1_imagenet",
+        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        refused=("class_tokens", "num_experts", "wide_head", *MOE),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        requires={name: {} for name in MOE},
+        also={
+            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+            "position_embedding": {"rope_axes": None},
+        },
         objective=FlowMatching(teacher_token_weight=0.2),
     ),
     "wide head": Row(

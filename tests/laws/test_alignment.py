@@ -27,6 +27,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {"data_parallel": "fsdp"}),
     "pp2_tp2_sp": (4, {**PP2, **TP2SP}),
     "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
+    "cp2_a2a": (2, {"context_parallel_size": 2, "context_comm": "a2a"}),
+    "tp2_fsdp2": (4, {"tensor_model_parallel_size": 2, "data_parallel": "fsdp"}),
 }
 OBJECTIVES = {
     "dit": FlowMatching(alignment=Alignment(layer=1), min_snr_gamma=5.0),
@@ -34,16 +36,19 @@ OBJECTIVES = {
     "wan": FlowMatching(prediction="x0", alignment=Alignment(layer=1)),
     "reg": FlowMatching(alignment=Alignment(layer=1), teacher_token_weight=0.2),
     "rit": FlowMatching(prediction="x0", teacher_token_weight=0.2),
+    "sr_dit": ContrastiveFlowMatching(alignment=Alignment(layer=1), teacher_token_weight=0.2),
 }
 """By backbone; packs have samples of several sizes, and the middle layers of `tread` skip some tokens.
 
-`reg` and `rit` predict the class token of the teacher, and `rit` has class tokens from layer 1 on.
+`reg`, `rit` and `sr_dit` predict the class token of the teacher; `rit` has class tokens from layer 1 on, and `sr_dit` a
+value residual, which pipelines refuse.
 """
 ROW = ("name", "layout")
-CASES = [(name, layout) for name in OBJECTIVES for layout in LAYOUTS]
+CASES = [(name, layout) for name in OBJECTIVES for layout in LAYOUTS if name != "sr_dit" or "pp2" not in layout]
 QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "cp2", "cp2_contiguous", "fsdp2")}
 QUICK |= {("tread", "pp2_tp2_sp"), ("wan", "pp2_vpp2"), ("reg", "tp2_sp_cp2"), ("rit", "pp2_tp2_sp")}
 QUICK |= {("reg", layout) for layout in ("pp2", "cp2_contiguous", "fsdp2")} | {("rit", "cp2")}
+QUICK |= {("sr_dit", layout) for layout in ("tp2", "tp2_sp_cp2", "cp2_a2a", "tp2_fsdp2")}
 
 
 def pair_of(name: str, layout: str) -> Pair:

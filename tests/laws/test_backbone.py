@@ -170,7 +170,7 @@ def observed(config: ModelConfig, model: Backbone, objective: Objective) -> Iter
 
 
 CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
-OTHER_TOKENS = ("tread", "sprint", "hunyuan_video")
+OTHER_TOKENS = ("tread", "sprint", "sr_dit", "hunyuan_video")
 """Backbones that drop tokens or have tokens of other conditions; the FLOP counts include only grids and texts."""
 
 

@@ -14,10 +14,13 @@ LAYOUTS = {
     "cp2": {"context_parallel_size": 2},
     "distributed_optimizer2": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
-MODELS = {"dit": {"num_layers": 2}, "dit_cross": {"backbone": "dit_cross"}, "wan": {"backbone": "wan"}}
+MODELS = {
+    **{"dit": {"num_layers": 2}, "dit_cross": {"backbone": "dit_cross"}, "wan": {"backbone": "wan"}},
+    "values": {"num_layers": 3, "value_residual": True},
+}
 CASES = [
     *(("tp2_sp", "dit", True), ("tp2", "wan", True), ("pp2", "dit_cross", True), ("cp2", "dit", False)),
-    ("distributed_optimizer2", "dit", True),
+    *(("distributed_optimizer2", "dit", True), ("tp2", "values", True)),
 ]
 ROW = ("layout", "name", "packed")
 QUICK = {("tp2_sp", "dit", True)}

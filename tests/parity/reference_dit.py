@@ -78,19 +78,22 @@ class ReferenceBlock(nn.Module):
         self.query_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
         self.key_norm = nn.Parameter(torch.ones(size // heads)) if qk_norm else None
 
-    def attend(self, x: Tensor, by: Optional[Tensor]) -> Tensor:
+    def attend(self, x: Tensor, by: Optional[Tensor], first: Optional[tuple[Tensor, Tensor]] = None) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (self.heads, -1)) for f in (self.query, self.key, self.value))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = rms_normalise(q, self.query_norm, self.eps), rms_normalise(k, self.key_norm, self.eps)
         q, k = (turn(heads.transpose(1, 2), by).transpose(1, 2) for heads in (q, k))
+        self.values = v
+        if first is not None:
+            v = first[0] * first[1] + (1 - first[0]) * v
         scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
         weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
         return self.out(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
 
-    def forward(self, x: Tensor, cond: Tensor, by: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, cond: Tensor, by: Optional[Tensor] = None, first: Optional[Tensor] = None) -> Tensor:
         vectors = self.modulation(silu(cond if cond.dim() == 3 else cond[:, None]))
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = vectors.chunk(6, dim=-1)
-        x = x + gate_1 * self.attend(normalise(x, self.eps, self.norm_1) * (1 + scale_1) + shift_1, by)
+        x = x + gate_1 * self.attend(normalise(x, self.eps, self.norm_1) * (1 + scale_1) + shift_1, by, first)
         hidden = self.up(normalise(x, self.eps, self.norm_2) * (1 + scale_2) + shift_2)
         hidden = silu(hidden[..., 0::2]) * hidden[..., 1::2] if self.swiglu else gelu_tanh(hidden)
         return x + gate_2 * self.down(hidden)
@@ -108,6 +111,8 @@ class ReferenceDiT(nn.Module):
         token: width of a vector that all blocks see as one more token, and that is predicted (Wu et al. 2025,
             arXiv:2507.01467, and its published code).
         intervals: add an embedding of the length of a time interval.
+        value_residual: the values of block l are w_l v_1 + (1 - w_l) v_l, except of the first (Bhanded 2025,
+            arXiv:2512.12386).
         wide_head: layers, width, heads and inner width of blocks that read the patches again; SiLU(tokens + embedded
             time) conditions each of their tokens (Zheng et al. 2025, arXiv:2510.11690, and its published code).
     """
@@ -135,6 +140,7 @@ class ReferenceDiT(nn.Module):
         class_tokens: Optional[list[int]] = None,
         token: Optional[int] = None,
         intervals: bool = False,
+        value_residual: bool = False,
         wide_head: Optional[tuple[int, int, int, int]] = None,
     ) -> None:
         super().__init__()
@@ -153,6 +159,7 @@ class ReferenceDiT(nn.Module):
             self.text_1, self.text_2 = nn.Linear(text_size, size), nn.Linear(size, size)
         kind: Any = {"bias": bias, "qk_norm": qk_norm, "eps": eps, "swiglu": swiglu, "rms": rms}
         self.blocks = nn.ModuleList(ReferenceBlock(size, heads, inner, **kind) for _ in range(depth))
+        self.first_shares = nn.Parameter(torch.zeros(depth - 1)) if value_residual else None
         self.wide_layers, self.wide_head_size = 0, 0
         if wide_head is not None:
             self.wide_layers, wide, wide_heads, wide_inner = wide_head
@@ -169,6 +176,10 @@ class ReferenceDiT(nn.Module):
             self.token, self.token_norm = nn.Linear(token, size), nn.LayerNorm(size, eps=1e-6)
         self.patch_out = patch_out
         self.final_modulation, self.final = nn.Linear(size, 2 * size), nn.Linear(size, patch_out + (token or 0))
+
+    def first_values(self, i: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the weight and the values of the first block for block `i`, if it mixes them into its values."""
+        return [] if self.first_shares is None or not i else [(self.first_shares[i - 1], self.blocks[0].values)]
 
     def time_vector(self, time_B: Tensor) -> Tensor:
         features = time_features(time_B.double() * self.time_scale).to(self.time_1.weight.dtype)
@@ -220,7 +231,7 @@ class ReferenceDiT(nn.Module):
                 x = torch.cat([torch.stack(rows)[:, None] + self.class_vectors, x], 1)
                 if by is not None:  # class tokens are not rotated
                     by = torch.cat([torch.ones_like(by[:1]).expand(self.count, -1), by])
-            x = block(x, cond, by)
+            x = block(x, cond, by, *self.first_values(i))
         x, cond = x if self.class_vectors is None else x[:, self.count :], cond[:, None]
         if self.wide_layers:
             cond = self.wide_condition(silu(x + self.time_vector(time_B)[:, None]))

@@ -146,7 +146,12 @@ WIDE = {  # no two of the widths are equal
 }
 
 
-@pytest.mark.parametrize("changes", [{"qk_layernorm": True}, JIT, WIDE], ids=["dit", "jit", "wide head"])
+VALUES = {"value_residual": True, "wide_head": [2, 96, 4]}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"qk_layernorm": True}, JIT, WIDE, VALUES], ids=["dit", "jit", "wide head", "values"]
+)
 @pytest.mark.parametrize(("multiple_of", "tail"), [(1, 0), (1, 5), (8, 0), (8, 16)])
 def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int, changes: dict):
     """Samples of a pack differ in label, time, length and shape; neighbours and padding do not affect them."""
@@ -232,6 +237,16 @@ def test_settings_that_exclude_class_tokens_are_refused(changes: dict, says: str
 def test_settings_that_exclude_a_wide_head_are_refused(changes: dict, says: str):
     with pytest.raises(ConfigError, match=says):
         config(**{**WIDE, **changes}).validate()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"class_tokens": [3, 1]}, {"num_layers": 1}, {"routing": RoutingConfig(first_layers=0, last_layers=1)}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_later_layers_have_the_tokens_of_the_first_values(changes: dict):
+    with pytest.raises(ConfigError, match=r"value_residual=True needs a first layer .* or value_residual=False"):
+        config(value_residual=True, **changes).validate()
 
 
 def test_class_tokens_have_the_noise_level_of_their_sample():

@@ -16,7 +16,7 @@ from dit.kernels.attention import segment_sdpa
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.registry import build_backbone
-from dit.objective_checks import check_outputs
+from dit.objective_checks import check_alignment, check_outputs
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.alignment import Alignment
 from dit.objectives.base import Objective
@@ -35,7 +35,7 @@ RAGGED = [Sample((1, 3, 4), label=2), Sample((2, 2, 3)), Sample((1, 1, 1), label
 DENSE = [Sample((1, 3, 4), label=i) for i in (2, 0, 6)]
 MODEL = config(num_layers=4, class_dropout=0.0, teacher_token_size=WIDTH)
 OBJECTIVE = FlowMatching(teacher_token_weight=WEIGHT, time_distribution="logit_normal")
-ALIGNED = replace(OBJECTIVE, alignment=Alignment(layer=2, features=10, hidden_size=20))
+ALIGNED = replace(OBJECTIVE, alignment=Alignment(weight=0.7, layer=2, features=WIDTH, hidden_size=20))
 
 
 def pack_with_tokens(model: DiTConfig = MODEL, samples: list[Sample] = RAGGED, multiple: int = 4) -> PackedBatch:
@@ -44,7 +44,7 @@ def pack_with_tokens(model: DiTConfig = MODEL, samples: list[Sample] = RAGGED, m
     generator = torch.Generator().manual_seed(1)
     batch.latents_TC = torch.randn(batch.latents_TC.shape, generator=generator)
     token_SF = torch.randn(len(samples), WIDTH, generator=generator)
-    features_TF = torch.randn(len(batch.latents_TC), 10, generator=generator)
+    features_TF = torch.randn(len(batch.latents_TC), WIDTH, generator=generator)
     batch.conditions |= {TEACHER_TOKEN.name: per_sample(token_SF), TEACHER.name: Entry("token", features_TF)}
     return replace(batch, loss_weight_S=torch.tensor([0.5, 1.0, 2.0, 1.0])[: len(samples)])
 
@@ -52,6 +52,11 @@ def pack_with_tokens(model: DiTConfig = MODEL, samples: list[Sample] = RAGGED, m
 def network(build_model: BuildModel, model: DiTConfig = MODEL, objective: FlowMatching = OBJECTIVE) -> Backbone:
     backbone = build_model(model, perturb=0.1)
     backbone.add_networks(objective.auxiliary, backbone.provider)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in backbone.named_parameters():
+            if name.startswith("alignment."):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
     return backbone
 
 
@@ -67,6 +72,7 @@ def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, mo
 CASES = {
     "dense": (MODEL, OBJECTIVE, DENSE, 1),
     "packed": (MODEL, OBJECTIVE, RAGGED, 4),
+    "aligned": (MODEL, ALIGNED, RAGGED, 4),
     "x0 after class tokens": (
         config(**{**JIT, "num_layers": 4, "class_dropout": 0.0, "teacher_token_size": WIDTH}),
         replace(OBJECTIVE, prediction="x0"),
@@ -76,19 +82,43 @@ CASES = {
 }
 
 
+def with_projection(reference: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Add the projection of `ALIGNED` to a reference; return a list that gets the tokens after the second block."""
+    for i, inputs, outputs in ((1, 48, 20), (2, 20, 20), (3, 20, WIDTH)):
+        setattr(reference, f"align_{i}", nn.Linear(inputs, outputs).double())
+    names = {f"alignment.fc{i}": f"align_{i}" for i in (1, 2, 3)}
+    monkeypatch.setattr(weights, "_DIRECT", {**weights._DIRECT, **names})
+    hidden: list[Tensor] = []
+    reference.blocks[1].register_forward_hook(lambda _, args, out: hidden.append(out))
+    return hidden
+
+
+def cosine(reference: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return the cosine between the projection of a token and a feature of the teacher."""
+    h = reference.align_2(nn.functional.silu(reference.align_1(x)))
+    h = reference.align_3(nn.functional.silu(h))
+    return (h @ y) / (h.norm() * y.norm())
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, case: str) -> None:
-    """The token is noised at the time of its sample; each of the sample's tokens adds its error times the weight."""
+def test_loss_and_gradients_equal_a_loop_over_samples(
+    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """The token is noised at the time of its sample; each of the sample's tokens adds its error times the weight.
+
+    The clean token is aligned like those of the patches; a sample has its number of patches times the mean.
+    """
     model, objective, samples, multiple = CASES[case]
     model.validate()
-    backbone, batch = network(build_model, model), pack_with_tokens(model, samples, multiple)
+    backbone, batch = network(build_model, model, objective), pack_with_tokens(model, samples, multiple)
     actual = step_of(backbone, objective, batch, model)
-    reference = weights.reference_of(model)
+    reference: Any = weights.reference_of(model)
+    hidden = with_projection(reference, monkeypatch) if objective.alignment is not None else None
     weights.copy_weights(backbone, reference, model.num_attention_heads)
     noise = AddressedNoise(SEED, STEP, batch.sample_ids_S, batch.layout)
     prepared = objective.prepare(batch, noise)
     eps_SF = noise.normal_SC("teacher_token", WIDTH, repeated=False).double()
-    error, token_error = torch.zeros(2, dtype=torch.float64)
+    error, token_error, alignment = torch.zeros(3, dtype=torch.float64)
     for i, (sample, rows) in enumerate(zip(samples, rows_of(batch.layout))):
         t, weight = prepared.time_S[i].double(), float(batch.loss_weight_S[i])  # type: ignore[index]
         clean, eps = batch.conditions["teacher_token"].values[i].double(), eps_SF[i]
@@ -103,9 +133,14 @@ def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, c
             residual, token_residual = patches - prepared.target_TC[rows].double(), token - (eps - clean)
         error = error + weight * residual.square().mean(1).sum()
         token_error = token_error + weight * WEIGHT * len(patches) * token_residual.square().mean()
-    (error + token_error).backward()
-    assert actual["sums"][:2].tolist() == pytest.approx([error.item(), token_error.item()], rel=RTOL)
-    assert actual["total"].item() == pytest.approx((error + token_error).item(), rel=RTOL)
+        if hidden is not None:
+            teacher = [*batch.conditions[TEACHER.name].values[rows].double(), clean]
+            cosines = [cosine(reference, x, y) for x, y in zip(hidden[-1][0], teacher, strict=True)]
+            alignment = alignment - weight * 0.7 * len(patches) * sum(cosines) / len(cosines)
+    terms = [error, token_error] if hidden is None else [error, alignment, token_error]
+    torch.stack(terms).sum().backward()
+    assert actual["sums"][: len(terms)].tolist() == pytest.approx([term.item() for term in terms], rel=RTOL)
+    assert actual["total"].item() == pytest.approx(sum(term.item() for term in terms), rel=RTOL)
     assert int(actual["count"]) == batch.layout.valid_tokens
     exact = weights.reference_gradients(backbone, reference, model.num_attention_heads)
     assert set(exact) == set(actual["gradients"])
@@ -129,25 +164,18 @@ def test_tokens_of_a_pack_have_their_own_standard_normal_noise() -> None:
     assert eps[0].std().item() == pytest.approx(1, abs=0.05)
 
 
-def test_alignment_follows_the_token(build_model: BuildModel) -> None:
-    """With both terms, each equals that of an objective without the other; the token itself is not aligned."""
+def test_alignment_changes_no_other_term(build_model: BuildModel) -> None:
     backbone, batch = network(build_model, objective=ALIGNED), pack_with_tokens()
     both = step_of(backbone, ALIGNED, batch, MODEL)
     token = step_of(backbone, OBJECTIVE, replace(batch, conditions=batch.conditions.without(TEACHER.name)), MODEL)
     assert ALIGNED.terms == ("error", "alignment", "teacher_token")
     assert both["sums"][[0, 2]].tolist() == token["sums"][:2].tolist()
-    hidden: list[Tensor] = []
-    backbone.layers["1"].register_forward_hook(lambda _, args, out: hidden.append(out))  # type: ignore[index]
-    step_of(backbone, ALIGNED, batch, MODEL)
-    features_JF = torch.zeros(len(hidden[0]), 10)
-    rows = [
-        slice(start + i, start + i + n) for i, (start, n) in enumerate(zip(batch.layout.starts, (12, 12, 1, 10)), 1)
-    ]
-    for source, target in zip(rows_of(batch.layout), rows):
-        features_JF[target] = batch.conditions[TEACHER.name].values[source]
-    cosines_J = backbone.alignment(hidden[0], features_JF)[:, 0]  # type: ignore[operator]
-    expected = 0.5 * sum(w * cosines_J[target].sum() for w, target in zip((0.5, 1.0, 2.0, 1.0), rows))
-    assert both["sums"][1].item() == pytest.approx(float(expected), rel=RTOL)
+
+
+def test_features_of_another_width_than_the_token_are_refused() -> None:
+    objective = FlowMatching(alignment=Alignment(features=9, layer=1))
+    with pytest.raises(ConfigError, match=r"teacher_token_size=7 and objective.alignment.features=9 must be equal"):
+        check_alignment(objective, MODEL)
 
 
 def test_the_held_out_loss_includes_the_token(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:

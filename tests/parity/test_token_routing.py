@@ -52,6 +52,7 @@ class ReferenceRouted(ReferenceDiT):
             **{"size": size, "depth": model.num_layers, "heads": model.num_attention_heads, "inner": model.ffn_size},
             **{"patch_in": model.token_channels, "patch_out": model.output_features, "classes": model.num_classes},
             **{"positions": model.position_embedding, "rope": model, "token": model.teacher_token_size},
+            value_residual=model.value_residual,
         )
         if self.routing.rejoin == "fused":
             self.mask, self.both = nn.Parameter(torch.zeros(size)), nn.Linear(2 * size, size)
@@ -78,11 +79,12 @@ class ReferenceRouted(ReferenceDiT):
             x = torch.cat([x, self.token_norm(self.token(token_F))[None, None]], 1)
             by = None if by is None else torch.cat([by, torch.ones_like(by[:1])])
         first, last = self.routing.first_layers, len(self.blocks) - self.routing.last_layers
-        for block in self.blocks[:first]:
-            x = block(x, cond, by)
+        for i, block in enumerate(self.blocks[:first]):
+            x = block(x, cond, by, *self.first_values(i))
         middle = x[:, kept]
-        for block in self.blocks[first:last]:
-            middle = block(middle, cond, None if by is None else by[kept])
+        for i, block in enumerate(self.blocks[first:last], first):
+            v_1 = [(share, values[:, kept]) for share, values in self.first_values(i)]
+            middle = block(middle, cond, None if by is None else by[kept], *v_1)
         rows = []
         for i in range(x.shape[1]):
             missing = x[0, i] if self.routing.rejoin == "unchanged" else self.mask
@@ -90,8 +92,8 @@ class ReferenceRouted(ReferenceDiT):
             rows.append(missing if is_missing else middle[0, kept.index(i)])
         y = torch.stack(rows)[None]
         x = y if self.routing.rejoin == "unchanged" else self.both(torch.cat([x, y], 2))
-        for block in self.blocks[last:]:
-            x = block(x, cond, by)
+        for i, block in enumerate(self.blocks[last:], last):
+            x = block(x, cond, by, *self.first_values(i))
         shift, scale = self.final_modulation(silu(cond))[:, None].chunk(2, dim=-1)
         out = self.final(normalise(x, self.eps) * (1 + scale) + shift)[0]
         if token_F is None:
@@ -117,14 +119,24 @@ def drawn(batch: PackedBatch, others: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, torch.rand(len(batch.keys), generator=generator), cotangent
 
 
-@pytest.mark.parametrize(("positions", "token"), [("sincos_2d", None), ("rope_3d", None), ("rope_3d", 7)])
+@pytest.mark.parametrize(
+    ("positions", "token", "values"),
+    [("sincos_2d", None, False), ("rope_3d", None, False), ("rope_3d", 7, False), ("rope_3d", 7, True)],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_and_gradients_are_those_of_a_loop_over_samples(
-    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, name: str, positions: Any, token: Optional[int]
+    build_model: BuildModel,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    positions: Any,
+    token: Optional[int],
+    values: bool,
 ) -> None:
-    """With the teacher's token, the middle layers see it in all samples."""
-    routing = CASES[name]
+    """With the teacher's token, the middle layers see it in all samples; values are those of the first layer."""
+    routing = replace(CASES[name], first_layers=max(CASES[name].first_layers, int(values)))
     model_config = config(num_layers=4, routing=routing, position_embedding=positions, teacher_token_size=token)
+    model_config.value_residual = values
+    model_config.validate()
     model, reference = build_model(model_config, perturb=0.1), ReferenceRouted(model_config)
     monkeypatch.setattr(weights, "_DIRECT", {**weights._DIRECT, "routing.fuse": "both", "routing.mask": "mask"})
     weights.copy_weights(model, reference, model_config.num_attention_heads)

@@ -24,6 +24,7 @@ _DIRECT = {
     "head.linear": "final",
     "modulation.linear": "modulation",
     "attention.linear_proj": "out",
+    "value_weights": "first_shares",
     "attention.q_layernorm.weight": "query_norm",
     "attention.k_layernorm.weight": "key_norm",
     "mlp.router": "router",
@@ -66,6 +67,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         class_tokens=config.class_tokens,
         token=config.teacher_token_size,
         intervals=config.interval_conditioning,
+        value_residual=config.value_residual,
         wide_head=None if config.wide_head is None else (*config.wide_head, inner_of_wide_head(config)),
     )
     if config.num_experts is not None:

@@ -30,6 +30,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             for none.
         teacher_token_size: width of the class token of a teacher, which is noised and predicted like the latent, as one
             more token before those of each sample (`objective.teacher_token_weight`); None for none.
+        value_residual: mix the attention's values of every layer but the first with those of the first, by a learned
+            weight.
         wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent again and condition
             each token on its output of the blocks; None for none.
         rope_axes: features of a head that rotate with t, h and w; None for a third each.
@@ -37,7 +39,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
 
     Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; teacher's token: Wu et al. 2025 (REG),
-    arXiv:2507.01467; wide head: Zheng et al. 2025 (RAE), arXiv:2510.11690.
+    arXiv:2507.01467; wide head: Zheng et al. 2025 (RAE), arXiv:2510.11690; value residual: Bhanded 2025 (SR-DiT),
+    arXiv:2512.12386.
     """
 
     num_layers: int = 12
@@ -48,6 +51,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     bottleneck_size: Optional[int] = None
     class_tokens: Optional[list[int]] = None
     teacher_token_size: Optional[int] = None
+    value_residual: bool = False
     wide_head: Optional[list[int]] = None
     position_embedding: Positions = "sincos_2d"
     rope_axes: Optional[list[int]] = None
@@ -60,6 +64,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         alike = aligned and self.teacher_token_size is None
         compiled = alike and self.wide_head is None
         supports = replace(super().supports, levels=alike, split_texts=alike, aligned=aligned, compiled=compiled)
+        supports = replace(supports, pipeline=supports.pipeline and not self.value_residual)
         return replace(supports, fixed_packs=supports.fixed_packs and self.teacher_token_size is None)
 
     def conditions(self) -> tuple[Condition, ...]:
@@ -68,7 +73,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         return (*super().conditions(), replace(TEACHER_TOKEN, shape=(self.teacher_token_size,)))
 
     def layer_kind(self, layer: int) -> Hashable:
-        return super().layer_kind(layer), self.class_tokens is not None and layer >= self.class_tokens[1]
+        has_class_tokens = self.class_tokens is not None and layer >= self.class_tokens[1]
+        return super().layer_kind(layer), has_class_tokens, self.value_residual and layer == 0
 
     def validate(self) -> None:
         super().validate()
@@ -83,6 +89,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             self._check_class_tokens(self.class_tokens)
         if self.wide_head is not None:
             self._check_wide_head(self.wide_head)
+        if self.value_residual:
+            self._check_value_residual()
         if self.teacher_token_size is not None and self.num_experts is not None:
             raise ConfigError(
                 f"model.teacher_token_size={self.teacher_token_size} does not go with "
@@ -96,7 +104,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         inner = -(-self.ffn_size * size // (64 * self.hidden_size)) * 64  # other widths have slow matrix products
         axes = self.rope_axes and [features * (size // heads) // self.head_size for features in self.rope_axes]
         sizes = {"hidden_size": size, "num_attention_heads": heads, "ffn_hidden_size": inner, "rope_axes": axes}
-        return replace(self, wide_head=None, routing=None, lora=None, num_layers=layers, **sizes)  # type: ignore[arg-type]
+        return replace(self, wide_head=None, value_residual=False, routing=None, lora=None, num_layers=layers, **sizes)  # type: ignore[arg-type]
 
     def _check_wide_head(self, numbers: list[int]) -> None:
         if len(numbers) != 3 or numbers[1] % numbers[2]:
@@ -111,6 +119,15 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
                 f"model.wide_head={numbers} does not go with {settings}; set these to null, or model.wide_head=null"
             )
         self.head_layers().validate()
+
+    def _check_value_residual(self) -> None:
+        if self.class_tokens is not None or 0 in self.middle_layers or self.num_layers == 1:
+            raise ConfigError(
+                "model.value_residual=True needs a first layer that has the tokens of all later layers: "
+                f"model.class_tokens={self.class_tokens}, model.routing={self.routing}, "
+                f"model.num_layers={self.num_layers}; use class_tokens=null, routing.first_layers of at least 1 and "
+                "num_layers of at least 2, or value_residual=False"
+            )
 
     def _check_class_tokens(self, numbers: list[int]) -> None:
         if len(numbers) != 2 or numbers[0] < 1 or not 0 <= numbers[1] < self.num_layers:

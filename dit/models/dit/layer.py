@@ -8,7 +8,7 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation, RMSNorm
-from dit.layers.attention import SelfAttention
+from dit.layers.attention import FirstValues, SelfAttention
 from dit.layers.mlp import MLPS
 from dit.layers.moe import MoE
 from dit.layout import SequenceLayout
@@ -19,15 +19,23 @@ class DiTLayer(nn.Module):
     """Self-attention and MLP (or mixture of experts), each with a modulated norm and a gate.
 
     Args:
+        returns_values: whether the layer returns the values of its attention, too.
         per_token: whether every token has its own conditioning vector.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2, "DiT block with adaLN-Zero".
     """
 
     def __init__(
-        self, config: DiTConfig, provider: LayerProvider, attention: Attention, *, per_token: bool = False
+        self,
+        config: DiTConfig,
+        provider: LayerProvider,
+        attention: Attention,
+        *,
+        returns_values: bool = False,
+        per_token: bool = False,
     ) -> None:
         super().__init__()
+        self.returns_values = returns_values
         bias, eps = config.add_bias, config.layernorm_epsilon
         self.modulation = Modulation(config.hidden_size, 2, provider, bias=bias, eps=eps, per_token=per_token)
         self.attention = SelfAttention(
@@ -55,13 +63,15 @@ class DiTLayer(nn.Module):
         cond_SD: Tensor,
         layout: SequenceLayout,
         rotation: Optional[Rotation] = None,
+        first: Optional[FirstValues] = None,
         rows: Optional[SequenceLayout] = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Apply the block.
 
         Args:
             layout: layout of the local tokens.
             rotation: rotary positions of the gathered tokens, or None.
+            first: values of the first layer, see `SelfAttention`.
             rows: layout of the rows of `cond_SD`. Default: `layout`, with a row for each sample or noise level.
         """
         rows = layout if rows is None else rows
@@ -69,6 +79,9 @@ class DiTLayer(nn.Module):
         if self.attention_norm is not None and self.mlp_norm is not None:
             attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, rows)
-        y_TD = self.attention(y_TD, layout, rotation)
+        y_TD = self.attention(y_TD, layout, rotation, first=first, returns_values=self.returns_values)
+        if self.returns_values:
+            y_TD, values_TGH = y_TD
         x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, rows)
-        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), rows)
+        x_TD = mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), rows)
+        return (x_TD, values_TGH) if self.returns_values else x_TD

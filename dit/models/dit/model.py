@@ -4,7 +4,7 @@ from typing import Any, Optional
 
 from torch import Tensor, nn
 
-from dit.backends.init import xavier_uniform
+from dit.backends.init import Init, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
@@ -28,8 +28,9 @@ class DiT(TokenStack[DiTConfig]):
 
     Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: mean-pooled text in the conditioning vector,
     QK-layernorm, (t, h, w) positions, rotary positions, the bottleneck, class tokens, RMSNorm and SwiGLU of JiT (Li and
-    He 2025, arXiv:2511.13720), the teacher's token of REG (Wu et al. 2025, arXiv:2507.01467), and the wide head of RAE
-    (Zheng et al. 2025, arXiv:2510.11690) are options.
+    He 2025, arXiv:2511.13720), the teacher's token of REG (Wu et al. 2025, arXiv:2507.01467), the wide head of RAE
+    (Zheng et al. 2025, arXiv:2510.11690), and the value residual of SR-DiT (Bhanded 2025, arXiv:2512.12386) are
+    options.
     """
 
     embed: nn.Linear
@@ -69,7 +70,13 @@ class DiT(TokenStack[DiTConfig]):
                 self.bottleneck = provider.replicated_linear(config.token_channels, inputs, bias=False, init=init)
             init = xavier_uniform(inputs, config.hidden_size)
             self.embed = provider.replicated_linear(inputs, config.hidden_size, bias=True, init=init)
-        self.layers = nn.ModuleDict({str(i): DiTLayer(config, provider, attention) for i in stage.layers})
+        first = 0 if config.value_residual else None
+        self.layers = nn.ModuleDict(
+            {str(i): DiTLayer(config, provider, attention, returns_values=i == first) for i in stage.layers}
+        )
+        if config.value_residual:
+            init = Init("constant", 0.5)
+            self.value_weights = provider.parameter((config.num_layers - 1,), init, gradient_covers="all_tokens")
         if stage.last and config.wide_head is not None:
             self.head = WideHead(config, provider, attention)
         elif stage.last:

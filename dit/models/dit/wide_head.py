@@ -68,6 +68,6 @@ class WideHead(nn.Module):
         cond_TD = self.condition(nn.functional.silu(x_TD + layout.level_layout.per_token(time_LD)))
         y_TD = self.embed(inputs_TC, layout)
         for layer in self.layers.values():
-            y_TD = layer(y_TD, cond_TD, layout, rotation, rows)
+            y_TD = layer(y_TD, cond_TD, layout, rotation, None, rows)
         out_TC: Tensor = self.final(y_TD, cond_TD, rows)
         return out_TC

@@ -1,5 +1,7 @@
 """Recompute changes which tensors are saved, but no result."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,12 +22,13 @@ DIT = DiTConfig(hidden_size=32, num_layers=3, num_attention_heads=4, num_classes
 EXPERTS = DiTConfig(
     hidden_size=32, num_layers=2, num_attention_heads=4, num_classes=5, num_experts=4, moe_ffn_hidden_size=48
 )
+VALUES = replace(DIT, value_residual=True)
 TEXT = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12}
 STREAMS = {**TEXT, "num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [2, 4, 2]}
 FLUX = FluxConfig(**{name: size for name, size in STREAMS.items() if name != "num_layers"}, ffn_hidden_size=48)
 MODELS = [
     *(DIT, EXPERTS, DiTCrossConfig(**TEXT), MovieGenConfig(**TEXT, num_query_groups=2)),
-    *(FLUX, WanConfig(**TEXT, ffn_hidden_size=48)),
+    *(FLUX, WanConfig(**TEXT, ffn_hidden_size=48), VALUES),
 ]
 GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2))
 
