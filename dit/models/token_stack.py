@@ -166,7 +166,8 @@ class TokenStack(Backbone, Generic[Config]):
         aligned = self.aligned_layer if TEACHER.name in batch.conditions else None
         weights: tuple[Tensor, ...] = ()
         if self.value_weights is not None:
-            weights = self.provider.sum_gradient_over_tensor_ranks(self.value_weights).split(1)
+            # A copy: without gradients, views of a parameter still require one, which counters of operations refuse.
+            weights = self.provider.sum_gradient_over_tensor_ranks(self.value_weights).clone().split(1)
         if not self.pre_process:
             x_TD, columns_T1 = self._received(layout)
 
