@@ -55,7 +55,7 @@ Config = TypeVar("Config", bound=TransformerModelConfig)
 
 
 def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider) -> Conditioner:
-    """Build the conditioning vector of a backbone with text cross-attention."""
+    """Return the module that computes the conditioning vector of a backbone with text cross-attention."""
     side = config.patch_spatial
     return Conditioner(
         config.hidden_size,
@@ -79,7 +79,7 @@ class TokenStack(Backbone, Generic[Config]):
     layers: nn.ModuleDict
     head: nn.Module
     aligned_layer: Optional[str] = None
-    """Index of the local layer whose tokens are compared with features of a teacher."""
+    """Global index of the layer whose tokens are compared with features of a teacher; None if another stage has it."""
     teacher_features = 0
     """Width of the class token of a teacher; 0 without it."""
 
@@ -166,7 +166,7 @@ class TokenStack(Backbone, Generic[Config]):
         aligned = self.aligned_layer if TEACHER.name in batch.conditions else None
         weights: tuple[Tensor, ...] = ()
         if self.value_weights is not None:
-            # A copy: without gradients, views of a parameter still require one, which counters of operations refuse.
+            # A copy: views of a parameter require a gradient even under `no_grad`, which FLOP counters refuse.
             weights = self.provider.sum_gradient_over_tensor_ranks(self.value_weights).clone().split(1)
         if not self.pre_process:
             x_TD, columns_T1 = self._received(layout)

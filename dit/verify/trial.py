@@ -110,17 +110,21 @@ def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
 
 
 def gathered(shards: Sequence[MasterShard], values: Sequence[Tensor]) -> list[Tensor]:
-    """Gather values that are sharded like the master weights into parameter-shaped fp32 tensors, on every rank.
+    """Gather values that are sharded like the master weights over the ranks of each shard's group.
 
-    Shards are summed as integers, because adding integer zeros changes no bit, not even the sign of a zero.
+    The bits of the shards are summed as integers, because adding integer zeros changes no bit, not even the sign of a
+    zero.
+
+    Returns:
+        fp32 tensors in the shapes of this rank's parameters, on every rank of the groups.
     """
     tensors = [torch.zeros(s.parameter.numel(), dtype=torch.float32, device=v.device) for s, v in zip(shards, values)]
     for s, tensor, value in zip(shards, tensors, values):
         tensor[s.start : s.stop] = value.detach().flatten()
-    split = [s.group if s.group is not None and s.group.size() > 1 else None for s in shards]
-    for group in dict.fromkeys(split):
+    shard_groups = [s.group if s.group is not None and s.group.size() > 1 else None for s in shards]
+    for group in dict.fromkeys(shard_groups):
         if group is not None:
-            parts = [tensor for tensor, of_shard in zip(tensors, split) if of_shard is group]
+            parts = [tensor for tensor, of_shard in zip(tensors, shard_groups) if of_shard is group]
             flat = torch.cat(parts)
             dist.all_reduce(flat.view(torch.int32), group=group)
             for part, summed in zip(parts, flat.split([len(part) for part in parts])):
@@ -129,7 +133,11 @@ def gathered(shards: Sequence[MasterShard], values: Sequence[Tensor]) -> list[Te
 
 
 def copies(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """Return the tensors of each rank of a group; equal shapes and types on all ranks, which send one message."""
+    """Return the tensors of each rank of a group, gathered in one collective.
+
+    Args:
+        tensors: their shapes and types are the same on all ranks.
+    """
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
     flats = [torch.empty_like(flat) for _ in range(group.size())]
@@ -141,7 +149,7 @@ def copies(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[list[Ten
 
 
 def unsharded(tensors: Sequence[Tensor], parameters: Sequence[Tensor], groups: ProcessGroups) -> list[Tensor]:
-    """Gather parameter-shaped tensors over the tensor-parallel ranks."""
+    """Return tensors in the shapes of this rank's parameters with the parts of all tensor-parallel ranks."""
     result = [tensor.detach().clone() for tensor in tensors]
     split = {i: dim for i, p in enumerate(parameters) if (dim := sharding_of(p).split_dim) is not None}
     if groups.tp.size() > 1 and split:
@@ -152,7 +160,11 @@ def unsharded(tensors: Sequence[Tensor], parameters: Sequence[Tensor], groups: P
 
 
 def copies_differ(tensors: Sequence[Tensor], parameters: Sequence[Tensor], groups: ProcessGroups) -> list[bool]:
-    """Return for each parameter-shaped tensor whether its copies differ between ranks."""
+    """Return for each tensor whether it differs from its copies on ranks that differ from this one in one axis.
+
+    Args:
+        tensors: in the shapes of this rank's parameters, which name the axes over which they are replicated.
+    """
     differ = [False] * len(tensors)
     axes = [sharding_of(parameter).replicated_over for parameter in parameters]
     for axis in dict.fromkeys(axis for of_parameter in axes for axis in of_parameter):
@@ -178,7 +190,11 @@ def on_first_rank(value: Any, group: Optional[dist.ProcessGroup]) -> list[Any]:
 
 
 def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
-    """Gather (name, tensor) pairs over stages and experts; also return the names whose copies differ."""
+    """Gather (name, tensor) pairs over pipeline stages and experts, on the first rank of each such group.
+
+    Returns:
+        The tensors by name; and the names of tensors that several stages have, with different values.
+    """
     # Pickling a tensor takes 0.6 ms, much more than an array; numpy has no bfloat16.
     sent = [(name, tensor if tensor.dtype == torch.bfloat16 else tensor.cpu().numpy()) for name, tensor in named]
     tensors, drifted = dict[str, Tensor](), []
@@ -193,7 +209,14 @@ def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tup
 def global_values(
     named: Sequence[tuple[str, MasterShard, Tensor]], groups: ProcessGroups
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return values that are sharded like the master weights as global tensors by name, see `of_all_stages`."""
+    """Gather values that are sharded like the master weights: over data-parallel and tensor-parallel ranks, and stages.
+
+    Args:
+        named: name, shard and local values of each tensor; at least one.
+
+    Returns:
+        As `of_all_stages`; copies on other replicas are not compared.
+    """
     names, shards, values = zip(*named)
     tensors = unsharded(gathered(shards, values), [s.parameter for s in shards], groups)
     return of_all_stages(list(zip(names, tensors)), groups)
@@ -201,7 +224,7 @@ def global_values(
 
 @torch.no_grad()
 def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
-    """Add noise to parameters that start as zeros or ones, because a zero-initialised network has few gradients."""
+    """Add noise to parameters that start as zeros or ones: in a zero-initialised network, many gradients are zero."""
     for name, parameter in named_parameters(chunks):
         if init_of(parameter, name).kind == "constant":
             sharding = sharding_of(parameter, name)
@@ -213,7 +236,7 @@ def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> Non
 
 
 def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
-    """Build the groups and the model of a trial on this rank; no parameter is constant."""
+    """Build the groups and the model of a trial on this rank; no parameter has equal elements only."""
     model, parallel, training = trial.model, trial.parallel, trial.training
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, training, groups, auxiliary=trial.objective.auxiliary)
@@ -266,7 +289,7 @@ def gradients_of(session: Built) -> dict[str, Any]:
 def weights_of(session: Built) -> dict[str, Any]:
     """Return `parameters` after the last step, `averages` if there are any, and `drifted`.
 
-    The last one lists the parameters and averages whose copies differ.
+    `drifted` has, on rank 0, the names of parameters and averages whose copies differ anywhere.
     """
     groups, names = session.groups, [s.name for s in session.shards]
     parameters = [s.parameter for s in session.shards]
@@ -284,6 +307,7 @@ def weights_of(session: Built) -> dict[str, Any]:
         drifted += [name for (name, _), differs in zip(named, differ) if differs]
         result["drifted"] += [f"{name} (average)" for name in drifted]
         result["averages"] = result.get("averages", {}) | by_name
+    result["drifted"] = list(dict.fromkeys(itertools.chain(*on_first_rank(result["drifted"], None))))
     return result
 
 

@@ -1,14 +1,15 @@
 """`launch.verify` names the parameter with a wrong gradient; `tests/laws` tests models without faults."""
 
+import os
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dit.verify.trial
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
@@ -38,9 +39,9 @@ def config_of(recipe: str) -> RunConfig:
     return built(call_recipe(recipe))
 
 
-def pair_of(recipe: str, **parallel):
-    """Return the tiny form of a recipe under a layout of two ranks, instead of the layout of the recipe."""
-    return tiny_pair(replace(config_of(recipe), parallel=ParallelConfig(**parallel)), 2)
+def pair_of(recipe: str, ranks: int = 2, **parallel):
+    """Return the tiny form of a recipe under a layout of some ranks, instead of the layout of the recipe."""
+    return tiny_pair(replace(config_of(recipe), parallel=ParallelConfig(**parallel)), ranks)
 
 
 def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
@@ -93,8 +94,9 @@ def doubled_loss(case: dict) -> dict:
 
 
 def skewed_average(case: dict) -> dict:
-    """Train with another decay of the average on rank 1."""
-    decay = 0.5 if dist.get_rank() else EMA_DECAY
+    """Train with another decay of the average on the last rank."""
+    is_last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    decay = 0.5 if is_last else EMA_DECAY
     with mock.patch.object(EMA, "weight", return_value=1 - decay):
         return train(case["trial"])
 
@@ -260,6 +262,16 @@ def test_a_different_average_on_one_rank_is_detected(verdicts: dict[str, Verdict
     assert {kind for kind in verdict.comparison.errors if verdict.comparison.wrong(kind)} == {"averages"}
     assert "head.linear.bias (average)" in verdict.comparison.drifted
     assert "weight average after the steps: " in verdict.text()
+
+
+def test_a_different_average_is_detected_on_a_rank_that_shares_no_group_with_the_first(tmp_path: Path) -> None:
+    """The last of two tensor-parallel ranks in two replicas; the values that rank 0 gathers are those of one rank."""
+    pair = pair_of(RECIPE, 4, tensor_model_parallel_size=2, data_parallel="ddp")
+    case = {"task": FAULTS["average"]["task"], "trial": pair.many}
+    (result,) = run_world(4, [case], tmp_path)
+    weights = set(result["averages"])
+    assert {f"{name} (average)" for name in weights} <= set(result["drifted"])
+    assert not weights & set(result["drifted"])
 
 
 def test_a_model_that_reads_padding_differs_from_one_rank(verdicts: dict[str, Verdict]) -> None:
