@@ -5,11 +5,12 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
                                     +-- layer_inputs: conditioning, text, layout, rotation
 
 With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
-`model.class_tokens`, layers from some layer on run on more tokens (`ClassTokens`). With `model.teacher_token_size`, all
-layers run on one more token of each sample, and its outputs are copied to columns of all tokens of the sample. With
-`objective.alignment`, one layer's tokens are compared with features of a teacher; the result is one more column of the
-activations that later stages receive, and of the outputs. With `model.value_residual`, the first layer also returns the
-values of its attention, which all later layers receive.
+`model.class_tokens`, the middle layers are the last ones, and run on more tokens (`ClassTokens`). With
+`model.teacher_token_size`, all layers run on one more token of each sample, and its outputs are copied to columns of
+all tokens of the sample. With `objective.alignment`, one layer's tokens are compared with features of a teacher; the
+result is one more column of the activations that later stages receive, and of the outputs. With
+`model.value_residual`, which pipelines do not support, the first layer also returns the values of its attention, which
+all later layers receive.
 """
 
 from abc import abstractmethod
