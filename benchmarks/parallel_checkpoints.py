@@ -8,7 +8,7 @@ import torch
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.optimizer.ema import EMA
-from dit.verify.trial import Built, global_values, named_parameters, of_all_stages, unsharded
+from dit.verify.trial import Built, global_values, global_weights
 
 
 def state_of(it: Built, ema: EMA) -> dict[str, Any]:
@@ -58,9 +58,8 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     ema = EMA([*it.shards], 0.9)
     load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
     state = state_of(it, ema)
-    names, parameters = zip(*named_parameters(it.chunks))
-    weights = unsharded([p.data for p in parameters], parameters, it.groups)
-    tensors, drifted = of_all_stages([(f"model.{name}", weight) for name, weight in zip(names, weights)], it.groups)
+    weights, drifted = global_weights(it.chunks, it.groups)
+    tensors = {f"model.{name}": weight for name, weight in weights.items()}
     state = {**state, **tensors, "drifted": state["drifted"] + drifted}
     process_groups.release()
     return state

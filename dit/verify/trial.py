@@ -222,6 +222,13 @@ def global_values(
     return of_all_stages(list(zip(names, tensors)), groups)
 
 
+def global_weights(chunks: Sequence[nn.Module], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
+    """Gather the weights of the model over tensor-parallel ranks and stages; returns as `of_all_stages`."""
+    names, parameters = zip(*named_parameters(chunks))
+    weights = unsharded([parameter.data for parameter in parameters], parameters, groups)
+    return of_all_stages(list(zip(names, weights)), groups)
+
+
 @torch.no_grad()
 def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
     """Add noise to parameters that start as zeros or ones: in a zero-initialised network, many gradients are zero."""

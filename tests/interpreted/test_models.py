@@ -18,7 +18,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from dit.verify.trial import disturb_constants
 from tests.support.reference import LiveBytes, assert_equal_training
-from tests.unit.kernels.test_recompute import MODELS, TEXT, a_pack
+from tests.unit.kernels.test_recompute import MODELS, TEXT, VALUES, a_pack
 
 ROTARY = {"position_embedding": "rope_3d", "qk_layernorm": True}
 SANDWICH = {
@@ -31,8 +31,9 @@ ALL = [
     *(
         config if isinstance(config, FluxConfig) else replace(config, num_layers=1)
         for config in MODELS
-        if not isinstance(config, DiTCrossConfig)
+        if config is not VALUES and not isinstance(config, DiTCrossConfig)
     ),
+    replace(VALUES, num_layers=2),
     DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=4, num_classes=5, **ROTARY),
     DiTCrossConfig(**{**TEXT, "num_layers": 1}, **ROTARY, add_bias=True, num_query_groups=2),
     STDiTConfig(**TEXT),

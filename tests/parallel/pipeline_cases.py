@@ -14,7 +14,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.verify.trial import Built, global_values, named_parameters, of_all_stages, unsharded
+from dit.verify.trial import Built, global_values, global_weights, of_all_stages
 
 
 def forget_conditioners(chunks: list) -> None:
@@ -112,18 +112,11 @@ def _state(it: Built, ema) -> dict:
         slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
         named += [(f"{slot}.{shard.name}", shard, values) for slot, values in slots.items()]
     tensors, drifted = global_values(named, it.groups)
-    weights, drifted_weights = _weights(it)
+    weights, drifted_weights = global_weights(it.chunks, it.groups)
     tensors |= {f"model.{name}": weight for name, weight in weights.items()}
     drifted += drifted_weights
     shapes = global_shapes(parameters_of(it.shards), it.groups)
     return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
-
-
-def _weights(it: Built) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Return the global weights of the model, and the names of those whose copies differ."""
-    names, parameters = zip(*named_parameters(it.chunks))
-    weights = unsharded([p.data for p in parameters], parameters, it.groups)
-    return of_all_stages(list(zip(names, weights)), it.groups)
 
 
 def save(case: dict) -> dict:
@@ -161,7 +154,7 @@ def load(case: dict) -> dict:
         Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
         save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
     load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
-    found["ema_weights"], _ = _weights(it)
+    found["ema_weights"], _ = global_weights(it.chunks, it.groups)
     process_groups.release()
     return found
 
