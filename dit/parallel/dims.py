@@ -117,16 +117,10 @@ def fitting_micro_batch(at_most: int, share: int) -> int:
 
 
 def _check_fsdp(parallel: ParallelConfig) -> None:
-    sharding, pp = parallel.fsdp_sharding, parallel.pipeline_model_parallel_size
+    sharding = parallel.fsdp_sharding
     if sharding not in get_args(FSDPSharding):
         raise ConfigError(
             f"parallel.fsdp_sharding={sharding!r} is unknown; use one of {', '.join(map(repr, get_args(FSDPSharding)))}"
-        )
-    if pp > 1:
-        raise ConfigError(
-            f"parallel.data_parallel=fsdp cannot run with pipeline_model_parallel_size={pp}: Megatron-FSDP requires "
-            "that its mesh of data and tensor parallel ranks contains all ranks; use "
-            "data_parallel=distributed_optimizer, or pipeline_model_parallel_size=1"
         )
     overlaps = {
         "overlap_grad_reduce": parallel.overlap_grad_reduce,
