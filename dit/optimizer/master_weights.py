@@ -1,6 +1,5 @@
 """The optimizer step, and a common view of fp32 master weights for all kinds of optimizers."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -159,8 +158,7 @@ def _shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[M
     shards: dict[nn.Parameter, MasterShard] = {}
     for part in sub_optimizers(optimizer):
         if is_fsdp(part):
-            of_chunks = (_fsdp_shards(part, wrapped, chunk) for wrapped, chunk in zip(part.model_chunks, chunks))
-            return list(itertools.chain.from_iterable(of_chunks))
+            return _fsdp_shards(part, chunks)
         group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
         for parameter, main, start, stop in _pairs(part):
             state = part.optimizer.state[main]
@@ -171,13 +169,14 @@ def _shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[M
     return [shards[parameter] for parameter in names]
 
 
-def _fsdp_shards(optimizer: DistributedOptimizer, wrapped: Any, chunk: nn.Module) -> list[MasterShard]:
-    """Return the shards of a chunk's trained parameters in the order of the chunk."""
-    shards = {}
-    for p in sharded_parameters(wrapped):
-        state = optimizer.optimizer.state[p.owner]
-        shards[p.name] = MasterShard(p.name, p.raw, p.start, p.stop, p.owner, state, p.group)
-    return [shards[name] for name, parameter in chunk.named_parameters() if parameter.requires_grad]
+def _fsdp_shards(optimizer: DistributedOptimizer, chunks: Sequence[nn.Module]) -> list[MasterShard]:
+    shards = []
+    for wrapped, chunk in zip(optimizer.model_chunks, chunks):
+        by_name = {p.name: p for p in sharded_parameters(wrapped)}
+        for p in (by_name[name] for name, parameter in chunk.named_parameters() if parameter.requires_grad):
+            state = optimizer.optimizer.state[p.owner]
+            shards.append(MasterShard(p.name, p.raw, p.start, p.stop, p.owner, state, p.group))
+    return shards
 
 
 def _absent_shards(

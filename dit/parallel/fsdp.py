@@ -168,7 +168,7 @@ def finalize_shards(
         if sharding_of(parameter.raw, parameter.name).every_stage and parameter.owner.grad is not None:
             copies.setdefault(parameter.name, []).append(local(parameter.owner.grad))
     if copies:
-        total = torch.cat([sum(gradients).flatten() for gradients in copies.values()])
+        total = torch.cat([torch.stack(gradients).sum(0).flatten() for gradients in copies.values()])
         dist.all_reduce(total, group=pg_collection.pp)
         for gradients, part in zip(copies.values(), total.split([x[0].numel() for x in copies.values()])):
             for gradient in gradients:

@@ -49,7 +49,7 @@ def _mesh(*groups: ProcessGroup) -> Tensor:
     """
     rank = dist.get_rank()
     steps = [torch.tensor(dist.get_process_group_ranks(group)) - rank for group in groups]
-    return rank + sum(torch.meshgrid(*steps, indexing="ij"))
+    return rank + torch.stack(torch.meshgrid(*steps, indexing="ij")).sum(0)
 
 
 @patches(
