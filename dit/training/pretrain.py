@@ -315,7 +315,12 @@ class Run:
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
         self.checks = RunChecks(
             self.batches,
-            Recheck(self.state, config.training.recheck_interval, self.bad_steps.drop_counts),
+            Recheck(
+                self.state,
+                config.training.recheck_interval,
+                self.bad_steps.drop_counts,
+                graphed=config.training.cuda_graph,
+            ),
             self.bad_steps,
             self.part_norms,
             self.learning_rate,
