@@ -381,7 +381,9 @@ class Run:
         return step.grad_norm
 
     def _count(self, step: Step, loss_sums: torch.Tensor) -> None:
-        self.last_action, self.must_stop = step.action, self.must_stop or step.must_stop
+        self.last_action = step.action
+        if step.action != "rewind":  # the next step asks again
+            self.must_stop = self.must_stop or step.must_stop
         if step.action == "update":
             loss_sums += step.sums
             self.grad_norm = step.grad_norm
