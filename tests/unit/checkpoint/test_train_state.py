@@ -12,11 +12,12 @@ from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.manifest import HeldOut
 from dit.checkpoint.train_state import TrainState, build_state
 from dit.data_api import DataConfig
-from dit.errors import ConfigError
+from dit.errors import CheckpointError, ConfigError
 from dit.training.pretrain import Run
 from energon_data.indexed import Sample, Samples
 from energon_data.mock import MockData
-from tests.unit.training.test_rates import tiny_config
+from launch.average import main as average
+from tests.unit.training.test_rates import tiny_config, tiny_run
 
 
 @pytest.mark.parametrize(("held_out", "validated"), [(None, False), (HeldOut(0.5, 3), False), (HeldOut(0.5, 6), True)])
@@ -89,3 +90,26 @@ def test_a_resumed_run_refuses_other_samples_of_a_user_source(
     with pytest.raises(ConfigError, match=r'data: Constant: 8 samples, digest \w+ -> 8 .*accept_changes=\["data"\]'):
         start(0.25)
     assert finish(start(0.25, "data")) == 0
+
+
+def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """A run may drop a length, but not add one; `launch.average` reads the lengths of each checkpoint."""
+
+    def start(lengths: str, *settings: str) -> Run:
+        return tiny_run(tmp_path, one_rank_world, f"training.ema_sigma_rel={lengths}", *settings)
+
+    run, accept = start("[0.05, 0.25]"), 'checkpoint.accept_changes=["training.ema_sigma_rel"]'
+    for _ in range(3):
+        run.step(torch.zeros(2))
+    run.save()
+    run.close()
+    with pytest.raises(CheckpointError, match=r"no power-function average of .*=\[0\.1\], only of \[0\.05, 0\.25\]"):
+        start("[0.25, 0.1]", accept)
+    resumed = start("[0.25]", accept)
+    short, long = run.state.ema.powers
+    assert all(map(torch.equal, resumed.state.ema.powers[0].values, long.values))
+    assert not all(map(torch.equal, short.values, long.values))
+    resumed.step(torch.zeros(2))
+    resumed.save()
+    resumed.close()
+    assert average(["--checkpoint", str(tmp_path), "--sigma-rel", "0.05", "--out", str(tmp_path / "out")]) == 0
