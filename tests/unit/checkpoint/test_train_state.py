@@ -113,3 +113,15 @@ def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: Pr
     resumed.save()
     resumed.close()
     assert average(["--checkpoint", str(tmp_path), "--sigma-rel", "0.05", "--out", str(tmp_path / "out")]) == 0
+
+
+def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    first = tiny_run(tmp_path / "first", one_rank_world, "training.ema_decay=none", "training.seed=1")
+    first.step(torch.zeros(2))
+    first.save()
+    first.close()
+    words = f"checkpoint.start_from={tmp_path / 'first'}", "training.ema_sigma_rel=[0.05]"
+    run = tiny_run(tmp_path / "second", one_rank_world, *words)
+    run.close()
+    for ema in (run.state.ema, *run.state.ema.powers):
+        assert all(torch.equal(x, shard.main) for x, shard in zip(ema.values, first.state.shards, strict=True))
