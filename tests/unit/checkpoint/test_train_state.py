@@ -125,3 +125,27 @@ def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_ra
     run.close()
     for ema in (run.state.ema, *run.state.ema.powers):
         assert all(torch.equal(x, shard.main) for x, shard in zip(ema.values, first.state.shards, strict=True))
+
+
+def test_adapters_resume_in_another_folder_on_their_base(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """`start_from` names the frozen weights, and `resume_from` the state; without adapters, only one may be set."""
+
+    def start(name: str, *words: str) -> Run:
+        return tiny_run(tmp_path / name, one_rank_world, *words)
+
+    def finish(run: Run) -> list[torch.Tensor]:
+        run.step(torch.zeros(2))
+        run.save()
+        run.close()
+        return [shard.main for shard in run.state.shards]
+
+    finish(start("base"))
+    adapters = "model.lora=lora", f"checkpoint.start_from={tmp_path / 'base'}"
+    trained = finish(start("first", *adapters))
+    source = f"checkpoint.resume_from={tmp_path / 'first'}"
+    run = start("second", *adapters, source)
+    run.close()
+    assert run.state.step == 1
+    assert all(torch.equal(x, shard.main) for x, shard in zip(trained, run.state.shards, strict=True))
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        start("third", adapters[1], source)
