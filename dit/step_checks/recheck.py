@@ -22,6 +22,7 @@ from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.errors import MachineError
 from dit.monitoring.run_log import RunLog
+from dit.settings import TrainingConfig
 from dit.step.device_batches import DeviceBatches
 from dit.step.intervals import is_due
 from dit.step.schedule import Logs
@@ -35,14 +36,12 @@ class Recheck:
     """Computes the gradients of a step, in some steps twice.
 
     Args:
-        interval: steps between two that are computed twice; 0 for none.
         forget: discards the counts of the previous computation.
-        graphed: whether CUDA graphs compute the gradients.
     """
 
-    def __init__(self, state: TrainState, interval: int, forget: Callable[[], None], *, graphed: bool = False) -> None:
-        self._state, self._interval, self._forget = state, interval, forget
-        self._marked = self._marked_sums if graphed else self._marked_gradients
+    def __init__(self, state: TrainState, training: TrainingConfig, forget: Callable[[], None]) -> None:
+        self._state, self._interval, self._forget = state, training.recheck_interval, forget
+        self._marked = self._marked_sums if training.cuda_graph else self._marked_gradients
 
     def compute(
         self, compute: Compute, batches: Iterator[PackedBatch], device_batches: DeviceBatches, log: RunLog

@@ -315,12 +315,7 @@ class Run:
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
         self.checks = RunChecks(
             self.batches,
-            Recheck(
-                self.state,
-                config.training.recheck_interval,
-                self.bad_steps.drop_counts,
-                graphed=config.training.cuda_graph,
-            ),
+            Recheck(self.state, config.training, self.bad_steps.drop_counts),
             self.bad_steps,
             self.part_norms,
             self.learning_rate,
@@ -382,8 +377,7 @@ class Run:
 
     def _count(self, step: Step, loss_sums: torch.Tensor) -> None:
         self.last_action = step.action
-        if step.action != "rewind":  # the next step asks again
-            self.must_stop = self.must_stop or step.must_stop
+        self.must_stop |= step.must_stop and step.action != "rewind"  # the next step asks again
         if step.action == "update":
             loss_sums += step.sums
             self.grad_norm = step.grad_norm
