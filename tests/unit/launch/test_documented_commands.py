@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -272,6 +272,23 @@ def test_targets_and_extras_exist():
     assert named > 12
     for command in re.findall(r"^ +- run: (\S+)$", (ROOT / ".github/workflows/ci.yml").read_text(), re.MULTILINE):
         assert os.access(ROOT / command, os.X_OK), command
+
+
+def test_clean_removes_the_output_of_all_demos_and_no_other_data_or_runs():
+    def words(*arguments: str) -> list[str]:
+        printed = subprocess.run(
+            ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        return shlex.split(printed.replace("\\\n", " "))
+
+    demos = re.findall(r"^(demo[a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    demo_words = words("-B", *demos)
+    written = {after for word, after in pairwise(demo_words) if word == "--out"}
+    written |= {run_dir for word in demo_words if (run_dir := word.removeprefix("training.run_dir=")) != word}
+    removed = set(words("clean"))
+    assert len(written) > 40
+    assert written <= removed
+    assert {name for name in removed if name.startswith(("data", "runs"))} <= written
 
 
 def anchors(page: Path) -> set[str]:
