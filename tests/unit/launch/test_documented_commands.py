@@ -171,6 +171,26 @@ def test_a_documented_module_takes_the_flags_of_its_page(page, module, line, cap
     assert not missing, f"{page}: {module} does not take {missing}"
 
 
+def pytest_lines() -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield the page, the test file and the options of each `pytest FILE ...` in the pages."""
+    for page in MARKDOWN:
+        for found in re.findall(r"`(?:python -m )?pytest ([^`]+)`", (ROOT / page).read_text()):
+            words = shlex.split(found)
+            yield from ((page, word, words) for word in words if re.fullmatch(r"tests/\S+\.py", word))
+
+
+@pytest.mark.parametrize(("page", "file", "words"), pytest_lines(), ids=lambda value: str(value)[:60])
+def test_a_documented_pytest_command_selects_tests(page, file, words):
+    """By default, pytest selects no test of a file that is marked as slow or long as a whole."""
+    text = (ROOT / file).read_text()
+    options = dict(pairwise(words))
+    if mark := options.get("-m"):
+        assert f"pytest.mark.{mark}" in text
+    else:
+        assert not re.search(r"^pytestmark = pytest\.mark\.(slow|long)", text, re.MULTILINE)
+    assert re.search(rf"^def test_.*{options.get('-k', '')}", text, re.MULTILINE)
+
+
 GRID_LINES = sorted(
     line
     for page, module, line in MODULES
