@@ -133,7 +133,7 @@ def test_two_runs_on_one_machine_use_two_ports():
     sharing = []
     for page in PAGES:
         for line in (ROOT / page).read_text().replace("\\\n", " ").splitlines():
-            for command in re.findall(r"torchrun (-.*--nproc-per-node.*)", line):
+            for command in re.findall(r"torchrun (.*--nproc-per-node.*)", line):
                 if "--standalone" not in command and "--nnodes" not in command:
                     sharing.append(f"{page}: torchrun {command}")
     assert not sharing, "\n".join(sharing)
