@@ -49,7 +49,7 @@ examples
   python -m launch.sample --checkpoint runs/letters_edit --reference q.png --prompt "make it bold" --out bold.png
   python -m launch.sample --checkpoint RUN --inpaint street.png mask.png --prompt "a red train" --out train.png
   python -m launch.sample --checkpoint HIGH --low-noise LOW --prompt "a red train" --out train.mp4
-  python -m launch.sample --checkpoint RUN/checkpoints/step_0100000 --guide RUN/checkpoints/step_0020000
+  python -m launch.sample --checkpoint RUN/checkpoints/iter_0100000 --guide RUN/checkpoints/iter_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 

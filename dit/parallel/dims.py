@@ -319,7 +319,7 @@ def _replicas(parallel: ParallelConfig, world_size: int) -> int:
         count = max(1, round(world_size / model_ranks)) * model_ranks
         raise ConfigError(
             f"world size {world_size} is not a multiple of TP {tp} x PP {pp} x CP {cp} = {model_ranks}; start "
-            f"{count} ranks (torchrun --nproc-per-node {count} -m launch.train ...), or shrink the layout"
+            f"{count} ranks (torchrun --standalone --nproc-per-node {count} -m launch.train ...), or shrink the layout"
         )
     return world_size // model_ranks
 
