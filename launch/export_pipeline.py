@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.convert.diffusers_format import TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, num_steps_of, pipeline_of
-from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config, spaced_scheduler
+from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, pipeline_of
+from dit.convert.diffusers_sampling import (
+    PAGE,
+    SCHEDULER_CONFIG,
+    num_steps_of,
+    page,
+    scheduler_config,
+    spaced_scheduler,
+    steps_notes,
+)
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import to_json, write_diffusers
 from dit.encoders.text import TextEncoder
@@ -54,6 +62,7 @@ def write_pipeline(
         assert isinstance(objective, FlowMatching)  # `pipeline_of`
         scheduler = spaced_scheduler(objective, num_steps_of(trained))
         notes.append(f"the scheduler takes the noise levels of launch.sample in {num_steps_of(trained)} steps only")
+    notes += steps_notes(trained)
     if pipeline.note is not None and any(encoder.prompt == "plain" for encoder in encoders):
         notes.append(pipeline.note)
     if pipeline.flow and not pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1:

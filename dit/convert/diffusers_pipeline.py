@@ -18,7 +18,7 @@ from typing import Any, Literal, Optional
 
 from dit.condition_table import size_and_crop
 from dit.convert.diffusers_format import NULLS, VERSION, DiffusersFormat, TrainedModel
-from dit.convert.diffusers_sampling import scheduler_config
+from dit.convert.diffusers_sampling import num_steps_of, scheduler_config
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.ddpm import DDPM
@@ -404,8 +404,3 @@ def loading_lines(
             *drawn,
         ]
     )
-
-
-def num_steps_of(trained: TrainedModel) -> int:
-    """Return the number of steps of the run's own sampling."""
-    return int(trained.sampling.get("num_steps", 50))

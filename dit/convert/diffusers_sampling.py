@@ -1,7 +1,8 @@
 """Sampling of exported weights with diffusers: scheduler settings, and a README page.
 
 The page documents facts that scheduler settings do not have: the direction of time, and the class index of "no class".
-For class-conditional models it has a loop that generates the same samples as our sampler (tests run it).
+For class-conditional models it has a loop that generates the same samples as our sampler (tests run it); `steps_notes`
+has the exceptions.
 """
 
 import math
@@ -13,7 +14,7 @@ from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.objectives.noise_levels import REFERENCE_STEPS, beta_ends
+from dit.objectives.noise_levels import REFERENCE_STEPS, TableSchedule, beta_ends
 
 SCHEDULER_CONFIG = "scheduler_config.json"
 PAGE = "README.md"
@@ -60,6 +61,35 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
     else:
         return None
     return {"_diffusers_version": VERSION, **settings}
+
+
+def num_steps_of(trained: TrainedModel) -> int:
+    """Return the number of steps of the run's own sampling."""
+    return int(trained.sampling.get("num_steps", 50))
+
+
+def steps_notes(trained: TrainedModel) -> list[str]:
+    """Return a note on the steps of `DDIMScheduler`, which are ours only if their number divides the table's.
+
+    In n steps of a table of N, it goes from step k to the noise of step k - N // n, and predicts at other steps next.
+    """
+    objective = trained.objective
+    if not isinstance(objective, DDPM) or not isinstance(schedule := objective.noise_schedule, TableSchedule):
+        return []
+    total, num_steps = schedule.num_steps, num_steps_of(trained)
+    first = int(schedule.step(schedule.time(objective.sampling_grid(1)[0])))
+    if first < total - 1:
+        return [
+            f"the scheduler starts at step {total - 1}, launch.sample at step {first}, because later ones have almost "
+            "no signal; the samples differ"
+        ]
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    if num_steps in divisors:
+        which = f", as {num_steps} does"
+    else:
+        nearest = [*[n for n in divisors if n < num_steps][-1:], *[n for n in divisors if n > num_steps][:1]]
+        which = f"; the nearest to {num_steps} that do are {' and '.join(map(str, nearest))}"
+    return [f"the scheduler takes the steps of launch.sample if their number divides {total}{which}"]
 
 
 def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
