@@ -130,7 +130,7 @@ class TextEncoder:
 
     def _embed(self, ids: Sequence[Sequence[int]], picture: Optional["Image"]) -> tuple[Tensor, Optional[Tensor]]:
         kind, layers = self.geometry.kind, self.config.layers
-        if not ids[0]:
+        if not (ids[0] or self.config.padded or self.config.padded_once):
             return torch.zeros(len(ids), 0, self.geometry.width, device=self.device), None
         if kind == "identity":
             return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
