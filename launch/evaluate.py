@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--minimum",
         type=float,
         metavar="X",
-        help="exit with 1 below this; a share such as 0.9, of sharpness dB above bicubic",
+        help="exit with 1 below this; a share such as 0.9 (of precision without recall), of sharpness dB above bicubic",
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", metavar="FILE", help="of some metrics: also write the samples as a PNG")
