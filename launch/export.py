@@ -203,7 +203,7 @@ def write_diffusers_folder(
 ) -> list[str]:
     """Write a folder in the diffusers layout, scheduler and page included; return the notes."""
     from dit.convert.diffusers_format import format_of_model
-    from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config, steps_notes
+    from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, num_steps_of, page, scheduler_config, steps_notes
     from dit.convert.run_record import CONFIG_KEY, to_record
     from dit.convert.state_files import to_json, write_diffusers
     from dit.models.autoencoder.config import AutoencoderConfig
@@ -214,7 +214,7 @@ def write_diffusers_folder(
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     notes += [*rules.export_notes(), *steps_notes(trained)]
     texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
-    scheduler = scheduler_config(trained.objective)
+    scheduler = scheduler_config(trained.objective, num_steps_of(trained))
     if scheduler is not None:
         texts[SCHEDULER_CONFIG] = to_json(scheduler)
     record = {CONFIG_KEY: to_record(trained)}
