@@ -10,6 +10,8 @@ token, after the projection if the weights have one. That of a sentence encoder 
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -75,6 +77,13 @@ class TextEncoder:
             source = _near(config.name, "processor", "preprocessor_config.json")
             mark = self._model.config.image_token_id
             self._pictures = PictureReader(f"text encoder {config.name!r}", source, mark)
+
+    def of_negatives(self) -> "TextEncoder":
+        """Return this encoder for negative prompts, with the same network."""
+        encoder, name = copy(self), self.config.around.negative
+        if name is not None:
+            encoder.config, encoder._dropped = replace(self.config, prompt=name), slice(0, 0)
+        return encoder
 
     def tokenize(self, texts: Sequence[str], *, picture: bool = False) -> list[list[int]]:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
@@ -285,9 +294,16 @@ class TextEncoders:
         """Load the encoders of a line on a device."""
         return cls(line, device=device)
 
-    def encode(self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None) -> dict[str, list[Tensor]]:
-        """Embed texts by every encoder, as `TextEncoder.encode`."""
-        return join_entries(self.encoders, [encoder.encode(texts, pictures) for encoder in self.encoders])
+    def encode(
+        self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None, *, negative: bool = False
+    ) -> dict[str, list[Tensor]]:
+        """Embed texts by every encoder, as `TextEncoder.encode`.
+
+        Args:
+            negative: whether these are negative prompts.
+        """
+        encoders = [encoder.of_negatives() if negative else encoder for encoder in self.encoders]
+        return join_entries(encoders, [encoder.encode(texts, pictures) for encoder in encoders])
 
 
 def join_entries(

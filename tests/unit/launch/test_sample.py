@@ -237,10 +237,11 @@ def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path,
 
 
 class LengthEncoder:
-    """Embeds a text as one row per word, filled with the word's length."""
+    """Embeds a text as one row per word, filled with the word's length, or minus it for a negative prompt."""
 
-    def encode(self, texts, pictures=None):
-        rows = [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
+    def encode(self, texts, pictures=None, *, negative=False):
+        sign = -1.0 if negative else 1.0
+        rows = [torch.tensor([[sign * len(word)] * 8 for word in text.split()]) for text in texts]
         return {"text": rows, "pooled": [x.sum(0) for x in rows]}
 
 
@@ -258,7 +259,7 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     assert set(asked) == {"some encoder"}
     call = generator.calls[-1]
     assert [c[:, 0].tolist() for c in call["context"]] == [[1, 4, 1], [1, 4, 1], [2, 1], [2, 1]]
-    assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[4]] * 4
+    assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[-4]] * 4
     assert "pooled" not in call  # the model does not take it
     assert draw(tmp_path, "--negative-prompt", "ugly") == 2
     assert "needs --prompt" in capsys.readouterr().err
@@ -278,14 +279,14 @@ def test_a_file_of_prompts_may_have_negatives_and_seeds(generator, tmp_path, mon
         *[[1.0]] * 2,
     ]
     assert [call["negative"] is None for call in generator.calls] == [True, False, True]
-    assert [c[:, 0].tolist() for c in second["negative"]["context"]] == [[4.0, 5.0]] * 2
+    assert [c[:, 0].tolist() for c in second["negative"]["context"]] == [[-4.0, -5.0]] * 2
     assert (first["seeds"], first["numbers"]) == ([5, 5], [0, 1])
     assert (third["seeds"], third["numbers"]) == (None, [4, 5])
     records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
     assert [(r["prompt"], r["seed"], r["number"]) for r in records[1:3]] == [("a bold Q", 5, 1), ("an R", 7, 2)]
     assert draw(tmp_path, *given, "--negative-prompt", "bad") == 0
     led_away = [c[:, 0].tolist() for c in generator.calls[-1]["negative"]["context"]]
-    assert led_away == [[3.0]] * 2 + [[4.0, 5.0]] * 2 + [[3.0]] * 2
+    assert led_away == [[-3.0]] * 2 + [[-4.0, -5.0]] * 2 + [[-3.0]] * 2
 
 
 def test_sizes_are_those_of_the_model_or_refused(generator, tmp_path, capsys):
