@@ -65,11 +65,18 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
-    """Convert `A,B,3` to class numbers; names take precedence over numbers, and case matters only if ambiguous."""
+    """Convert `A,B,3` to class numbers; names take precedence over numbers, and case matters only if ambiguous.
+
+    A name may have commas; of several names that fit, the longest is meant.
+    """
     exact = {name: i for i, name in enumerate(class_names)}
     folded = {name.casefold(): i for i, name in reversed(list(enumerate(class_names)))}
-    labels = []
-    for word in (part.strip() for part in text.split(",")):
+    most = 1 + max((name.count(",") for name in class_names), default=0)
+    labels, parts = [], text.split(",")
+    while parts:
+        words = [",".join(parts[:n]).strip() for n in range(min(most, len(parts)), 0, -1)]
+        word = next((word for word in words if word.casefold() in folded), words[-1])
+        del parts[: 1 + word.count(",")]
         label = exact.get(word, folded.get(word.casefold()))
         if label is None and word.isdecimal() and int(word) < len(class_names):
             label = int(word)

@@ -192,6 +192,18 @@ def test_class_names_take_precedence_over_numbers_and_other_cases():
     assert sample_requests.read_labels("1,b,B", ["2", "b", "B", "1"]) == [3, 1, 2]
 
 
+def test_a_class_name_may_have_commas():
+    names = ["tench", "tench, Tinca tinca", "goldfish, Carassius auratus"]
+    for text, labels in (
+        ("tench, Tinca tinca", [1]),
+        ("tench,goldfish, carassius auratus, 0", [0, 2, 0]),
+        ("Tench, tinca tinca,tench", [1, 0]),
+    ):
+        assert sample_requests.read_labels(text, names) == labels
+    with pytest.raises(ConfigError, match="no class 'goldfish'"):
+        sample_requests.read_labels("0, goldfish, Carassius", names)
+
+
 def test_an_unknown_class_exits_with_code_2_and_lists_the_classes(generator, tmp_path, capsys):
     for label in ("26", "ß", "-1"):
         assert draw(tmp_path, f"--label={label}") == 2
