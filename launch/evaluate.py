@@ -14,7 +14,7 @@ from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment, held_out, loss_score, picture_scores, sharpness
 from launch.argument_types import command_parser
-from launch.cascade import read_stages
+from launch.cascade import stages_of
 from launch.measurement import Measurement, Metric
 from launch.sample import add_sampling_arguments, open_generator, sampling_settings
 
@@ -124,13 +124,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[str, Measurement]]:
     """Measure the samples of a cascade after each stage; yields the name of the stage and the result."""
+    stages = stages_of(args)
     environment.prepare()
     environment.quiet_libraries()
     from dit.inference.cascade import Cascade
     from dit.inference.generator import groups_to_sample
 
     groups, before = groups_to_sample(), None
-    for stage in read_stages(args.cascade, args.stage):
+    for stage in stages:
         stage_args = stage.arguments(args)
         generator = open_generator(stage_args, groups)
         if before is not None:

@@ -198,13 +198,15 @@ class Generator:
         """
         overrides = {name: value for name, value in overrides.items() if value is not None}
         sampling = replace(self.config.sampling, **overrides)
-        for names, _, _ in sampling.without_effect():
+        low_scale = None if self.low_noise is None else self.low_noise.guidance_scale
+        guided = low_scale is not None and needs_unconditional(low_scale)
+        for names, _, _ in sampling.without_effect(guided=guided):
             sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in overrides})
         if overrides.get("variance") is not None and sampling.solver != "ancestral":
             raise ConfigError(
                 f"variance={sampling.variance!r} has no effect with solver={sampling.solver!r}; use solver='ancestral'"
             )
-        sampling.validate()
+        sampling.validate(guided=guided)
         return sampling
 
     def generate_pack(

@@ -17,6 +17,7 @@ from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
 from launch import evaluate, sample, sample_requests
+from launch.cascade import read_stages
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
@@ -432,7 +433,15 @@ def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     assert sample.open_generator(parse(["--checkpoint", large])).guide is None
     with pytest.raises(CheckpointError, match=f"--guide {small}er is not a folder"):
         sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
-    (stage,) = sample.read_stages([f"base={large}"], [["base", f"guide={small}"]])
+    (stage,) = read_stages([f"base={large}"], [["base", f"guide={small}"]])
     assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
-    with pytest.raises(ConfigError, match="set it for a stage, --stage NAME guide=DIR"):
-        sample.run(parse(["--cascade", f"base={large}", "--guide", small]))
+
+
+def test_a_cascade_refuses_a_second_model_for_all_stages(capsys):
+    for words, message in (
+        (["--guide", "b"], "--guide b applies to one model; set it for a stage, --stage NAME guide=DIR"),
+        (["--low-noise", "b"], "--low-noise b applies to one model; use --checkpoint instead of --cascade"),
+    ):
+        for main, metric in ((sample.main, []), (evaluate.main, ["--metric", "clip"])):
+            assert main(["--cascade", "base=a", *words, *metric]) == 2
+            assert message in capsys.readouterr().err
