@@ -399,8 +399,12 @@ class SamplingConfig:
     vae: Optional[str] = None
     seed: int = 7
 
-    def validate(self) -> None:
-        """Check every field by itself."""
+    def validate(self, *, guided: bool = False) -> None:
+        """Check every field by itself.
+
+        Args:
+            guided: whether a second model has guidance of its own.
+        """
         check_ranges(
             "sampling",
             self,
@@ -427,14 +431,14 @@ class SamplingConfig:
         hints = get_type_hints(SamplingConfig)
         for name in ("solver", "variance", "thresholding"):
             check_choice(f"sampling.{name}", getattr(self, name), hints[name])
-        for names, where, cure in self.without_effect():
+        for names, where, cure in self.without_effect(guided=guided):
             check_unused("sampling", self, names, where, cure)
 
-    def without_effect(self) -> list[tuple[list[str], str, str]]:
+    def without_effect(self, *, guided: bool = False) -> list[tuple[list[str], str, str]]:
         """Return groups of fields without effect: the fields, the reason, and the change that gives them an effect."""
         groups = [
             (
-                self.guidance_scale == 1,
+                self.guidance_scale == 1 and not guided,
                 ["guidance_rescale", "guidance_norm", "guidance_interval"],
                 "with sampling.guidance_scale=1",
                 "set another scale",
