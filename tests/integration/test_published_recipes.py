@@ -19,7 +19,8 @@ from launch.export import main as export
 from tests.conftest import BuildModel
 from tests.integration import actions
 from tests.parity.convert_cases import load, relative_error
-from tests.parity.test_pipelines import CASES, PROMPTS, Case, a_run, control_pictures, draw_samples, drawn_by_pipeline
+from tests.parity.pipeline_cases import CASES, PROMPTS, Case, a_run
+from tests.parity.test_pipelines import control_pictures, draw_samples, drawn_by_pipeline
 from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.awkward_media import mp4
 

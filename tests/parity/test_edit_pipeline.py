@@ -26,7 +26,8 @@ from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.parity import test_pipelines
 from tests.parity.convert_cases import random_weights, relative_error
-from tests.parity.test_pipelines import CASES, PROMPTS, QWEN, STEPS, a_run, generator_of
+from tests.parity.pipeline_cases import CASES, PROMPTS, QWEN, STEPS, a_run
+from tests.parity.test_pipelines import generator_of
 from tests.support.encoders import Processor, with_types
 
 RTOL = 1e-5  # float32: scheduler coefficients of diffusers
