@@ -39,7 +39,7 @@ RECIPES = {
     "chroma": "chroma",
     "hunyuan_video": "hunyuan video",
 }
-"""Case of tests/parity/test_pipelines.py for each recipe."""
+"""Case of tests/parity/pipeline_cases.py for each recipe."""
 IN_SHORT = ("flux2_klein", "wan22_ti2v", "sdxl")
 """Recipes of this file: pictures, clips and a UNet. tests/long/test_published_recipes.py has the others."""
 RTOL = 1e-4  # float32; the encoders run with other batch sizes

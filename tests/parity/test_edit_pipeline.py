@@ -24,7 +24,7 @@ from launch.initial_picture import add_pictures, read_initial
 from launch.sample import build_parser, sampling_settings
 from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
-from tests.parity import test_pipelines
+from tests.parity import pipeline_cases
 from tests.parity.convert_cases import random_weights, relative_error
 from tests.parity.pipeline_cases import CASES, PROMPTS, QWEN, STEPS, a_run
 from tests.parity.test_pipelines import generator_of
@@ -104,7 +104,7 @@ def test_edits_equal_those_of_the_pipeline(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal noise, texts read with the picture (also the unconditional one), references and guidance."""
-    monkeypatch.setattr(test_pipelines, "random_weights", strong_weights)
+    monkeypatch.setattr(pipeline_cases, "random_weights", strong_weights)
     run = a_run(tmp_path, CASE)
     Processor(None).pictures.save_pretrained(tmp_path / "qwen2_5_vl")
     words = ["--checkpoint", str(run), "--raw-weights", "--out"]
