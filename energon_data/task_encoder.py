@@ -223,7 +223,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             value = read_condition(condition, clip)
             if isinstance(value, Tensor):
                 value = value[: self.options.max_text_tokens] if condition.axis == "text" else value
-                filters.check_values(value, condition.description)
+                filters.check_values(value, condition.description, limited=condition.is_per_token)
             if value is not None:
                 clip.conditions[condition.name] = value
         if self.options.embedded:
