@@ -108,8 +108,9 @@ class MakeSamples:
             if isinstance(source, tuple):
                 record.skip(*source)
                 continue
-            source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
             try:
+                _check_unicode(source)
+                source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
                 if self.options.text_encoder is not None and not source.captions:
                     raise SampleError("no_caption", "it has no caption, and --text-encoder needs one; see --caption")
                 if self._reads_pictures and source.reference is None:
@@ -243,6 +244,17 @@ class MakeSamples:
         pictures = [clip.original for clip in clips if clip.original is not None]
         captions = [clip.source.captions for clip in clips]
         return caption_parts(encoders, captions, pictures if self._reads_pictures else None)
+
+
+def _check_unicode(source: Source) -> None:
+    """Refuse a name of other bytes than UTF-8, and captions with half of a character, as JSON can have them."""
+    reason, fault = "bad_name", "the name is not UTF-8; rename it"
+    try:
+        source.name.encode()
+        reason, fault = "bad_caption", "the caption has a surrogate, which is half of a character; correct it"
+        "".join(source.captions).encode()
+    except UnicodeEncodeError as error:
+        raise SampleError(reason, fault) from error
 
 
 def _changes(picture: Image.Image, target: Target) -> Changes:
