@@ -172,7 +172,9 @@ class MakeSamples:
             return
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
         others = zip(self._texts(clips), self._references(clips), self._features(clips), strict=True)
-        for clip, (shape, parts, moments), (text, reference, features) in zip(clips, media, others, strict=True):
+        for clip, (shape, parts, moments), (text, (reference, size), features) in zip(
+            clips, media, others, strict=True
+        ):
             source = clip.source
             yield Sample(
                 key=clip.key,
@@ -183,6 +185,7 @@ class MakeSamples:
                 changes=clip.changes,
                 latent=moments,
                 repeats=source.repeats,
+                reference_shape=size,
             )
 
     def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes], Moments]:
@@ -198,15 +201,16 @@ class MakeSamples:
         latents = self._encoded([clip.frames for clip in clips])
         return [(latent.shape, {f"{LATENT}.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
 
-    def _references(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
-        """Return the part `reference` of each sample: a latent, or a picture without an autoencoder."""
+    def _references(self, clips: list[_Decoded]) -> list[tuple[dict[str, bytes], Optional[tuple[int, ...]]]]:
+        """Return the part `reference` of each sample and its shape: a latent, or a picture without an autoencoder."""
         pictures = [clip.reference for clip in clips if clip.reference is not None]
         if self.options.vae is not None:
-            stored = [npy_bytes(latent) for latent in self._encoded([[picture] for picture in pictures])]
+            stored = [(npy_bytes(x), x.shape) for x in self._encoded([[picture] for picture in pictures])]
         else:
-            stored = [self._picture(picture) for picture in pictures]
-        name, parts = f"{REFERENCE}.{'npy' if self.options.vae else self.options.image_format}", iter(stored)
-        return [{} if clip.reference is None else {name: next(parts)} for clip in clips]
+            stored = [(self._picture(picture), (3, 1, picture.height, picture.width)) for picture in pictures]
+        name = f"{REFERENCE}.{'npy' if self.options.vae else self.options.image_format}"
+        parts = iter([({name: data}, shape) for data, shape in stored])
+        return [({}, None) if clip.reference is None else next(parts) for clip in clips]
 
     def _picture(self, picture: Image.Image) -> bytes:
         return picture_bytes(picture, self.options.image_format, self.options.quality)
