@@ -252,13 +252,14 @@ class MakeSamples:
 
 def _check_unicode(source: Source) -> None:
     """Refuse a name of other bytes than UTF-8, and captions with half of a character, as JSON can have them."""
-    reason, fault = "bad_name", "the name is not UTF-8; rename it"
-    try:
-        source.name.encode()
-        reason, fault = "bad_caption", "the caption has a surrogate, which is half of a character; correct it"
-        "".join(source.captions).encode()
-    except UnicodeEncodeError as error:
-        raise SampleError(reason, fault) from error
+    if _has_surrogate(source.name):
+        raise SampleError("bad_name", "the name is not UTF-8; rename it")
+    if any(map(_has_surrogate, source.captions)):
+        raise SampleError("bad_caption", "the caption has a surrogate, which is half of a character; correct it")
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _changes(picture: Image.Image, target: Target) -> Changes:
