@@ -217,5 +217,13 @@ docs: $(VENV)/.installed ## the documentation as a site in site/; every link is 
 	$(INSTALL) --require-hashes --only-binary :all: --no-deps -r hashes-docs.txt
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
-clean: ## remove what the commands above made
-	rm -rf runs data site samples.png text.png edit.png edits.png moving.gif pictograms.png avatars.png avatars_64.png cascade_*.png
+# Folders of the demos only: data/ and runs/ also have your own.
+DEMO_DATA = $(addprefix data/,letters letters_32 letters_64 letters_text letter_pairs letters_edit moving_letters pictograms \
+  pictograms_64 all_pictograms_64 pictograms_latent pictograms_flux2 avatars avatars_64 avatars_latent)
+DEMO_RUNS = $(DEMO) $(DEMO_TEXT) $(DEMO_EDIT) $(DEMO_VIDEO) $(DEMO_AUTOENCODER) runs/pictogram_vae $(DEMO_LATENT) \
+  $(foreach size,16 32 64,$(DEMO_CASCADE)_$(size) $(DEMO_PICTOGRAMS)_$(size)) $(DEMO_AVATARS) $(DEMO_AVATAR_AUTOENCODER) \
+  runs/avatar_vae $(DEMO_AVATARS_LATENT) runs/tiny_flux2_base $(DEMO_FLUX2) $(DEMO_FLUX2)_pipeline runs/tiny_flux2.png
+
+clean: ## remove data, runs and pictures of the demos, the site and caches
+	rm -rf $(DEMO_DATA) $(DEMO_RUNS) site .mypy_cache .pytest_cache .ruff_cache samples.png text.png edit.png edits.png \
+	  moving.gif pictograms.png avatars.png avatars_64.png cascade.png cascade_pictograms.png

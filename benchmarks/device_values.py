@@ -1,9 +1,9 @@
 """Compare this device with recorded losses of a CPU: `python -m benchmarks.device_values`.
 
-Tiny recipes of every family train 20 steps in fp32 on one rank: transformers, UNets and an autoencoder; then some with
-FSDP, in bf16, with fused kernels, and stopped and resumed. A check is the largest relative difference of their losses
-from `tests/integration/loss_curves.json`, and has a bound. The last check draws samples of one checkpoint on this
-device and on the CPU.
+Tiny recipes of transformers, UNets and an autoencoder train 20 steps in fp32 on one rank; then some with FSDP, in bf16,
+with fused kernels, and stopped and resumed. A check is the largest relative difference of their losses from
+`tests/integration/loss_curves.json`, and has a bound. The last check draws samples of one checkpoint on this device and
+on the CPU.
 """
 
 import argparse

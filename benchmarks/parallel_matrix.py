@@ -78,6 +78,8 @@ SMALL = [
     Row("PP 2", 2, PP2),
     Row("PP 4", 4, {"pipeline_model_parallel_size": 4}),
     Row("PP 2 x VPP 2", 2, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
+    Row("PP 2 x FSDP 2", 4, {**PP2, **FSDP}),
+    Row("TP 2 + SP x PP 2 x VPP 2 x FSDP 2", 8, {**TP2SP, **PP2, "virtual_pipeline_model_parallel_size": 2, **FSDP}),
     Row("CP 2 ring", 2, CP2),
     Row("CP 4 ring", 4, CP4),
     Row("CP 4 all-gather", 4, {**CP4, "context_comm": "all_gather"}),

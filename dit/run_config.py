@@ -110,6 +110,12 @@ class RunConfig:
                 "model.lora trains adapters of a trained model, but checkpoint.start_from is not set; set "
                 "checkpoint.start_from=RUN_DIR (launch.import_weights writes one), or model.lora=none"
             )
+        source = self.checkpoint.resume_from
+        if source is not None and self.checkpoint.start_from is not None and self.model.adapters is None:
+            raise ConfigError(
+                f"checkpoint.resume_from={source} continues a run, but checkpoint.start_from starts a new one; remove "
+                "one of the two"
+            )
         if not self.objective.reconstructs:
             check_sampling(self.sampling, self.objective, self.model)
         elif self.training.sample_interval:

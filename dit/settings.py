@@ -287,7 +287,8 @@ class CheckpointConfig:
         resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints resumes from
             those.
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
-            diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those.
+            diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those. With
+            `model.lora`, the frozen weights, also when the run resumes.
         accept_changes: settings or parts that may differ from the checkpoint; `data.path` and `data.blend` also accept
             changed data, read from the beginning.
     """
@@ -311,11 +312,10 @@ class CheckpointConfig:
         for name in ("start_from", "resume_from"):
             if getattr(self, name) is not None:
                 check_path(f"checkpoint.{name}", getattr(self, name))
-        if self.resume_from is not None and (self.start_from is not None or self.resume == "never"):
-            conflict = "checkpoint.start_from" if self.start_from is not None else "checkpoint.resume=never"
+        if self.resume_from is not None and self.resume == "never":
             raise ConfigError(
-                f"checkpoint.resume_from={self.resume_from} continues a run, but {conflict} starts a new one; "
-                "remove one of the two"
+                f"checkpoint.resume_from={self.resume_from} continues a run, but checkpoint.resume=never starts a new "
+                "one; remove one of the two"
             )
         ranges = {"keep_last": COUNT, "save_timeout_s": POSITIVE}
         ranges |= dict.fromkeys(("interval", "keep_every", "keep_best"), COUNT_OR_NONE)
@@ -399,8 +399,12 @@ class SamplingConfig:
     vae: Optional[str] = None
     seed: int = 7
 
-    def validate(self) -> None:
-        """Check every field by itself."""
+    def validate(self, *, guided: bool = False) -> None:
+        """Check every field by itself.
+
+        Args:
+            guided: whether a second model has guidance of its own.
+        """
         check_ranges(
             "sampling",
             self,
@@ -427,14 +431,14 @@ class SamplingConfig:
         hints = get_type_hints(SamplingConfig)
         for name in ("solver", "variance", "thresholding"):
             check_choice(f"sampling.{name}", getattr(self, name), hints[name])
-        for names, where, cure in self.without_effect():
+        for names, where, cure in self.without_effect(guided=guided):
             check_unused("sampling", self, names, where, cure)
 
-    def without_effect(self) -> list[tuple[list[str], str, str]]:
+    def without_effect(self, *, guided: bool = False) -> list[tuple[list[str], str, str]]:
         """Return groups of fields without effect: the fields, the reason, and the change that gives them an effect."""
         groups = [
             (
-                self.guidance_scale == 1,
+                self.guidance_scale == 1 and not guided,
                 ["guidance_rescale", "guidance_norm", "guidance_interval"],
                 "with sampling.guidance_scale=1",
                 "set another scale",

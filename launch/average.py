@@ -85,15 +85,15 @@ def run(args: argparse.Namespace) -> str:
                 f"--step {last}: {args.checkpoint} has checkpoints from step {min(by_step)} on; use one of these"
             )
         config, metadata = read_settings(by_step[steps[-1]])
-        lengths = config.training.ema_sigma_rel
-        if not lengths:
+        lengths = {step: read_settings(by_step[step])[0].training.ema_sigma_rel or [] for step in steps}
+        snapshots = [(step, number) for step in steps for number in range(len(lengths[step]))]
+        if not snapshots:
             raise CheckpointError(
                 f"{args.checkpoint} has no power-function averages; train with training.ema_sigma_rel=[0.05,0.1]"
             )
         if config.model.adapters is not None:
             raise ConfigError(f"{args.checkpoint} has adapters (LoRA), and launch.average combines full models only")
-        snapshots = [(step, number) for step in steps for number in range(len(lengths))]
-        profiles = [(float(step), exponent_of(lengths[number])) for step, number in snapshots]
+        profiles = [(float(step), exponent_of(lengths[step][number])) for step, number in snapshots]
         weights, error = combination(profiles, (float(last), exponent_of(args.sigma_rel)))
         sources = [SlotWeights(by_step[step], power_slot(number), finite=True) for step, number in snapshots]
         names = [name for name in sources[0].shapes if not name.startswith(PREFIXES)]

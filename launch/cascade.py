@@ -68,6 +68,15 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--augmentation", type=float, metavar="X", help="noise level of the pictures that are enlarged")
 
 
+def stages_of(args: argparse.Namespace) -> list[Stage]:
+    """Return the stages in the arguments of a command."""
+    if args.guide is not None:
+        raise ConfigError(f"--guide {args.guide} applies to one model; set it for a stage, --stage NAME guide=DIR")
+    if args.low_noise is not None:
+        raise ConfigError(f"--low-noise {args.low_noise} applies to one model; use --checkpoint instead of --cascade")
+    return read_stages(args.cascade, args.stage)
+
+
 def read_stages(cascade: Sequence[str], settings: Sequence[Sequence[str]]) -> list[Stage]:
     """Read the stages, first to last."""
     stages: dict[str, Stage] = {}

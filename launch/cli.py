@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Optional
 
 from dit.errors import ConfigError, page_of
+from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS
 from dit.settings import (
     CheckpointConfig,
@@ -21,7 +22,7 @@ from dit.settings import (
 )
 from recipes import registry
 
-HELP = """\
+HELP = f"""\
 Train a diffusion backbone.
 
 usage: python -m launch.train --factory RECIPE [flags] [key.path=value ...]
@@ -50,7 +51,8 @@ flags
       --tokens N|TxHxW     tokens per sample to plan for with --dryrun, or its patches, such as 24x32x32 (frames x
                            height x width); default: those of the data settings, else 256
       --text-tokens N      tokens of its text (default: those of the data settings, else 512)
-      --device NAME        with --dryrun, also plan the time of a step on h100, h200 or b200 (docs/planner.md)
+      --device NAME        with --dryrun, also plan the time of a step (docs/planner.md) on one of
+                           {", ".join(DEVICES)}
       --print-config       print the complete configuration as YAML
       --to-yaml FILE       write it to FILE (readable by --yaml)
   -l, --list               list the recipes
@@ -59,8 +61,8 @@ flags
   -h, --help               this page
 
 exit codes
-  0 target reached    2 usage or configuration    3 data    4 not finite    5 checkpoint
-  70 unexpected       75 preempted, checkpoint written (requeue)          130 Ctrl-C
+  0 target reached    2 usage or configuration    3 data    4 not finite    5 checkpoint    6 saving failed
+  17 results of a step do not repeat    70 unexpected    75 preempted, checkpoint written (requeue)    130 Ctrl-C
   torchrun turns each non-zero code of a rank into 1; RUN_DIR/exit.json has the original one.
 """
 

@@ -26,10 +26,10 @@ class Command:
 
 COMMANDS = {
     "train": Command("launch.train", "train a recipe, or resume its run; --list shows all recipes"),
-    "plan": Command(
+    "dryrun": Command(
         "launch.train", "a recipe's parameters, memory per rank and FLOPs, without training", ("--dryrun",)
     ),
-    "layouts": Command("launch.plan", "search the layout that trains a recipe fastest on some number of GPUs"),
+    "plan": Command("launch.plan", "search the layout that trains a recipe fastest on some number of GPUs"),
     "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
     "status": Command("launch.status", "how runs are doing, in a few lines each"),
     "sample": Command("launch.sample", "generate samples from a run's checkpoint"),

@@ -14,7 +14,7 @@ from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment, held_out, loss_score, picture_scores, sharpness
 from launch.argument_types import command_parser
-from launch.cascade import read_stages
+from launch.cascade import stages_of
 from launch.measurement import Measurement, Metric
 from launch.sample import add_sampling_arguments, open_generator, sampling_settings
 
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--minimum",
         type=float,
         metavar="X",
-        help="exit with 1 below this; a share such as 0.9, of sharpness dB above bicubic",
+        help="exit with 1 below this; a share such as 0.9 (of precision without recall), of sharpness dB above bicubic",
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.add_argument("--out", metavar="FILE", help="of some metrics: also write the samples as a PNG")
@@ -124,13 +124,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[str, Measurement]]:
     """Measure the samples of a cascade after each stage; yields the name of the stage and the result."""
+    stages = stages_of(args)
     environment.prepare()
     environment.quiet_libraries()
     from dit.inference.cascade import Cascade
     from dit.inference.generator import groups_to_sample
 
     groups, before = groups_to_sample(), None
-    for stage in read_stages(args.cascade, args.stage):
+    for stage in stages:
         stage_args = stage.arguments(args)
         generator = open_generator(stage_args, groups)
         if before is not None:

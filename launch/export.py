@@ -41,7 +41,8 @@ examples
   python -m launch.export --checkpoint runs/finetune_lora --format comfyui-lora --out my-lora.safetensors
 
 diffusers, pipeline and dit are full models: the adapters of a run that trained some are merged into the weights. A
-pipeline holds scheduler, autoencoder, text encoder and tokenizer, too, and draws what launch.sample draws.
+pipeline holds scheduler, autoencoder, text encoder and tokenizer, too, and draws what launch.sample draws, except for
+the differences in the notes that are printed.
 
 Objective, class names, latent size and sampling defaults are written with the weights (in config.json, or in the header
 of the .safetensors file), and launch.import_weights reads them. A README.md next to diffusers' files has a sampling
@@ -202,7 +203,7 @@ def write_diffusers_folder(
 ) -> list[str]:
     """Write a folder in the diffusers layout, scheduler and page included; return the notes."""
     from dit.convert.diffusers_format import format_of_model
-    from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
+    from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, num_steps_of, page, scheduler_config, steps_notes
     from dit.convert.run_record import CONFIG_KEY, to_record
     from dit.convert.state_files import to_json, write_diffusers
     from dit.models.autoencoder.config import AutoencoderConfig
@@ -211,9 +212,9 @@ def write_diffusers_folder(
     form = format_of_model(trained.model)
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    notes += rules.export_notes()
+    notes += [*rules.export_notes(), *steps_notes(trained)]
     texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
-    scheduler = scheduler_config(trained.objective)
+    scheduler = scheduler_config(trained.objective, num_steps_of(trained))
     if scheduler is not None:
         texts[SCHEDULER_CONFIG] = to_json(scheduler)
     record = {CONFIG_KEY: to_record(trained)}

@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.convert.diffusers_format import TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, num_steps_of, pipeline_of
-from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config, spaced_scheduler
+from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, pipeline_of
+from dit.convert.diffusers_sampling import (
+    PAGE,
+    SCHEDULER_CONFIG,
+    num_steps_of,
+    page,
+    scheduler_config,
+    spaced_scheduler,
+    steps_notes,
+)
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import to_json, write_diffusers
 from dit.encoders.text import TextEncoder
@@ -18,6 +26,7 @@ from dit.errors import ConfigError
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.pipeline_folder import TEXT_ENCODERS
+from dit.settings import SamplingConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,20 +57,16 @@ def write_pipeline(
         tokens = math.prod(trained.latent_size) // (trained.model.patch_temporal * trained.model.patch_spatial**2)
         objective = objective.at_size(tokens, trained.model.token_channels)
         notes.append(f"the scheduler has the shift of samples of {tokens} tokens, the training size, at any size")
-    scheduler = scheduler_config(objective)
+    scheduler = scheduler_config(objective, num_steps_of(trained))
     assert scheduler is not None  # `pipeline_of`
     if pipeline.times == "none":
         assert isinstance(objective, FlowMatching)  # `pipeline_of`
         scheduler = spaced_scheduler(objective, num_steps_of(trained))
         notes.append(f"the scheduler takes the noise levels of launch.sample in {num_steps_of(trained)} steps only")
+    notes += steps_notes(trained)
     if pipeline.note is not None and any(encoder.prompt == "plain" for encoder in encoders):
         notes.append(pipeline.note)
-    if pipeline.flow and not pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1:
-        notes.append(f"{pipeline.class_name} is called without guidance by texts, as launch.sample --guidance-scale 1")
-    guided = pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1
-    if guided and bool(trained.sampling.get("guidance_norm")) != pipeline.keeps_norm:
-        flag = "" if pipeline.keeps_norm else "no-"
-        notes.append(f"{pipeline.class_name} guides as launch.sample --{flag}guidance-norm")
+    notes += sampling_notes(pipeline, trained)
     solver, run_solver = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
     if run_solver not in (None, solver):
         notes.append(
@@ -98,6 +103,21 @@ def write_pipeline(
         max_shard_bytes=max_shard_bytes,
     )
     return [*notes, f"{out / PAGE} has the lines that load the {pipeline.class_name}"]
+
+
+def sampling_notes(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
+    """Return a note for each difference from the run's own guidance and thresholding."""
+    sampling, name = {**vars(SamplingConfig()), **trained.sampling}, pipeline.class_name
+    notes, lacking, guides = [], ["thresholding"], trained.sampling.get("guidance_scale", 1.0) != 1
+    if guides and pipeline.flow and not pipeline.guided_by_texts:
+        notes.append(f"{name} is called without guidance by texts, as launch.sample --guidance-scale 1")
+    elif guides:
+        lacking += ["guidance_channels", "guidance_rescale", "guidance_interval"]
+    if guides and pipeline.guided_by_texts and bool(sampling["guidance_norm"]) != pipeline.keeps_norm:
+        notes.append(f"{name} guides as launch.sample --{'' if pipeline.keeps_norm else 'no-'}guidance-norm")
+    if dropped := [f"{key}={sampling[key]}" for key in lacking if sampling[key] != getattr(SamplingConfig, key)]:
+        notes.append(f"{name} is called without sampling.{', '.join(dropped)}")
+    return notes
 
 
 @contextmanager

@@ -96,7 +96,8 @@ def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Me
     precision, recall = precision_recall(real, drawn)
     result = f"precision: {100 * precision:.1f} %, recall: {100 * recall:.1f} %"
     record = {"precision": precision, "recall": recall}
-    return Measurement(*_report(args, result, record, len(real), len(drawn), features, drawn.shape[1]))
+    report = _report(args, result, record, len(real), len(drawn), features, drawn.shape[1])
+    return Measurement(*report, _missed(args, "precision", precision))
 
 
 def _report(

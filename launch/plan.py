@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
+from dit.planner.devices import DEVICES
 from dit.terminal import announce, echo
 from launch import cli, environment
 
@@ -45,9 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
-    parser.add_argument(
-        "--device", default="h100", metavar="NAME", help="h100, h200, b200, gb200 or gb300 (%(default)s)"
-    )
+    parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
     parser.add_argument("--nodes-of", type=int, metavar="N", help="GPUs joined by NVLink (8; 72 for gb200 and gb300)")
     parser.add_argument(
         "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"

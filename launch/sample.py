@@ -21,7 +21,7 @@ from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
-from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
+from launch.cascade import Stage, add_cascade_arguments, read_pictures, stages_of, with_pictures
 from launch.initial_picture import add_pictures, check_strength, read_initial, read_inpainting
 from launch.sample_requests import add_request_arguments, what_to_draw
 
@@ -49,7 +49,7 @@ examples
   python -m launch.sample --checkpoint runs/letters_edit --reference q.png --prompt "make it bold" --out bold.png
   python -m launch.sample --checkpoint RUN --inpaint street.png mask.png --prompt "a red train" --out train.png
   python -m launch.sample --checkpoint HIGH --low-noise LOW --prompt "a red train" --out train.mp4
-  python -m launch.sample --checkpoint RUN/checkpoints/step_0100000 --guide RUN/checkpoints/step_0020000
+  python -m launch.sample --checkpoint RUN/checkpoints/iter_0100000 --guide RUN/checkpoints/iter_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 
@@ -224,10 +224,6 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
             raise CheckpointError(f"--low-noise {args.low_noise} is not a folder; give a run folder or a checkpoint")
         low = load_generator(args.low_noise, weights=weights, groups=groups)
         generator.switch_to(low, boundary=args.boundary, guidance_scale=args.low_noise_guidance_scale)
-    elif (first := getattr(generator.config.objective, "min_time", 0.0)) > 0:
-        raise ConfigError(
-            f"{folder} was trained with objective.min_time={first}, so it draws no samples by itself; give --low-noise"
-        )
     return generator
 
 
@@ -285,15 +281,12 @@ def run(args: argparse.Namespace) -> None:
     if not args.cascade:
         draw_and_write(args, pictures)
         return
-    if args.guide is not None:
-        raise ConfigError(f"--guide {args.guide} applies to one model; set it for a stage, --stage NAME guide=DIR")
-    if args.low_noise is not None:
-        raise ConfigError(f"--low-noise {args.low_noise} applies to one model; use --checkpoint instead of --cascade")
+    stages = stages_of(args)
     if environment.world_size() > 1:
         raise ConfigError("--cascade runs on one rank; start it without torchrun")
     from dit.backends import process_groups
 
-    for stage in read_stages(args.cascade, args.stage):
+    for stage in stages:
         pictures = draw_and_write(arguments_of(stage, args), pictures)
         process_groups.release()  # the next model creates new groups
 

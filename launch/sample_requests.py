@@ -65,11 +65,18 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
-    """Convert `A,B,3` to class numbers; names take precedence over numbers, and case matters only if ambiguous."""
+    """Convert `A,B,3` to class numbers; names take precedence over numbers, and case matters only if ambiguous.
+
+    A name may have commas; of several names that fit, the longest is meant.
+    """
     exact = {name: i for i, name in enumerate(class_names)}
     folded = {name.casefold(): i for i, name in reversed(list(enumerate(class_names)))}
-    labels = []
-    for word in (part.strip() for part in text.split(",")):
+    most = 1 + max((name.count(",") for name in class_names), default=0)
+    labels, parts = [], text.split(",")
+    while parts:
+        words = [",".join(parts[:n]).strip() for n in range(min(most, len(parts)), 0, -1)]
+        word = next((word for word in words if word.casefold() in folded), words[-1])
+        del parts[: 1 + word.count(",")]
         label = exact.get(word, folded.get(word.casefold()))
         if label is None and word.isdecimal() and int(word) < len(class_names):
             label = int(word)
@@ -134,12 +141,17 @@ def _read_value(name: str, word: str) -> Any:
 
 
 def encode_prompts(
-    generator: "Generator", prompts: Sequence[str], pictures: Optional[Sequence["Image"]] = None
+    generator: "Generator",
+    prompts: Sequence[str],
+    pictures: Optional[Sequence["Image"]] = None,
+    *,
+    negative: bool = False,
 ) -> dict[str, list[Tensor]]:
     """Embed texts with the encoders of the training data.
 
     Args:
         pictures: the picture to edit of each text, for encoders that read it.
+        negative: whether these are negative prompts.
     """
     if generator.config.model.condition("context") is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
@@ -152,7 +164,8 @@ def encode_prompts(
     from dit.encoders.text import load_text_encoders
     from dit.encoders.text_config import as_conditions
 
-    entries = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts, pictures)
+    encoders = load_text_encoders(generator.text_encoder, str(local_device()))
+    entries = encoders.encode(prompts, pictures, negative=negative)
     return as_conditions(entries, generator.spec.conditions)
 
 
@@ -273,10 +286,10 @@ def encode_negatives(
         pictures: the picture to edit of each text, for encoders that read it, also with the empty text for None.
     """
     if pictures is not None:
-        encoded = encode_prompts(generator, [text or "" for text in texts], pictures)
+        encoded = encode_prompts(generator, [text or "" for text in texts], pictures, negative=True)
         return [{name: values[i] for name, values in encoded.items()} for i in range(len(texts))]
     different = sorted({text for text in texts if text is not None})
-    encoded = encode_prompts(generator, different) if different else {}
+    encoded = encode_prompts(generator, different, negative=True) if different else {}
     return [
         {} if text is None else {name: values[different.index(text)] for name, values in encoded.items()}
         for text in texts

@@ -134,7 +134,7 @@ class DataParallel(DistributedDataParallel):
         """Set stale main gradients to zero, for these parameters or for all."""
         stale = self._stale.copy() if params is None else self._stale.intersection(params)
         if stale:
-            torch._foreach_zero_(_main_gradients(stale))
+            torch._foreach_zero_(main_gradients(stale))
             self._stale -= stale
 
     def end_replay(self) -> None:
@@ -152,7 +152,7 @@ class DataParallel(DistributedDataParallel):
             self._stale.discard(param)
         for write, pairs in ((torch._foreach_copy_, first), (self._add, further)):
             if pairs:
-                write(_main_gradients(param for param, _ in pairs), [grad for _, grad in pairs])
+                write(main_gradients(param for param, _ in pairs), [grad for _, grad in pairs])
         self._reduce_if_overlapped([param for param, _ in pending])
 
     def _reduce_if_overlapped(self, ready: list[nn.Parameter]) -> None:
@@ -161,7 +161,8 @@ class DataParallel(DistributedDataParallel):
                 self.param_to_bucket_group[param].register_grad_ready(param, self.force_all_reduce)
 
 
-def _main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
+def main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return the main gradients of trained parameters, which are added up over the micro-batches of a step."""
     return [getattr(param, "main_grad") for param in params]  # noqa: B009 - Megatron-Core's
 
 

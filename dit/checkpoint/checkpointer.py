@@ -28,7 +28,14 @@ from dit.checkpoint.manifest import (
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
 from dit.checkpoint.resume_check import changes_scales, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
-from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
+from dit.checkpoint.sharded_state import (
+    fails_together,
+    global_shapes,
+    load_state,
+    parameters_of,
+    power_slots,
+    save_state,
+)
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
@@ -221,7 +228,9 @@ class Checkpointer:
     @staticmethod
     def _load(state: TrainState, folder: Path, manifest: Manifest) -> None:
         """Load everything except the data position."""
-        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
+        with usable(folder / CONFIG_FILE):
+            powers = power_slots(state.ema, read_record(folder)["training"].get("ema_sigma_rel") or [])
+        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups, powers)
         with usable(folder / MANIFEST):
             state.step = manifest.step
             state.consumed_samples = int(manifest.meta["consumed_samples"])

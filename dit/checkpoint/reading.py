@@ -17,6 +17,11 @@ from dit.settings import CheckpointConfig
 logger = logging.getLogger(__name__)
 
 
+def _is_checkpoint(path: Path) -> bool:
+    """Return whether a path is named as a checkpoint and is not a run folder of such a name."""
+    return path.name.startswith("iter_") and not (path / "checkpoints").is_dir()
+
+
 def candidates(path: Path | str) -> list[Path]:
     """Return the checkpoint folders of a path, in the order in which they are tried; they are not verified.
 
@@ -24,7 +29,7 @@ def candidates(path: Path | str) -> list[Path]:
         path: a run folder, or one checkpoint folder (`iter_NNNNNNN`).
     """
     path = Path(path)
-    if path.name.startswith("iter_"):
+    if _is_checkpoint(path):
         return [path]
     return CheckpointStore(path / "checkpoints", CheckpointConfig()).newest_first() if path.is_dir() else []
 
@@ -52,7 +57,7 @@ def find_checkpoint(path: Path | str, reading: Optional[ExitStack] = None) -> tu
         CheckpointError: there is none, or it is damaged.
     """
     path = Path(path)
-    if path.name.startswith("iter_"):
+    if _is_checkpoint(path):
         return path, _verified(path, reading)
     for folder in candidates(path):
         try:

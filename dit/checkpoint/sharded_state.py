@@ -78,12 +78,33 @@ def power_slot(number: int) -> str:
     return f"ema_power_{number}"
 
 
-def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
-    """Return this rank's values of the `i`-th parameter by slot."""
+def power_slots(ema: Optional[EMA], saved: Sequence[float]) -> list[str]:
+    """Return the slots of a run's power-function averages in a checkpoint.
+
+    Args:
+        saved: the relative lengths in the checkpoint's record.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a length.
+    """
+    lengths = [] if ema is None else [average.sigma_rel for average in ema.powers]
+    if missing := [length for length in lengths if length not in saved]:
+        raise CheckpointError(
+            f"the checkpoint has no power-function average of training.ema_sigma_rel={missing}, only of {list(saved)}; "
+            "use some of these, or start in a new training.run_dir"
+        )
+    return [power_slot(saved.index(length)) for length in lengths]
+
+
+def _values(
+    shards: Sequence[MasterShard], ema: Optional[EMA], i: int, powers: Optional[Sequence[str]] = None
+) -> dict[str, Tensor]:
+    """Return this rank's values of the `i`-th parameter by slot; `powers` as `load_state`."""
     values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in shards[i].slots}}
     if ema is not None:
         values["ema"] = ema.values[i]
-        values |= {power_slot(number): average.values[i] for number, average in enumerate(ema.powers)}
+        powers = [power_slot(number) for number in range(len(ema.powers))] if powers is None else powers
+        values |= {slot: average.values[i] for slot, average in zip(powers, ema.powers, strict=True)}
     return values
 
 
@@ -195,22 +216,32 @@ def load_state(
     optimizer: MegatronOptimizer,
     wrapped: Sequence[Any],
     groups: ProcessGroups,
+    powers: Optional[Sequence[str]] = None,
 ) -> None:
-    """Read the state that `save_state` wrote on any layout into master weights, average, optimizer and model."""
-    load_shards(directory, shards, ema, optimizer, groups)
+    """Read the state that `save_state` wrote on any layout into master weights, average, optimizer and model.
+
+    Args:
+        powers: slots of the power-function averages, see `power_slots`; None if `ema` has the saved lengths.
+    """
+    load_shards(directory, shards, ema, optimizer, groups, powers)
     copy_masters_to_model(optimizer, wrapped)
 
 
 @torch.no_grad()
 def load_shards(
-    directory: Path, shards: Sequence[MasterShard], ema: Optional[EMA], optimizer: Any, groups: ProcessGroups
+    directory: Path,
+    shards: Sequence[MasterShard],
+    ema: Optional[EMA],
+    optimizer: Any,
+    groups: ProcessGroups,
+    powers: Optional[Sequence[str]] = None,
 ) -> None:
     """Read this rank's ranges of master weights, average and optimizer state; `copy_masters_to_model` follows."""
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
         shard.ensure_state()
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
-        for slot, target in _values(shards, ema, i).items():
+        for slot, target in _values(shards, ema, i, powers).items():
             reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(target, shard.start))
     set_step_count(optimizer, int(reader.scalars[ADAM_STEP]))
     scale = loss_scale_of(optimizer)

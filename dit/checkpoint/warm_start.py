@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @torch.no_grad()
 def start_from(config: RunConfig, state: TrainState) -> None:
-    """Load the weights of `checkpoint.start_from` into master weights, average and model; every rank calls this.
+    """Load the weights of `checkpoint.start_from` into master weights, averages and model; every rank calls this.
 
     They are those of a run folder (of its newest valid checkpoint; the average if it has one), of one checkpoint
     folder, or of a folder of diffusers, under any layout.
@@ -55,6 +55,7 @@ def start_from(config: RunConfig, state: TrainState) -> None:
     if groups.rank == 0 and any(name.startswith(DISCRIMINATOR) for name in names):
         logger.info("checkpoint.start_from loads only the autoencoder; the discriminator starts untrained")
     if state.ema is not None:
-        for average, shard in zip(state.ema.values, state.shards, strict=True):
-            average.copy_(shard.main)
+        for average in (state.ema, *state.ema.powers):
+            for value, shard in zip(average.values, state.shards, strict=True):
+                value.copy_(shard.main)
     copy_masters_to_model(state.optimizer, state.wrapped)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Optional
 
 from dit.condition_table import size_and_crop
 from dit.convert.diffusers_format import NULLS, VERSION, DiffusersFormat, TrainedModel
-from dit.convert.diffusers_sampling import scheduler_config
+from dit.convert.diffusers_sampling import num_steps_of, scheduler_config
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives.ddpm import DDPM
@@ -297,13 +297,15 @@ def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pi
 def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     objective = trained.objective
     if pipeline.flow:
-        runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity"
+        at_all_times = (getattr(objective, "min_time", 0), getattr(objective, "max_time", 1)) == (0, 1)
+        runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity" and at_all_times
         runs = runs and not (pipeline.times == "end" and getattr(objective, "last_time", None) is not None)
-        needed = "flow matching of the velocity" + " without a last time" * (pipeline.times == "end")
+        needed = "flow matching of the velocity at all times" + " without a last time" * (pipeline.times == "end")
     else:
         # The pipeline passes the scheduler's steps to the network unchanged.
         runs = isinstance(objective, DDPM) and objective.discrete_steps == REFERENCE_STEPS
-        needed = f"DDPM of {REFERENCE_STEPS} steps (objective.discrete_steps={REFERENCE_STEPS})"
+        runs = runs and getattr(objective, "network_time", None) == "time"
+        needed = f"DDPM of {REFERENCE_STEPS} steps (objective.discrete_steps={REFERENCE_STEPS}, network_time=time)"
     return [] if runs else [f"runs {needed}, but this model was trained with {objective}"]
 
 
@@ -404,8 +406,3 @@ def loading_lines(
             *drawn,
         ]
     )
-
-
-def num_steps_of(trained: TrainedModel) -> int:
-    """Return the number of steps of the run's own sampling."""
-    return int(trained.sampling.get("num_steps", 50))

@@ -1,7 +1,8 @@
 """Sampling of exported weights with diffusers: scheduler settings, and a README page.
 
 The page documents facts that scheduler settings do not have: the direction of time, and the class index of "no class".
-For class-conditional models it has a loop that generates the same samples as our sampler (tests run it).
+For class-conditional models it has a loop that generates the same samples as our sampler (tests run it); `steps_notes`
+has the exceptions.
 """
 
 import math
@@ -10,10 +11,10 @@ from typing import Any, Optional
 from dit.convert.diffusers_format import VERSION, TrainedModel
 from dit.errors import ConfigError
 from dit.objectives.base import Objective
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, MAX_LOG_SNR
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.objectives.noise_levels import REFERENCE_STEPS, beta_ends
+from dit.objectives.noise_levels import REFERENCE_STEPS, TableSchedule, beta_ends
 
 SCHEDULER_CONFIG = "scheduler_config.json"
 PAGE = "README.md"
@@ -23,8 +24,11 @@ SHIFT_BY_TOKENS = ("base_shift", "max_shift", "base_image_seq_len", "max_image_s
 BETA_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
 
 
-def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
+def scheduler_config(objective: Objective, num_steps: Optional[int] = None) -> Optional[dict[str, Any]]:
     """Return the `scheduler_config.json` for an objective; None if diffusers has no such scheduler.
+
+    Args:
+        num_steps: of sampling; one step has no last time, to which the scheduler cannot stretch it.
 
     Source: diffusers 0.38, `schedulers/`; trailing steps that end at the clean latent, Lin et al. 2023,
     arXiv:2305.08891.
@@ -34,14 +38,14 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
             "_class_name": "FlowMatchEulerDiscreteScheduler",
             "num_train_timesteps": REFERENCE_STEPS,
             "shift": objective.time_shift,
-            "shift_terminal": objective.last_time,
+            "shift_terminal": None if num_steps == 1 else objective.last_time,
         }
         if objective.shift_by_tokens is not None:
             settings |= {"use_dynamic_shifting": True, **dict(zip(SHIFT_BY_TOKENS, objective.shift_by_tokens))}
     elif isinstance(objective, EDM):
         names = ("sigma_min", "sigma_max", "sigma_data", "rho")
         settings = {"_class_name": "EDMEulerScheduler", **{name: getattr(objective, name) for name in names}}
-    elif isinstance(objective, DDPM) and objective.discrete_steps is not None:
+    elif isinstance(objective, DDPM) and objective.discrete_steps is not None and objective.network_time == "time":
         settings = {
             "_class_name": "DDIMScheduler",
             "num_train_timesteps": objective.discrete_steps,
@@ -62,6 +66,37 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
     return {"_diffusers_version": VERSION, **settings}
 
 
+def num_steps_of(trained: TrainedModel) -> int:
+    """Return the number of steps of the run's own sampling."""
+    return int(trained.sampling.get("num_steps", 50))
+
+
+def steps_notes(trained: TrainedModel) -> list[str]:
+    """Return a note on the steps of `DDIMScheduler`, which are ours only if their number divides the table's.
+
+    In n steps of a table of N, it goes from step k to the noise of step k - N // n, and predicts at other steps next.
+    """
+    objective = trained.objective
+    if not isinstance(objective, DDPM) or scheduler_config(objective) is None:
+        return []
+    schedule = objective.noise_schedule
+    assert isinstance(schedule, TableSchedule)
+    total, num_steps = schedule.num_steps, num_steps_of(trained)
+    first = int(schedule.step(schedule.time(objective.sampling_grid(1)[0])))
+    if first < total - 1:
+        return [
+            f"the scheduler starts at step {total - 1}, launch.sample at step {first}, because later ones have almost "
+            "no signal; the samples differ"
+        ]
+    divisors = [n for n in range(1, total + 1) if total % n == 0]
+    if num_steps in divisors:
+        which = f", as {num_steps} does"
+    else:
+        nearest = [*[n for n in divisors if n < num_steps][-1:], *[n for n in divisors if n > num_steps][:1]]
+        which = f"; the nearest to {num_steps} that do are {' and '.join(map(str, nearest))}"
+    return [f"the scheduler takes the steps of launch.sample if their number divides {total}{which}"]
+
+
 def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
     """Return the `scheduler_config.json` with which a pipeline that states no noise levels takes our steps.
 
@@ -73,7 +108,7 @@ def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
 
     These are equal if s solves a quadratic equation, and the factor if `shift_terminal` is our last level.
     """
-    config = scheduler_config(objective)
+    config = scheduler_config(objective, num_steps)
     assert config is not None
     if num_steps == 1:
         return {**config, "shift": 1.0}
@@ -116,6 +151,8 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
             f"the network gets {time} as its timestep and predicts {sign}{predicts}",
             f"times are evenly spaced, then shifted by {_shift(objective)}: t s / (1 + (s - 1) t)",
         ]
+        if objective.last_time is not None:
+            lines.append(f"two or more times are then stretched to end at {objective.last_time:g} before the last step")
     elif isinstance(objective, EDM):
         lines += [
             "x = x0 + sigma noise; sampling goes from sigma_max to sigma_min, then to 0",
@@ -125,7 +162,9 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         targets = {"noise": "the noise", "x0": "the clean latent x0", "v": "v = alpha noise - sigma x0"}
         steps = objective.discrete_steps
         time = (
-            "1000 t, t from 0 (data) to 1 (noise)"
+            f"1000 ln(alpha**2 / sigma**2), the logarithm between {-MAX_LOG_SNR:g} and {MAX_LOG_SNR:g}"
+            if objective.network_time == "log_snr"
+            else "1000 t, t from 0 (data) to 1 (noise)"
             if steps is None
             else f"{'k' if steps == 1000 else f'1000 k / {steps}'} for step k, 0 the cleanest"
         )
@@ -134,8 +173,9 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
             + (", rescaled so that the last step is pure noise" if objective.zero_terminal_snr else ""),
             f"the network gets {time}, as its timestep and predicts {targets[objective.prediction]}",
         ]
-        if steps is None:
-            lines.append("time is continuous; diffusers has no scheduler for it, see dit/objectives/noise_levels.py")
+        if scheduler_config(objective) is None:
+            kind = "continuous" if steps is None else "the logarithm of a ratio"
+            lines.append(f"time is {kind}; diffusers has no scheduler for it, see dit/objectives/noise_levels.py")
     out, channels = getattr(model, "out_channels", None), model.in_channels
     if out not in (None, channels):
         lines.append(f"only the first {channels} of the {out} predicted channels are the mean")

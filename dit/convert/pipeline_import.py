@@ -80,14 +80,15 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         trained = replace(trained, model=replace(model, null_text="empty"))
     if path.exists():
         settings = read_json(path)
-        trained = replace(trained, objective=read_schedule(settings, str(path)))
+        trained = replace(trained, objective=(ddpm := read_schedule(settings, str(path))))
         scheduler, same_steps = settings.get("_class_name"), DDIM.items() <= {**DDIM_DEFAULTS, **settings}.items()
         if scheduler != "DDIMScheduler" or not same_steps:
             changes = ", ".join(f"{name}={value!r}" for name, value in DDIM.items())
             notes.append(
                 f"the steps of our sampler differ from those of {scheduler} in {path}; the pipeline "
                 "draws the same pictures from the same noise with pipeline.scheduler = "
-                f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes})"
+                f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes}), in a number of steps that divides "
+                f"{ddpm.discrete_steps}"
             )
     return Completed(trained, autoencoder, path.exists(), notes)
 

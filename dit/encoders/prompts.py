@@ -32,7 +32,7 @@ class Prompt:
         chat: returns the conversation that the tokenizer's chat template converts to a text; None for no template.
         template: arguments of the chat template.
         dropped: rows to remove from the embedding, from the number of tokens in `before`.
-        bare_empty: the empty caption, for guidance, has no text around it.
+        negative: name of the prompt of the empty caption and of negative prompts; None for this one.
         may_be_empty: a caption whose text is empty has an embedding without rows.
     """
 
@@ -44,7 +44,7 @@ class Prompt:
     chat: Optional[Callable[[str], Chat]] = None
     template: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     dropped: Callable[[int], slice] = _nothing
-    bare_empty: bool = False
+    negative: Optional[str] = None
     may_be_empty: bool = False
 
     def render(self, caption: str, tokenizer: Any, *, picture: bool = False) -> str:
@@ -61,7 +61,7 @@ class Prompt:
             text: str = tokenizer.apply_chat_template(self.chat(words), tokenize=False, **self.template)
             return text
         before = self.before + self.picture * picture
-        return words if self.bare_empty and not caption else before + words + self.after
+        return words if self.negative and not caption else before + words + self.after
 
 
 def _lower_case(caption: str) -> str:
@@ -167,12 +167,12 @@ PROMPTS = {
         dropped=lambda tokens: slice(0, 108),  # the tokens before the caption in Qwen's vocabulary
     ),
     "shown_texts": Prompt(clean=_shown_texts, may_be_empty=True),
-    "lumina2": Prompt(before=f"{LUMINA2_SYSTEM} <Prompt Start> ", bare_empty=True),
+    "lumina2": Prompt(before=f"{LUMINA2_SYSTEM} <Prompt Start> ", negative="plain"),
     "sana": Prompt(
         clean=_lower_case,
         before="\n".join(SANA_INSTRUCTION),
         dropped=lambda tokens: slice(1, tokens - 1),  # keeps the start token and the last token of the instruction
-        bare_empty=True,
+        negative="lower_case",
     ),
 }
 """By the name of the option `prompt`."""

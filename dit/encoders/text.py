@@ -10,6 +10,8 @@ token, after the projection if the weights have one. That of a sentence encoder 
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -76,6 +78,13 @@ class TextEncoder:
             mark = self._model.config.image_token_id
             self._pictures = PictureReader(f"text encoder {config.name!r}", source, mark)
 
+    def of_negatives(self) -> "TextEncoder":
+        """Return this encoder for negative prompts, with the same network."""
+        encoder, name = copy(self), self.config.around.negative
+        if name is not None:
+            encoder.config, encoder._dropped = replace(self.config, prompt=name), slice(0, 0)
+        return encoder
+
     def tokenize(self, texts: Sequence[str], *, picture: bool = False) -> list[list[int]]:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
@@ -130,7 +139,7 @@ class TextEncoder:
 
     def _embed(self, ids: Sequence[Sequence[int]], picture: Optional["Image"]) -> tuple[Tensor, Optional[Tensor]]:
         kind, layers = self.geometry.kind, self.config.layers
-        if not ids[0]:
+        if not (ids[0] or self.config.padded or self.config.padded_once):
             return torch.zeros(len(ids), 0, self.geometry.width, device=self.device), None
         if kind == "identity":
             return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
@@ -285,9 +294,16 @@ class TextEncoders:
         """Load the encoders of a line on a device."""
         return cls(line, device=device)
 
-    def encode(self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None) -> dict[str, list[Tensor]]:
-        """Embed texts by every encoder, as `TextEncoder.encode`."""
-        return join_entries(self.encoders, [encoder.encode(texts, pictures) for encoder in self.encoders])
+    def encode(
+        self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None, *, negative: bool = False
+    ) -> dict[str, list[Tensor]]:
+        """Embed texts by every encoder, as `TextEncoder.encode`.
+
+        Args:
+            negative: whether these are negative prompts.
+        """
+        encoders = [encoder.of_negatives() if negative else encoder for encoder in self.encoders]
+        return join_entries(encoders, [encoder.encode(texts, pictures) for encoder in encoders])
 
 
 def join_entries(

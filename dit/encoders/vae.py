@@ -35,6 +35,8 @@ KINDS = (
     *("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15"),
 )
 """Supported classes of diffusers; those not in `FRAMEWISE` are causal in time."""
+BRIGHTNESS = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue, as in Pillow's mode `L`."""
 WITHOUT_BATCHES = ("AutoencoderKLHunyuanVideo15",)
 """Classes that accept one clip: in diffusers 0.38, the mask of their attention has no axis for heads."""
 
@@ -241,7 +243,8 @@ class VAE:
         """Encode pictures (one frame) or clips of one shape.
 
         Args:
-            pixels_BCTHW: `[B, 3, T, H, W]` in [-1, 1].
+            pixels_BCTHW: `[B, 3, T, H, W]` in [-1, 1]; an autoencoder of one channel encodes their brightness (ITU-R
+                BT.601).
 
         Returns:
             `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior (of a `VQModel`, the latent
@@ -254,6 +257,14 @@ class VAE:
         self._choose_tiling(max(height, width))
         pixels = pixels_BCTHW.to(self._mean.device, self.dtype)
         if self.geometry.kind in FRAMEWISE:
+            channels, count = self._model.config.in_channels, pixels.shape[1]
+            if (channels, count) == (1, 3):
+                pixels = (pixels * pixels.new_tensor(BRIGHTNESS).view(3, 1, 1, 1)).sum(1, keepdim=True)
+            elif channels != count:
+                raise ConfigError(
+                    f"autoencoder {self.name!r} encodes pictures of {channels} channels, and these have {count}; use "
+                    f"an autoencoder of {count}"
+                )
             encoded = self._model.encode(pixels.transpose(1, 2).flatten(0, 1))
             flat = encoded.latent_dist.mode() if "latent_dist" in encoded else encoded[0]
             z = flat.unflatten(0, (-1, frames)).transpose(1, 2)

@@ -198,13 +198,15 @@ class Generator:
         """
         overrides = {name: value for name, value in overrides.items() if value is not None}
         sampling = replace(self.config.sampling, **overrides)
-        for names, _, _ in sampling.without_effect():
+        low_scale = None if self.low_noise is None else self.low_noise.guidance_scale
+        guided = low_scale is not None and needs_unconditional(low_scale)
+        for names, _, _ in sampling.without_effect(guided=guided):
             sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in overrides})
         if overrides.get("variance") is not None and sampling.solver != "ancestral":
             raise ConfigError(
                 f"variance={sampling.variance!r} has no effect with solver={sampling.solver!r}; use solver='ancestral'"
             )
-        sampling.validate()
+        sampling.validate(guided=guided)
         return sampling
 
     def generate_pack(
@@ -229,6 +231,12 @@ class Generator:
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
         """
+        times = getattr(self.config.objective, "min_time", 0.0), getattr(self.config.objective, "max_time", 1.0)
+        if self.low_noise is None and (times[0] > 0 or (times[1] < 1 and strength is None)):
+            raise ConfigError(
+                f"a model trained at times from {times[0]} to {times[1]} (objective.min_time, max_time) draws no "
+                "samples by itself; use a pair of models, with --low-noise"
+            )
         count = batch.layout.num_samples
         seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
         negative = negative or {}
@@ -290,7 +298,8 @@ class Generator:
         if replace(high, min_time=0.0, max_time=1.0) != replace(low, min_time=0.0, max_time=1.0):
             raise ConfigError(f"the models of high and low noise were trained with {high} and {low}; use a pair")
         boundary = high.min_time if boundary is None else boundary
-        if not 0 < boundary < 1 or boundary < high.min_time or boundary > low.max_time or low.min_time > 0:
+        meet = 0 < boundary < 1 and high.min_time <= boundary <= low.max_time
+        if not (meet and low.min_time == 0 and high.max_time == 1):
             raise ConfigError(
                 f"the model of high noise was trained on times from {high.min_time} to {high.max_time}, that of low "
                 f"noise on {low.min_time} to {low.max_time}, and the boundary is {boundary}; use a pair that covers "

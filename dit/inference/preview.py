@@ -33,7 +33,7 @@ class PictureWriter:
     """Draws a grid of samples from a class-conditional, text-conditional or unconditional model.
 
     Args:
-        class_names: name of each class for the captions; None numbers them.
+        class_names: names of the classes to draw, from class 0, for the captions; None draws all, numbered.
         text_encoder: text encoder of the training data, which also embeds `sampling.prompts`; see
             `dit.encoders.text_config`.
         autoencoder: of the training data; it decodes the samples unless `sampling.vae` names another one.
@@ -111,11 +111,12 @@ class PictureWriter:
             captions = self.sampling.prompts * self.sampling.samples_per_class
             count = len(captions)
         elif (label := self.model.condition(LABEL.name)) and label.num_classes is not None:
-            shown = spread(label.num_classes, MAX_CLASSES_SHOWN)
+            names = self.class_names or [str(index) for index in range(label.num_classes)]
+            shown = spread(len(names), MAX_CLASSES_SHOWN)
             columns = len(shown)
             conditions[LABEL.name] = labels = shown * self.sampling.samples_per_class
             count = len(labels)
-            captions = [str(index) if self.class_names is None else self.class_names[index] for index in labels]
+            captions = [names[index] for index in labels]
         empty: dict[str, Sequence[Value]] = {name: [null] * count for name, null in self.nulls.items()}
         conditions = {FPS.name: [fps] * count, **empty, **conditions, **self._encoded_prompts()}
         batch = empty_pack(self.spec, latent_size, count, device, conditions)

@@ -25,6 +25,9 @@ class WandbSink(Sink):
     Without a key, or if the service does not respond, the run is recorded offline (`wandb sync` uploads it later). The
     id is stored in `run_dir/wandb_id`, so a resumed run continues the same page.
 
+    The step is also a logged value, because wandb's own step must increase: wandb drops other records. It is the next
+    one for steps that a rewound or resumed run repeats.
+
     Args:
         artifacts: upload each checkpoint as an artifact, named by step and epoch, from a copy that wandb makes
             immediately; offline, only refer to its folder.
@@ -69,11 +72,12 @@ class WandbSink(Sink):
             self._run = wandb.init(**{**arguments, "mode": "offline"})
         if self._run.offline:
             logger.info("wandb records offline; upload with: wandb sync %s", shlex.quote(self._run.sync_dir))
+        self._next_step = self._run.starting_step
         self._run.define_metric("consumed_samples")
         self._run.define_metric("*", step_metric="consumed_samples")
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
-        self._run.log({**values, "consumed_samples": consumed_samples}, step=step)
+        self._log(step, {**values, "consumed_samples": consumed_samples})
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
         clip = clip_file(picture)
@@ -82,7 +86,12 @@ class WandbSink(Sink):
             if clip is None
             else self._wandb.Video(str(clip), caption=caption, format="gif")
         )
-        self._run.log({name: media}, step=step)
+        self._log(step, {name: media})
+
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._next_step = max(step, self._next_step)
+        self._run.log({**values, "step": step}, step=self._next_step)
+        self._next_step += 1
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         if not self._artifacts:

@@ -72,14 +72,18 @@ class EMA:
 
     @contextmanager
     def applied(self, optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> Iterator[None]:
-        """Use the averaged weights in this context; restores the training weights bitwise on exit."""
+        """Use the averaged weights in this context; restores the training weights bitwise on exit.
+
+        After an error, which may occur on one rank only, it restores the master weights and the average, but not the
+        model: ranks gather its weights together, so the others would wait. The run must end.
+        """
         self._swap()
-        copy_masters_to_model(optimizer, wrapped)
         try:
+            copy_masters_to_model(optimizer, wrapped)
             yield
         finally:
             self._swap()
-            copy_masters_to_model(optimizer, wrapped)
+        copy_masters_to_model(optimizer, wrapped)
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -94,7 +98,7 @@ class PowerAverage(EMA):
 
     def __init__(self, shards: list[MasterShard], sigma_rel: float, *, offload: bool = False) -> None:
         super().__init__(shards, 0.0, offload=offload)
-        self.exponent = exponent_of(sigma_rel)
+        self.sigma_rel, self.exponent = sigma_rel, exponent_of(sigma_rel)
 
     def weight(self, step: int) -> float:
         return 1.0 - (1.0 - 1.0 / step) ** self.exponent

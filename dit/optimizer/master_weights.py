@@ -158,7 +158,7 @@ def _shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[M
     shards: dict[nn.Parameter, MasterShard] = {}
     for part in sub_optimizers(optimizer):
         if is_fsdp(part):
-            return _fsdp_shards(part, list(names.values()))
+            return _fsdp_shards(part, chunks)
         group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
         for parameter, main, start, stop in _pairs(part):
             state = part.optimizer.state[main]
@@ -169,13 +169,14 @@ def _shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[M
     return [shards[parameter] for parameter in names]
 
 
-def _fsdp_shards(optimizer: DistributedOptimizer, names: list[str]) -> list[MasterShard]:
-    shards = {}
-    for chunk in optimizer.model_chunks:
-        for p in sharded_parameters(chunk):
+def _fsdp_shards(optimizer: DistributedOptimizer, chunks: Sequence[nn.Module]) -> list[MasterShard]:
+    shards = []
+    for wrapped, chunk in zip(optimizer.model_chunks, chunks):
+        by_name = {p.name: p for p in sharded_parameters(wrapped)}
+        for p in (by_name[name] for name, parameter in chunk.named_parameters() if parameter.requires_grad):
             state = optimizer.optimizer.state[p.owner]
-            shards[p.name] = MasterShard(p.name, p.raw, p.start, p.stop, p.owner, state, p.group)
-    return [shards[name] for name in names]
+            shards.append(MasterShard(p.name, p.raw, p.start, p.stop, p.owner, state, p.group))
+    return shards
 
 
 def _absent_shards(

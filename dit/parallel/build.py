@@ -30,7 +30,7 @@ from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS, add_gradien
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
-from dit.parallel.fsdp import reduces_in_backward, update_locally, wrap_fsdp
+from dit.parallel.fsdp import finalize_shards, reduces_in_backward, update_locally, wrap_fsdp
 from dit.parallel.implementations import DTYPES, target_of
 from dit.parallel.loss_scale import share_loss_scale
 from dit.parallel.pipeline import split_layers, stages
@@ -83,7 +83,8 @@ def megatron_config(
         overlap_p2p_comm=vpp is not None,
         batch_p2p_comm=vpp is None,
         # The interleaved schedule of Megatron-Core 0.16 frees outputs that are still being sent (Megatron-LM #4047).
-        deallocate_pipeline_outputs=vpp is None,
+        # Hooks of Megatron-FSDP return views, which cannot be freed.
+        deallocate_pipeline_outputs=vpp is None and parallel.data_parallel != "fsdp",
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=1,
@@ -195,7 +196,7 @@ def build_model(
     check_supported(model, parallel, training)
     config = megatron_config(model, parallel, training.precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline if this is set.
-    config.has_cond_embedder = True
+    config.has_cond_embedder = parallel.data_parallel != "fsdp"
     target = target_of(model, training.precision, traced.device if traced else None)
     kernels = choose(LAYERS, target, training.kernels).load()
     provider = LayerProvider(config, groups.collection, training.linears, kernels, training.fp8)
@@ -255,12 +256,14 @@ def wrap(
         kernels: `training.kernels`.
     """
     config = chunks[0].config
-    config.finalize_model_grads_func = finalize_gradients
+    interleaved = len(chunks) > 1
     if parallel.data_parallel == "fsdp":
         sharded = [wrap_fsdp(chunk, parallel.fsdp_sharding, groups) for chunk in chunks]
-        config.no_sync_func = sharded[0].no_sync if reduces_in_backward(sharded[0]) else None
+        config.finalize_model_grads_func = finalize_shards
+        if reduces_in_backward(sharded[0]):
+            config.no_sync_func = [chunk.no_sync for chunk in sharded] if interleaved else sharded[0].no_sync
         return sharded
-    interleaved = len(chunks) > 1
+    config.finalize_model_grads_func = finalize_gradients
     add = torch._foreach_add_ if target is None else add_gradients(target, kernels)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -117,16 +117,10 @@ def fitting_micro_batch(at_most: int, share: int) -> int:
 
 
 def _check_fsdp(parallel: ParallelConfig) -> None:
-    sharding, pp = parallel.fsdp_sharding, parallel.pipeline_model_parallel_size
+    sharding = parallel.fsdp_sharding
     if sharding not in get_args(FSDPSharding):
         raise ConfigError(
             f"parallel.fsdp_sharding={sharding!r} is unknown; use one of {', '.join(map(repr, get_args(FSDPSharding)))}"
-        )
-    if pp > 1:
-        raise ConfigError(
-            f"parallel.data_parallel=fsdp cannot run with pipeline_model_parallel_size={pp}: Megatron-FSDP requires "
-            "that its mesh of data and tensor parallel ranks contains all ranks; use "
-            "data_parallel=distributed_optimizer, or pipeline_model_parallel_size=1"
         )
     overlaps = {
         "overlap_grad_reduce": parallel.overlap_grad_reduce,
@@ -325,7 +319,7 @@ def _replicas(parallel: ParallelConfig, world_size: int) -> int:
         count = max(1, round(world_size / model_ranks)) * model_ranks
         raise ConfigError(
             f"world size {world_size} is not a multiple of TP {tp} x PP {pp} x CP {cp} = {model_ranks}; start "
-            f"{count} ranks (torchrun --nproc-per-node {count} -m launch.train ...), or shrink the layout"
+            f"{count} ranks (torchrun --standalone --nproc-per-node {count} -m launch.train ...), or shrink the layout"
         )
     return world_size // model_ranks
 

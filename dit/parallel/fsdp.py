@@ -9,11 +9,12 @@ freed as needed. Three parameters a, b, c of one bucket on 2 ranks:
     rank 0: a [0, 6), b [0, 2)          rank 1: b [2, 3), c [0, 6)       start, stop of `ShardedParameter`
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
@@ -22,6 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam
 
+from dit.backends.gradients import finalize_gradients
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
@@ -29,6 +31,7 @@ from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
 from dit.parallel.fsdp_patches import (
     cached_module_walks,
+    mesh_of_stage,
     no_chunk_metadata,
     reduce_unsharded,
     release_by_hook,
@@ -81,6 +84,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
         # Without Transformer Engine this is a mock, which the adapter passes to `isinstance` under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
     copies = groups.shard_copies
+    mesh_of_stage()
     shard_between_rows()
     release_by_hook()
     _prepare_frozen(backbone)
@@ -135,6 +139,40 @@ def _differentiable_input(unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
     if torch.is_grad_enabled() and not first.requires_grad:
         first = first.detach().requires_grad_()
     return first, *others
+
+
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/finalize_model_grads.py: _allreduce_conditional_embedding_grads",
+    why="it reads `main_grad`, which the shards of Megatron-FSDP do not have",
+)
+@torch.no_grad()
+def finalize_shards(
+    wrapped: Sequence[FullyShardedDataParallel],
+    num_tokens: Optional[Tensor],
+    pg_collection: Any,
+    force_all_reduce: Optional[bool] = False,
+) -> None:
+    """Reduce the gradients of a step, and sum those of parameters that every stage has over the stages and chunks.
+
+    Each of these parameters has a bucket, so a data-parallel rank has the same elements of every copy.
+
+    Args:
+        num_tokens: unused.
+    """
+    finalize_gradients(wrapped, num_tokens, pg_collection, force_all_reduce)
+    if pg_collection.pp.size() == 1:
+        return
+    copies: dict[str, list[Tensor]] = {}
+    for parameter in (parameter for chunk in wrapped for parameter in sharded_parameters(chunk)):
+        if sharding_of(parameter.raw, parameter.name).every_stage and parameter.owner.grad is not None:
+            copies.setdefault(parameter.name, []).append(local(parameter.owner.grad))
+    if copies:
+        total = torch.cat([torch.stack(gradients).sum(0).flatten() for gradients in copies.values()])
+        dist.all_reduce(total, group=pg_collection.pp)
+        for gradients, part in zip(copies.values(), total.split([x[0].numel() for x in copies.values()])):
+            for gradient in gradients:
+                gradient.copy_(part.view_as(gradient))
 
 
 def reduces_in_backward(wrapped: FullyShardedDataParallel) -> bool:

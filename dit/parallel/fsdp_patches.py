@@ -12,6 +12,7 @@ from typing import Optional
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -25,6 +26,30 @@ Layout = tuple[
 ]
 """The range of each parameter in a bucket, the bucket, and this rank's shard of it."""
 _NAME = "build_data_parallel_buffer_index"
+
+
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/mcore_fsdp_adapter.py: _get_dp_tp_mesh, _get_hsdp_tp_mesh",
+    why="they require that one mesh contains all ranks, which excludes pipelines",
+)
+def mesh_of_stage() -> None:
+    """Shard over the ranks of one pipeline stage; a second call does nothing.
+
+    Ranks with TP 2, DP 2 and PP 2: the mesh of ranks 4 to 7, the second stage, is [[4, 5], [6, 7]].
+    """
+    mcore_fsdp_adapter._get_dp_tp_mesh = lambda data, tensor, ep_size=1: _mesh(data, tensor)
+    mcore_fsdp_adapter._get_hsdp_tp_mesh = _mesh
+
+
+def _mesh(*groups: ProcessGroup) -> Tensor:
+    """Return the ranks that differ from this one in their indices in the groups, one dimension per group.
+
+    Megatron-Core numbers ranks such that an index changes the rank by the same amount for all other indices.
+    """
+    rank = dist.get_rank()
+    steps = [torch.tensor(dist.get_process_group_ranks(group)) - rank for group in groups]
+    return rank + torch.stack(torch.meshgrid(*steps, indexing="ij")).sum(0)
 
 
 @patches(

@@ -114,17 +114,17 @@ def _powers(limit: int) -> list[int]:
     return [2**i for i in range(max(1, limit).bit_length())]
 
 
-def _kinds(problem: Problem, tensor: int, context: int) -> list[tuple[DataParallel, int]]:
+def _kinds(problem: Problem, tensor: int, context: int, pipeline: int) -> list[tuple[DataParallel, int]]:
     """Return kinds of data parallelism with numbers of instances.
 
-    FSDP inside each node is searched if a ring over nodes is slower than NVLink, the job fills several nodes, and a
-    node has several replicas.
+    FSDP is searched without pipelines, because each micro-batch gathers the weights again. FSDP inside each node is
+    searched if a ring over nodes is slower than NVLink, the job fills several nodes, and a node has several replicas.
     """
     kinds: list[tuple[DataParallel, int]] = [("distributed_optimizer", 1), ("ddp", 1)]
-    if tensor > FSDP_TENSOR:
+    if tensor > FSDP_TENSOR or pipeline > 1:
         return kinds
     kinds.append(("fsdp", 1))
-    layout = replace(problem.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=1)
+    layout = replace(problem.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
     ring = Cluster(problem.device, problem.world_size, layout).bandwidth("dp_cp")
     nodes, rest = divmod(problem.world_size, problem.device.node_size)
     if ring < problem.device.nvlink and nodes > 1 and not rest and tensor * context < problem.device.node_size:
@@ -148,7 +148,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     for tensor, context, expert, pipeline in product(tensors, contexts, _powers(experts), pipelines):
         for chunks in [None, *_powers(layers // pipeline)[1:3]] if pipeline > 1 else [None]:
             for (data, instances), size, share in product(
-                _kinds(problem, tensor, context), _powers(problem.training.global_batch_size), RECOMPUTED
+                _kinds(problem, tensor, context, pipeline), _powers(problem.training.global_batch_size), RECOMPUTED
             ):
                 if size <= max(1, problem.training.global_batch_size * tensor * context * pipeline // world):
                     sequence = tensor > 1 and able[Ability.SEQUENCE]

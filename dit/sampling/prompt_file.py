@@ -40,7 +40,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = read_bytes(path).decode().splitlines()
+        lines = read_bytes(path).decode("utf-8-sig").split("\n")  # not at other separators of Unicode
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--prompts {path} cannot be read: {error}; give a text file of one prompt per line"

@@ -11,15 +11,18 @@ too, before they are summed over ranks, so that the rank is known.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dit.backends.gradients import main_gradients
 from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.errors import MachineError
 from dit.monitoring.run_log import RunLog
+from dit.settings import TrainingConfig
 from dit.step.device_batches import DeviceBatches
 from dit.step.intervals import is_due
 from dit.step.schedule import Logs
@@ -33,12 +36,12 @@ class Recheck:
     """Computes the gradients of a step, in some steps twice.
 
     Args:
-        interval: steps between two that are computed twice; 0 for none.
         forget: discards the counts of the previous computation.
     """
 
-    def __init__(self, state: TrainState, interval: int, forget: Callable[[], None]) -> None:
-        self._state, self._interval, self._forget = state, interval, forget
+    def __init__(self, state: TrainState, training: TrainingConfig, forget: Callable[[], None]) -> None:
+        self._state, self._interval, self._forget = state, training.recheck_interval, forget
+        self._marked = self._marked_sums if training.cuda_graph else self._marked_gradients
 
     def compute(
         self, compute: Compute, batches: Iterator[PackedBatch], device_batches: DeviceBatches, log: RunLog
@@ -86,7 +89,28 @@ class Recheck:
         return torch.stack(gathered).tolist()
 
     @contextmanager
-    def _marked(self, device: torch.device) -> Iterator[Tensor]:
+    def _marked_sums(self, device: torch.device) -> Iterator[Tensor]:
+        """Yield a number, `[]`, to which the checksums of the main gradients are added before ranks reduce them.
+
+        The replay of a CUDA graph runs no hooks.
+        """
+        config, mark = self._state.wrapped[0].config, torch.zeros((), dtype=torch.int64, device=device)
+        reduce = config.finalize_model_grads_func
+
+        def add_and_reduce(*args: Any, **kwargs: Any) -> None:
+            trained = (p for chunk in self._state.chunks for p in chunk.parameters() if p.requires_grad)
+            for i, gradient in enumerate(main_gradients(trained)):
+                mark.add_(_checksum(gradient) * _factor(i))
+            reduce(*args, **kwargs)
+
+        config.finalize_model_grads_func = add_and_reduce
+        try:
+            yield mark
+        finally:
+            config.finalize_model_grads_func = reduce
+
+    @contextmanager
+    def _marked_gradients(self, device: torch.device) -> Iterator[Tensor]:
         """Yield a number, `[]`, to which the checksums of this rank's weight gradients are added in this context."""
         # Between steps, Megatron-FSDP's parameters are shards; hooks belong to the original parameters.
         parameters = [getattr(p, "orig_param", p) for chunk in self._state.chunks for p in chunk.parameters()]
@@ -98,9 +122,8 @@ class Recheck:
 
             return add
 
-        # Odd factors, so that swapped gradients change the sum.
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        handles = [parameter.register_hook(adder(2 * i + 1)) for i, parameter in enumerate(trained)]
+        handles = [parameter.register_hook(adder(_factor(i))) for i, parameter in enumerate(trained)]
         try:
             yield mark
         finally:
@@ -111,6 +134,11 @@ class Recheck:
 def _named(ranks: Sequence[int]) -> str:
     shared = "; ranks that share a model exchange their results, so one of them is at fault" if ranks[1:] else ""
     return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))}{shared}"
+
+
+def _factor(i: int) -> int:
+    """Return the factor of the `i`-th parameter's checksum: odd numbers, so that swapped gradients change the sum."""
+    return 2 * i + 1
 
 
 def _checksum(values: Tensor) -> Tensor:

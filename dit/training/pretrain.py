@@ -315,7 +315,7 @@ class Run:
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
         self.checks = RunChecks(
             self.batches,
-            Recheck(self.state, config.training.recheck_interval, self.bad_steps.drop_counts),
+            Recheck(self.state, config.training, self.bad_steps.drop_counts),
             self.bad_steps,
             self.part_norms,
             self.learning_rate,
@@ -376,7 +376,8 @@ class Run:
         return step.grad_norm
 
     def _count(self, step: Step, loss_sums: torch.Tensor) -> None:
-        self.last_action, self.must_stop = step.action, self.must_stop or step.must_stop
+        self.last_action = step.action
+        self.must_stop |= step.must_stop and step.action != "rewind"  # the next step asks again
         if step.action == "update":
             loss_sums += step.sums
             self.grad_norm = step.grad_norm

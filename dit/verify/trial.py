@@ -424,7 +424,8 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
     # With an overlapped gather the last update waits for the next forward pass.
     copy_masters_to_model(session.optimizer, session.wrapped)
     if is_fsdp:
-        session.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
+        for chunk in session.wrapped:  # gather all weights, to see what a forward pass would use
+            chunk.start_param_sync(force_sync=True)
         exactness.check_weights()
     inexact: list[Any] = [None] * groups.world_size
     dist.all_gather_object(inexact, list(exactness.faults))

@@ -30,10 +30,10 @@ after a change of a test or a line, `--only` runs a part again.
 | --- | --- | --- | --- |"""
 SHIPPED_TITLE = """# Faults that others shipped
 
-Each line is a fault of a public trainer or stack. It is listed under the first check that fails when one changed line
-repeats the fault in this project, with the CPU seconds of the check. Checks are commands, which also accept your recipe
-and layout, or tests (`pytest tests/CHECK`). [The list of mutants](../tests/mutants/README.md) has the changed lines;
-`python -m tests.mutants --shipped --write tests/mutants/README.md` measures again.
+This page shows which check of this project finds each fault of public trainers. A fault is listed under the first check
+that fails when one changed line repeats it here, with the CPU seconds of the check. Checks are commands, which also
+accept your recipe and layout, or tests (`pytest tests/CHECK`). [The list of mutants](../tests/mutants/README.md) has
+the changed lines; `python -m tests.mutants --shipped --write tests/mutants/README.md` measures again.
 
 {counts}"""
 LIMIT_S = 60

@@ -41,6 +41,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.patchify import unpatchify
 from dit.sampling.generate import empty_pack, generate
+from dit.sampling.solvers import solve
 from dit.settings import SamplingConfig
 from launch.export import write_diffusers_folder
 from launch.import_weights import main as import_weights
@@ -117,6 +118,45 @@ def test_the_loop_on_the_page_draws_the_samples_of_the_sampler(
     found = namespace["sample"](str(folder), str(folder), LABELS, steps, 2.5, noise)
     assert relative_error(found, expected) <= RTOL
     assert relative_error(found, noise) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "objective", "note"),
+    [
+        (25, DDPM(discrete_steps=1000), "if their number divides 1000, as 25 does"),
+        (30, DDPM(discrete_steps=1000), "divides 1000; the nearest to 30 that do are 25 and 40"),
+        (28, DDPM(discrete_steps=500, prediction="v"), "divides 500; the nearest to 28 that do are 25 and 50"),
+        (10, DDPM(discrete_steps=1000, betas=[1e-4, 0.025]), "starts at step 999, launch.sample at step 914"),
+    ],
+    ids=str,
+)
+def test_the_page_names_the_numbers_of_steps_in_which_a_scheduler_draws_the_samples_of_the_sampler(
+    tmp_path: Path, num_steps: int, objective: DDPM, note: str
+):
+    """DDIMScheduler subtracts 1000 // n from a step, which is the next one only if n divides 1000."""
+    trained = TrainedModel(tiny(), objective, (1, 8, 8), {"num_steps": num_steps})
+    [found] = [
+        x
+        for x in write_diffusers_folder(trained, lambda: random_weights(parameter_shapes(tiny())), tmp_path / "o")
+        if note in x
+    ]
+    assert found in (tmp_path / "o" / "README.md").read_text()
+
+    def clean(x: Tensor, alpha2: Tensor) -> Tensor:
+        return torch.tanh(alpha2.sqrt() * x / (1 - alpha2))  # the mean of x0 if it is 1 or -1
+
+    scheduler = DDIMScheduler.from_config(scheduler_config(objective))
+    scheduler.set_timesteps(num_steps)
+    start = x = torch.randn(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
+    for t in scheduler.timesteps:
+        alpha2 = scheduler.alphas_cumprod[t].double()
+        x0, (alpha, sigma) = clean(x, alpha2), (alpha2.sqrt(), (1 - alpha2).sqrt())
+        eps = (x - alpha * x0) / sigma
+        x = scheduler.step(eps if objective.prediction == "noise" else alpha * eps - sigma * x0, t, x).prev_sample
+    expected = solve(
+        "ddim", lambda x, u: clean(x, u.cos() ** 2), objective.path, start, objective.sampling_grid(num_steps)
+    )
+    assert (relative_error(x, expected) <= RTOL) == ("as 25 does" in found)
 
 
 def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):

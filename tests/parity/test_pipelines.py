@@ -31,7 +31,8 @@ from dit.batch import pixel_values
 from dit.checkpoint.full_weights import read_full_weights, write_imported
 from dit.checkpoint.reading import candidates, read_settings
 from dit.convert.diffusers_format import TrainedModel
-from dit.convert.diffusers_sampling import spaced_scheduler
+from dit.convert.diffusers_pipeline import PIPELINES
+from dit.convert.diffusers_sampling import scheduler_config, spaced_scheduler
 from dit.convert.run_record import build
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import as_conditions, check_text_encoder, config_of
@@ -60,6 +61,7 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from examples.flux2.compare import start_noise
 from launch.export import main as export
+from launch.export_pipeline import sampling_notes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error
 from tests.support.encoders import (
@@ -456,6 +458,14 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
     [
         (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained with FlowMatching"),
         (
+            replace(CASES["dit"], objective=DDPM(discrete_steps=1000, network_time="log_snr")),
+            "runs DDPM of 1000 steps .*network_time=time.* trained with .*network_time='log_snr'",
+        ),
+        *(
+            (replace(CASES["sd3"], objective=FlowMatching(**times)), "runs flow matching of the velocity at all times")
+            for times in ({"min_time": 0.875}, {"max_time": 0.875})
+        ),
+        (
             replace(PIXART_T5, model=replace(PIXART_T5.model, null_text="learned")),
             "uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
@@ -496,7 +506,18 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
         (replace(CASES["lumina2"], blocks=3), "that compresses 8 x 8 pixels, and .* compresses 4 x 4"),
     ],
     ids=[
-        *("objective", "null", "no encoder", "padding", "channels", "vae of wan", "text of wan"),
+        *(
+            "objective",
+            "log snr",
+            "high noise",
+            "low noise",
+            "null",
+            "no encoder",
+            "padding",
+            "channels",
+            "vae of wan",
+            "text of wan",
+        ),
         *("null of xl", "one encoder", "no projection", "control", "unpadded", "no pooled text"),
         *("null of klein", "plain prompt", "compression"),
     ],
@@ -527,11 +548,34 @@ def test_a_scheduler_without_noise_levels_gets_the_sampling_steps(shift: float, 
     """`WanPipeline` passes only the number of steps, and by default the last noise level would be 1/1000."""
     assert "sigmas" not in signature(WanPipeline.__call__).parameters
     objective = FlowMatching(time_shift=shift)
-    scheduler = FlowMatchEulerDiscreteScheduler.from_config(spaced_scheduler(objective, steps))
-    scheduler.set_timesteps(steps)
-    torch.testing.assert_close(scheduler.sigmas.double(), objective.sampling_grid(steps), rtol=0, atol=1e-6)
+    for same in (objective, replace(objective, last_time=0.02)):
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(spaced_scheduler(same, steps))
+        scheduler.set_timesteps(steps)
+        torch.testing.assert_close(scheduler.sigmas.double(), same.sampling_grid(steps), rtol=0, atol=1e-6)
     with pytest.raises(ConfigError, match="time_shift=60 is too large for the scheduler of diffusers in 50 steps"):
         spaced_scheduler(FlowMatching(time_shift=60.0), 50)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7])
+def test_a_scheduler_with_a_last_time_gets_the_sampling_steps(steps: int) -> None:
+    """Stretching one step to a last time would divide by zero."""
+    objective = FlowMatching(time_shift=3.0, last_time=0.02)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler_config(objective, steps))
+    scheduler.set_timesteps(sigmas=[1 - i / steps for i in range(steps)])
+    torch.testing.assert_close(scheduler.sigmas.double(), objective.sampling_grid(steps), rtol=0, atol=1e-6)
+
+
+def test_settings_of_sampling_that_a_pipeline_lacks_are_noted() -> None:
+    sampling = {"guidance_channels": 3, "guidance_rescale": 0.7, "guidance_interval": [0.2, 5.0]}
+    note = "DiTPipeline is called without sampling.guidance_channels=3, guidance_rescale=0.7"
+    for scale, thresholding, said in (
+        (2.0, "none", [f"{note}, guidance_interval=[0.2, 5.0]"]),
+        (1.0, "none", []),
+        (1.0, "static", ["DiTPipeline is called without sampling.thresholding=static"]),
+    ):
+        settings = {**sampling, "guidance_scale": scale, "thresholding": thresholding}
+        trained = TrainedModel(CASES["dit"].model, STEPS_1000, (1, 8, 8), settings)
+        assert sampling_notes(PIPELINES["DiTTransformer2DModel"], trained) == said
 
 
 def test_the_entry_for_an_empty_text_is_that_of_the_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import attention, ceilings, gpu_stages, layers, step
+from benchmarks import attention, ceilings, device_values, gpu_stages, layers, loss_curves, step
 from benchmarks.gpu_stages import STAGES, Bar, Command, Stage, field, run_stage, started
 from dit.errors import EXIT_OK
 
@@ -68,6 +68,14 @@ def test_every_bar_has_rows(tmp_path: Path):
             known.setdefault(command.name, [{**FIELDS_OF_A_STEP, **milliseconds}])
         for bar in stage.bars:
             assert isinstance(bar.value(known), float | int), (name, bar.name)
+
+
+def test_the_values_have_recorded_losses_and_a_bar_of_all_checks():
+    recorded = json.loads(device_values.CURVES.read_text())
+    assert list(recorded) == list(loss_curves.RECIPES)
+    assert {len(curves[loss_curves.ONE_RANK]) for curves in recorded.values()} == {loss_curves.STEPS}
+    [passed] = [bar for bar in STAGES["values"].bars if bar.name == "losses and samples within their bounds"]
+    assert passed.low == len([*device_values.checks(), "resumed", "samples"])
 
 
 def test_the_bars_of_kernels_name_operations():

@@ -16,7 +16,7 @@ import pytest
 from dit.checkpoint import manifest, reader_lock
 from dit.checkpoint.manifest import MANIFEST, Manifest, verify_folder
 from dit.checkpoint.reader_lock import being_read
-from dit.checkpoint.reading import find_checkpoint
+from dit.checkpoint.reading import candidates, find_checkpoint
 from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, newest_valid, save
@@ -140,6 +140,13 @@ def test_damage_is_detected_and_an_older_checkpoint_used(two_checkpoints, tmp_pa
     with caplog.at_level(logging.WARNING):
         assert find_checkpoint(tmp_path)[1] == 10
     assert str(raised.value) in caplog.text
+
+
+def test_a_run_folder_may_be_named_like_a_checkpoint(two_checkpoints, tmp_path):
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "iter_mine" / "checkpoints"))
+    assert find_checkpoint(tmp_path / "iter_mine") == (store.path(20), 20)
+    assert candidates(tmp_path / "iter_mine") == store.newest_first()
+    assert candidates(store.path(10)) == [store.path(10)]
 
 
 def test_every_flipped_bit_is_detected(two_checkpoints, tmp_path):

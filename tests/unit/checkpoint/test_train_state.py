@@ -12,11 +12,12 @@ from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.manifest import HeldOut
 from dit.checkpoint.train_state import TrainState, build_state
 from dit.data_api import DataConfig
-from dit.errors import ConfigError
+from dit.errors import CheckpointError, ConfigError
 from dit.training.pretrain import Run
 from energon_data.indexed import Sample, Samples
 from energon_data.mock import MockData
-from tests.unit.training.test_rates import tiny_config
+from launch.average import main as average
+from tests.unit.training.test_rates import tiny_config, tiny_run
 
 
 @pytest.mark.parametrize(("held_out", "validated"), [(None, False), (HeldOut(0.5, 3), False), (HeldOut(0.5, 6), True)])
@@ -89,3 +90,62 @@ def test_a_resumed_run_refuses_other_samples_of_a_user_source(
     with pytest.raises(ConfigError, match=r'data: Constant: 8 samples, digest \w+ -> 8 .*accept_changes=\["data"\]'):
         start(0.25)
     assert finish(start(0.25, "data")) == 0
+
+
+def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """A run may drop a length, but not add one; `launch.average` reads the lengths of each checkpoint."""
+
+    def start(lengths: str, *settings: str) -> Run:
+        return tiny_run(tmp_path, one_rank_world, f"training.ema_sigma_rel={lengths}", *settings)
+
+    run, accept = start("[0.05, 0.25]"), 'checkpoint.accept_changes=["training.ema_sigma_rel"]'
+    for _ in range(3):
+        run.step(torch.zeros(2))
+    run.save()
+    run.close()
+    with pytest.raises(CheckpointError, match=r"no power-function average of .*=\[0\.1\], only of \[0\.05, 0\.25\]"):
+        start("[0.25, 0.1]", accept)
+    resumed = start("[0.25]", accept)
+    short, long = run.state.ema.powers
+    assert all(map(torch.equal, resumed.state.ema.powers[0].values, long.values))
+    assert not all(map(torch.equal, short.values, long.values))
+    resumed.step(torch.zeros(2))
+    resumed.save()
+    resumed.close()
+    assert average(["--checkpoint", str(tmp_path), "--sigma-rel", "0.05", "--out", str(tmp_path / "out")]) == 0
+
+
+def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    first = tiny_run(tmp_path / "first", one_rank_world, "training.ema_decay=none", "training.seed=1")
+    first.step(torch.zeros(2))
+    first.save()
+    first.close()
+    words = f"checkpoint.start_from={tmp_path / 'first'}", "training.ema_sigma_rel=[0.05]"
+    run = tiny_run(tmp_path / "second", one_rank_world, *words)
+    run.close()
+    for ema in (run.state.ema, *run.state.ema.powers):
+        assert all(torch.equal(x, shard.main) for x, shard in zip(ema.values, first.state.shards, strict=True))
+
+
+def test_adapters_resume_in_another_folder_on_their_base(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """`start_from` names the frozen weights, and `resume_from` the state; without adapters, only one may be set."""
+
+    def start(name: str, *words: str) -> Run:
+        return tiny_run(tmp_path / name, one_rank_world, *words)
+
+    def finish(run: Run) -> list[torch.Tensor]:
+        run.step(torch.zeros(2))
+        run.save()
+        run.close()
+        return [shard.main for shard in run.state.shards]
+
+    finish(start("base"))
+    adapters = "model.lora=lora", f"checkpoint.start_from={tmp_path / 'base'}"
+    trained = finish(start("first", *adapters))
+    source = f"checkpoint.resume_from={tmp_path / 'first'}"
+    run = start("second", *adapters, source)
+    run.close()
+    assert run.state.step == 1
+    assert all(torch.equal(x, shard.main) for x, shard in zip(trained, run.state.shards, strict=True))
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        start("third", adapters[1], source)

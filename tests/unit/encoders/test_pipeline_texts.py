@@ -132,11 +132,16 @@ def of_a_list(pipeline: Any, options: dict[str, Any]) -> Entries:
 def of_guidance(pipeline: Any, options: dict[str, Any]) -> Entries:
     """The texts, and the empty text as the negative one."""
     found = pipeline.encode_prompt(TEXTS, device="cpu", **options)
-    if not found[1].is_floating_point():  # tokens, mask, negative tokens, their mask
-        tokens, mask, negative, negative_mask = found
-    else:
-        tokens, negative, mask, negative_mask = found
-    return {"text": [*rows(tokens, mask), rows(negative, negative_mask)[0]]}
+    return {"text": [*rows(found[0], mask_of(found)), negatives_of(found)[0]]}
+
+
+def mask_of(found: tuple[Tensor, ...]) -> Tensor:
+    return found[2 if found[1].is_floating_point() else 1]
+
+
+def negatives_of(found: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return negatives: tokens, negative tokens and their masks, or tokens and mask before these of the negatives."""
+    return rows(found[1 if found[1].is_floating_point() else 2], found[3])
 
 
 def of_prx(pipeline: Any, options: dict[str, Any]) -> Entries:
@@ -243,6 +248,18 @@ def test_the_folder_of_a_pipeline_encodes_prompts_as_the_pipeline(name: str, tmp
     line = check_text_encoder(str(tmp_path / "pipeline"))
     assert line.widths == {entry: values[0].shape[-1] for entry, values in found.items()}
     assert check_text_encoder(line.recorded) == line
+
+
+@pytest.mark.parametrize("name", ["lumina 2", "pixart", "sana"])
+def test_negative_prompts_are_encoded_as_by_the_pipeline(name: str, tmp_path: Path) -> None:
+    """Lumina 2 and SANA add their instruction only to the prompts."""
+    pipeline, defaults = save_pipeline(tmp_path, CASES[name]), signature(CASES[name].kind.__call__).parameters
+    options = {option: defaults[option].default for option in CASES[name].options}
+    with torch.no_grad():
+        expected = negatives_of(pipeline.encode_prompt(TEXTS, negative_prompt=TEXTS, device="cpu", **options))
+    found = TextEncoders(str(tmp_path / "pipeline")).encode(TEXTS, negative=True)["text"]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **ROUNDING)
 
 
 def test_a_pipeline_of_an_unknown_class_or_without_an_encoder_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
 from dit.encoders.text import TextEncoder, TextEncoders
 from dit.encoders.text_config import TextEncoderConfig, check_text_encoder
 from dit.errors import ConfigError
-from tests.support.encoders import CLIP_TOKENS, save_clip, save_t5
+from tests.support.encoders import CLIP_TOKENS, save_clip, save_language_model, save_t5
 
 TEXTS = ["a red circle left of a blue square", "", "a circle", "a red circle", "blue"]
 LONG = "a red circle left of a blue square of a red square"
@@ -25,6 +25,7 @@ def folder(tmp_path_factory) -> Path:
     save_t5(root / "text_encoder_2", root / "tokenizer_2")
     save_t5(root / "t5")
     save_clip(root / "projected", projected=True)
+    save_language_model("qwen3", root / "qwen3")
     return root
 
 
@@ -71,6 +72,18 @@ def test_clip_gives_the_tokens_of_stable_diffusion(folder):
     assert lengths[-1] == max(lengths) == CLIP_TOKENS  # truncated, with its end token
     same(made, [rows[:length] for rows, length in zip(padded, lengths)])
     same(made[1:2], empty[:1, :2])
+
+
+@pytest.mark.parametrize("padding", ["padded", "padded_once"])
+def test_an_empty_text_without_tokens_has_padding_like_other_texts(folder, padding):
+    """The tokenizer of Qwen3 adds neither start nor end token."""
+    encoder = TextEncoder(TextEncoderConfig.parse(f"{folder}/qwen3:max_tokens=8:{padding}"))
+    texts = ["", "a cat", "a"]
+    together = encoder.encode(texts)["text"]
+    for text, ids, rows in zip(texts, encoder.tokenize(texts), together, strict=True):
+        assert rows.isfinite().all()
+        assert len(rows) == encoder.rows(ids) == (8 if padding == "padded" else len(ids) + 1)
+        same(encoder.encode([text])["text"], [rows])
 
 
 @pytest.mark.parametrize("name", ["t5", "text_encoder", "identity"])

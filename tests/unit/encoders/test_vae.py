@@ -103,6 +103,19 @@ def scale_and_shift(name, model):
     return mean, config.get("scaling_factor", 1.0) / std
 
 
+@pytest.mark.parametrize(("kind", "config"), [(AutoencoderKL, IMAGE), (VQModel, VQ)], ids=["kl", "vq"])
+def test_an_autoencoder_of_one_channel_encodes_the_brightness_of_a_picture(tmp_path, kind, config):
+    for channels in (1, 2):
+        kind(**config, in_channels=channels, out_channels=channels).save_pretrained(tmp_path / str(channels))
+    vae, pixels = VAE(str(tmp_path / "1")), torch.rand(2, 3, 1, 8, 8) * 2 - 1
+    red, green, blue = pixels.unbind(1)
+    brightness = (0.299 * red + 0.587 * green + 0.114 * blue)[:, None]
+    torch.testing.assert_close(vae.encode(pixels), vae.encode(brightness))
+    assert vae.decode(vae.encode(pixels)).shape == brightness.shape
+    with pytest.raises(ConfigError, match="encodes pictures of 2 channels, and these have 3; use an autoencoder of 3"):
+        VAE(str(tmp_path / "2")).encode(pixels)
+
+
 def test_latents_of_flux2_equal_those_of_its_pipeline(saved):
     """The pipeline normalises patches of 2 x 2 with channels first; our latents have the network's patch order."""
     folder, model = saved("flux2")

@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from dit.batch import PackedBatch
 from dit.encoders.vae import VAE, Geometry
 from dit.errors import ConfigError
 from dit.inference import decoding
@@ -99,3 +101,20 @@ def test_the_grid_while_training_shows_decoded_samples(autoencoders: dict[str, s
         left, top = tile_origin(i, 2, side, side, captions=True)
         tile = np.array(grid)[top : top + side : scale, left : left + side : scale]
         assert np.abs(tile.astype(int) - pixels.numpy()).max() <= 1
+
+
+def test_the_grid_while_training_shows_the_classes_that_have_names(build_model: BuildModel) -> None:
+    """A fine-tuned model of 7 classes may be trained on data of 2."""
+    model = DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=2, in_channels=3, num_classes=7)
+    labels: list[int] = []
+    network = build_model(model, perturb=0.1)
+
+    def recording(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        labels.extend(batch.conditions["label"].values.tolist())
+        return network(inputs_TC, time_S, batch)
+
+    sampling = SamplingConfig(num_steps=1, guidance_scale=1.0)
+    for names, shown in ((["a", "b"], [0, 1]), (None, list(range(7)))):
+        labels.clear()
+        PictureWriter(model, FlowMatching(), model.batch_spec(), sampling, names).draw(recording, (1, 4, 4), 1.0, CPU)
+        assert labels == shown

@@ -55,7 +55,7 @@ def test_every_command_is_one_that_python_m_starts():
         assert callable(module.main), command
         assert inspect.getsource(module).endswith('if __name__ == "__main__":\n    sys.exit(main())\n'), command
     assert " ".join(sorted(console.COMMANDS)) == (
-        "average bench evaluate export import inspect kernels layouts plan prepare sample status train verify"
+        "average bench dryrun evaluate export import inspect kernels plan prepare sample status train verify"
     )
     packages = {*console.PACKAGES, *extensions.own_packages()}
     assert [f"{name}*" for name in sorted(packages)] == sorted(SETUPTOOLS["packages"]["find"]["include"])
@@ -75,10 +75,10 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
     ("words", "code", "expected"),
     [
         (["trian"], EXIT_CONFIG, "'trian' is not a command; did you mean train?"),
-        (["xyz"], EXIT_CONFIG, "use one of train, plan, layouts, verify, "),
+        (["xyz"], EXIT_CONFIG, "use one of train, dryrun, plan, verify, "),
         ([], EXIT_CONFIG, "no command given"),
         (["--version"], EXIT_OK, f"megatron-dit {__version__}"),
-        (["plan", "--factory", "tiny_dti"], EXIT_CONFIG, "did you mean tiny_dit, "),
+        (["dryrun", "--factory", "tiny_dti"], EXIT_CONFIG, "did you mean tiny_dit, "),
         (["train", "--factory", "tiny_dit", "--dryrnu"], EXIT_CONFIG, "did you mean --dryrun "),
     ],
 )
@@ -91,10 +91,10 @@ def test_a_user_error_has_one_line_and_an_exit_code(
     assert expected in line
 
 
-def test_plan_is_training_without_a_step(monkeypatch: pytest.MonkeyPatch):
+def test_dryrun_is_training_without_a_step(monkeypatch: pytest.MonkeyPatch):
     found = []
     monkeypatch.setattr("launch.train.main", lambda argv: found.append(argv) or 7)
-    assert console.main(["plan", "--factory", "tiny_dit"]) == console.main(["train", "-l"]) == 7
+    assert console.main(["dryrun", "--factory", "tiny_dit"]) == console.main(["train", "-l"]) == 7
     assert found == [["--dryrun", "--factory", "tiny_dit"], ["-l"]]
 
 

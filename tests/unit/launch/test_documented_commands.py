@@ -13,7 +13,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -133,7 +133,7 @@ def test_two_runs_on_one_machine_use_two_ports():
     sharing = []
     for page in PAGES:
         for line in (ROOT / page).read_text().replace("\\\n", " ").splitlines():
-            for command in re.findall(r"torchrun (-.*--nproc-per-node.*)", line):
+            for command in re.findall(r"torchrun (.*--nproc-per-node.*)", line):
                 if "--standalone" not in command and "--nnodes" not in command:
                     sharing.append(f"{page}: torchrun {command}")
     assert not sharing, "\n".join(sharing)
@@ -169,6 +169,26 @@ def test_a_documented_module_takes_the_flags_of_its_page(page, module, line, cap
     text = capsys.readouterr().out
     missing = [flag for word in words if word.startswith("--") and (flag := word.partition("=")[0]) not in text]
     assert not missing, f"{page}: {module} does not take {missing}"
+
+
+def pytest_lines() -> Iterator[tuple[Path, str, list[str]]]:
+    """Yield the page, the test file and the options of each `pytest FILE ...` in the pages."""
+    for page in MARKDOWN:
+        for found in re.findall(r"`(?:python -m )?pytest ([^`]+)`", (ROOT / page).read_text()):
+            words = shlex.split(found)
+            yield from ((page, word, words) for word in words if re.fullmatch(r"tests/\S+\.py", word))
+
+
+@pytest.mark.parametrize(("page", "file", "words"), pytest_lines(), ids=lambda value: str(value)[:60])
+def test_a_documented_pytest_command_selects_tests(page, file, words):
+    """By default, pytest selects no test of a file that is marked as slow or long as a whole."""
+    text = (ROOT / file).read_text()
+    options = dict(pairwise(words))
+    if mark := options.get("-m"):
+        assert f"pytest.mark.{mark}" in text
+    else:
+        assert not re.search(r"^pytestmark = pytest\.mark\.(slow|long)", text, re.MULTILINE)
+    assert re.search(rf"^def test_.*{options.get('-k', '')}", text, re.MULTILINE)
 
 
 GRID_LINES = sorted(
@@ -272,6 +292,23 @@ def test_targets_and_extras_exist():
     assert named > 12
     for command in re.findall(r"^ +- run: (\S+)$", (ROOT / ".github/workflows/ci.yml").read_text(), re.MULTILINE):
         assert os.access(ROOT / command, os.X_OK), command
+
+
+def test_clean_removes_the_output_of_all_demos_and_no_other_data_or_runs():
+    def words(*arguments: str) -> list[str]:
+        printed = subprocess.run(
+            ["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
+        return shlex.split(printed.replace("\\\n", " "))
+
+    demos = re.findall(r"^(demo[a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    demo_words = words("-B", *demos)
+    written = {after for word, after in pairwise(demo_words) if word == "--out"}
+    written |= {run_dir for word in demo_words if (run_dir := word.removeprefix("training.run_dir=")) != word}
+    removed = set(words("clean"))
+    assert len(written) > 40
+    assert written <= removed
+    assert {name for name in removed if name.startswith(("data", "runs"))} <= written
 
 
 def anchors(page: Path) -> set[str]:

@@ -187,6 +187,15 @@ def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
             measure(arguments(*words, str(out), "--write-statistics", str(tmp_path / "again.npz")), generator)
 
 
+def test_the_minimum_of_precision_is_of_the_precision(
+    build_model: BuildModel, features: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, words = generator_of(CLASSES, build_model), ("--metric", "precision", "--features", "pooled")
+    monkeypatch.setattr("dit.evaluation.precision_recall.precision_recall", lambda real, drawn: (0.75, 0.25))
+    for minimum, missed in (("0.5", []), ("0.8", ["below the minimum of 0.8: precision, 0.750"])):
+        assert picture_scores.precision_and_recall(arguments(*words, "--minimum", minimum), generator).missed == missed
+
+
 def test_statistics_of_held_out_pictures_can_be_written(build_model: BuildModel, colours: Path, tmp_path: Path) -> None:
     generator, out = generator_of(CLASSES, build_model), tmp_path / "x.npz"
     words = ("--metric", "fid", "--features", str(colours), "--write-statistics", str(out))

@@ -17,6 +17,7 @@ from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
 from launch import evaluate, sample, sample_requests
+from launch.cascade import read_stages
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
@@ -192,6 +193,18 @@ def test_class_names_take_precedence_over_numbers_and_other_cases():
     assert sample_requests.read_labels("1,b,B", ["2", "b", "B", "1"]) == [3, 1, 2]
 
 
+def test_a_class_name_may_have_commas():
+    names = ["tench", "tench, Tinca tinca", "goldfish, Carassius auratus"]
+    for text, labels in (
+        ("tench, Tinca tinca", [1]),
+        ("tench,goldfish, carassius auratus, 0", [0, 2, 0]),
+        ("Tench, tinca tinca,tench", [1, 0]),
+    ):
+        assert sample_requests.read_labels(text, names) == labels
+    with pytest.raises(ConfigError, match="no class 'goldfish'"):
+        sample_requests.read_labels("0, goldfish, Carassius", names)
+
+
 def test_an_unknown_class_exits_with_code_2_and_lists_the_classes(generator, tmp_path, capsys):
     for label in ("26", "ß", "-1"):
         assert draw(tmp_path, f"--label={label}") == 2
@@ -237,10 +250,11 @@ def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path,
 
 
 class LengthEncoder:
-    """Embeds a text as one row per word, filled with the word's length."""
+    """Embeds a text as one row per word, filled with the word's length, or minus it for a negative prompt."""
 
-    def encode(self, texts, pictures=None):
-        rows = [torch.tensor([[float(len(word))] * 8 for word in text.split()]) for text in texts]
+    def encode(self, texts, pictures=None, *, negative=False):
+        sign = -1.0 if negative else 1.0
+        rows = [torch.tensor([[sign * len(word)] * 8 for word in text.split()]) for text in texts]
         return {"text": rows, "pooled": [x.sum(0) for x in rows]}
 
 
@@ -258,7 +272,7 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     assert set(asked) == {"some encoder"}
     call = generator.calls[-1]
     assert [c[:, 0].tolist() for c in call["context"]] == [[1, 4, 1], [1, 4, 1], [2, 1], [2, 1]]
-    assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[4]] * 4
+    assert [c[:, 0].tolist() for c in call["negative"]["context"]] == [[-4]] * 4
     assert "pooled" not in call  # the model does not take it
     assert draw(tmp_path, "--negative-prompt", "ugly") == 2
     assert "needs --prompt" in capsys.readouterr().err
@@ -278,14 +292,14 @@ def test_a_file_of_prompts_may_have_negatives_and_seeds(generator, tmp_path, mon
         *[[1.0]] * 2,
     ]
     assert [call["negative"] is None for call in generator.calls] == [True, False, True]
-    assert [c[:, 0].tolist() for c in second["negative"]["context"]] == [[4.0, 5.0]] * 2
+    assert [c[:, 0].tolist() for c in second["negative"]["context"]] == [[-4.0, -5.0]] * 2
     assert (first["seeds"], first["numbers"]) == ([5, 5], [0, 1])
     assert (third["seeds"], third["numbers"]) == (None, [4, 5])
     records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
     assert [(r["prompt"], r["seed"], r["number"]) for r in records[1:3]] == [("a bold Q", 5, 1), ("an R", 7, 2)]
     assert draw(tmp_path, *given, "--negative-prompt", "bad") == 0
     led_away = [c[:, 0].tolist() for c in generator.calls[-1]["negative"]["context"]]
-    assert led_away == [[3.0]] * 2 + [[4.0, 5.0]] * 2 + [[3.0]] * 2
+    assert led_away == [[-3.0]] * 2 + [[-4.0, -5.0]] * 2 + [[-3.0]] * 2
 
 
 def test_sizes_are_those_of_the_model_or_refused(generator, tmp_path, capsys):
@@ -419,7 +433,15 @@ def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     assert sample.open_generator(parse(["--checkpoint", large])).guide is None
     with pytest.raises(CheckpointError, match=f"--guide {small}er is not a folder"):
         sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
-    (stage,) = sample.read_stages([f"base={large}"], [["base", f"guide={small}"]])
+    (stage,) = read_stages([f"base={large}"], [["base", f"guide={small}"]])
     assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
-    with pytest.raises(ConfigError, match="set it for a stage, --stage NAME guide=DIR"):
-        sample.run(parse(["--cascade", f"base={large}", "--guide", small]))
+
+
+def test_a_cascade_refuses_a_second_model_for_all_stages(capsys):
+    for words, message in (
+        (["--guide", "b"], "--guide b applies to one model; set it for a stage, --stage NAME guide=DIR"),
+        (["--low-noise", "b"], "--low-noise b applies to one model; use --checkpoint instead of --cascade"),
+    ):
+        for main, metric in ((sample.main, []), (evaluate.main, ["--metric", "clip"])):
+            assert main(["--cascade", "base=a", *words, *metric]) == 2
+            assert message in capsys.readouterr().err

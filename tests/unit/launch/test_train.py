@@ -1,12 +1,15 @@
 """The training command: exit codes, and errors with their fix."""
 
 import json
+import re
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 
+from dit.planner.devices import DEVICES
 from dit.training.pretrain import pretrain
 from launch import cli, environment, train
 
@@ -154,6 +157,13 @@ def test_only_rank_0_prints(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
     assert train.main(["--factory", OWN, "--yes", "training.run_dir=data"]) == 3
     assert "rank 1: error: shard 7 is gone" in capsys.readouterr().err
+
+
+def test_help_lists_every_device_and_exit_code():
+    runs = (Path(__file__).parents[3] / "docs" / "runs.md").read_text()
+    listed = cli.HELP.partition("exit codes\n")[2].partition("torchrun")[0]
+    assert set(re.findall(r"\d+", listed)) == set(re.findall(r"^\| (\d+) \|", runs, re.MULTILINE))
+    assert all(name in cli.HELP for name in DEVICES)
 
 
 def test_help_list_and_misspelt_settings_import_nothing_heavy():

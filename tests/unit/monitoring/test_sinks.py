@@ -306,7 +306,8 @@ for attempt in range(2):
     fan = FanOut(record, {"wandb": lambda: WandbSink(run_dir, "test", {"lr": 1e-3}, artifacts=True)})
     assert "wandb" in fan.mirrors
     assert not fan.mirrors["wandb"]._run.settings.x_disable_stats  # the statistics of the machine are on
-    fan.scalars(attempt + 1, {"loss": 0.5}, consumed_samples=8)
+    fan.scalars(attempt + 2, {"loss": attempt + 0.5}, consumed_samples=8)
+    fan.scalars(attempt + 1, {"loss": attempt + 0.25}, consumed_samples=16)  # after a rewind
     fan.image("samples", attempt + 1, run_dir / "grid.png", "a caption")
     fan.image("clips", attempt + 1, run_dir / "grid.gif", "a caption")
     fan.artifact(run_dir / "checkpoints", {"step": attempt + 1})
@@ -344,7 +345,9 @@ def test_offline_wandb_writes_to_the_run_folder_and_keeps_its_id(tmp_path):
     assert sum(path.suffix == ".png" for path in files) == 2
     clips = [path.read_bytes() for path in files if path.suffix == ".gif"]
     assert clips == [(run_dir / "grid.gif").read_bytes()] * 2
-    assert len(read_records(run_dir / "metrics.jsonl")) == 8
+    assert len(read_records(run_dir / "metrics.jsonl")) == 10
+    recorded = b"".join(path.read_bytes() for path in files if path.suffix == ".wandb")
+    assert {value for value in re.findall(rb"loss\W+([\d.]+)", recorded)} == {b"0.5", b"0.25", b"1.5", b"1.25"}
 
 
 @pytest.mark.parametrize(
@@ -367,7 +370,7 @@ def test_wandb_is_on_with_a_key_unless_the_settings_disable_it(asked, key, mirro
 class FakeRun:
     """Stand-in for wandb's run that keeps its artifacts."""
 
-    id, sync_dir = "x", "somewhere"
+    id, sync_dir, starting_step = "x", "somewhere", 0
 
     def __init__(self, *, offline):
         self.offline, self.artifacts = offline, []
@@ -377,6 +380,20 @@ class FakeRun:
 
     def log_artifact(self, artifact):
         self.artifacts.append(artifact)
+
+
+def test_wandb_continues_with_increasing_steps(tmp_path, monkeypatch):
+    """Online, a resumed run repeats steps that wandb already has, and it has rows after the last step."""
+    wandb = pytest.importorskip("wandb")
+    run, rows = FakeRun(offline=False), []
+    run.starting_step, run.log = 7, lambda values, step: rows.append((step, values))
+    keep_wandb_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(wandb, "init", lambda **arguments: run)
+    sink = WandbSink(tmp_path, "test", {})
+    for step in (4, 5, 5, 9, 8, 30):
+        sink.scalars(step, {"loss": 0.5}, step * 10)
+    assert [row for row, _ in rows] == [7, 8, 9, 10, 11, 30]
+    assert rows[-2][1] == {"loss": 0.5, "consumed_samples": 80, "step": 8}
 
 
 def keep_wandb_in(folder, monkeypatch):

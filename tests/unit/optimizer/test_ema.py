@@ -45,6 +45,23 @@ def test_an_average_in_host_memory_is_bitwise_equal_and_never_aliases_the_weight
     assert torch.equal(averages[0].values[0], averages[1].values[0])
 
 
+def test_an_error_under_the_average_restores_the_masters_without_communication(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other ranks may not have the error, and would not take part in a gather."""
+    own, copies = shard(torch.zeros(3)), []
+    ema = EMA([own], DECAY)
+    own.parameter.data.fill_(1)
+    monkeypatch.setattr("dit.optimizer.ema.copy_masters_to_model", lambda *_: copies.append(own.main[0].item()))
+    with ema.applied(None, []):
+        pass
+    with pytest.raises(OSError, match="shard"), ema.applied(None, []):
+        raise OSError("shard")
+    assert copies == [0, 1, 0]
+    assert torch.equal(own.main, torch.ones(3))
+    assert torch.equal(ema.values[0], torch.zeros(3))
+
+
 def test_exponents_equal_those_of_the_paper() -> None:
     """gamma + 1 for lengths of 5 and 10 %; 1 gives the mean over all steps."""
     assert exponent_of(0.05) == pytest.approx(17.97, abs=0.005)

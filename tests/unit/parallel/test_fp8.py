@@ -127,6 +127,7 @@ def test_a_gpu_that_transformer_engine_cannot_use_is_refused(monkeypatch, fp8, c
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("dit.parallel.implementations.local_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("dit.parallel.implementations.verified_here", frozenset)
     training = TrainingConfig(fp8=fp8, linears="transformer_engine")
     if needed is None:
         assert implementations(DIT, training)["linears"].name == "transformer_engine"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -244,6 +245,7 @@ def test_a_pair_of_generators_uses_each_network_at_its_times(build_model: BuildM
         (FlowMatching(min_time=0.8), FlowMatching(max_time=0.5), None, "use a pair that covers all times"),
         (FlowMatching(min_time=0.8), FlowMatching(max_time=0.8), 0.7, "the boundary is 0.7"),
         (FlowMatching(min_time=0.8), FlowMatching(max_time=0.8, time_shift=2.0), None, "use a pair"),
+        (FlowMatching(min_time=0.5, max_time=0.9), FlowMatching(max_time=0.8), None, "use a pair that covers all"),
         (FlowMatching(), EDM(), 0.5, "two models share the times of flow matching"),
     ],
 )
@@ -252,6 +254,17 @@ def test_models_that_do_not_match_as_a_pair_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         generator_of(build_model, high).switch_to(generator_of(build_model, low), boundary=boundary)
+
+
+@pytest.mark.parametrize("times", [{"min_time": 0.6}, {"max_time": 0.6}])
+def test_one_model_of_a_pair_draws_no_samples_from_noise(build_model: BuildModel, times: dict[str, float]) -> None:
+    """The model of low noise can change a picture."""
+    generator, initial = generator_of(build_model, FlowMatching(**times)), torch.zeros(4, FRAMES, 4, 4)
+    message = "draws no samples by itself; use a pair of models, with --low-noise"
+    with pytest.raises(ConfigError, match=message):
+        generator.generate(labels=[0])
+    with nullcontext() if "max_time" in times else pytest.raises(ConfigError, match=message):
+        generator.generate(labels=[0], initial=initial, strength=0.5)
 
 
 def test_the_solver_uses_the_shift_of_the_sample_size() -> None:

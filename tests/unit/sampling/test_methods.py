@@ -20,7 +20,7 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig, check_sampling
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import LowNoise, empty_pack, generate
 from dit.sampling.guidance import guided_prediction, rescaled
 from dit.settings import SamplingConfig
 
@@ -291,3 +291,16 @@ def test_options_of_a_command_reset_settings_that_they_leave_without_effect():
     assert (euler.churn, euler.guidance_rescale) == (None, 0.0)
     with pytest.raises(ConfigError, match=r"churn=.* has no effect"):
         run.sampling(solver="euler", churn=CHURN)
+
+
+def test_guidance_of_the_model_of_low_noise_keeps_its_settings():
+    run = generator_of(MODEL, guidance_rescale=0.5)
+    interval = {"guidance_scale": 1.0, "guidance_interval": [0.1, 9.0]}
+    for scale in (None, 1.0):
+        run.low_noise = LowNoise(Network(), 0.5, scale)
+        assert run.sampling(guidance_scale=1.0).guidance_rescale == 0.0
+        with pytest.raises(ConfigError, match=r"guidance_interval=.* has no effect"):
+            run.sampling(**interval)
+    run.low_noise = LowNoise(Network(), 0.5, 3.0)
+    both = run.sampling(**interval)
+    assert (both.guidance_rescale, both.guidance_interval) == (0.5, [0.1, 9.0])

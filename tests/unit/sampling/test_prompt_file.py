@@ -18,6 +18,14 @@ def test_an_object_per_line_may_have_a_negative_and_a_seed(tmp_path: Path) -> No
     assert read_prompts(tmp_path / "x.jsonl") == [Prompt("a", None, 0), Prompt("b", "c", None)]
 
 
+def test_only_line_feeds_end_a_prompt_and_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    """Unicode has further line separators, which JSON may contain."""
+    (tmp_path / "x.txt").write_bytes("a cat\x85 on a\u2028mat\r\na dog\n".encode("utf-8-sig"))
+    assert read_prompts(tmp_path / "x.txt") == [Prompt("a cat\x85 on a\u2028mat"), Prompt("a dog")]
+    (tmp_path / "x.jsonl").write_bytes('{"prompt": "a\u2028b"}\r\n{"prompt": "c"}'.encode("utf-8-sig"))
+    assert read_prompts(tmp_path / "x.jsonl") == [Prompt("a\u2028b"), Prompt("c")]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

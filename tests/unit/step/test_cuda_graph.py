@@ -36,6 +36,7 @@ from dit.step.cuda_graph import MOST_GRAPHS, Compute, GraphedSchedule, constants
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import Logs, Schedule, forward_backward
 from dit.step.train_step import Action, Step, StepObserver, settle, train_step
+from dit.step_checks.recheck import Recheck
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.world import fake_world
 from dit.training.pretrain import Run
@@ -189,6 +190,58 @@ def test_a_replayed_update_of_a_bad_step_changes_nothing(
     assert steps(tmp_path / "replayed", one_rank_world, Records(), *words, bad=bad) == eager
     weights = [of_step[2:] for of_step in eager]
     assert [x == y for x, y in itertools.pairwise(weights)] == [number == bad for number in range(2, STEPS + 1)]
+
+
+def rechecked(folder: Any, groups: ProcessGroups, interval: int, wrong: int = 0) -> tuple[list[Any], list[int]]:
+    """Run steps of graphs, of which some are computed twice; return the incidents, and all checksums.
+
+    Args:
+        wrong: number of the computation that changes one bit of a main gradient; 0 for none.
+    """
+    words = "training.global_batch_size=2", "training.micro_batch_size=2", "data.num_streams=1", "data.text_tokens=1"
+    words = *words, "training.deterministic=True", f"training.recheck_interval={interval}"
+    config = config_of(build_parser().parse_args(["--factory", "tiny_dit", *words]), str(folder))
+    dims_and_spec = config.check_here()
+    config.training.cuda_graph = True
+    run = Run(config, *dims_and_spec, groups, quiet=True)
+    run.functions = replace(run.functions, schedule=GraphedSchedule(Records()), run_numbers=call)
+    run.state.update.run = call
+    chunk, computations, checksums, gather = run.state.wrapped[0], itertools.count(1), [], Recheck._gather
+
+    def end_replay() -> None:
+        if next(computations) == wrong:
+            next(chunk.parameters()).main_grad.view(torch.int32).view(-1)[0] ^= 1
+
+    def gathered(recheck: Recheck, mark: torch.Tensor) -> list[int]:
+        checksums.append(*gather(recheck, mark))
+        return checksums[-1:]
+
+    try:
+        with (
+            mock.patch.object(chunk, "end_replay", end_replay),
+            mock.patch.object(Recheck, "_gather", gathered),
+            mock.patch.object(run.log, "incident") as incident,
+        ):
+            while run.state.step < WARM_UP + 3:
+                run.step(torch.zeros(2))
+    finally:
+        run.close()
+    return incident.mock_calls, checksums
+
+
+@pytest.mark.usefixtures("words_on_device")
+def test_a_step_of_graphs_that_is_computed_twice_compares_gradients(
+    tmp_path: Any, one_rank_world: ProcessGroups
+) -> None:
+    """Eager and replayed computations of a step have equal checksums; one wrong bit of a replay is found."""
+    incidents, checksums = rechecked(tmp_path / "sound", one_rank_world, 1)
+    assert incidents == []
+    assert checksums[::2] == checksums[1::2]
+    assert len(set(checksums)) == WARM_UP + 3
+    due = WARM_UP + 1
+    incidents, (first, second, third) = rechecked(tmp_path / "wrong", one_rank_world, due, wrong=due + 1)
+    assert incidents == [mock.call("machine_fault", due, ranks=[0], times=3, action="repeat")]
+    assert first == third != second
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

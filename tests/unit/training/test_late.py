@@ -174,6 +174,14 @@ def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None
     assert_equal(late, early)
 
 
+def test_a_bad_last_step_is_repeated_with_other_data(trainer: Trainer) -> None:
+    """After a rewind, the run stops at `stop_at_step` and not after the next step."""
+    words = "training.on_bad_numbers=rewind", f"training.stop_at_step={BAD}"
+    done = trainer(*words, late=True, factors={BAD: float("nan")})
+    assert done["counts"][0] == BAD
+    assert [r["incident"] for r in done["records"] if r["kind"] == "incident"] == ["not_finite", "rewind"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
