@@ -164,12 +164,16 @@ class DeviceBatches(Iterator[PackedBatch]):
         grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
         self.largest = Largest(prod(grid), grid, metadata.get("fps", DEFAULT_FPS))
 
-    def share_largest(self, group: dist.ProcessGroup) -> Largest:
-        """Return the largest sample of all ranks of a group, from now on that of each; every rank calls this."""
+    def share_largest(self, group: dist.ProcessGroup) -> tuple[tuple[int, int, int], float]:
+        """Replace the largest sample by that of all ranks of a group; every rank calls this.
+
+        Returns:
+            (T, H, W) of its latent, and its frames per second.
+        """
         gathered: list[Any] = [None] * group.size()
         dist.all_gather_object(gathered, self.largest, group=group)
         self.largest = max(gathered)
-        return self.largest
+        return self.latent_size(self._spec), self.largest.fps
 
     def reset(self) -> Consumed:
         """Return the counters and start new ones."""
