@@ -115,6 +115,7 @@ IMAGE_TOKENS = Condition(
     description="embedding of a picture",
     shape=None,
     default=0.0,
+    of_picture=True,
     stored_as=("image_tokens",),
 )
 TEACHER = Condition(

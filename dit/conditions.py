@@ -64,6 +64,7 @@ class Condition:
         setting: setting of the model that requires the condition, for messages.
         hint: how to train without the condition, for messages.
         made_with: encoders that produce values of the model's width, for messages about narrower ones.
+        of_picture: the tokens of the text are those of a picture, which `data.max_text_tokens` does not truncate.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Condition:
     setting: Optional[str] = None
     hint: str = ""
     made_with: str = ""
+    of_picture: bool = False
 
     def __post_init__(self) -> None:
         if self.default is not None and (self.is_per_token or (self.axis == "sample" and self.shape is None)):

@@ -73,9 +73,10 @@ class PackMaxima:
 
     def _padded(self, layout: SequenceLayout, tokens: int, noun: str) -> SequenceLayout:
         if layout.num_samples > self.samples or layout.total_tokens > tokens:
+            cure = "raise data.max_text_tokens, use shorter packs" if noun == "text tokens" else "use shorter packs"
             raise BatchError(
                 f"training.cuda_graph=True: a pack has {layout.num_samples} samples and {layout.total_tokens} {noun}, "
-                f"and packs are padded to {self.samples} samples and {tokens} {noun}; use shorter packs or "
+                f"and packs are padded to {self.samples} samples and {tokens} {noun}; {cure} or "
                 "training.cuda_graph=False"
             )
         empty = (0,) * (self.samples - layout.num_samples)

@@ -1,5 +1,6 @@
 """Description of a prepared folder, for recipes that take their sizes from the data."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -21,6 +22,7 @@ class Contents:
         text_encoder: encoder of the texts, as in `dit.encoders.text_config`; None if the file does not state it.
         num_classes: number of classes; 0 unless every sample has a class.
         edited: whether samples have a reference that they are edited from.
+        reference_shapes: distinct (C, T, H, W) of references; empty if the file does not state them.
         num_train, num_held_out: number of samples; None if the file does not state it.
     """
 
@@ -31,6 +33,7 @@ class Contents:
     num_classes: int
     captions: tuple[str, ...]
     edited: bool = False
+    reference_shapes: tuple[Shape, ...] = ()
     num_train: Optional[int]
     num_held_out: Optional[int]
 
@@ -43,12 +46,11 @@ class Contents:
         cure = "make the folder with `python -m energon_data.prepare`, or give all sizes in your recipe"
         try:
             description: Any = parse_json(read_bytes(file))
-            named = [[int(side) for side in shape.split("x")] for shape in description.get("shapes", ())]
-            shapes = [(c, t, h, w) for c, t, h, w in named or [description["latent_shape"]]]
+            names = description.get("shapes") or ["x".join(map(str, description["latent_shape"]))]
             counts = description.get("samples", {})
             all_labelled = "labelled" not in description or description["labelled"] == sum(counts.values())
             return cls(
-                shapes=tuple(shapes),
+                shapes=_shapes(names),
                 is_latent=description.get("vae") is not None,
                 context_size=description.get("context_size"),
                 text_encoder=description.get("text_encoder"),
@@ -57,8 +59,14 @@ class Contents:
                 else 0,
                 captions=tuple(description.get("captions", ())),
                 edited=description.get("edited", 0) > 0,
+                reference_shapes=_shapes(description.get("reference_shapes", ())),
                 num_train=counts.get("train"),
                 num_held_out=counts.get("val", 0) if counts else None,
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DataError(f"{file} does not describe the data ({error!r}); {cure}") from error
+
+
+def _shapes(names: Iterable[str]) -> tuple[Shape, ...]:
+    """Return (C, T, H, W) of names such as `16x1x32x32`."""
+    return tuple((c, t, h, w) for c, t, h, w in (map(int, name.split("x")) for name in names))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
@@ -15,7 +16,7 @@ from dit.errors import ConfigError, DataError
 from dit.patchify import Grid
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
-from energon_data.held_out import share_validation
+from energon_data.held_out import divide_limit, share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit
 from energon_data.reader_settings import ReaderSettings
@@ -64,7 +65,8 @@ class EnergonData(ReaderSettings, DataConfig):
             `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`.
         online_precision: precision of these encoders.
         validation_split: split for held-out losses.
-        validation_samples: held-out samples of one pass; None for the full split.
+        validation_samples: held-out samples of one pass, divided over the members of a blend by their size; None for
+            the full split.
     """
 
     path: str = ""
@@ -209,11 +211,11 @@ class EnergonData(ReaderSettings, DataConfig):
         infos = self.folders(TRAIN_SPLIT)
         return infos[0].samples if len(infos) == 1 else None
 
-    def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:
-        """Return the path that Energon reads: `path`, or the blend of a stage; equal weights if `stage` is None."""
+    def _train_path(self, stage: int) -> AbstractContextManager[str]:
+        """Return the path that Energon reads for training: `path`, or the blend of a stage."""
         if self.blend is None:
             return nullcontext(self.path)
-        return metadataset({m.path: 1 if stage is None else m.weights[stage] for m in self._members()}, split)
+        return metadataset({m.path: m.weights[stage] for m in self._members()}, TRAIN_SPLIT)
 
     def cropped_grid(self, patch_spatial: int) -> Optional[Grid]:
         """Return (t, h, w) of a crop in patches of `patch_spatial` pixels; None if the size is not fixed."""
@@ -260,7 +262,6 @@ class EnergonData(ReaderSettings, DataConfig):
             vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
-            max_samples=self.validation_samples if held_out else None,
             max_tokens_per_pack=self.max_tokens_per_pack,
             pack_multiple_of=self.pack_multiple_of,
             cost_limit=None
@@ -287,7 +288,7 @@ class EnergonData(ReaderSettings, DataConfig):
             options = self._options(spec)
             if pack_multiple_of is not None:
                 options = replace(options, pack_multiple_of=pack_multiple_of)
-            with self._read_as(TRAIN_SPLIT, stage) as path:
+            with self._train_path(stage) as path:
                 return EnergonSource(
                     path,
                     spec,
@@ -309,27 +310,29 @@ class EnergonData(ReaderSettings, DataConfig):
         return StagedSource(stages, ends) if steps else open_stage(0)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a pass over the held-out split.
+        """Build a pass over the held-out split, of a blend over that of each member.
 
         The samples are the same on every layout. Every rank reads all of them, and discards those of other ranks; see
         `share_validation`.
         """
         from energon_data.energon_source import validation_pass
 
-        self.folders(self.validation_split)
-
-        with self._read_as(self.validation_split, None) as path:
-            items = validation_pass(
-                path,
+        infos, options = self.folders(self.validation_split), self._options(spec, held_out=True)
+        limits = divide_limit([info.samples for info in infos], self.validation_samples)
+        passes = [
+            validation_pass(
+                str(info.path),
                 spec,
-                self._options(spec, held_out=True),
+                replace(options, max_samples=limit),
                 split=self.validation_split,
                 budget=self.max_lost_samples,
                 packing_buffer_size=self.packing_buffer_size,
             )
-        return share_validation(
-            items, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin, self.levels_of_frames
-        )
+            for info, limit in zip(infos, limits, strict=True)
+            if limit != 0
+        ]
+        items, log = chain.from_iterable(passes), SkipLog(self.max_lost_samples)
+        return share_validation(items, dp_rank, dp_size, log, self.origin, self.levels_of_frames)
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""

@@ -1,5 +1,6 @@
 """Filters of decoded samples. The result depends only on the sample."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Optional
@@ -108,7 +109,7 @@ class Filters:
     """Limits of samples.
 
     Attributes:
-        max_abs: largest valid absolute value of a latent.
+        max_abs: largest valid absolute value of a latent, and of other values per latent token.
         limits: limits by name of a measure; samples without the number are dropped.
         max_tokens: most tokens of a sample, without padding; None for no limit.
     """
@@ -117,12 +118,13 @@ class Filters:
     limits: Mapping[str, Limits] = field(default_factory=dict)
     max_tokens: Optional[int] = None
 
-    def check_values(self, x: Tensor, what: str) -> None:
-        """Refuse values that are not finite or too large."""
+    def check_values(self, x: Tensor, what: str, *, limited: bool = True) -> None:
+        """Refuse values that are not finite or, if `limited`, larger than `max_abs`."""
         largest = largest_magnitude(x)
         # A NaN fails every comparison, so the comparison must be the one that accepts.
-        if not largest <= self.max_abs:
-            raise SampleError("not_finite", f"{what} reach {largest:g}, must be at most {self.max_abs:g}")
+        if not (largest <= self.max_abs if limited else largest < math.inf):
+            bound = f"at most {self.max_abs:g}" if limited else "finite"
+            raise SampleError("not_finite", f"{what} reach {largest:g}, must be {bound}")
 
     def check(self, clip: Clip) -> None:
         """Compare a sample, before augmentation, with the limits."""

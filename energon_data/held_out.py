@@ -1,13 +1,27 @@
 """A finite pass over held-out data, divided among the data-parallel ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import Optional
 
 from dit.batch import PackedBatch
 from dit.errors import DataError
 from energon_data.frame_levels import FrameLevels
 from energon_data.skip_log import SkipLog
 from energon_data.streams import StreamItem
+
+
+def divide_limit(sizes: Sequence[int], limit: Optional[int]) -> list[Optional[int]]:
+    """Divide a number of held-out samples over data sets in proportion to their sizes; None for no limit.
+
+    The parts sum to the limit, or to all samples if there are fewer.
+    """
+    total = sum(sizes)
+    if limit is None or limit >= total:
+        return [None] * len(sizes)
+    ends = [limit * end // total for end in accumulate(sizes)]
+    return [end - start for start, end in zip([0, *ends], ends)]
 
 
 def share_validation(

@@ -13,8 +13,9 @@ import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, ClassVar, Optional
 
 import numpy as np
@@ -30,7 +31,7 @@ from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.held_out import share_validation
 from energon_data.reader_settings import ReaderSettings
-from energon_data.samples import REFERENCE, Clip, SampleError
+from energon_data.samples import LATENT, REFERENCE, Clip, SampleError
 from energon_data.skip_log import SkipCounter, SkipLog, TooManyDroppedError
 from energon_data.streams import Position, Source, StreamItem, check_streams
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
@@ -110,7 +111,7 @@ class Samples(ReaderSettings, DataConfig):
         self.check_packs(spec)
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings, the number of samples, and the first sample.
+        """Check the settings, the number of samples, and the first sample that is not dropped.
 
         Raises:
             ConfigError: a setting is out of range, or no sample is left for training.
@@ -121,9 +122,12 @@ class Samples(ReaderSettings, DataConfig):
                 f"{self.origin} has {len(self)} samples and data.validation_samples={self.validation_samples} leaves "
                 "none for training; use fewer"
             )
-        counter = SkipCounter(1)
-        if self._encoder(spec, counter).encoded_clip("0", self.origin, partial(_clip, self, 0)) is None:
-            raise DataError(f"{counter.drain()[0]}; correct {self.origin}.__getitem__")
+        counter = SkipCounter(self.max_lost_samples)
+        encoder, clips = self._encoder(spec, counter), (partial(_clip, self, i) for i in range(len(self)))
+        with suppress(TooManyDroppedError):
+            if any(encoder.encoded_clip(str(i), self.origin, clip) is not None for i, clip in enumerate(clips)):
+                return
+        raise DataError(f"{counter.drain()[0]}; correct {self.origin}.__getitem__")
 
     def _encoder(self, spec: BatchSpec, counter: SkipCounter) -> DiffusionTaskEncoder:
         options = EncoderOptions(
@@ -161,8 +165,9 @@ class Samples(ReaderSettings, DataConfig):
         return {"": {self.origin: f"{count} samples, digest {digest.hexdigest()[:16]}"}}
 
     def stored_conditions(self) -> set[str]:
-        """Return the names of the first sample's conditions."""
-        return set(self[0].conditions) - {REFERENCE}
+        """Return the names of the conditions of the first sample that can be read."""
+        clip = _first_clip(self)
+        return {*clip.metadata, *(name.removesuffix(".npy") for name in clip.parts)} - {LATENT, REFERENCE}
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Return a line with the values of the first sample under names of no condition."""
@@ -186,6 +191,15 @@ def _clip(samples: Samples, index: int) -> Clip:
             numbers[name] = value if isinstance(value, (int, float)) else value.item()
     source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
     return cook_clip({"json": numbers, **parts, **source}, references=samples.references)
+
+
+def _first_clip(samples: Samples) -> Clip:
+    """Return the first sample that can be read, after at most `max_lost_samples` others."""
+    last = min(samples.max_lost_samples, len(samples) - 1)
+    for index in range(last):
+        with suppress(Exception):
+            return _clip(samples, index)
+    return _clip(samples, last)
 
 
 def _content(samples: Samples, index: int) -> bytes:
@@ -214,7 +228,7 @@ def _type_name(value: object) -> str:
 def _array(value: Tensor | np.ndarray) -> np.ndarray:
     if isinstance(value, Tensor):
         return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
-    return value
+    return np.ascontiguousarray(value) if value.ndim else value  # torch takes no negative strides
 
 
 class IndexedSource:
@@ -240,7 +254,6 @@ class IndexedSource:
         self._delivered = 0  # batches delivered from the current buffer
         self._skipped = frozenset[int]()  # samples after a converted position that were delivered before it
         self._batches: deque[list[Clip]] = deque()
-        self._shape: Optional[torch.Size] = None
 
     def next(self) -> StreamItem:
         """Return the next micro-batch; do not call after a failure."""
@@ -283,14 +296,18 @@ class IndexedSource:
 
     def _clip(self, index: int) -> Clip:
         clip = _clip(self._samples, index)
-        self._shape = self._shape or clip.latent.shape
         if self._samples.same_shape and clip.latent.shape != self._shape:
             raise SampleError(
                 "wrong_shape",
-                f"the latent is {list(clip.latent.shape)} but others are {list(self._shape)}; resize it, or set "
-                "data.same_shape=False for a network that supports several shapes",
+                f"the latent is {list(clip.latent.shape)} but that of the first sample is {list(self._shape)}; resize "
+                "it, or set data.same_shape=False for a network that supports several shapes",
             )
         return clip
+
+    @cached_property
+    def _shape(self) -> torch.Size:
+        """Shape of the latent of the first sample, the same for all streams and positions."""
+        return _first_clip(self._samples).latent.shape
 
     def _settings(self) -> dict[str, Any]:
         """Return the settings that determine which samples follow a position."""

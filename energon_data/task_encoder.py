@@ -222,8 +222,9 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         for condition in spec.conditions:
             value = read_condition(condition, clip)
             if isinstance(value, Tensor):
-                value = value[: self.options.max_text_tokens] if condition.axis == "text" else value
-                filters.check_values(value, condition.description)
+                if condition.axis == "text" and not condition.of_picture:
+                    value = value[: self.options.max_text_tokens]
+                filters.check_values(value, condition.description, limited=condition.is_per_token)
             if value is not None:
                 clip.conditions[condition.name] = value
         if self.options.embedded:

@@ -55,8 +55,9 @@ def _encoded(contents: Contents, vae: Optional[str]) -> Contents:
 
 def _patch(contents: Contents) -> int:
     """Return the first patch that divides all sides and gives at most `PICTURE_TOKENS`, else that of fewest tokens."""
-    sides = math.gcd(*(side for _, _, h, w in contents.shapes for side in (h, w)))
-    area = max(h * w for _, _, h, w in contents.shapes)
+    shapes = contents.shapes + contents.reference_shapes
+    sides = math.gcd(*(side for _, _, h, w in shapes for side in (h, w)))
+    area = max(h * w for _, _, h, w in shapes)
     known = LATENT_PATCHES if contents.is_latent else PIXEL_PATCHES
     fitting = [patch for patch in known if sides % patch == 0]
     few = [patch for patch in fitting if area // patch**2 <= PICTURE_TOKENS]
@@ -158,7 +159,8 @@ def own_data(
     found = Contents.read(Path(data))
     contents = _encoded(found or ABSENT, vae)
     patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
-    longest = (1 + contents.edited) * max(t * h * w for _, t, h, w in contents.shapes) // patch**2
+    shapes = [contents.shapes, contents.reference_shapes or contents.shapes][: 1 + contents.edited]
+    longest = sum(max(t * h * w for _, t, h, w in some) for some in shapes) // patch**2
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
     name = _backbone(backbone, moves or contents.edited, text_width)
     recipe = small_run(

@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
+import torch.distributed as dist
 
 from dit import layout
 from dit.batch import PackedBatch
@@ -37,6 +38,20 @@ class Consumed:
     flops: list[int] = field(default_factory=list)
     waited_s: float = 0.0
     keys: list[str] = field(default_factory=list)
+
+
+class Largest(NamedTuple):
+    """A sample; its fields are compared in this order, so the largest of some samples does not depend on their order.
+
+    Attributes:
+        tokens: number of tokens.
+        grid: (t, h, w) patches.
+        fps: frames per second.
+    """
+
+    tokens: int
+    grid: Grid
+    fps: float
 
 
 class PackCopy:
@@ -77,8 +92,7 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     Attributes:
         device: target device.
-        largest_grid: (t, h, w) patches of the sample with the most tokens so far.
-        fps: frames per second of that sample.
+        largest: the largest sample so far; None before the first one.
         step_batches: local micro-batches since `begin_step`, before their copy to the device.
     """
 
@@ -98,8 +112,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         self._shard, self._encode, self._copy = shard, encode, PackCopy(device)
         self._stream, self.device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
-        self.largest_grid: Optional[Grid] = None
-        self.fps = DEFAULT_FPS
+        self.largest: Optional[Largest] = None
         self.step_batches: list[PackedBatch] = []
 
     def begin_step(self) -> None:
@@ -133,24 +146,34 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed.keys.extend(batch.keys)
         condition = batch.conditions.get(FPS.name)
         rates = [DEFAULT_FPS] * len(batch.grids) if condition is None else condition.values.tolist()
-        for grid, fps in zip(batch.grids, rates):
-            if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
-                self.largest_grid, self.fps = grid, fps
+        samples = [Largest(prod(grid), grid, fps) for grid, fps in zip(batch.grids, rates)]
+        self.largest = max(samples if self.largest is None else [self.largest, *samples])
         local = self._shard(padded)
         self.step_batches.append(local)
         return self._copy(local)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""
-        assert self.largest_grid is not None
-        t, h, w = self.largest_grid
+        assert self.largest is not None
+        t, h, w = self.largest.grid
         return t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial
 
     def restore_largest(self, metadata: Mapping[str, Any], spec: BatchSpec) -> None:
         """Restore the size of the largest sample from `latent_size` (T, H, W) and `fps` in a checkpoint's metadata."""
         t, h, w = metadata["latent_size"]
-        self.largest_grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
-        self.fps = metadata.get("fps", DEFAULT_FPS)
+        grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
+        self.largest = Largest(prod(grid), grid, metadata.get("fps", DEFAULT_FPS))
+
+    def share_largest(self, group: dist.ProcessGroup) -> tuple[tuple[int, int, int], float]:
+        """Replace the largest sample by that of all ranks of a group; every rank calls this.
+
+        Returns:
+            (T, H, W) of its latent, and its frames per second.
+        """
+        gathered: list[Any] = [None] * group.size()
+        dist.all_gather_object(gathered, self.largest, group=group)
+        self.largest = max(gathered)
+        return self.latent_size(self._spec), self.largest.fps
 
     def reset(self) -> Consumed:
         """Return the counters and start new ones."""

@@ -443,10 +443,11 @@ class Run:
         """Save a checkpoint of this step, in the background if possible."""
         self.phase.enter("saves")
         self.log.sync()
+        size, fps = self.batches.share_largest(self.groups.dp)
         metadata = {
             "class_names": self.class_names,
-            "latent_size": list(self.batches.latent_size(self.spec)),
-            "fps": self.batches.fps,
+            "latent_size": list(size),
+            "fps": fps,
             "text_encoder": self.text_encoder,
             "autoencoder": self.autoencoder,
             "attributions": self.attributions,
@@ -480,15 +481,15 @@ class Run:
         self.phase.enter("samples")
         # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
         network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
-        sizes = self.batches.latent_size(self.spec), self.batches.fps
+        size, fps = self.batches.share_largest(self.groups.dp)
         folder = None if self.log.is_silent else make_folder(run_dir / "samples") / f"step_{state.step:07d}"
         averaged = state.averaged if state.ema else None
-        for name, path in self.pictures.write(network, *sizes, self.device, folder, averaged).items():
+        for name, path in self.pictures.write(network, size, fps, self.device, folder, averaged).items():
             self.log.samples(state, path, name)
 
     def summarize(self) -> None:
         """Print the result of the run, and the command that samples from it."""
-        frames = 1 if self.batches.largest_grid is None else self.batches.latent_size(self.spec)[0]
+        frames = 1 if self.batches.largest is None else self.batches.latent_size(self.spec)[0]
         seconds = time.monotonic() - self.began
         self.log.summarize(self.config, self.state, seconds=seconds, frames=frames, text_encoder=self.text_encoder)
 

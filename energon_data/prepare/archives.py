@@ -142,8 +142,8 @@ def _from_parts(where: str, parts: Mapping[str, bytes], extensions: Iterable[str
 
         described, text, number = companion("json"), companion("txt"), companion("cls")
         row = read_object(described, "json") if described is not None else {}
-        if text is not None:
-            row["caption"] = read_text(text, "txt")
+        if text is not None and (caption := read_text(text, "txt")):
+            row["caption"] = caption
         if number is not None:
             row["label"] = read_text(number, "cls")
         captions, label = captions_of(row), class_of(row.get("label"))

@@ -38,7 +38,7 @@ from energon_data.prepare.shards import (
 )
 from energon_data.prepare.sources import Source
 from energon_data.prepare.walk import Skipped, reasons
-from energon_data.samples import REFERENCE, SampleError
+from energon_data.samples import SampleError
 
 TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
@@ -68,6 +68,7 @@ class Sample:
         origin: name of its file; all samples of a file belong to one split.
         parts: bytes by part name.
         repeats: number of reads in one pass over the training data; equal for all samples of a unit.
+        reference_shape: (C, T, H, W) of the picture that it is edited from; None if it is not edited.
     """
 
     key: str
@@ -78,6 +79,7 @@ class Sample:
     changes: Changes = field(default_factory=Changes)
     latent: Moments = field(default_factory=Moments)
     repeats: int = 1
+    reference_shape: Optional[tuple[int, ...]] = None
 
 
 Raw = Source | tuple[str, SampleError]
@@ -104,11 +106,11 @@ class UnitRecord:
     files: int = 0
     skips: list[Skipped] = field(default_factory=list)
     shapes: Counter[str] = field(default_factory=Counter)
+    reference_shapes: Counter[str] = field(default_factory=Counter)
     captions: list[str] = field(default_factory=list)
     num_classes: int = 0
     labelled: int = 0
     without_caption: int = 0
-    edited: int = 0
     turned: int = 0
     enlarged: int = 0
     colours: Counter[str] = field(default_factory=Counter)
@@ -119,12 +121,13 @@ class UnitRecord:
     def count(self, sample: Sample) -> None:
         """Count a sample that is written."""
         self.shapes["x".join(map(str, sample.shape))] += 1
+        if sample.reference_shape is not None:
+            self.reference_shapes["x".join(map(str, sample.reference_shape))] += 1
         if isinstance(caption := sample.metadata.get("caption"), str):
             self._take([caption])
         else:
             self.without_caption += 1
         self.labelled += "label" in sample.metadata
-        self.edited += any(name.partition(".")[0] == REFERENCE for name in sample.parts)
         self.turned += sample.changes.turned
         self.enlarged += sample.changes.enlarged
         self.latents = self.latents.plus(sample.latent)
@@ -146,6 +149,11 @@ class UnitRecord:
     def skip(self, name: str, error: SampleError) -> None:
         """Count a sample that cannot be used."""
         self.skips.append(Skipped.of(name, error))
+
+    @property
+    def edited(self) -> int:
+        """Number of samples that are edited from another picture."""
+        return self.reference_shapes.total()
 
     @property
     def skipped(self) -> Counter[str]:
@@ -171,11 +179,11 @@ class UnitRecord:
         self.files += other.files
         self.skips += other.skips
         self.shapes += other.shapes
+        self.reference_shapes += other.reference_shapes
         self._take(other.captions)
         self.num_classes = max(self.num_classes, other.num_classes)
         self.labelled += other.labelled
         self.without_caption += other.without_caption
-        self.edited += other.edited
         self.turned += other.turned
         self.enlarged += other.enlarged
         self.colours += other.colours
@@ -239,6 +247,7 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
         body = parse_json(read_bytes(_record_file(job, number)))
         typed = {
             "shapes": Counter(body["shapes"]),
+            "reference_shapes": Counter(body["reference_shapes"]),
             "colours": Counter(body["colours"]),
             "skips": [Skipped(*skip) for skip in body["skips"]],
             "latents": Moments(*body["latents"]),
@@ -393,6 +402,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             **description,
             "samples": {split: sum(facts["samples"] for facts in some.values()) for split, some in by_split.items()},
             "shapes": dict(total.shapes.most_common()),
+            "reference_shapes": dict(total.reference_shapes.most_common()),
             "captions": total.captions,
             "num_classes": total.num_classes,
             "labelled": total.labelled,

@@ -104,7 +104,10 @@ class Entry:
         row: dict[str, Any] = {}
         for name, _, _ in self.companions:
             data = read_file((folder / self.name).with_name(name), root)
-            row |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
+            if name.lower().endswith(".json"):
+                row |= read_object(data, name)
+            elif caption := read_text(data, name):
+                row["caption"] = caption
         return row
 
 

@@ -9,13 +9,14 @@ Files that are not in the list are skipped.
 import csv
 import hashlib
 import io
+import re
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
 from dit.errors import ConfigError, DataError
-from dit.safe_files import open_binary
+from dit.safe_files import LONGEST_INTEGER, open_binary
 from energon_data.prepare.sources import CAPTION_NAMES, leaves, read_object
 from energon_data.prepare.walk import FOLLOW, composed
 from energon_data.samples import SampleError
@@ -24,6 +25,7 @@ LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 KINDS = (".jsonl", ".csv", ".parquet")
 Rows = dict[str, list[dict[str, Any]]]
 """Rows by file name; only a video may have several, with different starts or ends."""
+_NUMBER = re.compile(r"\s*[+-]?(?!0[0-9])([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?\s*")
 _TEXTS = frozenset({"file_name", "file", *CAPTION_NAMES})  # text even if they look like a number
 
 
@@ -128,10 +130,9 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _scalar(text: str) -> Any:
-    """Return a CSV field as a number if possible, else as text."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
+    """Return a CSV field as a number if it has the usual form of one, else as text, such as `007` and `1_000`."""
+    if not _NUMBER.fullmatch(text):
+        return text
+    if any(character in text for character in ".eE"):
+        return float(text)
+    return int(text) if len(text.strip()) <= LONGEST_INTEGER else text  # longer ones cannot be read

@@ -108,8 +108,9 @@ class MakeSamples:
             if isinstance(source, tuple):
                 record.skip(*source)
                 continue
-            source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
             try:
+                _check_unicode(source)
+                source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
                 if self.options.text_encoder is not None and not source.captions:
                     raise SampleError("no_caption", "it has no caption, and --text-encoder needs one; see --caption")
                 if self._reads_pictures and source.reference is None:
@@ -171,7 +172,9 @@ class MakeSamples:
             return
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
         others = zip(self._texts(clips), self._references(clips), self._features(clips), strict=True)
-        for clip, (shape, parts, moments), (text, reference, features) in zip(clips, media, others, strict=True):
+        for clip, (shape, parts, moments), (text, (reference, size), features) in zip(
+            clips, media, others, strict=True
+        ):
             source = clip.source
             yield Sample(
                 key=clip.key,
@@ -182,6 +185,7 @@ class MakeSamples:
                 changes=clip.changes,
                 latent=moments,
                 repeats=source.repeats,
+                reference_shape=size,
             )
 
     def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes], Moments]:
@@ -197,15 +201,16 @@ class MakeSamples:
         latents = self._encoded([clip.frames for clip in clips])
         return [(latent.shape, {f"{LATENT}.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
 
-    def _references(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
-        """Return the part `reference` of each sample: a latent, or a picture without an autoencoder."""
+    def _references(self, clips: list[_Decoded]) -> list[tuple[dict[str, bytes], Optional[tuple[int, ...]]]]:
+        """Return the part `reference` of each sample and its shape: a latent, or a picture without an autoencoder."""
         pictures = [clip.reference for clip in clips if clip.reference is not None]
         if self.options.vae is not None:
-            stored = [npy_bytes(latent) for latent in self._encoded([[picture] for picture in pictures])]
+            stored = [(npy_bytes(x), x.shape) for x in self._encoded([[picture] for picture in pictures])]
         else:
-            stored = [self._picture(picture) for picture in pictures]
-        name, parts = f"{REFERENCE}.{'npy' if self.options.vae else self.options.image_format}", iter(stored)
-        return [{} if clip.reference is None else {name: next(parts)} for clip in clips]
+            stored = [(self._picture(picture), (3, 1, picture.height, picture.width)) for picture in pictures]
+        name = f"{REFERENCE}.{'npy' if self.options.vae else self.options.image_format}"
+        parts = iter([({name: data}, shape) for data, shape in stored])
+        return [({}, None) if clip.reference is None else next(parts) for clip in clips]
 
     def _picture(self, picture: Image.Image) -> bytes:
         return picture_bytes(picture, self.options.image_format, self.options.quality)
@@ -243,6 +248,18 @@ class MakeSamples:
         pictures = [clip.original for clip in clips if clip.original is not None]
         captions = [clip.source.captions for clip in clips]
         return caption_parts(encoders, captions, pictures if self._reads_pictures else None)
+
+
+def _check_unicode(source: Source) -> None:
+    """Refuse a name of other bytes than UTF-8, and captions with half of a character, as JSON can have them."""
+    if _has_surrogate(source.name):
+        raise SampleError("bad_name", "the name is not UTF-8; rename it")
+    if any(map(_has_surrogate, source.captions)):
+        raise SampleError("bad_caption", "the caption has a surrogate, which is half of a character; correct it")
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _changes(picture: Image.Image, target: Target) -> Changes:

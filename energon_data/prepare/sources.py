@@ -155,7 +155,7 @@ def read_object(data: bytes, name: str) -> dict[str, Any]:
 
 
 def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the captions of a row: a string or a list of strings, under the first present name of `CAPTION_NAMES`."""
+    """Return the captions of a row: a string or a list, under the first name of `CAPTION_NAMES` that has text."""
     for name in CAPTION_NAMES:
         value = row.get(name)
         if value is None:
@@ -163,5 +163,6 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
         several = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in several):
             raise SampleError("bad_caption", f"{name} is {value!r:.80}, not a text or a list of texts")
-        return tuple(text.strip() for text in several if text.strip())
+        if captions := tuple(text.strip() for text in several if text.strip()):
+            return captions
     return ()

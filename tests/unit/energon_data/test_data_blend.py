@@ -113,6 +113,18 @@ def test_held_out_data_contain_every_member_once(members: dict[str, Path]) -> No
     assert all(torch.isfinite(batch.latents_TC).all() for half in halves for batch in half)
 
 
+@pytest.mark.parametrize(("limit", "counts"), [(7, (2, 1, 4)), (1, (0, 0, 1)), (15, (5, 3, 7)), (99, (5, 3, 7))])
+def test_a_limit_of_held_out_samples_is_divided_over_the_members(
+    members: dict[str, Path], limit: int, counts: tuple[int, ...]
+) -> None:
+    """Each member has its share, from its first sample."""
+    data, _ = build(members, STAGES, blend_steps=[3, 5], validation_samples=limit)
+    expected = {f"val_{name}clip{i:05d}" for name, count in zip("abc", counts) for i in range(count)}
+    for dp in (1, 2):
+        batches = [b for rank in range(dp) for b in data.build_validation(spec(), dp_rank=rank, dp_size=dp)]
+        assert {key for batch in batches for key in batch.keys} == expected
+
+
 @pytest.mark.parametrize(
     ("blend", "steps", "message"),
     [

@@ -5,6 +5,8 @@ import math
 import pickle
 import tarfile
 from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Optional
 
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from small_data import clips, npy, run, spec, write_dataset
 
+from dit.condition_table import LOW_RESOLUTION, SIZE_AND_CROP
 from dit.errors import ConfigError, DataError, exit_code
 from energon_data.dataset import EnergonData
 from energon_data.decoder import decode_sample, read_npy
@@ -364,6 +367,33 @@ def test_damage_of_a_condition_counts_only_for_models_with_the_condition(
     with pytest.raises(DataError, match=words):
         first(3)
     assert set(first(None).conditions) == {"label", "context", "fps"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("text", 7e4, None),
+        ("text", np.inf, "text reach inf, must be finite"),
+        ("size_and_crop", 4000, None),
+        ("low_resolution", -1000, None),
+        ("low_resolution", -1001, "picture reach 1001, must be at most 1000"),
+    ],
+)
+def test_only_values_per_latent_token_are_limited_to_1000(
+    tmp_path: Path, name: str, value: float, words: Optional[str]
+) -> None:
+    """Pixel sizes, and texts of middle layers of language models, are larger."""
+    picture = replace(LOW_RESOLUTION, shape=(2,))
+    model = replace(spec(), conditions=(*spec().conditions, SIZE_AND_CROP, picture), micro_batch_size=1)
+    [(key, meta, parts)] = clips(1, sizes=[(1, 4, 4)])
+    arrays = {"text": np.ones((2, 3), np.float32), "size_and_crop": np.ones(6, np.float32)}
+    arrays["low_resolution"] = np.ones((2, 1, 4, 4), np.float32)
+    arrays[name].flat[1] = value
+    parts |= {f"{part}.npy": npy(array) for part, array in arrays.items()}
+    data = EnergonData(path=str(write_dataset(tmp_path / "data", {"train": [(key, meta, parts)]})), shuffle_buffer=0)
+    stream = data.build_train(model, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    with closing(stream), nullcontext() if words is None else pytest.raises(DataError, match=words):
+        assert value in next(stream).conditions[{"text": "context"}.get(name, name)].values
 
 
 def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> None:

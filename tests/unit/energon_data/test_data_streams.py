@@ -4,16 +4,20 @@ import shutil
 import tarfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from small_data import spec
+from small_data import clips, npy, spec, write_dataset
 from small_streams import PACKED, build, build_spec, same, take, through_disk
 
+from dit.condition_table import IMAGE_TOKENS
 from dit.data_api import DataConfig, merge_states
-from dit.errors import ConfigError, DataError
+from dit.errors import BatchError, ConfigError, DataError
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from energon_data.state_codec import from_plain, to_plain
@@ -266,6 +270,20 @@ def test_long_texts_are_truncated_to_their_first_tokens(mixed_folder: Path) -> N
         assert after.conditions["context"].layout.lengths == tuple(min(3, length) for length in true)
         texts = before.conditions["context"].values.split(true)
         assert torch.equal(after.conditions["context"].values, torch.cat([text[:3] for text in texts]))
+
+
+def test_tokens_of_a_picture_are_not_truncated(tmp_path: Path) -> None:
+    """A CUDA graph whose packs have no room for them names the setting."""
+    [(key, meta, parts)] = clips(1, sizes=[(1, 4, 4)])
+    parts |= {"image_tokens.npy": npy(np.ones((9, 5), np.float32))}
+    folder = write_dataset(tmp_path / "data", {"train": [(key, meta, parts)]})
+    model = replace(spec(), conditions=(replace(IMAGE_TOKENS, shape=(5,)),), micro_batch_size=1)
+    for limit in (3, 9):
+        data = EnergonData(path=str(folder), max_text_tokens=limit, max_tokens_per_pack=4, pack_multiple_of=4)
+        [batch] = take(data.build_train(model, dp_rank=0, dp_size=1, seed=0, log_dir=None), 1)
+        assert batch.conditions["image_tokens"].layout.lengths == (9,)
+        with pytest.raises(BatchError, match=r"raise data\.max_text_tokens") if limit == 3 else nullcontext():
+            data.pack_maxima().pad(batch)
 
 
 @pytest.mark.parametrize("dp", [1, 4])

@@ -363,9 +363,58 @@ def test_a_first_sample_that_does_not_fit_the_model_is_refused() -> None:
         Numbers(damaged=(0,)).validate(SPEC, 1, 4)
 
 
+def test_a_first_sample_may_be_damaged_within_the_budget_or_too_long() -> None:
+    data = Numbers(damaged=(0, 1), max_lost_samples=2)
+    data.validate(SPEC, 1, 4)
+    assert data.stored_conditions() == {"label"}
+    for damaged in ((0, 1, 2), range(COUNT)):
+        with pytest.raises(DataError, match=r"sample 0 is broken; correct Numbers\.__getitem__"):
+            replace(data, damaged=tuple(damaged)).validate(SPEC, 1, 4)
+    Numbers(**PACKS | {"max_tokens_per_pack": 4}).validate(PACK_SPEC, 1, 4)
+    with pytest.raises(DataError, match="too_long: 8 tokens, at most 4 fit"):
+        Numbers(count=1, **PACKS | {"max_tokens_per_pack": 4}).validate(PACK_SPEC, 1, 4)
+
+
+def test_an_array_may_be_a_mirrored_view() -> None:
+    class Mirrored(Numbers):
+        def __getitem__(self, index: int) -> Sample:
+            return Sample(np.arange(16, dtype=np.float32).reshape(1, 4, 4)[:, :, ::-1], {"label": index})
+
+    Mirrored().validate(SPEC, 1, 4)
+    batch = next(iter(stream(Mirrored())))
+    assert batch.latents_TC[0].tolist() == [3, 2, 7, 6]
+
+
 def test_equal_sample_shapes_are_declared() -> None:
     assert Numbers().mixes_shapes(SPEC)
     data = Numbers(same_shape=True)
     assert not data.mixes_shapes(SPEC)
-    with pytest.raises(DataError, match=r"the latent is .* but others are .*; resize it"):
+    with pytest.raises(DataError, match=r"the latent is .* but that of the first sample is .*; resize it"):
         list(islice(stream(data), 9))
+
+
+@dataclass(kw_only=True)
+class OneOdd(Numbers):
+    """Pictures of one shape, except one."""
+
+    odd: int = -1
+    same_shape: bool = True
+    num_streams: int = 1
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = super().__getitem__(index)
+        return replace(sample, latent=torch.full((1, 8 if index == self.odd else 4, 4), float(index)))
+
+
+def test_the_shape_of_samples_does_not_depend_on_the_order_and_the_position() -> None:
+    """The sample of another shape is dropped, also as the first one that a stream reads."""
+    single = replace(SPEC, micro_batch_size=1)
+    order = [label for batch in islice(stream(OneOdd(), single), COUNT) for label in labels(batch)]
+    for place in (0, 6):
+        data = OneOdd(odd=order[place], damaged=(0,), max_lost_samples=9)
+        kept = [label for label in order if label not in (0, order[place])]
+        started = stream(data, single)
+        assert [label for batch in islice(started, 5) for label in labels(batch)] == kept[:5]
+        resumed = stream(data, single)
+        resumed.load_state_dict(started.state_dict())
+        assert [label for batch in islice(resumed, 9) for label in labels(batch)] == kept[5:14]

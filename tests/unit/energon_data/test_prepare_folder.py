@@ -126,6 +126,23 @@ def test_numeric_captions_of_a_csv_are_texts(tmp_path):
     assert {about["score"] for about in found.values()} == {0.5}
 
 
+@pytest.mark.parametrize("command", ["images", "webdataset"])
+def test_an_empty_caption_does_not_hide_another(tmp_path, command):
+    source = mixed(tmp_path / "in", pictures=3, videos=0)
+    rows = [{"caption": " ", "text": "a dog"}, {"caption": "a cat"}, {"captions": [], "prompt": "a bird"}]
+    for i, row in enumerate(rows):
+        (source / f"p{i:02d}.json").write_text(json.dumps(row))
+        (source / f"p{i:02d}.txt").write_text("\n")
+    if command == "webdataset":
+        with tarfile.open(tmp_path / "in.tar", "w") as archive:
+            for path in sorted(source.iterdir()):
+                archive.add(path, path.name)
+        source = tmp_path / "in.tar"
+    described(source, tmp_path / "out", command)
+    found = metadata_of(tmp_path / "out")
+    assert [found[name]["caption"] for name in sorted(found)] == ["a dog", "a cat", "a bird"]
+
+
 def test_a_caption_in_capitals_is_read_and_samples_without_one_are_counted(tmp_path, capsys):
     source = mixed(tmp_path / "in", pictures=4, videos=0)
     (source / "p00.txt").rename(source / "p00.TXT")

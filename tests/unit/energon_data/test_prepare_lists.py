@@ -14,7 +14,7 @@ from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
-from tests.unit.energon_data.preparations import png
+from tests.unit.energon_data.preparations import png, samples
 from tests.unit.energon_data.test_prepare_folder import metadata_of
 
 RATE, SECONDS, GAP = 8, 6, 8  # frames per second, duration, distance of key frames
@@ -151,6 +151,18 @@ def test_a_list_may_be_in_another_folder_and_overrides_the_list_in_the_folder(tm
     (tmp_path / "mine.csv").write_text("file_name,text\nb.png,this one\n")
     assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "mine.csv"), command="images") == EXIT_OK
     assert {name: about["caption"] for name, about in metadata_of(tmp_path / "out").items()} == {"b.png": "this one"}
+
+
+def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
+    """Other fields, such as identifiers, are stored as text; training can read all of them."""
+    fields = {"score": 0.5, "year": -1999, "small": 1e-05, "half": ".5", "large": 2**64 - 1, "huge": "1" * 21}
+    fields |= {"agent": "007", "id": "1_000", "code": "00.5", "word": "nan", "arabic": "\u0663"}
+    source = downloaded(tmp_path, ["a.png"])
+    row = {"file_name": "a.png", **fields}
+    (source / "metadata.csv").write_text(f"{','.join(row)}\n{','.join(map(str, row.values()))}\n")
+    assert prepare(source, tmp_path / "out", command="images") == EXIT_OK
+    [(_, about, _, _)] = samples(tmp_path / "out")
+    assert {name: about[name] for name in fields} == fields | {"half": 0.5}
 
 
 @pytest.mark.parametrize(

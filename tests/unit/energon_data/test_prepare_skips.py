@@ -150,6 +150,18 @@ def test_a_listed_file_that_is_absent_is_named_and_counted(tmp_path, capsys):
     assert outcomes(tmp_path / "out") == {"gone.png": "not_a_file", "lost.png": "not_a_file"}
 
 
+def test_text_that_is_not_unicode_skips_its_file(tmp_path, capsys):
+    """A name in Latin-1, and a caption with half of an emoji, as JSON of a truncated text has it."""
+    source = pictures(tmp_path / "in", 4)
+    (source / "0.json").write_text(json.dumps({"caption": "smile \ud83d"}))
+    (source / "1.json").write_text(json.dumps({"caption": "smile \ud83d\ude00"}))
+    os.rename(source / "2.png", os.fsencode(source) + b"/caf\xe9.png")
+    assert prepare(source, tmp_path / "out", "--shuffle-tags", "2", command="images") == EXIT_OK
+    assert outcomes(tmp_path / "out") == {"0.png": "bad_caption", "caf\udce9.png": "bad_name"}
+    assert "skipped, bad_name: 1; caf?.png: the name is not UTF-8; rename it" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["captions"] == ["smile \U0001f600"]
+
+
 def test_a_folder_of_links_is_read_with_follow_links_and_named_without(tmp_path, capsys):
     for i in range(4):
         Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"{i}.png")

@@ -153,6 +153,24 @@ def test_edits_are_trained_with_their_references(tmp_path):
     assert all(pack.layout.levels is not None for pack in packs)
 
 
+def test_references_may_be_larger_than_the_pictures(tmp_path):
+    """Packs have room for both, and the patch divides the sides of both."""
+    fill(tmp_path / "in")
+    for path in fill(tmp_path / "originals").glob("*.png"):
+        Image.new("RGB", (120, 96)).save(path)
+    folder = prepared_folder(tmp_path, "--reference", str(tmp_path / "originals"), "--text-encoder", "identity")
+    assert Contents.read(folder).reference_shapes == ((3, 1, 96, 120),)
+    assert lengths(first_packs(recipe(folder))) <= {(width * height + 120 * 96) // 4**2 for width, height in SIDES}
+    described = json.loads((folder / "dataset.json").read_text())
+    described |= {"shapes": {"3x1x512x512": 12}, "reference_shapes": {"3x1x520x1040": 12}}
+    (folder / "dataset.json").write_text(json.dumps(described))
+    task = recipe(folder)
+    assert (task.model.patch_spatial, task.data.max_tokens_per_pack) == (8, 12_608)  # 4,096 + 8,450 and padding
+    del described["reference_shapes"]  # of a folder that an earlier version prepared
+    (folder / "dataset.json").write_text(json.dumps(described))
+    assert recipe(folder).data.max_tokens_per_pack == 4096
+
+
 def test_the_default_model_of_each_kind_of_data_exports_to_diffusers(tmp_path):
     """Pictures with texts, clips with texts, pictures with classes; T5 or BERT embeds the captions."""
     t5 = save_t5(tmp_path / "t5")

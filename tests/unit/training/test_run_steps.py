@@ -1,20 +1,27 @@
 """A step of a run depends only on its number and its weights, not on ranks, resumes or earlier validations."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.step import build_parser, config_of
+from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.records import METADATA_FILE
+from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import Run
+from dit.verify.ranks import run_world
 
 pytestmark = pytest.mark.usefixtures("one_rank_world")
 
 
-def tiny_run(folder: Path, groups: ProcessGroups) -> Run:
-    config = config_of(build_parser().parse_args(["--factory", "tiny_dit"]), str(folder))
+def tiny_run(folder: Path, groups: ProcessGroups, *settings: str) -> Run:
+    config = config_of(build_parser().parse_args(["--factory", "tiny_dit", *settings]), str(folder))
     return Run(config, *config.check_here(), groups, quiet=True)
 
 
@@ -53,3 +60,36 @@ def test_training_continues_from_its_own_weights_after_the_average_was_used(run:
     after = list(run.state.wrapped[0].parameters())
     assert not all(map(torch.equal, before, used))
     assert all(map(torch.equal, before, after))
+
+
+SHAPES = ['data.shapes=["1x8x8","1x8x8","1x16x8","1x8x16"]', "training.micro_batch_size=1"]
+SHAPES += ["training.global_batch_size=2", "data.num_streams=2", "training.ema_decay=null"]
+
+
+def saved_sizes(case: dict[str, Any]) -> list[list[Any]]:
+    """Save two steps and return each rank's largest sample before and after, and the saved size."""
+    folder = Path(case["folder"])
+    groups = case.get("groups") or process_groups.initialize(ParallelConfig())
+    run = tiny_run(folder, groups, *SHAPES)
+    for _ in range(2):
+        run.step(torch.zeros(2))
+    before = run.batches.latent_size(run.spec)
+    run.save()
+    run.saves.finish()
+    [metadata] = folder.glob(f"checkpoints/*/{METADATA_FILE}")
+    sizes = [before, run.batches.latent_size(run.spec), tuple(json.loads(metadata.read_text())["latent_size"])]
+    run.close()
+    gathered: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(gathered, sizes)
+    return gathered
+
+
+def test_the_saved_size_is_that_of_the_largest_sample_of_all_ranks(
+    tmp_path: Path, one_rank_world: ProcessGroups
+) -> None:
+    """Of several sizes with equally many tokens, it is the largest along time, then height."""
+    [[_, size, _]] = saved_sizes({"folder": tmp_path / "one", "groups": one_rank_world})
+    case = {"task": f"{__name__}:saved_sizes", "folder": tmp_path / "two"}
+    [ranks] = run_world(2, [case], tmp_path / "ranks", timeout_s=120)
+    assert {tuple(before) for before, *_ in ranks} > {size}
+    assert [sizes[1:] for sizes in ranks] == [[size, size]] * 2
