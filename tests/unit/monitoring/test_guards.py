@@ -78,6 +78,7 @@ def test_a_request_counts_even_if_a_library_replaces_the_exception():
 def test_a_rank_with_a_request_and_a_lost_peer_is_preempted(monkeypatch):
     """The rank detects the lost peer before it gets the signal; other errors stay errors."""
     monkeypatch.setattr(guards, "SIGNAL_SKEW_S", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
     def ended_by(error, flag):
         with flag.exit_immediately():
@@ -94,7 +95,8 @@ def test_a_rank_with_a_request_and_a_lost_peer_is_preempted(monkeypatch):
         raise lost
 
 
-def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later():
+def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with PreemptionFlag((signal.SIGUSR1,)) as flag:
         later = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
         later.start()
