@@ -99,8 +99,9 @@ class RunLog:
         if self._progress is None:
             return
         self._progress.close()  # ends the live line
-        run_dir, num_steps = config.training.run_dir, config.training.num_steps
-        self.message(how_it_went(Path(run_dir) / METRICS_FILE, state.step, num_steps, seconds))
+        training, run_dir = config.training, config.training.run_dir
+        steps = state.step, training.num_steps
+        self.message(how_it_went(Path(run_dir) / METRICS_FILE, *steps, seconds, training.stop_at_step))
         trust = trust_prefix(config.to_record())
         if config.objective.reconstructs:
             self.message(f"export it: {trust}{exporting_command(run_dir)}")
