@@ -129,7 +129,7 @@ def check_gpus(local_ranks: int) -> None:
     if local_ranks > gpus and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
         raise ConfigError(
             f"{local_ranks} ranks on this machine, which has {gpus} visible GPU{'' if gpus == 1 else 's'}; NCCL needs "
-            f"one for each; start torchrun with --nproc-per-node={gpus}, or set DIT_DEVICE=cpu to train on the CPU"
+            f"one for each; give --nproc-per-node={gpus}, or set DIT_DEVICE=cpu to train on the CPU"
         )
 
 

@@ -173,8 +173,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     limit = TimeLimit(training.time_limit)
 
     def stop_requested() -> bool:
-        late = limit.is_near(run.saves.longest_s)
-        return preemption.requested or late or state.step + 1 == training.stop_at_step
+        return limit.is_near(run.saves.longest_s) or preemption.requested or state.step + 1 == training.stop_at_step
 
     run.checks.asks_to_stop = stop_requested
     run.check_first_steps()
