@@ -4,7 +4,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+RUN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that a scheduler or a terminal sends to all processes of a run."""
 
 

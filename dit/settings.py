@@ -114,7 +114,8 @@ class TrainingConfig:
         sample_interval: steps between sample grids; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation; their packages in
             DIT_PACKAGES.
-        stop_at_step: stop after this step as if preempted, with a checkpoint.
+        stop_at_step: stop after this step as if preempted, with a checkpoint and code 75. Started again, the run ends
+            at once with code 0, so that a requeued run stays at this step; a later step or none continues it.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
             checkpoint and omit the data since then.
         spike_threshold: robust standard deviations above the running median that are a spike, such as 20.

@@ -142,6 +142,8 @@ def _read(value: object, annotation: object, key: str, load_component: Callable[
     accepts_text = str in (annotation, *getattr(annotation, "__args__", ()))
     if isinstance(value, str) and accepts_text:
         return value
+    if accepts_text and type(value) not in (*get_args(annotation), type(None)):
+        raise ConfigError(f"{key} is a text, which YAML reads as {value!r} without quotes; write it in quotes")
     # Any other scalar is parsed like the same text on the command line, so that both accept the same values.
     return parse_value("none" if value is None else str(value), annotation, key, load_component)
 

@@ -7,6 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -87,10 +88,17 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--max-shard-size is for --format diffusers and {PIPELINE}, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.checkpoint.base_model import read_run
-    from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
+    from dit.checkpoint.reading import find_checkpoint
 
-    checkpoint, _ = find_checkpoint(folder)
+    with ExitStack() as reading:
+        return _write(args, find_checkpoint(folder, reading)[0], out)
+
+
+def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
+    """Write the file or folder of a checkpoint; see `run`."""
+    from dit.checkpoint.base_model import read_run
+    from dit.checkpoint.reading import read_settings, slot_of
+
     config, metadata = read_settings(checkpoint)
     if config.objective.reconstructs:
         config.model = with_latent_scale(config.model, checkpoint, raw_weights=args.raw_weights)

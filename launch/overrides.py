@@ -294,7 +294,9 @@ def describe(annotation: object) -> str:
     if origin is Union:
         return " or ".join(describe(a) for a in args)
     if origin is list:
-        return f"a list such as [{'1, 2' if args and args[0] in (int, float) else 'a, b'}] of {_plural(args)}"
+        numbers = args and args[0] in (int, float)
+        example = "[1, 2]" if numbers else "['a', 'b'] (in a shell, put the argument in double quotes)"
+        return f"a list of {_plural(args)} such as {example}"
     words: dict[object, str] = {
         int: "a whole number",
         float: "a number",

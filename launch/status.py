@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any, Optional
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
-from dit.monitoring.exit_record import read_outcome
+from dit.monitoring.exit_record import EXIT_FILE, read_outcome
 from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
@@ -89,9 +89,10 @@ class RunStatus:
 def read_status(run_dir: Path) -> RunStatus:
     """Read a run folder."""
     metrics = run_dir / METRICS_FILE
-    if not metrics.is_file() and read_outcome(run_dir) is None:
+    if not any((run_dir / name).is_file() for name in (METRICS_FILE, EXIT_FILE, LOCK_FILE)):
         raise ConfigError(
-            f"{run_dir} is not a run folder: it has no {METRICS_FILE} and no exit.json; give training.run_dir"
+            f"{run_dir} is not a run folder: it has no {METRICS_FILE}, {EXIT_FILE} or {LOCK_FILE}; "
+            "give training.run_dir"
         )
     status = RunStatus(run_dir)
     with suppress(OSError, ValueError, TypeError, KeyError):

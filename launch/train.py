@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import nemo_run as run
 
 START, BASE = "checkpoint.start_from", "base"
+LONGEST_CAUSE = 300  # characters; the exit record has the full error
 SAME_ON_ALL_RANKS = (EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_MACHINE)
 
 
@@ -69,7 +70,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         from dit.monitoring.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
-            line = "stopped because another rank ended; see its error"
+            cause = on_a_screen(f"{type(error).__name__}: {error}".partition("\n")[0], LONGEST_CAUSE)
+            line = f"stopped because another rank ended or cannot be reached; see its error ({cause})"
             echo(f"rank {environment.rank()}: {line}", file=sys.stderr)
             name_root_cause(line, failed=False)
             return EXIT_UNEXPECTED

@@ -49,6 +49,9 @@ rm -f "$run_dir/exit.json" # of an earlier attempt
 
 # Slurm sends USR1 180 s before the limit, to the tasks of srun alone; torchrun passes it on and waits for its ranks.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-170}
+[[ $(torchrun --help) == *--shutdown-timeout* ]] || # as in torch 2.11
+  echo "warning: this torchrun ignores TORCH_ELASTIC_SHUTDOWN_TIMEOUT and kills ranks 30 s after a signal; if saving takes" \
+    "longer, install a newer torch, or end the run before the limit by training.time_limit (launch/README.md)" >&2
 head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" torchrun --nnodes "$SLURM_NNODES" --nproc-per-node "$ranks" \
   --rdzv-backend c10d --rdzv-id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \

@@ -117,6 +117,22 @@ def world_size_from_environment() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def check_gpus(local_ranks: int) -> None:
+    """Check that each rank of this machine has a GPU.
+
+    A launcher may also hide all GPUs except one from each rank, by `CUDA_VISIBLE_DEVICES`.
+
+    Raises:
+        ConfigError: there are more ranks than GPUs.
+    """
+    gpus = torch.cuda.device_count()
+    if local_ranks > gpus and not (gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ):
+        raise ConfigError(
+            f"{local_ranks} ranks on this machine, which has {gpus} visible GPU{'' if gpus == 1 else 's'}; NCCL needs "
+            f"one for each; give --nproc-per-node={gpus}, or set DIT_DEVICE=cpu to train on the CPU"
+        )
+
+
 def connect(*, timeout_s: float = 600.0) -> None:
     """Initialise torch.distributed (NCCL on CUDA, gloo on CPU) if it is not initialised yet.
 
@@ -128,6 +144,7 @@ def connect(*, timeout_s: float = 600.0) -> None:
     if "RANK" not in os.environ:
         kwargs = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
     if use_cuda():
+        check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.cuda.set_device(local_device())
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:

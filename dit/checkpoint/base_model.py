@@ -106,15 +106,18 @@ class CheckpointStart:
         return weights
 
 
-def find_start(path: str) -> Start:
+def find_start(path: str, reading: Optional[ExitStack] = None) -> Start:
     """Find the weights of `checkpoint.start_from` in one process.
+
+    Args:
+        reading: a checkpoint is not deleted until this stack is closed; None for no protection.
 
     Raises:
         CheckpointError: there is no valid checkpoint and no folder of diffusers.
         ConfigError: the folder of diffusers cannot be read.
     """
     folder = local_path(path)
-    return read_network(folder) if is_network(folder) else CheckpointStart(find_checkpoint(folder)[0])
+    return read_network(folder) if is_network(folder) else CheckpointStart(find_checkpoint(folder, reading)[0])
 
 
 def find_start_together(
@@ -218,12 +221,15 @@ def digest_of(manifest: Manifest) -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
-def find_base(folder: Path, config: RunConfig, groups: Optional[ProcessGroups] = None) -> Optional[Weights]:
+def find_base(
+    folder: Path, config: RunConfig, reading: ExitStack, groups: Optional[ProcessGroups] = None
+) -> Optional[Weights]:
     """Return the base weights of an adapter run; None for a full model.
 
     The folder recorded in the manifest is tried first, then `checkpoint.start_from`.
 
     Args:
+        reading: the base is not deleted until this stack is closed.
         groups: ranks that all call this, of which the first one compares the weights; None for one process.
     """
     saved = read_manifest(folder).base
@@ -235,8 +241,9 @@ def find_base(folder: Path, config: RunConfig, groups: Optional[ProcessGroups] =
         problems = []
         for path in paths:
             try:
-                if find_start(path).digest(None) == saved["digest"]:
-                    return path
+                start = find_start(path, reading)
+                if start.digest(None) == saved["digest"]:
+                    return str(start.folder)
                 problems.append(f"{path} has other weights now")
             except UserError as error:
                 problems.append(str(error))
@@ -245,23 +252,26 @@ def find_base(folder: Path, config: RunConfig, groups: Optional[ProcessGroups] =
             f"{'; '.join(problems)}. Restore that folder"
         )
 
-    path = matching() if groups is None else on_first_rank(matching, groups)
-    return find_start(path).weights(config.model)
+    base = matching() if groups is None else on_first_rank(matching, groups)
+    return find_start(base, reading).weights(config.model)
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:
     """Read the weights of a run into unwrapped model chunks: all of them, or base and adapters."""
-    base = find_base(folder, config, groups)
-    if base is not None:
-        load_weights(base, chunks, groups, frozen=True)
+    with ExitStack() as reading:
+        base = find_base(folder, config, reading, groups)
+        if base is not None:
+            load_weights(base, chunks, groups, frozen=True)
     own = SlotWeights(folder, slot, finite=True)
     load_weights(own, chunks, groups, frozen=None if base is None else False)
 
 
 def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:
     """Read every parameter of a run in full, float32, with adapters merged into the base weights."""
-    weights, base = read_full_weights(folder, slot), find_base(folder, config)
-    if base is None:
-        return weights
-    assert config.model.adapters is not None
-    return merge_adapters(read_all(base), weights, config.model.adapters)
+    weights = read_full_weights(folder, slot)
+    with ExitStack() as reading:
+        base = find_base(folder, config, reading)
+        if base is None:
+            return weights
+        assert config.model.adapters is not None
+        return merge_adapters(read_all(base), weights, config.model.adapters)

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -66,6 +66,8 @@ PEER_WORDS = (
     "socket timeout",
     "store timeout",
 )
+# Words of NCCL errors that this machine causes, unless the message has one of PEER_WORDS, too.
+LOCAL_NCCL_WORDS = ("duplicate gpu", "invalid usage", "unhandled system error", "unhandled cuda error")
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,18 @@ class Outcome:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Return whether `error` is a consequence of another rank's failure."""
-    if isinstance(error, UserError) or not isinstance(error, Exception):
+    """Return whether `error` is a consequence of another rank's failure; False if the launcher started one rank."""
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if is_alone or isinstance(error, UserError) or not isinstance(error, Exception):
         return False
-    if type(error).__name__ in PEER_ERRORS or isinstance(error, ConnectionError):
-        return True
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in PEER_WORDS)
+    if isinstance(error, ConnectionError) or (isinstance(error, RuntimeError) and _has(text, PEER_WORDS)):
+        return True
+    return type(error).__name__ in PEER_ERRORS and not _has(text, LOCAL_NCCL_WORDS)
+
+
+def _has(text: str, words: Iterable[str]) -> bool:
+    return any(word in text for word in words)
 
 
 def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int, preempted: bool = False) -> Outcome:

@@ -29,11 +29,12 @@ class PreemptionFlag:
     `exit_immediately` the handler raises `SystemExit` instead.
 
     Args:
-        signals: schedulers and torchrun send SIGTERM; Slurm's `--signal=USR1@120` sends SIGUSR1. torchrun forwards
-            SIGUSR1 only with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; otherwise that signal kills torchrun.
+        signals: schedulers and torchrun send SIGTERM; a dropped ssh session sends SIGHUP, which stays ignored if it is
+            ignored, as under nohup; Slurm's `--signal=USR1@120` sends SIGUSR1. torchrun forwards SIGUSR1 only with
+            `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; otherwise that signal kills torchrun.
     """
 
-    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+    def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)) -> None:
         self.signals = tuple(signals)
         self.signal_name: Optional[str] = None
         self._at_once = self._raised = False
@@ -46,6 +47,8 @@ class PreemptionFlag:
 
     def __enter__(self) -> "PreemptionFlag":
         for number in self.signals:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue
             self._earlier[number] = signal.signal(number, self._note)
         return self
 

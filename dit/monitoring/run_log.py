@@ -99,8 +99,9 @@ class RunLog:
         if self._progress is None:
             return
         self._progress.close()  # ends the live line
-        run_dir, num_steps = config.training.run_dir, config.training.num_steps
-        self.message(how_it_went(Path(run_dir) / METRICS_FILE, state.step, num_steps, seconds))
+        training, run_dir = config.training, config.training.run_dir
+        steps = state.step, training.num_steps
+        self.message(how_it_went(Path(run_dir) / METRICS_FILE, *steps, seconds, training.stop_at_step))
         trust = trust_prefix(config.to_record())
         if config.objective.reconstructs:
             self.message(f"export it: {trust}{exporting_command(run_dir)}")
@@ -123,18 +124,16 @@ def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     write_record(run_dir / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False))
     environment = environment_record(state.groups.world_size, implementations(config.model, training))
     append_attempt(run_dir / ENV_FILE, {**environment, "micro_batch_size": dims.micro_batch_size})
-    sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), mirrors_of(config, record, state.step if resumed else None))
+    sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), mirrors_of(config, record, state.step))
     return RunLog(sinks, ConsoleProgress(headline(config, dims, state, resumed=resumed), training.num_steps))
 
 
-def mirrors_of(
-    config: RunConfig, record: Mapping[str, Any], resumed_step: Optional[int]
-) -> dict[str, Callable[[], Sink]]:
-    """Return, by name, the function that builds each configured mirror."""
+def mirrors_of(config: RunConfig, record: Mapping[str, Any], step: int) -> dict[str, Callable[[], Sink]]:
+    """Return, by name, the function that builds each configured mirror after `step` steps."""
     run_dir, logging = Path(config.training.run_dir), config.logging
     mirrors: dict[str, Callable[[], Sink]] = {}
     if logging.tensorboard:
-        mirrors["TensorBoard"] = lambda: TensorBoardSink(run_dir / "events", resumed_step)
+        mirrors["TensorBoard"] = lambda: TensorBoardSink(run_dir / "events", step)
     if logging.wandb or (logging.wandb is None and find_spec("wandb") is not None and has_wandb_key()):
         mirrors["wandb"] = lambda: WandbSink(
             run_dir,

@@ -156,14 +156,13 @@ class TensorBoardSink(Sink):
 
     Args:
         folder: by convention `run_dir/events`.
-        resumed_step: steps done before this process; TensorBoard hides later steps of earlier processes.
+        step: steps done before this process; TensorBoard hides later steps of earlier processes.
     """
 
-    def __init__(self, folder: Path | str, resumed_step: Optional[int] = None) -> None:
+    def __init__(self, folder: Path | str, step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only rank 0 needs it
 
-        purge = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(make_folder(Path(folder))), purge_step=purge)
+        self._writer = SummaryWriter(str(make_folder(Path(folder))), purge_step=step + 1)
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
         for name, value in {**values, "consumed_samples": consumed_samples}.items():
@@ -187,6 +186,9 @@ class TensorBoardSink(Sink):
         self._writer.add_text("artifact", f"{path}\n\n{strict_json(dict(metadata))}", metadata.get("step"))
 
     def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
+        if name == "rewind":
+            self._writer.close()  # the next event opens a file that hides the discarded steps
+            self._writer.purge_step = details["to_step"] + 1
         self._writer.add_text("incident", f"{name}\n\n{strict_json(dict(details))}", step)
 
     def close(self) -> None:

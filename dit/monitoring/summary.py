@@ -11,11 +11,12 @@ from dit.monitoring.sinks import LOSS, as_number, read_records, scalars_by_step
 HELD_OUT = "held_out/loss"
 
 
-def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str:
+def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_at_step: Optional[int] = None) -> str:
     """Return a line with the last step of a run, the duration of this attempt, and the losses.
 
     Args:
         metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
+        stop_at_step: see `TrainingConfig`.
     """
     if step > num_steps:
         return (
@@ -36,7 +37,9 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
         best = min(held_out, key=lambda n: held_out[n])
         parts.append(f"best held-out loss {held_out[best]:.4f} at step {best}")
     if step < num_steps:
-        parts.append("the same command continues the run")
+        is_reached = stop_at_step is not None and step >= stop_at_step
+        command = "a later training.stop_at_step, or none," if is_reached else "the same command"
+        parts.append(f"{command} continues the run")
     return ", ".join(parts)
 
 

@@ -166,13 +166,14 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if any_rank(preemption.requested):
         return True
     run.log.start(state.step)
+    if training.stop_at_step is not None and state.step >= training.stop_at_step:
+        return False  # not code 75, after which launch/train.sh would start it again and again
     if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
     limit = TimeLimit(training.time_limit)
 
     def stop_requested() -> bool:
-        late = limit.is_near(run.saves.longest_s)
-        return preemption.requested or late or state.step + 1 == training.stop_at_step
+        return limit.is_near(run.saves.longest_s) or preemption.requested or state.step + 1 == training.stop_at_step
 
     run.checks.asks_to_stop = stop_requested
     run.check_first_steps()

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
@@ -147,10 +148,10 @@ def weights_of(run: Path) -> dict[str, "Tensor"]:
     from dit.checkpoint.full_weights import read_full_weights
     from dit.checkpoint.reading import find_checkpoint
 
-    folder, _ = find_checkpoint(run)
-    return {
-        f"{slot} {name}": value for slot in ("weight", "ema") for name, value in read_full_weights(folder, slot).items()
-    }
+    with ExitStack() as reading:
+        folder, _ = find_checkpoint(run, reading)
+        slots = {slot: read_full_weights(folder, slot) for slot in ("weight", "ema")}
+    return {f"{slot} {name}": value for slot, weights in slots.items() for name, value in weights.items()}
 
 
 def judged(track: str, run: Path) -> tuple[int, int]:

@@ -1,7 +1,8 @@
-"""The number of ranks with and without a launcher."""
+"""The number of ranks with and without a launcher, and of GPUs for them."""
 
 import pytest
 
+from dit.backends import process_groups
 from dit.backends.process_groups import world_size_from_environment
 from dit.errors import ConfigError
 
@@ -33,8 +34,33 @@ def test_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
         world_size_from_environment()
 
 
+@pytest.mark.parametrize(("gpus", "visible"), [(4, {}), (4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}), (1, {})])
+def test_more_ranks_than_gpus_are_refused(gpus, visible, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    monkeypatch.setattr(process_groups, "use_cuda", lambda: True)
+    set_environment({"LOCAL_WORLD_SIZE": "8", **visible}, monkeypatch)
+    with pytest.raises(ConfigError, match=rf"8 ranks.*{gpus} visible GPU.*--nproc-per-node={gpus}"):
+        process_groups.connect()
+
+
+@pytest.mark.parametrize(("gpus", "visible"), [(8, {}), (1, {"CUDA_VISIBLE_DEVICES": "3"})])
+def test_a_launcher_may_show_one_gpu_to_each_rank(gpus, visible, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    set_environment(visible, monkeypatch)
+    process_groups.check_gpus(local_ranks=8)
+
+
 def set_environment(environ, monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "SLURM_NTASKS",
+        "SLURM_PROCID",
+        "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS",
+        "CUDA_VISIBLE_DEVICES",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)

@@ -20,6 +20,7 @@ OUTCOMES = {
     "checkpoint": errors.CheckpointError("no valid checkpoint"),
     "unexpected": RuntimeError("boom"),
     "no exception": CheckpointException("boom", {}),  # torch derives it from BaseException
+    "peer lost": RuntimeError(f"Connection closed by peer \x1b[1m{'x' * 999}\nand a stack"),
     "preempted": SystemExit(errors.EXIT_PREEMPTED),
     "interrupted": KeyboardInterrupt(),
 }

@@ -154,6 +154,17 @@ def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
     assert config_file.load(tmp_path / "config.yaml", pretrain, load_component).optimizer.lr == 3e-4
 
 
+@pytest.mark.parametrize("text", ["23:50:00", "0123", "on", "1.50", "2026-01-31"])
+def test_a_text_that_yaml_reads_as_another_value_needs_quotes(tmp_path, text):
+    """YAML 1.1 has numbers to base 60 and 8, more truth values, and dates."""
+    file, dump = tmp_path / "config.yaml", config_file.dump(tiny_dit())
+    file.write_text(dump.replace("wandb_name: null", f"wandb_name: {text}"))
+    with pytest.raises(ConfigError, match=r"logging\.wandb_name is a text, .*; write it in quotes"):
+        config_file.load(file, pretrain, load_component)
+    file.write_text(dump.replace("wandb_name: null", f"wandb_name: '{text}'"))
+    assert config_file.load(file, pretrain, load_component).logging.wandb_name == text
+
+
 def test_an_optional_list_of_numbers_is_read_back(tmp_path):
     task = letters_dit()
     apply_overrides(task, ["data.crop_size=[16, 24]", "logging.profile_steps=[2, 3]"], load_component)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dit.checkpoint.base_model import digest_of
+from dit.checkpoint.full_weights import write_imported
+from dit.checkpoint.manifest import read_manifest
+from dit.checkpoint.reader_lock import to_delete
+from dit.checkpoint.reading import find_checkpoint, read_settings
 from dit.convert.diffusers_dit import DiffusersDiT
 from dit.convert.diffusers_format import TrainedModel, format_of_model, formats
 from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, build, from_record, name_of, objective_of, to_record
@@ -19,6 +25,8 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.lora import merge_adapters
+from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.objective_checks import check_outputs
 from dit.objectives import OBJECTIVES
@@ -368,6 +376,32 @@ def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys
     arguments = ["--checkpoint", str(tmp_path / "run"), "--format", "dit", "--out", str(tmp_path / "x.pt")]
     assert export.main(arguments) == code
     assert message in capsys.readouterr().err
+
+
+def test_a_run_does_not_delete_a_checkpoint_and_its_base_during_their_export(tmp_path, monkeypatch):
+    save_file(random_state(**SIZES), tmp_path / "dit.safetensors")
+    source = ["--from", str(tmp_path / "dit.safetensors"), "--num-attention-heads", "4"]
+    assert import_weights.main([*source, "--format", "dit", "--out", str(tmp_path / "base")]) == 0
+    base, _ = find_checkpoint(tmp_path / "base")
+    config, metadata = read_settings(base)
+    model = config.model.with_adapters(LoRAConfig(rank=1, targets=["*"]))
+    shapes = parameter_shapes(model)
+    adapters = {name: torch.ones(shapes[name]) for name in shapes.keys() - parameter_shapes(config.model).keys()}
+    trained = replace(export.trained_model(config, metadata), model=model)
+    recorded = {"folder": str(base), "digest": digest_of(read_manifest(base))}
+    write_imported(tmp_path / "run", adapters, trained, config.sampling, "a test", base=recorded, autoencoder=None)
+    deletable = []
+
+    def merge(*arguments):
+        for folder in (base, find_checkpoint(tmp_path / "run")[0]):
+            with to_delete(folder) as is_unread:
+                deletable.append(is_unread)
+        return merge_adapters(*arguments)
+
+    monkeypatch.setattr("dit.checkpoint.base_model.merge_adapters", merge)
+    words = ["--checkpoint", str(tmp_path / "run"), "--format", "dit", "--out", str(tmp_path / "out.safetensors")]
+    assert export.main(words) == 0
+    assert deletable == [False, False]
 
 
 def test_the_error_for_a_model_without_a_diffusers_class_names_the_differences_of_similar_classes():

@@ -24,6 +24,7 @@ POD = JOB["spec"]["template"]["spec"]
 ENVIRONMENT = {entry["name"]: entry["value"] for entry in CONTAINER["env"]}
 [SCRIPT] = CONTAINER["args"]
 TORCHRUN = """#!/bin/bash
+if [[ $1 == --help ]]; then echo "$HELP"; exit; fi
 trap 'cp "$0.record" "$RUN_DIR/exit.json"; exit 1' TERM
 printf '%q ' "$@" >"$0.words"
 if [[ -n $WAITS ]]; then sleep 30 & wait; fi
@@ -40,13 +41,25 @@ def started(folder: Path, recorded: int | None, script: str = SCRIPT, **environ:
     run_dir.mkdir(exist_ok=True)
     if recorded is not None:
         (folder / "torchrun.record").write_text(json.dumps({"code": recorded, "reason": "x"}, indent=1))
-    own = {**ENVIRONMENT, "RUN_DIR": str(run_dir), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "WAITS": ""}
+    own = {
+        **ENVIRONMENT,
+        "RUN_DIR": str(run_dir),
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "WAITS": "",
+        "HELP": "",
+    }
     return subprocess.Popen([*CONTAINER["command"], script], env={**os.environ, **own, "CODE": "1", **environ})
 
 
 @pytest.mark.parametrize(("recorded", "code"), [(75, 75), (3, 3), (0, 0), (None, 1)])
 def test_a_pod_ends_with_the_code_of_the_run(tmp_path, recorded, code):
     assert started(tmp_path, recorded).wait(timeout=30) == code
+
+
+@pytest.mark.parametrize(("text", "warns"), [("--shutdown-timeout SECONDS", False), ("--signals-to-handle", True)])
+def test_a_torchrun_that_does_not_wait_for_ranks_to_save_is_named(tmp_path, text, warns, capfd):
+    started(tmp_path, 0, HELP=text).wait(timeout=30)
+    assert ("kills ranks 30 s after SIGTERM" in capfd.readouterr().err) == warns
 
 
 def test_an_older_record_does_not_count(tmp_path):

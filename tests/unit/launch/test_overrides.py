@@ -68,7 +68,8 @@ def test_a_text_becomes_a_value_of_the_annotated_type(annotation, text, value):
         (bool, "maybe", "true or false"),
         (Literal["x", "y"], "z", "one of x, y"),
         (Optional[int], "x", "a whole number or none"),
-        (list[int], "[1, x]", "a list"),
+        (list[int], "[1, x]", r"a list of whole numbers such as \[1, 2\]"),
+        (Optional[list[str]], "[a, b]", r"a list of texts such as \['a', 'b'\] \(in a shell, .* double quotes\)"),
     ],
 )
 def test_a_text_of_another_type_is_refused_with_the_expected_one(annotation, text, expected):

@@ -81,6 +81,14 @@ def test_the_status_of_a_running_run_has_its_lock_and_remaining_time(half_done: 
     assert "ended" in told(half_done)["run"]
 
 
+def test_the_status_of_a_starting_run_has_all_lines(tmp_path: Path) -> None:
+    """It writes metrics.jsonl after it has built the model and read its checkpoint."""
+    with RunLock(tmp_path / "run"):
+        said = told(tmp_path / "run")
+    assert f"running (process {os.getpid()} on " in said["run"]
+    assert said["step"] == "0, attempt 1"
+
+
 def test_a_finished_run_of_one_line_has_a_rate(tmp_path: Path) -> None:
     assert told(run_folder(tmp_path / "run", scalars(20), num_steps=20))["rate"] == "32.0 samples/s, MFU 41.0%"
 

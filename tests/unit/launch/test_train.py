@@ -54,6 +54,15 @@ def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, mon
     assert int(written["extraInfo"]["timestamp"]) == 1000 - age_s
 
 
+def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
+    """No other rank may have an error, such as if the network interface is wrong."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main(["--factory", OWN, "--yes", "training.run_dir=peer lost"]) == 70
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "see its error (RuntimeError: Connection closed by peer ?[1mxxx" in line
+    assert len(line) < 500
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

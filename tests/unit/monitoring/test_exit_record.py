@@ -17,6 +17,18 @@ from dit.verify.ranks import FORKS
 GLOO_CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31713"
 
 
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp:2690, "
+
+
+def nccl_error(cause):
+    return type("DistBackendError", (RuntimeError,), {})(NCCL + cause)
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+
 def end_with(run_dir, error, rank=0, step=7):
     """End a run with `error`, as if it were raised; return the exit code."""
     record = ExitRecord(run_dir, rank)
@@ -168,7 +180,11 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog, caps
     [
         (RuntimeError(GLOO_CLOSED), True),
         (RuntimeError("Timed out waiting 6000ms for recv operation to complete"), True),
-        (type("DistBackendError", (RuntimeError,), {})("NCCL error"), True),
+        (nccl_error("remote process exited or there was a network error"), True),
+        (nccl_error("unhandled system error\nConnection refused"), True),
+        (nccl_error("unhandled system error\nError while creating shared memory segment: No space left"), False),
+        (nccl_error("invalid usage\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"), False),
+        (nccl_error("unhandled cuda error\nCuda failure 2 'out of memory'"), False),
         (ConnectionResetError("peer"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (DataError("connection reset while reading the shard"), False),
@@ -178,6 +194,11 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog, caps
 )
 def test_only_communication_errors_count_as_lost_peers(error, lost):
     assert is_peer_lost(error) == lost
+
+
+def test_one_rank_loses_no_peer(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not is_peer_lost(ConnectionResetError("the server of a download"))
 
 
 def test_a_lost_gloo_peer_is_recognised(tmp_path):

@@ -26,7 +26,7 @@ with PreemptionFlag() as flag:
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_stops_the_run_at_the_end_of_the_step(number):
     """The process finishes its step and has the name of the signal."""
     child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], stdout=subprocess.PIPE, text=True)
@@ -35,6 +35,16 @@ def test_a_signal_stops_the_run_at_the_end_of_the_step(number):
     out, _ = child.communicate(timeout=20)
     assert child.returncode == 0
     assert out == f"0 {number.name}\n"
+
+
+def test_a_run_under_nohup_ignores_the_end_of_its_session():
+    words = ["nohup", sys.executable, "-c", PREEMPTED_CHILD]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert child.stdout.readline() == "ready False\n"
+    child.send_signal(signal.SIGHUP)
+    time.sleep(0.2)
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=20)[0] == "0 SIGTERM\n"
 
 
 def test_signal_handlers_are_restored():
@@ -78,6 +88,7 @@ def test_a_request_counts_even_if_a_library_replaces_the_exception():
 def test_a_rank_with_a_request_and_a_lost_peer_is_preempted(monkeypatch):
     """The rank detects the lost peer before it gets the signal; other errors stay errors."""
     monkeypatch.setattr(guards, "SIGNAL_SKEW_S", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "2")
 
     def ended_by(error, flag):
         with flag.exit_immediately():
@@ -94,7 +105,8 @@ def test_a_rank_with_a_request_and_a_lost_peer_is_preempted(monkeypatch):
         raise lost
 
 
-def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later():
+def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with PreemptionFlag((signal.SIGUSR1,)) as flag:
         later = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
         later.start()

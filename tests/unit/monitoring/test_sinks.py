@@ -257,19 +257,24 @@ def test_a_moved_or_deleted_record_is_an_error(tmp_path, how):
         sink.scalars(2, {"loss": 1.0}, 16)
 
 
-def test_tensorboard_shows_the_resumed_history(tmp_path, picture):
-    """Scalars and pictures are read back; a resume hides entries that a dead process wrote after its checkpoint."""
+def test_tensorboard_shows_the_resumed_history(tmp_path, picture, monkeypatch):
+    """Scalars and pictures are read back; each start and rewind hides entries of the steps that are done again."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    for resumed_step, steps, loss in ((None, (1, 2, 3), 1.0), (1, (2,), 2.0)):
-        sink = TensorBoardSink(tmp_path / "events", resumed_step)
+    for attempt, (done, steps, loss) in enumerate(((0, (1, 2, 3), 1.0), (0, (1, 2, 3), 1.5), (1, (2, 3, 4), 2.0))):
+        monkeypatch.setattr(
+            "time.time", lambda time=2e9 + attempt: time
+        )  # the files are read in order of their seconds
+        sink = TensorBoardSink(tmp_path / "events", done)
         for step in steps:
             sink.scalars(step, {"loss": loss}, consumed_samples=8 * step)
+        if done:
+            sink.incident("rewind", 4, {"to_step": 2})
         sink.image("samples", 2, picture, "a caption")
         sink.artifact(tmp_path, {"step": 2})
         sink.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "events"), size_guidance={"scalars": 0, "images": 0})
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.0), (2, 2.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 1.5), (2, 2.0)]
     assert [e.value for e in events.Scalars("consumed_samples")] == [8.0, 16.0]
     assert (events.Images("samples")[-1].width, events.Images("samples")[-1].height) == (6, 4)
 
@@ -364,7 +369,7 @@ def test_wandb_is_on_with_a_key_unless_the_settings_disable_it(asked, key, mirro
         objective=FlowMatching(),
         logging=LoggingConfig(wandb=asked, tensorboard=False),
     )
-    assert list(mirrors_of(config, {}, None)) == (["wandb"] if mirrored else [])
+    assert list(mirrors_of(config, {}, 0)) == (["wandb"] if mirrored else [])
 
 
 class FakeRun:

@@ -174,6 +174,15 @@ def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None
     assert_equal(late, early)
 
 
+def test_a_run_that_starts_at_its_last_requested_step_ends_at_once(trainer: Trainer) -> None:
+    """A requeued run does not train past `stop_at_step`; code 75 would requeue it forever."""
+    for taken, stopped in ((BAD, True), (0, False)):
+        trainer.calls = 0  # the same folder
+        done = trainer(f"training.stop_at_step={BAD}", late=True)
+        step, record_step, *_, stops_early = done["counts"]
+        assert (step, record_step, stops_early) == (BAD, taken, stopped)
+
+
 def test_a_bad_last_step_is_repeated_with_other_data(trainer: Trainer) -> None:
     """After a rewind, the run stops at `stop_at_step` and not after the next step."""
     words = "training.on_bad_numbers=rewind", f"training.stop_at_step={BAD}"
