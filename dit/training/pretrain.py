@@ -171,11 +171,9 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
     limit = TimeLimit(training.time_limit)
-
-    def stop_requested() -> bool:
-        return limit.is_near(run.saves.longest_s) or preemption.requested or state.step + 1 == training.stop_at_step
-
-    run.checks.asks_to_stop = stop_requested
+    run.checks.asks_to_stop = lambda: (
+        limit.is_near(run.saves.longest_s) or preemption.requested or state.step + 1 == training.stop_at_step
+    )
     run.check_first_steps()
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
