@@ -27,22 +27,14 @@ LONG = 128
 
 TABLES = frozenset(
     (
-        "lengths_S",
-        "cu_seqlens",
-        "cu_seqlens_padded",
-        "segment_ids_T",
-        "token_index_T",
-        "valid_T",
-        "real_tokens",
-        "tokens_by_sample",
+        *("lengths_S", "cu_seqlens", "cu_seqlens_padded", "segment_ids_T", "token_index_T", "valid_T"),
+        *("real_tokens", "tokens_by_sample"),
     )
 )
 """Properties of a layout that are computed once and are tensors."""
 MOST_TABLES = 64
 ITSELF = "itself"
 """Stands for the layout among the arguments of its tables."""
-ANOTHER = "another"
-"""Distinguishes tables of packs of fixed size whose arguments have the same sizes."""
 Table = TypeVar("Table")
 Others = ParamSpec("Others")
 UNPINNED = ("cpu", "meta")
@@ -274,7 +266,7 @@ class SequenceLayout:
         key: tuple[object, ...] = make, *(x.sizes if isinstance(x, SequenceLayout) else x for x in others)
         # Packs of fixed size have the same keys, so a key has no lengths; it counts the arguments of the same sizes.
         while self.is_fixed and key in self.tables and _identities(self.tables[key][0]) != _identities(stored):
-            key = (*key, ANOTHER)
+            key = (*key, "another")
         if key not in self.tables:
             if len(self.tables) == MOST_TABLES:  # a layout that many packs share
                 del self.tables[next(iter(self.tables))]
