@@ -33,6 +33,7 @@ FIXING = {
     for name in NAMES
     if config_of(name).supports.fixed_packs and config_of(name).megatron_sizes().num_moe_experts is None
 }
+FIXING["sizes"] = replace(config_of("dit_cross"), size_conditioning=True)
 FIXING["pixart"] = replace(config_of("stdit"), layer_pattern=["full"], position_span=8.0)
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
 OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
