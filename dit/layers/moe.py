@@ -54,13 +54,14 @@ class Experts(nn.ModuleDict):
             return torch.cat([e(tokens) for e, tokens in zip(experts, tokens_PD.split(counts.tolist()), strict=True)])
         run_pre_hooks(*list(self.modules())[1:])  # of the linear layers, which grouped products replace
         ends = to_device(counts.cumsum(0).to(torch.int32), tokens_PD.device)
-        inner_PF = experts[0].activation(_linears(tokens_PD, ends, [e.linear_fc1 for e in experts]), None)
-        return _linears(inner_PF, ends, [e.linear_fc2 for e in experts])
+        rows = counts.tolist(), ends
+        inner_PF = experts[0].activation(_linears(tokens_PD, *rows, [e.linear_fc1 for e in experts]), None)
+        return _linears(inner_PF, *rows, [e.linear_fc2 for e in experts])
 
 
-def _linears(x: Tensor, ends: Tensor, layers: list[nn.Linear]) -> Tensor:
+def _linears(x: Tensor, counts: list[int], ends: Tensor, layers: list[nn.Linear]) -> Tensor:
     biases = [layer.bias for layer in layers] if layers[0].bias is not None else None
-    return grouped_linear(x, ends, [layer.weight for layer in layers], biases)
+    return grouped_linear(x, counts, ends, [layer.weight for layer in layers], biases)
 
 
 class MoE(nn.Module):
