@@ -68,7 +68,7 @@ def flops(layout: SequenceLayout, sizes: Sizes) -> int:
 
 def attention(sizes: Sizes, dry: bool) -> Attention:
     """Return the attention that training selects."""
-    target = Target(ACCELERATOR if dry else local_device(), torch.bfloat16, sizes[0] // sizes[1])
+    target = Target(ACCELERATOR if dry else local_device(), torch.bfloat16, frozenset({sizes[0] // sizes[1]}))
     return choose(ATTENTION, target).load()
 
 

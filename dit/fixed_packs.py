@@ -64,9 +64,11 @@ class PackMaxima:
         )
 
     def _entry(self, entry: Entry) -> Entry:
+        if entry.axis == "sample":  # empty samples repeat the last value, because a frame rate of 0 gives NaN
+            rows_S = torch.arange(self.samples).clamp(max=len(entry.values) - 1)
+            return replace(entry, values=entry.values[rows_S])
         if entry.layout is None:
-            rows = self.samples if entry.axis == "sample" else self.tokens
-            return replace(entry, values=with_rows(entry.values, rows))
+            return replace(entry, values=with_rows(entry.values, self.tokens))
         tokens = entry.layout.total_tokens if self.text_tokens is None else self.text_tokens
         layout = self._padded(entry.layout, tokens, "text tokens")
         return replace(entry, values=with_rows(entry.values, tokens), layout=layout)

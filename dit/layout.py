@@ -27,14 +27,8 @@ LONG = 128
 
 TABLES = frozenset(
     (
-        "lengths_S",
-        "cu_seqlens",
-        "cu_seqlens_padded",
-        "segment_ids_T",
-        "token_index_T",
-        "valid_T",
-        "real_tokens",
-        "tokens_by_sample",
+        *("lengths_S", "cu_seqlens", "cu_seqlens_padded", "segment_ids_T", "token_index_T", "valid_T"),
+        *("real_tokens", "tokens_by_sample"),
     )
 )
 """Properties of a layout that are computed once and are tensors."""
@@ -56,6 +50,10 @@ def to_device(values: Tensor, device: torch.device | str) -> Tensor:
     if values.device.type == "cpu" and torch.device(device).type not in UNPINNED:
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
+
+
+def _identities(others: tuple[object, ...]) -> list[object]:
+    return [id(x) if isinstance(x, SequenceLayout) else x for x in others]
 
 
 # Not frozen, because torch 2.11 compiles again for other lengths of tuples in a frozen dataclass.
@@ -263,12 +261,16 @@ class SequenceLayout:
             make: function of a module that computes tensors or a layout from lengths.
             others: layouts of the same samples, or numbers that are the same for all packs.
         """
-        key = make, *(other.sizes if isinstance(other, SequenceLayout) else other for other in others)
+        # No reference to itself, which only garbage collection would remove, with the memory of the tables.
+        stored = tuple(ITSELF if x is self else x for x in others)
+        key: tuple[object, ...] = make, *(x.sizes if isinstance(x, SequenceLayout) else x for x in others)
+        # Packs of fixed size have the same keys, so a key has no lengths; it counts the arguments of the same sizes.
+        while self.is_fixed and key in self.tables and _identities(self.tables[key][0]) != _identities(stored):
+            key = (*key, "another")
         if key not in self.tables:
             if len(self.tables) == MOST_TABLES:  # a layout that many packs share
                 del self.tables[next(iter(self.tables))]
-            # No reference to itself, which only garbage collection would remove, with the memory of the tables.
-            self.tables[key] = tuple(ITSELF if x is self else x for x in others), make(self, *others, **named)
+            self.tables[key] = stored, make(self, *others, **named)
         return cast("Table", self.tables[key][1])
 
     @property

@@ -67,7 +67,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     from dit.parallel.verified_kernels import verified_here
 
     rows = [("op", "implementation", "")]
-    target = Target(local_device(), DTYPES[args.precision], args.head_size, verified_here())
+    sizes = frozenset() if args.head_size is None else frozenset({args.head_size})
+    target = Target(local_device(), DTYPES[args.precision], sizes, verified_here())
     for op, selected in table(OPS, target, {}).items():
         rows.append((op, selected.name, "selected"))
         rows += [("", name, why) for name, why in selected.others.items()]

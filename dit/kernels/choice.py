@@ -36,13 +36,13 @@ class Target:
     """Device and tensors of an op.
 
     Attributes:
-        head_size: features of an attention head; None if unknown, which satisfies every requirement.
+        head_sizes: features of a head of each attention; empty if unknown, which satisfies every requirement.
         verified: implementations that have passed tests/gpu on this machine, such as `layers.triton`.
     """
 
     device: torch.device
     dtype: torch.dtype
-    head_size: Optional[int] = None
+    head_sizes: frozenset[int] = frozenset()
     verified: frozenset[str] = frozenset()
 
 
@@ -123,10 +123,10 @@ def head_sizes(multiple_of: int, largest: int) -> Requirement:
     """Return the requirement of attention kernels that support only some head sizes."""
 
     def requirement(target: Target) -> Optional[str]:
-        size = target.head_size
-        if size is None or (size % multiple_of == 0 and size <= largest):
+        others = [size for size in target.head_sizes if size % multiple_of or size > largest]
+        if not others:
             return None
-        return f"needs a head size that is a multiple of {multiple_of} up to {largest}, not {size}"
+        return f"needs a head size that is a multiple of {multiple_of} up to {largest}, not {min(others)}"
 
     return requirement
 

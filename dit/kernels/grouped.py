@@ -88,7 +88,8 @@ class _GroupedLinear(torch.autograd.Function):
     """Saves the weights, not their stacked copy; the backward pass stacks them again."""
 
     @staticmethod
-    def forward(ctx: Any, x_PK: Tensor, ends_E: Tensor, count: int, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, x_PK: Tensor, counts: Sequence[int], ends_E: Tensor, *parameters: Tensor) -> Tensor:
+        count, ctx.counts = len(counts), counts
         ctx.save_for_backward(x_PK, ends_E, *parameters[:count])
         ctx.has_bias = len(parameters) > count
         y_PN = grouped_product(x_PK, torch.stack(parameters[:count]).mT, ends_E)
@@ -105,16 +106,24 @@ class _GroupedLinear(torch.autograd.Function):
         gradients = list(grouped_gradient(grad_PN, x_PK, ends_E))
         if ctx.has_bias:
             gradients += grouped_sums(grad_PN, ends_E)
+        for i, grad in enumerate(gradients):
+            if ctx.counts[i % len(weights)] == 0:  # uninitialised on SM 100 (pytorch/pytorch#172439)
+                grad.zero_()
         return grad_x, None, None, *gradients
 
 
 def grouped_linear(
-    x_PK: Tensor, ends_E: Tensor, weights: Sequence[Tensor], biases: Optional[Sequence[Tensor]]
+    x_PK: Tensor,
+    counts: Sequence[int],
+    ends_E: Tensor,
+    weights: Sequence[Tensor],
+    biases: Optional[Sequence[Tensor]],
 ) -> Tensor:
     """Compute x W^T + b with the weight `[N, K]` and the bias `[N]` of each group of rows.
 
     Args:
-        ends_E: index of the row after the last one of each group, int32.
+        counts: rows of each group, on the host.
+        ends_E: index of the row after the last one of each group, int32, on the device.
     """
-    y_PN: Tensor = _GroupedLinear.apply(x_PK, ends_E, len(weights), *weights, *(biases or ()))
+    y_PN: Tensor = _GroupedLinear.apply(x_PK, counts, ends_E, *weights, *(biases or ()))
     return y_PN

@@ -17,6 +17,7 @@ from dit.backends.sharding import GradientCovers, replicate_on_all_stages
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.modulation import NormModulation
 from dit.layers.embeddings import timestep_features
+from dit.layers.pre_hooks import run_pre_hooks
 from dit.layout import SequenceLayout
 
 
@@ -44,6 +45,7 @@ class RMSNorm(nn.Module):
 
     def before(self, modulation: "SublayerModulation") -> "SublayerModulation":
         """Return `modulation` with this norm instead of a layer norm without affine parameters."""
+        run_pre_hooks(self)
         return modulation._replace(weight_D=self.weight, eps=self.eps)
 
 

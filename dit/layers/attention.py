@@ -13,6 +13,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.recompute import recomputable
 from dit.kernels.rope import HeadNorm, Heads, Rotation
+from dit.layers.pre_hooks import run_pre_hooks
 from dit.layout import SequenceLayout
 
 
@@ -70,6 +71,7 @@ def head_norm(norms: tuple[nn.Module, nn.Module], heads: Heads) -> Optional[Head
     """Return the norms per head in the form of the kernels; None for identities."""
     if not isinstance(norms[1], HeadRMSNorm):
         return None
+    run_pre_hooks(*norms)
     weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
     return HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
 

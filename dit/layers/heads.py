@@ -46,10 +46,10 @@ class FinalLayer(nn.Module):
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
         rows = self.modulation(nn.functional.silu(cond_SD))
         shift_SD, scale_SD = rows.chunk(2, dim=-1) if self.shifted else (torch.zeros_like(rows), rows)
-        weight_D = None if self.norm is None else self.norm.weight
-        eps = self.eps if self.norm is None else self.norm.eps
-        norm = NormModulation(shift_SD, scale_SD, eps, weight_D)
-        return self.linear(self.kernels.norm_modulate(x_TD, norm, layout.level_layout)[1])
+        mod = SublayerModulation(shift_SD, scale_SD, None, self.eps, self.kernels)
+        if self.norm is not None:
+            mod = self.norm.before(mod)
+        return self.linear(mod.norm_modulate(x_TD, layout)[1])
 
 
 class ModulatedFinalLayer(nn.Module):

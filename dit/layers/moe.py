@@ -16,6 +16,7 @@ from dit.backends.sharding import set_matrices
 from dit.kernels.grouped import grouped_linear
 from dit.kernels.recompute import first_run
 from dit.layers.mlp import GATED
+from dit.layers.pre_hooks import run_pre_hooks
 from dit.layers.routing import balancing_loss, select_experts, select_tokens
 from dit.layout import SequenceLayout, to_device
 
@@ -51,25 +52,16 @@ class Experts(nn.ModuleDict):
         experts = [cast("Expert", expert) for expert in self.values()]
         if any(layer._forward_hooks for layer in self.modules()):  # such as adapters
             return torch.cat([e(tokens) for e, tokens in zip(experts, tokens_PD.split(counts.tolist()), strict=True)])
-        self._run_pre_hooks()
+        run_pre_hooks(*list(self.modules())[1:])  # of the linear layers, which grouped products replace
         ends = to_device(counts.cumsum(0).to(torch.int32), tokens_PD.device)
-        inner_PF = experts[0].activation(_linears(tokens_PD, ends, [e.linear_fc1 for e in experts]), None)
-        return _linears(inner_PF, ends, [e.linear_fc2 for e in experts])
-
-    def _run_pre_hooks(self) -> None:
-        """Run the hooks of the layers, whose forward methods grouped products replace.
-
-        Megatron-Core's hooks wait for the gather of the updated weights (`parallel.overlap_param_gather`).
-        """
-        for layer in self.modules():
-            if layer is not self:
-                for key, hook in layer._forward_pre_hooks.items():
-                    hook(layer, (), *([{}] if key in layer._forward_pre_hooks_with_kwargs else []))
+        rows = counts.tolist(), ends
+        inner_PF = experts[0].activation(_linears(tokens_PD, *rows, [e.linear_fc1 for e in experts]), None)
+        return _linears(inner_PF, *rows, [e.linear_fc2 for e in experts])
 
 
-def _linears(x: Tensor, ends: Tensor, layers: list[nn.Linear]) -> Tensor:
+def _linears(x: Tensor, counts: list[int], ends: Tensor, layers: list[nn.Linear]) -> Tensor:
     biases = [layer.bias for layer in layers] if layers[0].bias is not None else None
-    return grouped_linear(x, ends, [layer.weight for layer in layers], biases)
+    return grouped_linear(x, counts, ends, [layer.weight for layer in layers], biases)
 
 
 class MoE(nn.Module):
@@ -128,6 +120,7 @@ class MoE(nn.Module):
 
     def forward(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
         """Route the local tokens through the experts."""
+        run_pre_hooks(self.router)
         scores_TE = nn.functional.linear(x_TD.float(), self.router.weight.float()).softmax(-1)
         if self.routing == "expert_choice":
             selected_TE = self._expert_choice(scores_TE, layout)

@@ -284,6 +284,12 @@ class ModelConfig(ABC):
         """Return the sizes of this model for Megatron-Core's `TransformerConfig`."""
 
     @property
+    def head_sizes(self) -> frozenset[int]:
+        """Features of a head of each attention that has several implementations."""
+        sizes = self.megatron_sizes()
+        return frozenset({sizes.hidden_size // sizes.num_attention_heads})
+
+    @property
     def largest_grid(self) -> Optional[tuple[int, int, int]]:
         """Largest numbers of patches along t, h and w; None for no limit."""
         return None

@@ -106,6 +106,10 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         """Return the number of attention heads for this number of channels."""
         return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
+    @property
+    def head_sizes(self) -> frozenset[int]:
+        return frozenset(count // self.heads(count) for count in self.attended_channels)
+
     def conditions(self) -> tuple[Condition, ...]:
         conditions = [replace(c, null=0.0) if c.name == "context" else c for c in super().conditions()]
         if self.low_resolution_factor is not None:

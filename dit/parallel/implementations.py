@@ -21,10 +21,8 @@ OPS = (*KERNELS, LINEARS)
 
 
 def target_of(model: ModelConfig, precision: str, device: Optional[torch.device] = None) -> Target:
-    """Return the device, dtype and head size of a model's ops."""
-    sizes = model.megatron_sizes()
-    head_size = sizes.hidden_size // sizes.num_attention_heads
-    return Target(device or local_device(), DTYPES[precision], head_size, verified_here())
+    """Return the device, dtype and head sizes of a model's ops."""
+    return Target(device or local_device(), DTYPES[precision], model.head_sizes, verified_here())
 
 
 def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, Selection]:

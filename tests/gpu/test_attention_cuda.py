@@ -80,7 +80,7 @@ def test_every_sdpa_backend_equals_the_reference(backend: SDPBackend, case: Atte
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_automatic_implementation_equals_the_reference(case: AttentionCase, dtype: torch.dtype):
     """The implementation that training uses on this machine."""
-    target = Target(torch.device("cuda"), dtype, case.head_size)
+    target = Target(torch.device("cuda"), dtype, frozenset({case.head_size}))
     check_on_cuda(choose(ATTENTION, target).load(), case, dtype)
 
 
@@ -95,7 +95,7 @@ def test_the_automatic_implementation_equals_the_reference(case: AttentionCase, 
 )
 def test_a_requested_implementation_equals_the_reference(one: Implementation[Attention], case: AttentionCase):
     """After this test has passed, `auto` may select the implementation."""
-    reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
+    reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, frozenset({case.head_size})))
     if reason:
         pytest.skip(f"{one.name} {reason}")
     check_on_cuda(one.load(), case, torch.bfloat16)

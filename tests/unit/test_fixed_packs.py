@@ -9,12 +9,15 @@ from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
+from dit.conditions import Conditions
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima, without_lengths
-from dit.kernels.attention import _segments_with_padding
+from dit.kernels.attention import _padded_segments, _segments_with_padding
 from dit.kernels.fused.blocks import blocks_of
+from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.pack_copy import move
 from dit.step.cuda_graph import inputs_of
 from dit.step.forward_step import training_forward_step
 from dit.verify.trial import disturb_constants
@@ -30,6 +33,7 @@ FIXING = {
     for name in NAMES
     if config_of(name).supports.fixed_packs and config_of(name).megatron_sizes().num_moe_experts is None
 }
+FIXING["sizes"] = replace(config_of("dit_cross"), size_conditioning=True)
 FIXING["pixart"] = replace(config_of("stdit"), layer_pattern=["full"], position_span=8.0)
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
 OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
@@ -104,6 +108,20 @@ def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank
             with pytest.raises(BatchError):
                 read(lengths)
     assert (len(layout.lengths), layout.kind, layout.max_seqlen, layout.uniform_length) == (7, "ragged", 200, None)
+
+
+def test_texts_and_tokens_of_one_size_have_their_own_tables() -> None:
+    """Also after a copy of the pack, for packs with as many text tokens as tokens and with two texts."""
+    batch = pack(config_of("dit"), [0, 1, 2, 3])
+    text = batch.conditions["context"]
+    shorter = replace(text, layout=SequenceLayout.from_lengths([1, 2, 1, 2], total_tokens=len(text.values)))
+    batch = replace(batch, conditions=Conditions({"context": text, "context_2": shorter}))
+    for padded in (MAXIMA.pad(batch), replace(MAXIMA, text_tokens=200).pad(batch)):
+        for one in (padded, move(padded, torch.device("cpu"))):
+            layout = one.layout
+            for keys in (layout, *(entry.layout for entry in one.conditions.values() if entry.layout is not None)):
+                assert torch.equal(_segments_with_padding(layout, keys)[1], _padded_segments(layout, keys)[1])
+            assert len(layout.tables) == 3  # none is computed again after the copy
 
 
 def test_larger_packs_are_an_error() -> None:

@@ -54,6 +54,10 @@ class DDPMUNetConfig(ClassConditioned):
                 f"model.num_attention_heads={self.num_attention_heads}"
             )
 
+    @property
+    def head_sizes(self) -> frozenset[int]:
+        return frozenset(count // self.num_attention_heads for count in self.block_out_channels)
+
     def megatron_sizes(self) -> TransformerSizes:
         return TransformerSizes(
             num_layers=1, hidden_size=self.block_out_channels[-1], num_attention_heads=self.num_attention_heads

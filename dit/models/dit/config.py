@@ -97,6 +97,10 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
                 f"model.num_experts={self.num_experts}; set one of them to null"
             )
 
+    @property
+    def head_sizes(self) -> frozenset[int]:
+        return super().head_sizes | (self.head_layers().head_sizes if self.wide_head else frozenset())
+
     def head_layers(self) -> "DiTConfig":
         """Return the settings of the layers of the wide head, whose MLPs have the ratio of the others."""
         assert self.wide_head is not None

@@ -86,6 +86,12 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
         return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
     @property
+    def head_sizes(self) -> frozenset[int]:
+        channels = self.block_out_channels
+        levels = zip([*channels, channels[-1]], [*self.transformer_layers, self.mid_transformer_layers])
+        return frozenset(count // self.heads(count) for count, layers in levels if layers)
+
+    @property
     def halvings(self) -> int:
         return len(self.block_out_channels) - 1
 

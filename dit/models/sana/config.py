@@ -56,6 +56,10 @@ class SanaConfig(CrossAttentionModelConfig):
             )
 
     @property
+    def head_sizes(self) -> frozenset[int]:
+        return frozenset({self.hidden_size // self.num_cross_attention_heads})  # self-attention is linear
+
+    @property
     def attention_tokens(self) -> int:
         return 1 << 40  # the cost of a token does not depend on the length of its sample
 

@@ -2,34 +2,44 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.distributed import DistributedDataParallelConfig
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from dit.backends import gradients
 from dit.backends.gradients import finalize_gradients
 from dit.backends.process_groups import ProcessGroups
-from dit.models.base import Backbone
+from dit.models.base import Backbone, ModelConfig
 from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.master_weights import set_rates, squared_gradient_norm
 from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.update import EagerUpdate
+from dit.parallel import build
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
+from dit.step.forward_step import training_forward_step
 from dit.tracing.packs import PackShape, batch_of
+from tests.laws.backbones import config_of, pack
 from tests.support.calls import CallCounter
 
 CONFIG = DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=2, in_channels=4, patch_spatial=2)
 PACK = PackShape(((1, 4, 4), (1, 2, 3)))
 
 
-def built(groups: ProcessGroups, data_parallel: str, **settings: Any) -> tuple[Backbone, nn.Module, ParallelConfig]:
+def built(
+    groups: ProcessGroups, data_parallel: str, config: ModelConfig = CONFIG, **settings: Any
+) -> tuple[Backbone, nn.Module, ParallelConfig]:
     parallel = ParallelConfig(data_parallel=data_parallel, **settings)
-    chunks = build_model(CONFIG, parallel, TrainingConfig(precision="fp32"), groups)
+    chunks = build_model(config, parallel, TrainingConfig(precision="fp32"), groups)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in chunks[0].parameters():
@@ -190,6 +200,36 @@ def test_the_optimizer_reads_the_main_gradients_themselves(data_parallel: str, o
         assert norms[-1] == pytest.approx(exact, rel=1e-6)
     assert calls[1:] == [0, 0]
     assert all(abs(a - b) > 1e-3 * a for a, b in pairwise(norms))
+
+
+@pytest.mark.parametrize("name", ["jit", "dit_cross", "experts", "flux", "prx", "lumina2"])
+def test_no_weight_is_read_before_its_gather_ends(
+    name: str, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+):
+    """With one weight per bucket, and all gathers outstanding as after an update."""
+    monkeypatch.setattr(build, "DistributedDataParallelConfig", partial(DistributedDataParallelConfig, bucket_size=1))
+    overlap = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    chunk, wrapped, _ = built(one_rank_world, "distributed_optimizer", config_of(name), **overlap)
+    names = {id(p): key for key, p in chunk.named_parameters()}
+    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+        group.param_gather_dispatched = False
+    early, read = set(), set()
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            for x in tree_iter((args, kwargs)):
+                if id(x) in names:
+                    group = wrapped.param_to_bucket_group[x]
+                    read.add(names[id(x)])
+                    if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                        early.add(names[id(x)])
+            return func(*args, **(kwargs or {}))
+
+    step = training_forward_step(FlowMatching(), config_of(name), 8, 0)
+    with Reads():
+        step(iter([pack(config_of(name), [0, 1, 2, 3])]), wrapped)
+    assert not early
+    assert read == set(names.values())
 
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer"])

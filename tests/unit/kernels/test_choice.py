@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from torch.nn.attention import list_flash_attention_impls
+from torch.overrides import TorchFunctionMode
 
 from dit.backends.deterministic import deterministic
 from dit.backends.provider import LINEARS
@@ -28,9 +29,12 @@ from dit.kernels.choice import (
 )
 from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS
 from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.implementations import OPS, implementations, target_of
 from dit.settings import TrainingConfig
+from dit.step.forward_step import training_forward_step
 from launch.kernels import main
+from tests.laws.backbones import config_of, pack
 from tests.support.repository import REPOSITORY
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -56,7 +60,7 @@ TOY = Op("toy", (NEW, FAST, ANY), "training.toy")
     ],
 )
 def test_the_first_available_or_the_requested_implementation_is_selected(device, head_size, asked, expected):
-    assert choose(TOY, Target(device, HALF, head_size), asked).name == expected
+    assert choose(TOY, Target(device, HALF, frozenset({head_size} - {None})), asked).name == expected
 
 
 @pytest.mark.parametrize(
@@ -69,11 +73,12 @@ def test_the_first_available_or_the_requested_implementation_is_selected(device,
 )
 def test_an_unavailable_implementation_is_refused_with_the_reason(head_size, device, asked, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        choose(TOY, Target(device, HALF, head_size), asked)
+        choose(TOY, Target(device, HALF, frozenset({head_size})), asked)
 
 
 def test_the_table_states_why_others_are_not_selected():
-    by_itself, asked = (table([TOY], Target(GPU, HALF, 12), asked)["toy"] for asked in ({}, {"training.toy": "new"}))
+    target = Target(GPU, HALF, frozenset({12}))
+    by_itself, asked = (table([TOY], target, asked)["toy"] for asked in ({}, {"training.toy": "new"}))
     heads = "needs a head size that is a multiple of 4 up to 8, not 12"
     assert (by_itself.name, by_itself.others) == ("any", {"new": UNVERIFIED, "fast": heads})
     assert (asked.name, asked.others) == ("new", {"fast": heads, "any": "training.toy=new"})
@@ -82,7 +87,7 @@ def test_the_table_states_why_others_are_not_selected():
 
 def test_auto_selects_a_verified_implementation():
     """Only for the op that was verified, and only if the requirements are met."""
-    target = Target(GPU, HALF, 8, frozenset({"toy.new"}))
+    target = Target(GPU, HALF, frozenset({8}), frozenset({"toy.new"}))
     assert choose(TOY, target).name == "new"
     assert table([TOY], target, {})["toy"].others == dict.fromkeys(("fast", "any"), "new comes first")
     assert choose(TOY, replace(target, verified=frozenset({"other.new"}))).name == "fast"
@@ -106,7 +111,7 @@ def test_every_op_has_an_implementation_that_runs_everywhere():
 
 def test_kernels_that_may_not_be_deterministic_are_not_selected_in_deterministic_runs(monkeypatch):
     monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
-    target = Target(GPU, HALF, 64, frozenset({"attention.transformer_engine"}))
+    target = Target(GPU, HALF, frozenset({64}), frozenset({"attention.transformer_engine"}))
     assert choose(ATTENTION, target).name == "transformer_engine"
     with deterministic(True):
         assert choose(ATTENTION, target).name == "varlen"
@@ -127,7 +132,7 @@ def test_flash_attention_is_selected_by_the_device(monkeypatch, major, verified,
     monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    target = Target(GPU, HALF, 128, frozenset(f"attention.{name}" for name in verified))
+    target = Target(GPU, HALF, frozenset({128}), frozenset(f"attention.{name}" for name in verified))
     assert choose(ATTENTION, target).name == expected
 
 
@@ -155,13 +160,45 @@ def test_flash_attention_is_activated_in_torch(monkeypatch, name, version):
 )
 def test_attention_is_selected_by_device_precision_and_head_size(device, dtype, head_size, attention, blocks):
     """torch's packed kernels support half precision on CUDA, and head sizes that are multiples of 8 up to 256."""
-    target = Target(device, dtype, head_size)
+    target = Target(device, dtype, frozenset({head_size}))
     assert (choose(ATTENTION, target).name, choose(ATTENTION_BLOCKS, target).name) == (attention, blocks)
+
+
+def test_every_head_size_must_be_supported():
+    assert choose(TOY, Target(GPU, HALF, frozenset({4, 8}))).name == "fast"
+    with pytest.raises(ConfigError, match="multiple of 4 up to 8, not 12"):
+        choose(TOY, Target(GPU, HALF, frozenset({8, 12})), "fast")
+
+
+class AttentionHeads(TorchFunctionMode):
+    """Collects the head sizes of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.sizes.add(args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "name", ["dit", "wide head", "sana", "ddpm_unet", "ldm_unet", "sdxl_unet", "imagen", "efficient_unet", "lumina2"]
+)
+def test_a_target_has_the_head_sizes_of_every_attention_of_the_model(name, build_model):
+    config = config_of(name)
+    if name == "sana":
+        config = replace(config, num_cross_attention_heads=config.num_attention_heads // 2)
+    step = training_forward_step(FlowMatching(), config, 8, 0)
+    with AttentionHeads() as heads:
+        step(iter([pack(config, [0, 1])]), build_model(config))
+    assert heads.sizes == target_of(config, "bf16", GPU).head_sizes
 
 
 def test_the_target_equals_that_of_the_model():
     model = DiTConfig(hidden_size=96, num_attention_heads=8, num_layers=1, in_channels=4)
-    assert target_of(model, "bf16", GPU) == Target(GPU, HALF, 12)
+    assert target_of(model, "bf16", GPU) == Target(GPU, HALF, frozenset({12}))
     training = TrainingConfig(precision="fp32", attention="sdpa", linears="megatron")
     found = implementations(model, training)
     assert (found["attention"].name, found["linears"].name) == ("sdpa", "megatron")

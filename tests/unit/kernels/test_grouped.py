@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from dit.kernels import grouped as grouped_products
 from dit.kernels.grouped import grouped_linear
 
 # float64 takes one product per group; the others use torch's grouped product. bf16 outputs are rounded once.
@@ -14,34 +15,56 @@ RTOL = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
 COUNTS = {"even": [3, 3, 3], "ragged": [5, 0, 2, 1], "one": [0, 4, 0], "none": [0, 0]}
 
 
-def leaves(counts, dtype, inputs=16, outputs=24):
+def leaves(counts, dtype, inputs=16, outputs=24, device="cpu"):
     generator = torch.Generator().manual_seed(3)
     shapes = [(sum(counts), inputs), *[(outputs, inputs)] * len(counts), *[(outputs,)] * len(counts)]
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 def grouped(counts, x, *parameters, bias=True):
-    ends = torch.tensor(counts).cumsum(0).int()
-    return grouped_linear(x, ends, parameters[: len(counts)], parameters[len(counts) :] if bias else None)
+    ends = torch.tensor(counts).cumsum(0).int().to(x.device)
+    return grouped_linear(x, counts, ends, parameters[: len(counts)], parameters[len(counts) :] if bias else None)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", RTOL, ids=str)
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_each_group_equals_its_linear_layer(counts, dtype, bias):
-    given = leaves(counts, dtype)
+def check(counts, dtype, *, bias, device="cpu"):
+    """Compare outputs and gradients with one linear layer per group."""
+    given = leaves(counts, dtype, device=device)
     exact = [x.detach().double().requires_grad_() for x in given]
     weights, biases = exact[1 : len(counts) + 1], exact[len(counts) + 1 :]
     rows = exact[0].split(counts)
     want = torch.cat([x @ w.T + (b if bias else 0) for x, w, b in zip(rows, weights, biases, strict=True)])
     got = grouped(counts, *given, bias=bias)
-    cotangent = torch.linspace(-2, 3, got.numel()).to(torch.bfloat16).view_as(got)
+    cotangent = torch.linspace(-2, 3, got.numel(), device=device).to(torch.bfloat16).view_as(got)
     used = slice(None) if bias else slice(len(counts) + 1)
     actual = torch.autograd.grad(got, given[used], cotangent.to(dtype))
     expected = torch.autograd.grad(want, exact[used], cotangent.double())
     for a, b in zip((got, *actual), (want, *expected), strict=True):
         assert a.shape == b.shape
         torch.testing.assert_close(a.double(), b, rtol=RTOL[dtype], atol=8 * RTOL[dtype])
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", RTOL, ids=str)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_each_group_equals_its_linear_layer(counts, dtype, bias):
+    check(counts, dtype, bias=bias)
+
+
+def test_gradients_of_empty_groups_are_zero_if_the_product_leaves_them_uninitialised(monkeypatch):
+    """As on SM 100, see https://github.com/pytorch/pytorch/issues/172439."""
+
+    def uninitialised(a, b, offs):
+        product = torch.nn.functional.grouped_mm(a, b, offs=offs)
+        if b.dim() == 2:
+            product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return product
+
+    monkeypatch.setattr(grouped_products, "grouped_mm", uninitialised)
+    for counts in COUNTS.values():
+        check(counts, torch.bfloat16, bias=True)
 
 
 class Operations(TorchDispatchMode):
