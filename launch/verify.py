@@ -145,10 +145,10 @@ class Pair:
 
 
 def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
-    """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism."""
+    """Return the requested number of ranks, or the smallest of the layout; at least 2 data-parallel ones under FSDP."""
     from dit.parallel.dims import fewest_ranks
 
-    needed = max(2, fewest_ranks(parallel))
+    needed = max(2, fewest_ranks(parallel, sharded=True))
     if requested is None and needed > MOST_RANKS:
         raise ConfigError(
             f"the layout needs {needed} ranks, which is many for one machine; set the sizes of parallel.* to 2, which "
