@@ -73,6 +73,15 @@ def checks() -> Iterator[Check]:
         yield Check(f"{recipe}, bf16, fused kernels", recipe, HALF + FUSED, BF16)
 
 
+OF_A_CHECKPOINT = (f"{RESUMED}, resumed", f"{RESUMED}, samples")
+"""Names of the checks of a resumed run and of its samples."""
+
+
+def names() -> list[str]:
+    """Return the names of all checks."""
+    return [*(check.name for check in checks()), *OF_A_CHECKPOINT]
+
+
 def difference(measured: Sequence[float], recorded: Sequence[float]) -> float:
     """Return the largest relative difference of two curves.
 
@@ -142,8 +151,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             if wanted(check.name)
         ]
         if wanted("resume and samples"):
-            report(f"{RESUMED}, resumed", partial(resumed, recorded[RESUMED], folder), TF32)
-            report(f"{RESUMED}, samples", partial(samples, folder), SAMPLES)
+            of_run, of_samples = OF_A_CHECKPOINT
+            report(of_run, partial(resumed, recorded[RESUMED], folder), TF32)
+            report(of_samples, partial(samples, folder), SAMPLES)
         for job in as_completed(jobs):
             job.result()
     return EXIT_UNEXPECTED if failed else EXIT_OK

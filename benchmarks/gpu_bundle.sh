@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # Wheels for a GPU machine without network: bash benchmarks/gpu_bundle.sh [FOLDER]
 # The machine has Python 3.12, torch 2.11 with CUDA, triton and numpy. Copy the repository and FOLDER there, and install:
-#   python3 -m venv --system-site-packages .gpu
-#   .gpu/bin/python -m pip install --no-index --no-deps wheels/*.whl
-#   PYTHON=.gpu/bin/python bash benchmarks/on_gpu.sh values
+#   python3 -m pip install --no-index --no-deps --target .gpu wheels/*.whl
+#   PYTHON=python3 PYTHONPATH=$PWD/.gpu bash benchmarks/on_gpu.sh values
 # Versions are those of constraints.txt. Megatron-Energon reads data, which the stages do not: they need synthetic data
 # only, so most of its dependencies are left out.
 set -euo pipefail

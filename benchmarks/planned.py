@@ -254,7 +254,7 @@ def traced(row: Row) -> Traced:
     full_plan = plan(*parts, sample.shape(dims), dims)
     sizes, layout = config.model.megatron_sizes(), config.parallel
     layers = split_layers(sizes.num_layers, layout.pipeline_model_parallel_size)
-    recomputed = recomputed_share(config.training, layout, sizes.num_layers)
+    recomputed = recomputed_share(config.training, layout, config.model)
     share = layout.tensor_model_parallel_size * layout.context_parallel_size
     one_pass = 2 * sample.tokens * dims.micro_batch_size * sizes.hidden_size / share
     weights = row.modulation * sizes.hidden_size**2

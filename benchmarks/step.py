@@ -23,6 +23,7 @@ from launch.train import resolve
 
 if TYPE_CHECKING:
     from dit.batch import PackedBatch
+    from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
     from dit.settings import TrainingConfig
@@ -63,8 +64,10 @@ class Recording(Iterator["PackedBatch"]):
         self.shapes: list[tuple[Any, Any, Any]] = []
 
     def __next__(self) -> "PackedBatch":
+        from dit.monitoring.flops import shape_of
+
         batch = next(self.batches)
-        self.shapes.append((batch.layout, batch.grids, batch.conditions.layout("context")))
+        self.shapes.append(shape_of(batch))
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -91,21 +94,24 @@ def config_of(args: argparse.Namespace, run_dir: str) -> "RunConfig":
     return config
 
 
-def recomputed_share(training: "TrainingConfig", parallel: "ParallelConfig", num_layers: int) -> float:
-    """Return the share of the layers whose matrix products run once more in the backward pass."""
+def recomputed_share(training: "TrainingConfig", parallel: "ParallelConfig", model: "ModelConfig") -> float:
+    """Return the share of the units (layers, or blocks of a UNet) that run once more in the backward pass."""
+    from dit.parallel.build import build_on_meta
     from dit.parallel.pipeline import split_layers
 
     if training.recompute != "full":
         return 0.0
     if training.recompute_layers is None:
         return 1.0
+    num_layers, units = model.megatron_sizes().num_layers, len(list(build_on_meta(model).units()))
     chunks = split_layers(
         num_layers,
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
         parallel.pipeline_layers,
     )
-    return sum(min(training.recompute_layers, count) for count in chunks) / num_layers
+    chunks[-1] += units - num_layers  # a UNet is one layer, and a wide head has layers of its own
+    return sum(min(training.recompute_layers, count) for count in chunks) / units
 
 
 def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
@@ -140,7 +146,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
         seconds.append(time.perf_counter() - started)
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
-    again = recomputed_share(training, parallel, model.megatron_sizes().num_layers)
+    again = recomputed_share(training, parallel, model)
     counts = PackFlops(model, config.objective.auxiliary)
     flops = [
         sum(counts.training(*shape, convention=c, recomputed=again) for shape in batches.shapes) for c in conventions

@@ -219,7 +219,7 @@ def stage_name(shape: "Shape") -> str:
 
 def overrides(candidate: "Candidate", problem: "Problem") -> list[str]:
     """Return the overrides that select this layout for the recipe."""
-    layout = candidate.parallel(problem.parallel)
+    layout = problem.layout_of(candidate)
     training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
     changes = []
     for name, part, original in (("parallel", layout, problem.parallel), ("training", training, problem.training)):
@@ -273,15 +273,19 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
         sample.tokens * sample.count(1),
         args.gpus,
         device if args.nodes_of is None else replace(device, node_size=args.nodes_of),
+        lambda parallel, training: replace(config, parallel=parallel, training=training).check(args.gpus)[0],
     )
     return problem, sample
 
 
 def searched(problem: "Problem", sample: "Sample") -> Report:
-    """Trace the parts that layouts consist of, price all layouts, and trace the best one at its full depth."""
+    """Trace the parts that layouts consist of, price all layouts, and trace the best one at its full depth.
+
+    A layout whose trace does not fit into memory is not the best one.
+    """
     from dit.planner.layouts import allowed, candidates, shapes
     from dit.planner.plan import plan
-    from dit.planner.search import Prices, costs, judged
+    from dit.planner.search import Prices, costs, judged, with_traced_memory
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
     from dit.planner.trace import TracerPool
@@ -301,15 +305,18 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
         verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in options.layouts])
         seconds = end_of_traces - started, time.perf_counter() - end_of_traces
         step = peak = None
-        if verdict.fitting:
+        while step is None and verdict.fitting:
             candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
-            layout = candidate.parallel(problem.parallel)
+            layout = problem.layout_of(candidate)
             training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
             parts = problem.model, problem.objective, problem.optimizer, layout, training
             announce(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
             full = plan(*parts, sample.shape(dims), dims, tracer=tracers)
-            step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout))
-            peak = full.fullest.peak
+            first, *others = verdict.fitting
+            verdict = judged(problem, [with_traced_memory(first, full.fullest), *others, *verdict.too_large])
+            if verdict.fitting and verdict.fitting[0].candidate == candidate:
+                step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout))
+                peak = full.fullest.peak
     return Report(problem, rates(problem, sample), options, verdict, seconds, step, peak)
 
 

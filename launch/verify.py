@@ -20,6 +20,8 @@ from launch import cli, environment
 from launch.argument_types import command_parser
 
 MOST_RANKS = 16
+DENSE_EVERY = 4
+"""Micro-batches of which one is dense if those of the recipe are."""
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
-    from dit.settings import Fp8, TrainingConfig
+    from dit.settings import Fp8, OptimizerConfig, TrainingConfig
     from dit.verify.laws import Check
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial
@@ -46,12 +48,13 @@ examples
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
-samples differ in length if the backbone takes such. First, one rank is checked by itself: padding, packs against their
-samples, their order, accumulation, and the class of diffusers that computes the same. Then every gradient (with LoRA
-those of the adapters, of the same kinds of layers), the losses, the weights and their average after the steps, and the
-copies of each parameter are compared with the layout's, first in fp32, then in the recipe's precision within wider
-bounds, then with training.fp8 on both sides. The first wrong gradient is named with the declaration of its parameter.
-The exit code is 0 if all are equal and 70 otherwise.
+samples differ in length if the backbone takes such, and one micro-batch of four is dense if the recipe does not pack
+samples. First, one rank is checked by itself: padding, packs against their samples, their order, accumulation, and the
+class of diffusers that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of
+layers), the losses, the weights and their averages after the steps, and the copies of each parameter are compared with
+the layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides.
+The first wrong gradient is named with the declaration of its parameter. Settings that are not verified are named. The
+exit code is 0 if all are equal and 70 otherwise.
 """
 
 
@@ -74,18 +77,35 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MockStream:
-    """Synthetic packs. The class can be pickled, because ranks are separate processes."""
+    """Synthetic micro-batches. The class can be pickled, because ranks are separate processes.
+
+    Attributes:
+        data: of packs.
+        dense: of micro-batches of two samples, one for every `DENSE_EVERY` micro-batches; None for packs only.
+    """
 
     data: "DataConfig"
     spec: "BatchSpec"
     seed: int
     multiple: Optional[int] = None
+    dense: "Optional[DataConfig]" = None
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> "Iterator[PackedBatch]":
         spec = replace(self.spec, multiple_of=self.multiple or token_multiple)
-        stream = self.data.build_train(spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
-        while True:
-            yield next(stream)
+
+        def stream(data: "DataConfig", spec: "BatchSpec") -> "Iterator[PackedBatch]":
+            batches = data.build_train(spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
+            while True:
+                yield next(batches)
+
+        packs = stream(self.data, spec)
+        if self.dense is None:
+            yield from packs
+            return
+        # Both streams advance, so that a step has the same micro-batches on any number of replicas.
+        both = zip(packs, stream(self.dense, replace(spec, micro_batch_size=2)))
+        for number, (pack, dense) in zip(count(dp_rank, dp_size), both):
+            yield dense if number % DENSE_EVERY == DENSE_EVERY - 1 else pack
 
 
 @dataclass(frozen=True)
@@ -145,10 +165,10 @@ class Pair:
 
 
 def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
-    """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism."""
+    """Return the requested number of ranks, or the smallest of the layout; at least 2 data-parallel ones under FSDP."""
     from dit.parallel.dims import fewest_ranks
 
-    needed = max(2, fewest_ranks(parallel))
+    needed = max(2, fewest_ranks(parallel, sharded=True))
     if requested is None and needed > MOST_RANKS:
         raise ConfigError(
             f"the layout needs {needed} ranks, which is many for one machine; set the sizes of parallel.* to 2, which "
@@ -159,11 +179,23 @@ def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
     return requested or needed
 
 
+def tiny_optimizer(optimizer: "OptimizerConfig") -> "OptimizerConfig":
+    """Return the optimizer of a recipe for two steps in fp32.
+
+    Muon multiplies rounding errors of small singular values by up to 3.4445 ** 5, so its rate is lower.
+    """
+    from dit.verify.trial import OPTIMIZER
+
+    if optimizer.algorithm == "adamw":
+        return OPTIMIZER
+    return replace(OPTIMIZER, algorithm="muon", muon_momentum=optimizer.muon_momentum, lr=2e-3, weight_decay=0.5)
+
+
 def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -> Pair:
     """Return two steps of the tiny form of a run on synthetic packs in fp32, under its layout and on one rank.
 
     The layout has the offloads of the recipe; one rank keeps everything on its device. With quantised products, both
-    pad samples alike, because padding counts in the scales.
+    pad samples alike, because padding counts in the scales. Without packs, the recipe has dense micro-batches.
     """
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
@@ -179,7 +211,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         tiny_objective,
         tiny_sides,
     )
-    from dit.verify.trial import EMA_DECAY, OPTIMIZER, SEED, Trial
+    from dit.verify.trial import EMA_DECAY, SEED, Trial
     from energon_data.mock import MockData
 
     parallel = tiny_layout(config.parallel)
@@ -193,8 +225,9 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     has_levels = config.data.levels_setting() or config.data.references_setting()
     recipe, share = config.training, 0.5 if has_levels and model.supports.levels else 0.0
     t, s, grids = model.patch_temporal, model.patch_spatial, tiny_grids(model, tiny_sides(parallel, fp8))
+    shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in grids]
     data = MockData(
-        shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in grids],
+        shapes=shapes,
         text_tokens=5,
         max_tokens_per_pack=total,
         pack_multiple_of=multiple,
@@ -203,13 +236,17 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         frame_levels=share,
         inpaint=share,
     )
+    stages = pp * (parallel.virtual_pipeline_model_parallel_size or 1)
+    recomputed = recipe.recompute_layers
     training = TrainingConfig(
         global_batch_size=micro_batches,
         precision="fp32",
         fp8=fp8,
         seed=SEED,
         recompute=recipe.recompute,
+        recompute_layers=None if recomputed is None else min(recomputed, model.megatron_sizes().num_layers // stages),
         ema_decay=None if recipe.ema_decay is None else EMA_DECAY,
+        ema_sigma_rel=recipe.ema_sigma_rel,
     )
     dims, spec = RunConfig(
         model=model,
@@ -219,19 +256,25 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         training=training,
         checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
     ).check(world_size)
-    stream = MockStream(data, spec, SEED, None if fp8 is None else dims.token_multiple)
+    dense = replace(data, shapes=shapes[:1], max_tokens_per_pack=None, pack_multiple_of=MockData().pack_multiple_of)
+    is_packed = getattr(config.data, "max_tokens_per_pack", None) is not None
+    stream = MockStream(
+        data, spec, SEED, None if fp8 is None else dims.token_multiple, dense=None if is_packed else dense
+    )
+    optimizer = tiny_optimizer(config.optimizer)
     one = Trial(
         model=model,
         parallel=ParallelConfig(data_parallel="ddp"),
         stream=stream,
         objective=objective,
         training=training,
+        optimizer=optimizer,
     )
     many = replace(
         one,
         parallel=parallel,
         training=replace(training, ema_offload=recipe.ema_offload),
-        optimizer=replace(OPTIMIZER, offload=config.optimizer.offload),
+        optimizer=replace(optimizer, offload=config.optimizer.offload),
         by_rank=True,
     )
     bounds, floor = BOUNDS if fp8 is None else FP8_BOUNDS, 0.0
@@ -253,8 +296,10 @@ def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
         half = replace(half, loss_scale=recipe.loss_scale)
     elif recipe.precision == "fp16":
         half = replace(half, initial_loss_scale=max(recipe.initial_loss_scale, LARGE_LOSS_SCALE))
-    one = replace(pair.one, optimizer=HALF_OPTIMIZER)
-    many = replace(pair.many, training=half, optimizer=replace(HALF_OPTIMIZER, offload=pair.many.optimizer.offload))
+    is_muon = pair.one.optimizer.algorithm == "muon"  # its updates do not depend on the size of gradients
+    optimizer = replace(pair.one.optimizer, eps=HALF_OPTIMIZER.eps) if is_muon else HALF_OPTIMIZER
+    one = replace(pair.one, optimizer=optimizer)
+    many = replace(pair.many, training=half, optimizer=replace(optimizer, offload=pair.many.optimizer.offload))
     return replace(pair, one=one, many=many, bounds=HALF_BOUNDS[recipe.precision], floor=FLOOR)
 
 
@@ -384,6 +429,28 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return EXIT_OK if outcome.is_right else EXIT_UNEXPECTED
 
 
+def not_verified(config: "RunConfig") -> str:
+    """Return a line with the settings that the tiny form lacks and that choose code; empty if there are none."""
+    from dit.parallel.dims import ParallelConfig
+    from dit.settings import TrainingConfig
+
+    parts: dict[str, tuple[DataclassInstance, DataclassInstance, tuple[str, ...]]] = {
+        "training": (
+            config.training,
+            TrainingConfig(),
+            ("attention", "linears", "kernels", "cuda_graph", "deterministic"),
+        ),
+        "parallel": (config.parallel, ParallelConfig(), ("pipeline_layers",)),
+    }
+    values = [
+        f"{part}.{name}={getattr(of_recipe, name)}"
+        for part, (of_recipe, default, names) in parts.items()
+        for name in names
+        if getattr(of_recipe, name) != getattr(default, name)
+    ]
+    return f"settings of the recipe that are not verified: {', '.join(values)}" if values else ""
+
+
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     """Check the tiny form of a run on one rank, and compare its layout with one rank."""
     from dit.verify.laws import text
@@ -392,7 +459,7 @@ def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         checks = check_one_rank(pair.one, Path(folder) / "checks")
-        echo(text(checks), flush=True)
+        echo(text(checks), *filter(None, [not_verified(config)]), sep="\n", flush=True)
         pairs = with_half(pair, config.training) + with_fp8(config, world_size)
         verdicts = verify(pairs, Path(folder))
     return Outcome(checks, {each.precision: verdict for each, verdict in zip(pairs, verdicts)})

@@ -29,6 +29,16 @@ from dit.tracing.forward import ForwardCost
 Convention = Literal["model", "hardware", "nemo"]
 
 
+def shape_of(pack: PackedBatch) -> tuple[SequenceLayout, list[Grid], Optional[SequenceLayout]]:
+    """Return the arguments of `PackFlops.training` for a pack: layout, grids and layout of the texts.
+
+    With reference tokens, the work is that of a sample of one row with all tokens.
+    """
+    samples = zip(pack.grids, pack.layout.lengths)
+    grids = [grid if prod(grid) == tokens else (1, 1, tokens) for grid, tokens in samples]
+    return pack.layout, grids, pack.conditions.layout(CONTEXT.name)
+
+
 class PackFlops:
     """Counts the operations of a model's packs."""
 
@@ -48,7 +58,7 @@ class PackFlops:
         """Count one forward pass over a pack.
 
         Args:
-            grids: (t, h, w) in patches of its samples.
+            grids: (t, h, w) in patches of its samples; zeros for a sample without tokens.
             context_layout: layout of its texts; None counts the null text of each sample.
         """
         return self._forward(layout, grids, context_layout, convention, 0.0)
@@ -79,10 +89,7 @@ class PackFlops:
 
     def of_pack(self, pack: PackedBatch) -> int:
         """Count a forward and a backward pass over a pack of the training data."""
-        # With reference tokens, the work is that of a sample of one row with all tokens.
-        samples = zip(pack.grids, pack.layout.lengths)
-        grids = [grid if prod(grid) == tokens else (1, 1, tokens) for grid, tokens in samples]
-        return self.training(pack.layout, grids, pack.conditions.layout(CONTEXT.name))
+        return self.training(*shape_of(pack))
 
     def _forward(
         self,
@@ -99,8 +106,9 @@ class PackFlops:
         texts = [1] * len(grids) if context_layout is None else context_layout.lengths
         total = layers = 0
         for grid, text in zip(grids, texts, strict=True):
-            sample = self._cost.of_sample(grid, text)
-            total, layers = total + sample.total, layers + sample.layers
+            if prod(grid):  # `dit.fixed_packs` appends empty samples
+                sample = self._cost.of_sample(grid, text)
+                total, layers = total + sample.total, layers + sample.layers
         if convention == "model":
             return total
         if padding := layout.total_tokens - layout.valid_tokens:

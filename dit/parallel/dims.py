@@ -101,13 +101,18 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def fewest_ranks(parallel: ParallelConfig) -> int:
-    """Return the smallest number of ranks for a layout."""
+def fewest_ranks(parallel: ParallelConfig, *, sharded: bool = False) -> int:
+    """Return the smallest number of ranks for a layout.
+
+    Args:
+        sharded: at least two ranks share every weight under FSDP, which also runs on one.
+    """
     tp, instances = parallel.tensor_model_parallel_size, parallel.num_distributed_optimizer_instances
-    per_stage = math.lcm(tp * parallel.context_parallel_size, parallel.expert_model_parallel_size)
-    if instances > 1:  # each with at least two ranks that shard its state
-        fits = (n for n in itertools.count(per_stage, per_stage) if n // tp % instances == 0 and n // tp > instances)
-        per_stage = next(fits)
+    ep = parallel.expert_model_parallel_size
+    per_stage = math.lcm(tp * parallel.context_parallel_size, ep)
+    if instances > 1 or (sharded and parallel.data_parallel == "fsdp"):  # each has two ranks that shard its state
+        counts = (n for n in itertools.count(per_stage, per_stage) if n > ep)
+        per_stage = next(n for n in counts if n // tp % instances == 0 and n // tp > instances)
     return per_stage * parallel.pipeline_model_parallel_size
 
 

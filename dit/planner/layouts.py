@@ -1,5 +1,6 @@
 """Candidate layouts of a search: all sizes are powers of two, and settings are checked as a run checks them."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from dit.tracing.packs import PackShape
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
 Recompute = Literal["none", "selective"]
 RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of layers with full recompute."""
+"""Shares of layers with full recompute, rounded to whole layers."""
 FSDP_TENSOR = 2
 """Largest tensor parallel size with FSDP, which already shards the weights."""
 FEWEST_TOKENS = 2048
@@ -58,8 +59,12 @@ class Candidate:
     micro_batch_size: int
     recomputed: float = 0.0
 
-    def parallel(self, base: ParallelConfig) -> ParallelConfig:
-        """Return the layout with the recipe's other settings; communication of gradients and weights is overlapped."""
+    def parallel(self, base: ParallelConfig, *, overlaps: bool = True) -> ParallelConfig:
+        """Return the layout with the recipe's other settings.
+
+        Args:
+            overlaps: communicate gradients and weights during the passes.
+        """
         return replace(
             base,
             tensor_model_parallel_size=self.shape.tensor,
@@ -72,8 +77,8 @@ class Candidate:
             data_parallel=self.data_parallel,
             fsdp_sharding="optim_grads_params",
             num_distributed_optimizer_instances=self.shape.instances,
-            overlap_grad_reduce=True,
-            overlap_param_gather=self.data_parallel != "ddp",
+            overlap_grad_reduce=overlaps,
+            overlap_param_gather=overlaps and self.data_parallel != "ddp",
         )
 
     def training(self, base: TrainingConfig, layers_of_chunk: int) -> TrainingConfig:
@@ -93,6 +98,7 @@ class Problem:
 
     Attributes:
         pack_of: maps (number of samples, token multiple) to the shape of a micro-batch.
+        check: checks a run with this layout and these settings, and returns its sizes; None to check the layout only.
     """
 
     model: ModelConfig
@@ -104,10 +110,22 @@ class Problem:
     tokens: int
     world_size: int
     device: Device
+    check: Optional[Callable[[ParallelConfig, TrainingConfig], ParallelDims]] = None
+
+    def layout_of(self, candidate: Candidate) -> ParallelConfig:
+        """Return the layout of a candidate; a CUDA graph excludes overlaps."""
+        return candidate.parallel(self.parallel, overlaps=not self.training.cuda_graph)
 
     def layers_of_chunk(self, candidate: Candidate) -> int:
         """Return the number of layers of each model chunk of a candidate."""
         return self.model.megatron_sizes().num_layers // (candidate.pipeline * (candidate.chunks or 1))
+
+    def dims_of(self, candidate: Candidate) -> ParallelDims:
+        """Check a candidate without recomputed layers."""
+        layout, training = self.layout_of(candidate), candidate.training(self.training, 1)
+        if self.check is None:
+            return check_parallel(self.model, layout, training, self.world_size)
+        return self.check(layout, training)
 
 
 def _powers(limit: int) -> list[int]:
@@ -147,8 +165,10 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     form: Recompute = "selective" if problem.training.recompute == "selective" else "none"
     for tensor, context, expert, pipeline in product(tensors, contexts, _powers(experts), pipelines):
         for chunks in [None, *_powers(layers // pipeline)[1:3]] if pipeline > 1 else [None]:
+            each = layers // (pipeline * (chunks or 1))
+            shares = sorted({math.floor(share * each + 0.5) / each for share in RECOMPUTED})
             for (data, instances), size, share in product(
-                _kinds(problem, tensor, context, pipeline), _powers(problem.training.global_batch_size), RECOMPUTED
+                _kinds(problem, tensor, context, pipeline), _powers(problem.training.global_batch_size), shares
             ):
                 if size <= max(1, problem.training.global_batch_size * tensor * context * pipeline // world):
                     sequence = tensor > 1 and able[Ability.SEQUENCE]
@@ -172,17 +192,20 @@ def allowed(problem: Problem, proposed: Iterator[Candidate]) -> Allowed:
     """Check candidates as a run checks its settings."""
     layouts: list[tuple[Candidate, ParallelDims]] = []
     refused: dict[str, tuple[int, str]] = {}
+    checked: dict[Candidate, ParallelDims | str] = {}
     for candidate in proposed:
-        layout = candidate.parallel(problem.parallel)
-        training = replace(problem.training, micro_batch_size=candidate.micro_batch_size)
-        try:
-            dims = check_parallel(problem.model, layout, training, problem.world_size)
-        except ConfigError as error:
-            reason = re.sub(r"\d+", "N", str(error).partition(";")[0])
-            count, example = refused.get(reason, (0, str(error).partition(";")[0]))
+        plain = replace(candidate, recomputed=0.0)
+        if plain not in checked:
+            try:
+                checked[plain] = problem.dims_of(plain)
+            except ConfigError as error:
+                checked[plain] = str(error).partition(";")[0]
+        dims = checked[plain]
+        if isinstance(dims, str):
+            reason = re.sub(r"\d+", "N", dims)
+            count, example = refused.get(reason, (0, dims))
             refused[reason] = count + 1, example
-            continue
-        if dims.micro_batch_size == candidate.micro_batch_size:
+        elif dims.micro_batch_size == candidate.micro_batch_size:
             layouts.append((candidate, dims))
     return Allowed(layouts, refused)
 

@@ -136,7 +136,7 @@ def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, Paral
 def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[Costs]:
     """Request traces of a stage shape with micro-batches of the given sizes."""
     kind: DataParallel = "fsdp" if shape.fsdp else "distributed_optimizer"
-    layout = Candidate(shape, 1, None, kind, 1).parallel(problem.parallel)
+    layout = problem.layout_of(Candidate(shape, 1, None, kind, 1))
     model = problem.model
     num_layers = model.megatron_sizes().num_layers
     one_each = replace(problem.training, global_batch_size=problem.world_size)
@@ -205,7 +205,7 @@ class Prices:
 
     def of(self, candidate: Candidate, dims: ParallelDims) -> Priced:
         """Return the time and the memory of a candidate."""
-        layout = candidate.parallel(self.problem.parallel)
+        layout = self.problem.layout_of(candidate)
         cluster = Cluster(self.problem.device, dims.world_size, layout)
         split = self._sizes.num_layers / (candidate.pipeline * (candidate.chunks or 1))
         stages_of_all = [split] * round(self._sizes.num_layers / split)
@@ -316,3 +316,9 @@ def judged(problem: Problem, priced: Sequence[Priced]) -> Verdict:
         sorted((one for one in priced if one.peak <= limit), key=lambda one: one.time.total),
         sorted((one for one in priced if one.peak > limit), key=lambda one: one.peak),
     )
+
+
+def with_traced_memory(priced: Priced, rank: StepTrace) -> Priced:
+    """Return a candidate with the memory of its fullest rank in a trace of the full depth."""
+    state = {name: float(rank.state_bytes[name]) for name in STATE}
+    return replace(priced, memory={**state, "activations and temporaries": rank.peak - sum(state.values())})

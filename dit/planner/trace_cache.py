@@ -1,12 +1,15 @@
 """Traces of earlier searches, on disk: a search for another device needs the same traces.
 
-A trace depends on its job, on this program and on the libraries under it; a digest of all of them names the file.
+A trace depends on its job, on this program, on the libraries under it, and on the packages of a backbone or objective
+from elsewhere; a digest of all of them names the file.
 """
 
 import functools
+import importlib
 import importlib.metadata
 import os
 import pickle
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -53,14 +56,31 @@ def write_traces(jobs: Sequence[Job], steps: Sequence[StepTrace]) -> None:
 
 
 def _path(jobs: Sequence[Job]) -> Path:
-    return cache_folder() / f"{sha256(_program() + pickle.dumps(list(jobs))).hexdigest()[:32]}.json"
+    program = b"".join(_sources(package) for package in _packages(jobs))
+    return cache_folder() / f"{sha256(_libraries() + program + pickle.dumps(list(jobs))).hexdigest()[:32]}.json"
 
 
 @functools.cache
-def _program() -> bytes:
-    """Return a digest of the program's sources and of the versions of its libraries."""
-    digest = sha256(repr([importlib.metadata.version(name) for name in ("torch", "megatron-core")]).encode())
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+def _libraries() -> bytes:
+    """Return the versions of the program's libraries."""
+    return repr([importlib.metadata.version(name) for name in ("torch", "megatron-core")]).encode()
+
+
+def _packages(jobs: Sequence[Job]) -> list[str]:
+    """Return the top-level packages of this program and of the networks and objectives of jobs."""
+    classes = {cls for job in jobs for part in (job.model, job.objective) for cls in type(part).__mro__}
+    modules = {cls.__module__ for cls in classes} | {path for job in jobs if (path := job.model.model_path)}
+    return sorted({"dit", *(name.partition(":")[0].partition(".")[0] for name in modules)} - sys.stdlib_module_names)
+
+
+@functools.cache
+def _sources(package: str) -> bytes:
+    """Return a digest of the source files of a package or module."""
+    module, digest = importlib.import_module(package), sha256()
+    folders: Sequence[str] = getattr(module, "__path__", ())
+    files = sorted(path for folder in folders for path in Path(folder).rglob("*.py"))
+    file = getattr(module, "__file__", None)
+    for path in files or ([Path(file)] if file else []):
         digest.update(read_bytes(path))
     return digest.digest()
 

@@ -26,7 +26,7 @@ from dit.verify.report import Verdict
 from dit.verify.trial import EMA_DECAY, train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Outcome, Pair, check_case, compare, main, tiny_pair
+from launch.verify import Outcome, Pair, check_case, compare, main, tiny_pair, world_size_of
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -405,6 +405,21 @@ def test_frozen_parameters_are_not_reduced(capsys):
 def test_incomparable_settings_are_refused_in_one_line(capsys, words, says):
     assert main(words) == EXIT_CONFIG
     assert re.search(says, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [
+        ({}, 2),
+        ({"context_parallel_size": 2}, 2),
+        (TP2SP, 4),
+        ({"pipeline_model_parallel_size": 2}, 4),
+        ({"expert_model_parallel_size": 2}, 4),
+        ({**TP2SP, "pipeline_model_parallel_size": 2, "num_distributed_optimizer_instances": 2}, 16),
+    ],
+)
+def test_at_least_two_ranks_share_each_weight_under_fsdp(layout: dict[str, Any], ranks: int) -> None:
+    assert world_size_of(ParallelConfig(data_parallel="fsdp", **layout), None) == ranks
 
 
 def test_a_failed_check_of_one_rank_is_a_failure() -> None:

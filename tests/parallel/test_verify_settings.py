@@ -1,6 +1,7 @@
 """`launch.verify` with the settings of a run: moments in host memory, half precision, loss scale."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from dit.verify.report import Verdict
 from dit.verify.trial import EMA_DECAY, HALF_OPTIMIZER, LARGE_LOSS_SCALE, train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Pair, compare, in_half, tiny_pair
+from launch.verify import Pair, compare, in_half, not_verified, tiny_pair
 
 RUN = "dit.verify.trial:run_case"
 
@@ -95,6 +96,7 @@ def nan_weight(case: dict) -> dict:
 SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
     "offload": ("fp32", "offload", RUN),
     "offload, moments forgotten": ("fp32", "offload", "tests.parallel.test_verify_settings:forgetful_offload"),
+    "muon": ("fp32", "muon", RUN),
     "bf16": ("bf16", None, RUN),
     "bf16, no copy": ("bf16", None, "tests.parallel.test_verify_settings:unchanged_model"),
     "bf16, one unit": ("bf16", None, "tests.parallel.test_verify_settings:one_unit_off"),
@@ -103,15 +105,18 @@ SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
     "fp16, NaN": ("fp16", None, "tests.parallel.test_verify_settings:nan_weight"),
     "fp16, other scale": ("fp16", None, "tests.parallel.test_verify_settings:other_loss_scale"),
 }
-"""For each name: precision, whether moments and average are offloaded, and the task, which may have a fault."""
+"""For each name: precision, other settings, and the task, which may have a fault."""
 
 
-def pair_with(precision: str, offload: Optional[str]) -> Pair:
-    """Return the pair of `pretrain_7b` with this precision and offload."""
+def pair_with(precision: str, other: Optional[str]) -> Pair:
+    """Return the pair of `pretrain_7b` with this precision, and with offloads or Muon, averages and recompute."""
     layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
     config = replace(built(call_recipe("pretrain_7b")), parallel=layout)
-    training = replace(config.training, precision=precision, ema_offload=offload is not None)
-    optimizer = replace(config.optimizer, offload=offload is not None)
+    training = replace(config.training, precision=precision, ema_offload=other == "offload")
+    optimizer = replace(config.optimizer, offload=other == "offload")
+    if other == "muon":
+        training = replace(training, ema_sigma_rel=[0.1], recompute="full", recompute_layers=1)
+        optimizer = replace(optimizer, algorithm="muon", muon_momentum=0.5)
     pair = tiny_pair(replace(config, training=training, optimizer=optimizer), 2)
     return pair if precision == "fp32" else in_half(pair, training)
 
@@ -120,7 +125,7 @@ def pair_with(precision: str, offload: Optional[str]) -> Pair:
 def with_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict, dict[str, Any]]]:
     """Verdict of each of `SETTINGS`, and the result of its layout."""
     folder = tmp_path_factory.mktemp("settings")
-    pairs = {name: pair_with(precision, offload) for name, (precision, offload, _) in SETTINGS.items()}
+    pairs = {name: pair_with(precision, other) for name, (precision, other, _) in SETTINGS.items()}
     ones = {repr(pair.one): pair.one for pair in pairs.values()}
     references = run_world(1, [{"task": RUN, "trial": trial} for trial in ones.values()], folder / "1")
     reports = dict(zip(ones, references, strict=True))
@@ -135,6 +140,41 @@ def test_the_settings_of_a_recipe_equal_one_rank(with_settings: dict[str, Any], 
     verdict, _ = with_settings[name]
     assert verdict.is_equal, verdict.text()
     assert set(verdict.comparison.errors) == {"losses", "grad_norms", "gradients", "parameters", "averages"}
+
+
+def test_the_optimizer_averages_and_recompute_of_a_recipe_are_compared(with_settings: dict[str, Any]) -> None:
+    pair, (verdict, _) = pair_with("fp32", "muon"), with_settings["muon"]
+    for trial in (pair.one, pair.many):
+        assert (trial.optimizer.algorithm, trial.optimizer.muon_momentum) == ("muon", 0.5)
+        assert (trial.training.recompute, trial.training.recompute_layers) == ("full", 1)
+    errors = verdict.comparison.errors
+    powers = {name for name in errors["averages"] if name.endswith(" (power 1)")}
+    assert {f"{name} (power 1)" for name in errors["parameters"]} == powers
+    assert in_half(pair, replace(pair.one.training, precision="bf16")).many.optimizer.algorithm == "muon"
+
+
+@pytest.mark.parametrize(("pack", "kinds"), [(None, {"ragged": 3, "dense": 1}), (256, {"ragged": 4})])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_dense_micro_batches_are_compared_if_the_recipe_has_them(
+    pack: Optional[int], kinds: dict[str, int], replicas: int
+) -> None:
+    """One of four, the same under every layout; packs have samples of several lengths."""
+    config = built(call_recipe("tiny_dit"))
+    pair = tiny_pair(replace(config, data=replace(config.data, max_tokens_per_pack=pack)), 2)
+    streams = [pair.many.stream(rank, replicas, 1) for rank in range(replicas)]
+    step = [next(stream) for _ in range(4 // replicas) for stream in streams]
+    assert Counter(batch.layout.kind for batch in step) == kinds
+    one = pair.one.stream(0, 1, 1)
+    assert [batch.keys for batch in step] == [next(one).keys for _ in step]
+
+
+def test_settings_that_are_not_verified_are_named() -> None:
+    config = built(call_recipe("tiny_dit"))
+    assert not_verified(config) == ""
+    training = replace(config.training, kernels="triton", cuda_graph=True)
+    assert not_verified(replace(config, training=training)) == (
+        "settings of the recipe that are not verified: training.kernels=triton, training.cuda_graph=True"
+    )
 
 
 def test_offload_that_loses_the_moments_is_detected(with_settings: dict[str, Any]) -> None:

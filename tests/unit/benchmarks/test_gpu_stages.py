@@ -70,12 +70,20 @@ def test_every_bar_has_rows(tmp_path: Path):
             assert isinstance(bar.value(known), float | int), (name, bar.name)
 
 
-def test_the_values_have_recorded_losses_and_a_bar_of_all_checks():
+def test_the_values_have_recorded_losses():
     recorded = json.loads(device_values.CURVES.read_text())
     assert list(recorded) == list(loss_curves.RECIPES)
     assert {len(curves[loss_curves.ONE_RANK]) for curves in recorded.values()} == {loss_curves.STEPS}
+
+
+def test_the_bar_of_losses_is_the_number_of_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("curve", "resumed", "samples"):
+        monkeypatch.setattr(device_values, name, lambda *_: 0.0)
+    assert device_values.main(["--jobs", "1", "--out", str(tmp_path / "rows")]) == EXIT_OK
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert {row["check"] for row in rows} == set(device_values.names())
     [passed] = [bar for bar in STAGES["values"].bars if bar.name == "losses and samples within their bounds"]
-    assert passed.low == len([*device_values.checks(), "resumed", "samples"])
+    assert passed.value({"losses": rows}) == passed.low == len(rows)
 
 
 def test_the_bars_of_kernels_name_operations():

@@ -85,5 +85,58 @@ def test_a_user_error_has_one_line(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+MEAN_FLOW = [
+    *("objective=mean_flow", "model.interval_conditioning=True", "training.precision=fp32"),
+    "sampling.guidance_scale=1",
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["--factory", "tiny_dit_pack"], "micro-batch is one pack"),
+        (["--factory", "tiny_dit", *MEAN_FLOW], "objective=mean_flow takes differences"),
+        (["--factory", "tiny_dit", "training.cuda_graph=True", "training.precision=bf16"], "data_parallel=fsdp"),
+        (["--factory", "tiny_dit", "data.num_streams=3"], "data.num_streams=3"),
+    ],
+)
+def test_only_layouts_that_a_run_accepts_are_searched(settings, says):
+    """The others are listed with the reason of the run."""
+    from dit.planner.layouts import allowed, candidates
+
+    problem, _ = plan.problem_of(plan.build_parser().parse_args([*settings, "--gpus", "4"]))
+    found = allowed(problem, candidates(problem))
+    assert any(says in example for _, example in found.refused.values())
+    assert ("num_streams" in says) == (found.layouts == [])
+    for candidate, dims in found.layouts:
+        training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+        assert problem.check(problem.layout_of(candidate), training) == dims
+
+
+def test_a_layout_whose_trace_does_not_fit_is_not_recommended(written, monkeypatch, tmp_path, capsys):
+    """All but one layer fit by their price; the first one's trace needs more."""
+    from dit.planner import plan as planned
+    from dit.tracing.counter import StepTrace
+
+    _, record = written
+    first, second = record["fitting"][:2]
+    traced, peaks = planned.plan, []
+
+    def larger(*arguments, **options):
+        found = traced(*arguments, **options)
+        peaks.append(found.fullest.peak)
+        if len(peaks) == 1:
+            monkeypatch.setattr(StepTrace, "peak", property(lambda _: 10**15))
+        else:
+            monkeypatch.undo()
+        return found
+
+    monkeypatch.setattr(planned, "plan", larger)
+    assert plan.main([*SMALL, "--device", "h200", "--json", str(tmp_path / "a.json")]) == EXIT_OK
+    again = json.loads((tmp_path / "a.json").read_text())
+    assert again["fitting"][0]["layout"] == second["layout"]
+    assert first["layout"] in [row["layout"] for row in again["too_large"]]
+
+
 def test_every_part_of_a_step_has_a_cause():
     assert set(plan.CAUSES) == set(PARTS) - {"other"}

@@ -7,15 +7,17 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.step import recomputed_share
+from benchmarks.step import Recording, recomputed_share
 from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample, per_text_token
+from dit.fixed_packs import PackMaxima
 from dit.kernels.recompute import recompute_activations
 from dit.layout import SequenceLayout
+from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.transformer_config import CONDITION_FEATURES
 from dit.monitoring.flops import Convention, PackFlops
-from dit.parallel.build import count_parameters
+from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from tests.conftest import BuildModel
@@ -84,7 +86,7 @@ def test_counts_equal_those_of_torch(build_model: BuildModel, config: DiTConfig,
 @pytest.mark.parametrize(("settings", "share"), [({}, 1.0), ({"recompute_layers": 2}, 0.4)], ids=["all", "two_of_five"])
 def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: BuildModel, settings: dict, share: float):
     training = TrainingConfig(recompute="full", **settings)
-    assert recomputed_share(training, ParallelConfig(), MID.num_layers) == share
+    assert recomputed_share(training, ParallelConfig(), MID) == share
     layout = LAYOUTS["padded"]
     model, batch = build_model(MID, perturb=0.1), batch_of(layout, MID)
     for layer in list(model.units())[: training.recompute_layers]:
@@ -100,8 +102,32 @@ def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: Buil
 
 def test_layers_recomputed_per_chunk_add_up():
     parallel = ParallelConfig(pipeline_model_parallel_size=2, pipeline_layers=[1, 4])
-    assert recomputed_share(TrainingConfig(recompute="full", recompute_layers=2), parallel, 5) == 3 / 5
-    assert recomputed_share(TrainingConfig(recompute="selective"), parallel, 5) == 0
+    assert recomputed_share(TrainingConfig(recompute="full", recompute_layers=2), parallel, MID) == 3 / 5
+    assert recomputed_share(TrainingConfig(recompute="selective"), parallel, MID) == 0
+
+
+def test_blocks_of_a_unet_are_recomputed_one_by_one():
+    unet = DDPMUNetConfig(block_out_channels=[8, 16], mid_out_channels=[16], hidden_size=32)
+    units = len(list(build_on_meta(unet).units()))
+    assert recomputed_share(TrainingConfig(recompute="full", recompute_layers=2), ParallelConfig(), unet) == 2 / units
+
+
+def test_a_pack_padded_for_a_cuda_graph_has_the_operations_of_its_samples():
+    """A benchmark records the packs that the device computes, with empty samples."""
+    batch = batch_of(LAYOUTS["ragged"], MID)
+    padded = PackMaxima(tokens=320, samples=8, text_tokens=32).pad(batch)
+    recording = Recording(iter([padded]))
+    next(recording)
+    assert PackFlops(MID).training(*recording.shapes[0]) == PackFlops(MID).of_pack(batch)
+
+
+def test_a_benchmark_counts_reference_tokens():
+    layout = SequenceLayout.from_lengths([12])
+    batch = replace(batch_of(layout, MID), grids=((1, 2, 2),))  # 4 of 12 tokens
+    recording = Recording(iter([batch]))
+    next(recording)
+    texts = batch.conditions.layout("context")
+    assert PackFlops(MID).training(*recording.shapes[0]) == PackFlops(MID).training(layout, [(1, 1, 12)], texts)
 
 
 def test_xl_2_has_the_flops_of_the_paper():

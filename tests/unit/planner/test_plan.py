@@ -1,6 +1,7 @@
 """A plan from traces of a few layers and micro-batches equals the trace of the full step."""
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from benchmarks.parallel_training import tiny_model
 from dit.models.routing_config import RoutingConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.planner import trace_cache
 from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
 from dit.planner.trace import Tracer, TracerPool, fused_rms_norm, trace
+from dit.planner.trace_cache import read_traces, write_traces
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
 from dit.tracing.packs import PackShape
@@ -146,6 +149,32 @@ def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_dis
     with pytest.raises(ZeroDivisionError):
         run([1, 2, 3])
     assert len(sent) == 2
+
+
+@pytest.mark.parametrize("form", ["package", "module"])
+def test_traces_of_another_package_are_stale_after_a_change_of_its_network(tmp_path, monkeypatch, form):
+    """The network is not imported by the class of the settings, only named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = "from dit.models.dit.config import DiTConfig\nclass Config(DiTConfig):\n    model_path = '{}:Network'\n"
+    package, network = f"backbone_in_a_{form}", tmp_path / f"network_of_a_{form}.py"
+    if form == "package":
+        network = tmp_path / package / "layers" / "network.py"
+        network.parent.mkdir(parents=True)
+        (tmp_path / package / "__init__.py").write_text(settings.format(f"{package}.layers.network"))
+    else:
+        (tmp_path / f"{package}.py").write_text(settings.format(network.stem))
+    network.write_text("DEPTH = 1\n")
+    model = import_module(package).Config(hidden_size=32, num_layers=2, num_attention_heads=4)
+    parts = FlowMatching(), OptimizerConfig(), ParallelConfig(), TrainingConfig()
+    jobs, others = ([Job(each, *parts, PACK)] for each in (model, tiny_model(num_layers=2)))
+    for of_jobs in (jobs, others):
+        write_traces(of_jobs, [])
+        assert read_traces(of_jobs) == []
+    network.write_text("DEPTH = 2\n")
+    trace_cache._sources.cache_clear()  # as in another process
+    assert read_traces(jobs) is None
+    assert read_traces(others) == []
 
 
 @pytest.fixture

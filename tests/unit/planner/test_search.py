@@ -19,8 +19,10 @@ from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judge
 from dit.planner.step import planned_step
 from dit.planner.time import K_EXPERT, K_GATHER, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
 from dit.planner.trace import TracerPool
+from dit.run_config import RunConfig
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
+from energon_data.mock import MockData
 
 GRID, TEXT = (8, 32, 32), 256
 OF_MEMORY, OF_TIME = 0.07, 0.04
@@ -179,7 +181,14 @@ def synthetic_costs(shape):
 def test_ten_thousand_layouts_take_at_most_five_seconds():
     """Processor time to check and price them, once their shapes are traced."""
     task = problem(gpus=4096, num_layers=48, num_attention_heads=16)
-    task = Problem(**{**vars(task), "tokens": 65_536, "training": TrainingConfig(global_batch_size=4096)})
+    data = MockData(frames=64, height=64, width=64, text_tokens=TEXT)
+    run = RunConfig(model=task.model, data=data, objective=task.objective)
+    task = replace(
+        task,
+        tokens=65_536,
+        training=TrainingConfig(global_batch_size=4096),
+        check=lambda parallel, training: replace(run, parallel=parallel, training=training).check(4096)[0],
+    )
     started = time.process_time()
     asked = list(candidates(task))
     found = allowed(task, iter(asked))
@@ -187,6 +196,7 @@ def test_ten_thousand_layouts_take_at_most_five_seconds():
     verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found.layouts])
     spent = time.process_time() - started
     assert len(asked) >= MANY
+    assert len(found.layouts) > MANY / 10
     assert len(verdict.fitting) + len(verdict.too_large) == len(found.layouts)
     assert spent / len(asked) * MANY < SECONDS
 
@@ -225,6 +235,19 @@ def test_a_candidate_has_the_layout_of_its_settings():
     assert (layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size) == (2, 2)
     assert (training.recompute, training.recompute_layers, training.micro_batch_size) == ("full", 4, 4)
     assert ParallelDims(16, 1, 4, 4, 8).micro_batch_size == training.micro_batch_size
+
+
+def test_recomputed_shares_are_of_complete_layers():
+    """Of a chunk of three layers, thirds; of a chunk of one layer, none or all."""
+    shares = {}
+    for candidate in candidates(problem(num_layers=6)):
+        if candidate.chunks is None:
+            shares.setdefault(candidate.pipeline, set()).add(candidate.recomputed)
+            layers = 6 // candidate.pipeline
+            training = candidate.training(TrainingConfig(), layers)
+            recomputed = 0 if training.recompute == "none" else training.recompute_layers or layers
+            assert candidate.recomputed == recomputed / layers
+    assert shares == {1: {0, 2 / 6, 3 / 6, 5 / 6, 1}, 2: {0, 1 / 3, 2 / 3, 1}, 4: {0, 1}}
 
 
 def test_launches_of_an_update_do_not_grow_with_the_number_of_replicas():
