@@ -136,6 +136,12 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
     value = next((x for x in tensors if x is not None), None)
     if value is None and condition.axis == "sample":
         value = _list_of_numbers(clip.metadata, condition.stored_as)
+    if value is not None and condition.derive is not None and condition.is_per_token and clip.pixels is not None:
+        raise SampleError(
+            "wrong_part",
+            f"the sample stores a {condition.description}, which data.online_vae derives from the encoded pixels; "
+            "leave it out of the sample, or prepare latents (--vae) and set data.online_vae=none",
+        )
     if value is None and condition.derive is not None:
         return condition.derive(clip.latent)
     if value is None and condition.default is not None:
