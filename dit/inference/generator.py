@@ -29,7 +29,7 @@ from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig, check_levels, check_references
-from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each
+from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each, of_pack, steps_of
 from dit.sampling.guidance import needs_unconditional
 from dit.sampling.references import add_references
 from dit.sampling.teacher_token import token_features
@@ -231,12 +231,8 @@ class Generator:
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
         """
-        times = getattr(self.config.objective, "min_time", 0.0), getattr(self.config.objective, "max_time", 1.0)
-        if self.low_noise is None and (times[0] > 0 or (times[1] < 1 and strength is None)):
-            raise ConfigError(
-                f"a model trained at times from {times[0]} to {times[1]} (objective.min_time, max_time) draws no "
-                "samples by itself; use a pair of models, with --low-noise"
-            )
+        if self.low_noise is None:
+            self._check_times(batch, sampling.num_steps, strength)
         count = batch.layout.num_samples
         seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
         negative = negative or {}
@@ -263,6 +259,27 @@ class Generator:
             strength=strength,
             on_step=on_step,
         )
+
+    def _check_times(self, batch: PackedBatch, num_steps: int, strength: Optional[float]) -> None:
+        """Check that one model was trained at all times of the solver."""
+        objective = of_pack(self.config.objective, batch)
+        low, high = getattr(objective, "min_time", 0.0), getattr(objective, "max_time", 1.0)
+        if low > 0 or (high < 1 and strength is None):
+            raise ConfigError(
+                f"a model trained at times from {low} to {high} (objective.min_time, max_time) draws no samples by "
+                "itself; use a pair of models, with --low-noise"
+            )
+        if strength is None or high == 1:
+            return
+        grid = objective.sampling_grid(num_steps)
+        start = float(grid[-1 - steps_of(strength, num_steps)])
+        if start > high:
+            most = int((grid <= high).sum()) - 1
+            cure = f"strength={most / num_steps:.4g} or less" if most else "more steps"
+            raise ConfigError(
+                f"strength={strength:g} of {num_steps} steps starts at time {start:.3g}, and the model was trained at "
+                f"times up to {high} (objective.max_time); use {cure}"
+            )
 
     def _empty_texts(self, present: Collection[str], count: int) -> dict[str, list[Tensor]]:
         """Return `count` embeddings of the empty text for each absent condition that has it as null."""

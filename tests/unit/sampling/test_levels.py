@@ -267,6 +267,17 @@ def test_one_model_of_a_pair_draws_no_samples_from_noise(build_model: BuildModel
         generator.generate(labels=[0], initial=initial, strength=0.5)
 
 
+def test_a_model_of_low_noise_starts_at_a_time_that_it_was_trained_at(build_model: BuildModel) -> None:
+    """Of four steps with a shift of 3, times 1, 0.9, 0.75, 0.5 and 0, the last two start at 0.75 or less."""
+    generator, initial = generator_of(build_model, FlowMatching(max_time=0.8, time_shift=3.0)), torch.zeros(4, 1, 4, 4)
+    settings: dict[str, Any] = {"labels": [0], "initial": initial, "num_steps": 4}
+    with pytest.raises(ConfigError, match=r"strength=0\.75 of 4 steps starts at time 0\.9, .* up to 0\.8 .* use str"):
+        generator.generate(**settings, strength=0.75)
+    generator.generate(**settings, strength=0.5)
+    with pytest.raises(ConfigError, match="use more steps"):
+        generator.generate(**settings | {"num_steps": 1}, strength=0.5)
+
+
 def test_the_solver_uses_the_shift_of_the_sample_size() -> None:
     """Reference tokens do not count in the size; two sizes in a pack are refused."""
     times: list[float] = []
