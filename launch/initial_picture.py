@@ -5,15 +5,62 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from dit.condition_table import CONTROL, FIRST_FRAMES
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from PIL.Image import Image
     from torch import Tensor
 
     from dit.inference.decoding import Decoder
     from dit.inference.drawing import Request
+    from dit.inference.generator import Generator
+
+
+def check_trained(args: "Namespace", generator: "Generator") -> None:
+    """Check that the run trained what the picture options of the command require; imported weights have no data."""
+    data, spec = generator.config.data, generator.spec
+    starts_clips = getattr(data, "frame_levels", 0) or spec.condition(FIRST_FRAMES.name) is not None
+    for option, is_used, setting, missing, task, cure in (
+        (
+            "--reference",
+            bool(args.reference),
+            "references",
+            "references",
+            "edit pictures",
+            "train on data of `energon_data.prepare --reference`",
+        ),
+        (
+            "--first-frame",
+            args.first_frame is not None and not starts_clips,
+            "clean_first_frame",
+            "clean first frames",
+            "continue a picture",
+            "train with data.clean_first_frame=0.5",
+        ),
+        (
+            "--inpaint",
+            args.inpaint is not None,
+            "inpaint",
+            "clean regions",
+            "complete a picture",
+            "train with data.inpaint=0.5",
+        ),
+    ):
+        value = getattr(data, setting, None)
+        if is_used and value is not None and not value:
+            raise ConfigError(
+                f"--checkpoint {args.checkpoint} was trained without {missing} (data.{setting}={value}), so it cannot "
+                f"{task}; {cure}, or leave {option} out"
+            )
+    if args.control and spec.condition(CONTROL.name) is None:
+        raise ConfigError(
+            f"--checkpoint {args.checkpoint} takes no control picture; train with model.control_channels="
+            f"{generator.config.model.in_channels}, or leave --control out"
+        )
 
 
 def add_pictures(

@@ -18,8 +18,8 @@ from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.records import METADATA_FILE, usable
 from dit.checkpoint.verify_together import on_first_rank
-from dit.condition_table import DEFAULT_FPS, FPS, LABEL
-from dit.conditions import Value
+from dit.condition_table import DEFAULT_FPS, FIRST_FRAMES, FPS, LABEL
+from dit.conditions import Value, pack_conditions
 from dit.encoders.text import empty_texts, load_text_encoders
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
@@ -111,7 +111,7 @@ class Generator:
                 to start from noise.
             strength: share of the steps that follow `initial`, see `generate_each`; None without it.
             first_frame: a latent `[C, 1, H, W]` that is the first frame of all clips (image to video), for a model
-                trained with clean first frames; None to generate all frames.
+                trained with clean first frames, or with the condition `first_frames`; None to generate all frames.
             references: latent `[C, T, H, W]` of each sample that it is edited from, for a model trained with
                 references; None for none.
             known: latent `[C, T, H, W]` of all samples outside `mask`, for a model trained with `data.inpaint`; None to
@@ -143,6 +143,11 @@ class Generator:
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
         if first_frame is not None:
             batch = self._starting_with(first_frame, batch)
+        elif self.spec.condition(FIRST_FRAMES.name) is not None and FIRST_FRAMES.name not in values:
+            raise ConfigError(
+                "this model was trained to continue the first frame of a clip (model.image_to_video=True); give one as "
+                "first_frame (--first-frame PICTURE)"
+            )
         if known is not None and mask is not None:
             batch = self._around(known, mask, batch)
         if references is not None:
@@ -176,14 +181,22 @@ class Generator:
         return replace(batch, latents_TC=latents_TC, layout=with_levels(batch.layout, [segments] * count))
 
     def _starting_with(self, first_frame: Tensor, batch: PackedBatch) -> PackedBatch:
-        """Return a pack of clips whose first frame of tokens is clean."""
-        check_levels(self.config.model, self.config.objective, "a first frame", "no first frame")
+        """Return a pack of clips whose first frame of tokens is clean, or whose condition is the first frame."""
+        condition = self.spec.condition(FIRST_FRAMES.name)
+        if condition is None:
+            check_levels(self.config.model, self.config.objective, "a first frame", "no first frame")
         (frames, *_), temporal = batch.grids[0], self.spec.patch_temporal
         if frames == 1:
             raise ConfigError("a first frame needs clips of more frames; raise frames")
         height, width = (n * self.spec.patch_spatial for n in batch.grids[0][1:])
         if first_frame.shape != (expected := (self.spec.latent_channels, 1, height, width)):
             raise ConfigError(f"the first frame is a latent {list(first_frame.shape)}, the clips need {list(expected)}")
+        if condition is not None:
+            assert condition.derive is not None
+            clip = torch.nn.functional.pad(first_frame, (0, 0, 0, 0, 0, frames * temporal - 1))
+            pictures = {condition.name: [condition.derive(clip)] * len(batch.grids)}
+            packed = pack_conditions(self.spec.conditions, pictures, batch.layout, self.spec.patch)
+            return replace(batch, conditions=batch.conditions | packed.to(batch.layout.device))
         tokens_TC, _ = patchify(first_frame.repeat(1, temporal, 1, 1), *self.spec.patch)
         latents_TC = batch.latents_TC.clone()
         for start in batch.layout.starts:

@@ -17,11 +17,13 @@ from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
+from dit.models.hunyuan_video.config import HunyuanVideoConfig, first_frame_and_mask
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.mean_flow import MeanFlow
+from dit.patchify import patchify
 from dit.run_config import RunConfig
 from dit.sampling.generate import LowNoise, empty_pack, generate, generate_each
 from dit.sampling.guidance import rescaled
@@ -191,6 +193,29 @@ def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel, kind: 
         generator.generate(labels=[0], frames=1, first_frame=picture)
     with pytest.raises(ConfigError, match="a first frame needs several noise levels"):
         generator_of(build_model, MeanFlow()).generate(labels=[0], first_frame=picture)
+
+
+def test_a_model_with_a_condition_of_first_frames_gets_the_picture_there(build_model: BuildModel) -> None:
+    """All frames are generated; without a first frame nothing is drawn."""
+    sizes = {"hidden_size": 32, "num_joint_layers": 1, "num_attention_heads": 4, "rope_axes": [2, 2, 4]}
+    widths = {"context_size": 8, "glyph_size": 8, "glyph_hidden_size": 8, "image_context_size": 8}
+    model = HunyuanVideoConfig(in_channels=4, image_to_video=True, num_refiner_layers=1, **sizes, **widths)  # type: ignore[arg-type]
+    generator, seen = generator_of(build_model, OBJECTIVE, model), list[PackedBatch]()
+    network = generator.network
+
+    def spy(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        seen.append(batch)
+        return network(inputs_TC, time_S, batch)  # type: ignore[no-any-return]
+
+    generator.network = spy  # type: ignore[assignment]
+    picture, texts = torch.randn(4, 1, 4, 4), {"context": [torch.ones(2, 8)] * 2}
+    generator.generate(conditions=texts, first_frame=picture, guidance_scale=2.0)
+    clip = torch.cat([picture, torch.randn(4, FRAMES - 1, 4, 4)], 1)
+    expected_TC, _ = patchify(first_frame_and_mask(clip), 1, 1)
+    assert torch.equal(seen[0].conditions["first_frames"].values, expected_TC.repeat(4, 1))  # guidance keeps it
+    assert seen[0].layout.levels is None
+    with pytest.raises(ConfigError, match=r"give one as first_frame \(--first-frame PICTURE\)"):
+        generator.generate(conditions=texts)
 
 
 def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildModel) -> None:
