@@ -105,6 +105,8 @@ def pictures_of_texts(paths: Sequence[Path], text_encoder: Optional[str], count:
 
     if not paths or text_encoder is None or not check_text_encoder(text_encoder).reads_pictures:
         return None
+    if count == 0:
+        raise ConfigError("--reference needs --prompt: the text encoder of the run reads picture and text together")
     _check_count("--reference", paths, count)
     pictures = [open_requested(path, "--reference") for path in paths]
     return pictures * count if len(pictures) == 1 else pictures

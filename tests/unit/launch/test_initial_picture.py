@@ -7,9 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from dit.encoders.text_config import check_text_encoder
 from dit.errors import ConfigError
 from dit.inference.decoding import Decoder
-from launch.initial_picture import check_strength, read_initial, read_inpainting
+from launch.initial_picture import check_strength, pictures_of_texts, read_initial, read_inpainting
 
 NOTHING = Decoder(None, torch.device("cpu"))
 
@@ -94,3 +95,14 @@ def test_a_mask_of_another_aspect_ratio_is_refused(tmp_path: Path) -> None:
         paths = [picture(tmp_path, np.zeros((6, width, 3), np.uint8)), mask]
         with pytest.raises(ConfigError, match=f"the mask of 9 x 6 pixels .* than the picture of {width} x 6"):
             read_inpainting(paths, (1, 6, 4), 3, 2, NOTHING)
+
+
+def test_a_picture_that_the_text_encoder_reads_needs_a_prompt(tmp_path: Path) -> None:
+    paths = [picture(tmp_path, np.zeros((4, 4, 3), np.uint8))]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    line = f"{tmp_path}:prompt=qwen_image_edit"
+    assert check_text_encoder(line).reads_pictures
+    with pytest.raises(ConfigError, match="--reference needs --prompt"):
+        pictures_of_texts(paths, line, 0)
+    assert len(pictures_of_texts(paths, line, 2) or ()) == 2
+    assert pictures_of_texts(paths, None, 0) is None
