@@ -130,6 +130,14 @@ class Generator:
             ConfigError: a condition does not fit the model, the solver is unknown or does not support the variance, or
                 the model cannot draw samples of this size.
         """
+        for is_wrong, pair in (
+            ((initial is None) != (strength is None), "initial and strength, which is the share of the steps after it"),
+            ((known is None) != (mask is None), "known and mask, the latent and the patches to generate in it"),
+        ):
+            if is_wrong:
+                raise ConfigError(f"one of {pair}, has no effect without the other; give both, or neither")
+        if known is not None and (initial is not None or first_frame is not None):
+            raise ConfigError("known keeps a part of a picture, initial and first_frame begin with one; give one")
         settings = self.sampling(**sampling)
         frames, height, width = check_size(self.spec, self.config.model, self.size_of(frames, size))
         # In training, a still is a clip of one patch with equal frames, so any frame is the picture.

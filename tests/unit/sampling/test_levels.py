@@ -237,6 +237,23 @@ def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildMod
         generator_of(build_model, MeanFlow()).generate(labels=[0], frames=1, known=known, mask=mask)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["strength"], "initial and strength, .* has no effect without the other"),
+        (["initial"], "initial and strength, .* has no effect without the other"),
+        (["known"], "known and mask, .* has no effect without the other"),
+        (["mask"], "known and mask, .* has no effect without the other"),
+        (["known", "mask", "first_frame"], "known keeps a part of a picture, initial and first_frame begin with one"),
+    ],
+)
+def test_pictures_without_effect_are_refused(build_model: BuildModel, settings: list[str], message: str) -> None:
+    pictures = dict.fromkeys(["initial", "known", "first_frame"], torch.zeros(4, 1, 4, 4))
+    values = {**pictures, "strength": 0.5, "mask": torch.ones(4, 4, dtype=torch.bool)}
+    with pytest.raises(ConfigError, match=message):
+        generator_of(build_model, OBJECTIVE).generate(labels=[0], **{name: values[name] for name in settings})  # type: ignore[arg-type]
+
+
 def test_a_backbone_without_several_levels_refuses_a_first_frame() -> None:
     config = RunConfig(model=replace(MODEL, class_tokens=[2, 0]), data=MockData(), objective=OBJECTIVE)
     metadata = {"class_names": None, "latent_size": [FRAMES, 4, 4]}
