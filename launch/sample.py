@@ -20,7 +20,14 @@ from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
-from launch.cascade import Stage, add_cascade_arguments, read_pictures, stages_of, with_pictures
+from launch.cascade import (
+    Stage,
+    add_cascade_arguments,
+    check_augmentation,
+    read_pictures,
+    stages_of,
+    with_pictures,
+)
 from launch.initial_picture import add_pictures, check_strength, check_trained, read_initial, read_inpainting
 from launch.sample_requests import add_request_arguments, what_to_draw
 
@@ -277,10 +284,12 @@ def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator
 def run(args: argparse.Namespace) -> None:
     """Draw the samples and write them; for a cascade, those of every stage."""
     pictures = None if args.low_resolution is None else read_pictures(args.low_resolution)
-    if not args.cascade:
+    stages = stages_of(args) if args.cascade else []
+    if pictures is None:
+        check_augmentation(args, stages)
+    if not stages:
         draw_and_write(args, pictures)
         return
-    stages = stages_of(args)
     if environment.world_size() > 1:
         raise ConfigError("--cascade runs on one rank; start it without torchrun")
     from dit.backends import process_groups
