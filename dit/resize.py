@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
-from torch.nn.functional import interpolate
+from torch.nn.functional import interpolate, pad
 
 Kernel = Literal["pil", "opencv"]
 """Bicubic kernels, named after libraries; their coefficients a are -0.5 and -0.75."""
@@ -20,9 +20,12 @@ def enlarged(pictures: Tensor, factor: int, kernel: Kernel = "pil") -> Tensor:
 def reduced(pictures: Tensor, factor: int) -> Tensor:
     """Return pictures `[..., h, w]` reduced by antialiased bicubic interpolation, `[..., h / factor, w / factor]`.
 
-    Sides that are not multiples of the factor are rounded up; float32.
+    The last row and column are repeated up to multiples of the factor, so the sides are rounded up; float32.
     """
-    return _resized(pictures, (-(-pictures.shape[-2] // factor), -(-pictures.shape[-1] // factor)), antialias=True)
+    flat = pictures.float().reshape(-1, 1, *pictures.shape[-2:])
+    flat = pad(flat, (0, -flat.shape[-1] % factor, 0, -flat.shape[-2] % factor), mode="replicate")
+    size = (flat.shape[-2] // factor, flat.shape[-1] // factor)
+    return _resized(flat, size, antialias=True).view(*pictures.shape[:-2], *size)
 
 
 def _resized(pictures: Tensor, size: tuple[int, int], *, antialias: bool) -> Tensor:

@@ -18,29 +18,29 @@ _MODES = {"RGB ": ("RGB", "RGBA", "RGBX", "P", "PA", *_GREYS), "GRAY": _GREYS, "
 _SAME = 2  # of 255; a profile that changes no colour by more is a copy of sRGB
 _HDR = frozenset({16, 18})  # transfer of PQ and HLG; source: ITU-T H.273, table 3
 _WIDE = frozenset({9, 11, 12})  # primaries of BT.2020, DCI-P3 and Display P3; source: ITU-T H.273, table 2
-_WHITE = (255, 255, 255)
 _BAND = 256  # rows
 
 
-def to_srgb(picture: Image.Image) -> tuple[Image.Image, Colours]:
-    """Convert a picture of any mode to RGB by its ICC profile; transparent areas become white.
+def to_srgb(picture: Image.Image, paper: str = "white") -> tuple[Image.Image, Colours]:
+    """Convert a picture of any mode to RGB by its ICC profile.
 
     Args:
         picture: its pixels may change.
+        paper: colour of transparent areas.
 
     Raises:
         SampleError: it has values that are not finite.
     """
     profile = picture.info.get("icc_profile")
     if not profile:
-        return flattened(picture), "sRGB"
+        return flattened(picture, paper), "sRGB"
     try:
         space, transform = _transform(profile)
     except (OSError, ImageCms.PyCMSError):
-        return flattened(picture), "bad_profile"
+        return flattened(picture, paper), "bad_profile"
     if picture.mode not in _MODES.get(space, ()):
-        return flattened(picture), "bad_profile"
-    picture = picture if space == "CMYK" else flattened(picture)
+        return flattened(picture, paper), "bad_profile"
+    picture = picture if space == "CMYK" else flattened(picture, paper)
     if transform is None:
         return picture, "sRGB"
     if space == "RGB ":
@@ -83,8 +83,12 @@ def colours_of_frame(frame: Any) -> Colours:
     return "not_converted" if is_wide else "sRGB"
 
 
-def flattened(picture: Image.Image) -> Image.Image:
-    """Convert a picture to RGB, in bands of rows where a conversion needs several copies."""
+def flattened(picture: Image.Image, paper: str = "white") -> Image.Image:
+    """Convert a picture to RGB, in bands of rows where a conversion needs several copies.
+
+    Args:
+        paper: colour of transparent areas.
+    """
     bands = [(0, top, picture.width, min(top + _BAND, picture.height)) for top in range(0, picture.height, _BAND)]
     if picture.mode in ("I", "I;16", "I;16B", "I;16L", "F"):  # 16-bit grey, which Pillow's conversion clips
         values = np.asarray(picture)
@@ -100,7 +104,7 @@ def flattened(picture: Image.Image) -> Image.Image:
         opaque = Image.new("RGB", picture.size)
         for box in bands:
             band = picture.crop(box).convert("RGBA")
-            paper = Image.new("RGBA", band.size, (*_WHITE, 255))
-            opaque.paste(Image.alpha_composite(paper, band).convert("RGB"), box)
+            below = Image.new("RGBA", band.size, paper)
+            opaque.paste(Image.alpha_composite(below, band).convert("RGB"), box)
         return opaque
     return picture if picture.mode == "RGB" else picture.convert("RGB")

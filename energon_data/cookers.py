@@ -136,6 +136,12 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
     value = next((x for x in tensors if x is not None), None)
     if value is None and condition.axis == "sample":
         value = _list_of_numbers(clip.metadata, condition.stored_as)
+    if value is not None and condition.derive is not None and condition.is_per_token and clip.pixels is not None:
+        raise SampleError(
+            "wrong_part",
+            f"the sample stores a {condition.description}, which data.online_vae derives from the encoded pixels; "
+            "leave it out of the sample, or prepare latents (--vae) and set data.online_vae=none",
+        )
     if value is None and condition.derive is not None:
         return condition.derive(clip.latent)
     if value is None and condition.default is not None:
@@ -179,10 +185,12 @@ def read_reference(
         change: augments pixels of the reference as those of the sample.
 
     Raises:
-        SampleError: it has other channels than the sample, or another rank.
+        SampleError: it has other channels than the sample, or another rank, or it is an array and `change` is given.
     """
     reference = _tensor(sample, REFERENCE)
-    if reference is None:
+    if reference is not None:
+        _check_unchanged("reference that is a latent", change)
+    else:
         pixels = _pixels(sample, REFERENCE)
         if pixels is None:
             return None
@@ -220,18 +228,23 @@ def _without_values(pixels: Tensor, vae: Geometry) -> Tensor:
         raise SampleError("wrong_shape", str(error)) from error
 
 
+def _check_unchanged(name: str, change: Optional[Callable[[Tensor], Tensor]]) -> None:
+    """Check that the settings do not change a stored array."""
+    if change is not None:
+        raise SampleError(
+            "not_pixels",
+            f"the sample has a {name}, which cannot be resized, cropped or flipped: the latent of a mirrored picture "
+            "is not the mirrored latent; unset data.resize_side, crop_size and flip, or prepare the data without --vae",
+        )
+
+
 def _media(
     sample: dict[str, Any], vae: Optional[Geometry], change: Optional[Callable[[Tensor], Tensor]]
 ) -> tuple[Tensor, Optional[Tensor], Optional[tuple[int, int, int]]]:
     """Return the latent (without values if encoded later), the pixels to encode, and the shape of stored pixels."""
     stored = None if vae is not None else _tensor(sample, LATENT)
-    if stored is not None and change is not None:
-        raise SampleError(
-            "not_pixels",
-            "the sample has a latent, which cannot be resized, cropped or flipped: the latent of a mirrored picture "
-            "is not the mirrored latent; unset data.resize_side, crop_size and flip, or prepare the data without --vae",
-        )
     if stored is not None:
+        _check_unchanged("latent", change)
         return stored, None, None
     pixels = _pixels(sample)
     if pixels is None and vae is not None:

@@ -71,11 +71,12 @@ class _TimedFile(io.BytesIO):
         return super().read(size)
 
 
-def open_picture(data: bytes) -> Image.Image:
-    """Decode a picture as upright RGB in sRGB; transparent areas become white.
+def open_picture(data: bytes, paper: str = "white") -> Image.Image:
+    """Decode a picture as upright RGB in sRGB.
 
     Args:
         data: a file in one of the image formats of `dit.media`.
+        paper: colour of transparent areas.
 
     Returns:
         The picture; `info["turned"]` is whether its EXIF orientation was applied, `info["colours"]` are its `Colours`,
@@ -88,7 +89,7 @@ def open_picture(data: bytes) -> Image.Image:
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
             opened.load()
             ImageOps.exif_transpose(opened, in_place=True)
-            picture, colours = to_srgb(opened)
+            picture, colours = to_srgb(opened, paper)
     except SampleError:
         raise
     except PictureTooLargeError as error:

@@ -77,6 +77,17 @@ def stages_of(args: argparse.Namespace) -> list[Stage]:
     return read_stages(args.cascade, args.stage)
 
 
+def check_augmentation(args: argparse.Namespace, stages: Sequence[Stage] = ()) -> None:
+    """Check that a level of noise is not set for the first stage, or the only model, which enlarges no picture."""
+    level = stages[0].settings.get("augmentation") if stages else args.augmentation
+    if level is not None:
+        name = stages[0].name if stages else "the model"
+        raise ConfigError(
+            f"augmentation {level:g} is the noise of pictures to enlarge, and {name} gets none; set it for a later "
+            "stage of --cascade, or leave it out"
+        )
+
+
 def read_stages(cascade: Sequence[str], settings: Sequence[Sequence[str]]) -> list[Stage]:
     """Read the stages, first to last."""
     stages: dict[str, Stage] = {}
@@ -110,6 +121,11 @@ def read_pictures(path: Path) -> list[Tensor]:
         raise ConfigError(f"--low-resolution {path} cannot be read: {error}; save it with numpy.save") from error
     if array.ndim != 4:
         raise ConfigError(f"--low-resolution {path} has shape {list(array.shape)}, wanted [N, channels, height, width]")
+    if array.dtype.kind != "f":
+        raise ConfigError(
+            f"--low-resolution {path} holds {array.dtype}, wanted floating-point values in [-1, 1]; convert 0..255 by "
+            "x / 127.5 - 1"
+        )
     return list(torch.from_numpy(array).float()[:, :, None])
 
 

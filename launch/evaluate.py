@@ -14,7 +14,7 @@ from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment, held_out, loss_score, picture_scores, sharpness
 from launch.argument_types import command_parser
-from launch.cascade import stages_of
+from launch.cascade import check_augmentation, stages_of
 from launch.measurement import Measurement, Metric
 from launch.sample import add_sampling_arguments, open_generator, sampling_settings
 
@@ -107,6 +107,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(
             f"--metric {args.metric} reads held-out data, and a cascade draws samples of classes or texts; {cure}"
         )
+    if not args.cascade:
+        check_augmentation(args)
     missed = False
     for name, result in (
         measure_stages(args, metric) if args.cascade else [("", metric.measure(args, open_generator(args)))]
@@ -125,6 +127,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[str, Measurement]]:
     """Measure the samples of a cascade after each stage; yields the name of the stage and the result."""
     stages = stages_of(args)
+    check_augmentation(args, stages)
     environment.prepare()
     environment.quiet_libraries()
     from dit.inference.cascade import Cascade

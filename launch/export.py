@@ -161,7 +161,8 @@ def with_latent_scale(model: "ModelConfig", folder: Path, *, raw_weights: bool) 
     if model.scaling_factor is not None:
         return model
     mean, deviation = measure_latents(load_generator(folder, weights="raw" if raw_weights else "ema"))
-    return replace(model, scaling_factor=1 / deviation, shift_factor=None if model.quantizes else mean)
+    shift = None if model.quantizes else mean if model.shift_factor is None else model.shift_factor
+    return replace(model, scaling_factor=1 / deviation, shift_factor=shift)
 
 
 def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedModel":

@@ -5,15 +5,62 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
+from dit.condition_table import CONTROL, FIRST_FRAMES
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
 
 if TYPE_CHECKING:
+    from argparse import Namespace
+
     from PIL.Image import Image
     from torch import Tensor
 
     from dit.inference.decoding import Decoder
     from dit.inference.drawing import Request
+    from dit.inference.generator import Generator
+
+
+def check_trained(args: "Namespace", generator: "Generator") -> None:
+    """Check that the run trained what the picture options of the command require; imported weights have no data."""
+    data, spec = generator.config.data, generator.spec
+    starts_clips = getattr(data, "frame_levels", 0) or spec.condition(FIRST_FRAMES.name) is not None
+    for option, is_used, setting, missing, task, cure in (
+        (
+            "--reference",
+            bool(args.reference),
+            "references",
+            "references",
+            "edit pictures",
+            "train on data of `energon_data.prepare --reference`",
+        ),
+        (
+            "--first-frame",
+            args.first_frame is not None and not starts_clips,
+            "clean_first_frame",
+            "clean first frames",
+            "continue a picture",
+            "train with data.clean_first_frame=0.5",
+        ),
+        (
+            "--inpaint",
+            args.inpaint is not None,
+            "inpaint",
+            "clean regions",
+            "complete a picture",
+            "train with data.inpaint=0.5",
+        ),
+    ):
+        value = getattr(data, setting, None)
+        if is_used and value is not None and not value:
+            raise ConfigError(
+                f"--checkpoint {args.checkpoint} was trained without {missing} (data.{setting}={value}), so it cannot "
+                f"{task}; {cure}, or leave {option} out"
+            )
+    if args.control and spec.condition(CONTROL.name) is None:
+        raise ConfigError(
+            f"--checkpoint {args.checkpoint} takes no control picture; train with model.control_channels="
+            f"{generator.config.model.in_channels}, or leave --control out"
+        )
 
 
 def add_pictures(
@@ -41,13 +88,13 @@ def _check_count(option: str, paths: Sequence[Path], samples: int) -> None:
         raise ConfigError(f"{option} has {len(paths)} pictures for {samples} samples; give one, or one for each")
 
 
-def open_requested(path: Path, option: str) -> "Image":
-    """Open a picture that an option of the command names."""
+def open_requested(path: Path, option: str, paper: str = "white") -> "Image":
+    """Open a picture that an option of the command names; transparent areas get the colour `paper`."""
     from energon_data.media_files import open_picture
     from energon_data.samples import SampleError
 
     try:
-        return open_picture(read_bytes(path))
+        return open_picture(read_bytes(path), paper)
     except (OSError, SampleError) as error:
         raise ConfigError(f"{option} {path} cannot be read: {error}") from error
 
@@ -58,6 +105,8 @@ def pictures_of_texts(paths: Sequence[Path], text_encoder: Optional[str], count:
 
     if not paths or text_encoder is None or not check_text_encoder(text_encoder).reads_pictures:
         return None
+    if count == 0:
+        raise ConfigError("--reference needs --prompt: the text encoder of the run reads picture and text together")
     _check_count("--reference", paths, count)
     pictures = [open_requested(path, "--reference") for path in paths]
     return pictures * count if len(pictures) == 1 else pictures
@@ -71,11 +120,12 @@ def read_initial(
     It is scaled until it covers the sample, and its middle is cut out. Without an autoencoder it stays pixels: three
     channels, or one of its brightness.
     """
-    return _encoded(_read_pixels(path, latent_size, channels, decoder, option), decoder)
+    picture = open_requested(path, option)
+    return _encoded(_pixels(picture, latent_size, channels, decoder, f"{option} {path}"), decoder)
 
 
-def _read_pixels(
-    path: Path, latent_size: tuple[int, int, int], channels: int, decoder: "Decoder", option: str
+def _pixels(
+    picture: "Image", latent_size: tuple[int, int, int], channels: int, decoder: "Decoder", name: str
 ) -> "Tensor":
     """Return a picture at the size of a sample, `[1 or 3, 1, H, W]` in [-1, 1]."""
     from PIL import Image, ImageOps
@@ -85,13 +135,12 @@ def _read_pixels(
 
     frames, height, width = latent_size
     if frames != 1:
-        raise ConfigError(f"{option} {path} is one picture, and samples have {frames} frames; use --frames 1")
+        raise ConfigError(f"{name} is one picture, and samples have {frames} frames; use --frames 1")
     if decoder.geometry is None and channels not in (1, 3):
         raise ConfigError(
-            f"{option} {path}: the model draws latents of {channels} channels, and nothing encodes a picture to them; "
+            f"{name}: the model draws latents of {channels} channels, and nothing encodes a picture to them; "
             "name the autoencoder with --vae"
         )
-    picture = open_requested(path, option)
     if decoder.geometry is not None:
         _, height, width = decoder.geometry.pixel_shape(1, height, width)
     fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
@@ -137,7 +186,7 @@ class Inpainting:
 def read_inpainting(
     paths: Sequence[Path], latent_size: tuple[int, int, int], channels: int, patch: int, decoder: "Decoder"
 ) -> Inpainting:
-    """Read a picture and its mask, which is bright where the picture is generated.
+    """Read a picture and its mask, which is bright where the picture is generated; transparent areas of it are dark.
 
     A patch of the model is generated if a pixel of it is in the mask; other pixels are those of the picture.
 
@@ -146,11 +195,19 @@ def read_inpainting(
     """
     import torch
 
-    picture, mask = paths
-    pixels = _read_pixels(picture, latent_size, channels, decoder, "--inpaint")
-    mask_HW = _read_pixels(mask, latent_size, channels, decoder, "--inpaint").mean((0, 1)) > 0
+    name = f"--inpaint {paths[0]} {paths[1]}"
+    picture, mask = (open_requested(path, "--inpaint", paper) for path, paper in zip(paths, ("white", "black")))
+    (width, height), (mask_width, mask_height) = picture.size, mask.size
+    rounding = max(*picture.size, *mask.size)  # of the sides of a resized mask
+    if abs(mask_width * height - mask_height * width) > rounding:
+        raise ConfigError(
+            f"{name}: the mask of {mask_width} x {mask_height} pixels has another aspect ratio than the picture of "
+            f"{width} x {height}, so they do not match; paint the mask at the size of the picture"
+        )
+    pixels = _pixels(picture, latent_size, channels, decoder, name)
+    mask_HW = _pixels(mask, latent_size, channels, decoder, name).mean((0, 1)) > 0
     if not mask_HW.any():
-        raise ConfigError(f"--inpaint {picture} {mask}: the mask is dark everywhere; paint white what to generate")
+        raise ConfigError(f"{name}: the mask is dark everywhere; paint white what to generate")
     sides = [pixel // (side // patch) for pixel, side in zip(mask_HW.shape, latent_size[1:])]
     patches = torch.nn.functional.max_pool2d(mask_HW[None].float(), sides)[0] > 0
     return Inpainting({"known": _encoded(pixels, decoder), "mask": patches}, pixels, mask_HW)

@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hin
 
 from torch import Tensor
 
-from dit.condition_table import CONTROL
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
-from launch.cascade import Stage, add_cascade_arguments, read_pictures, stages_of, with_pictures
-from launch.initial_picture import add_pictures, check_strength, read_initial, read_inpainting
+from launch.cascade import (
+    Stage,
+    add_cascade_arguments,
+    check_augmentation,
+    read_pictures,
+    stages_of,
+    with_pictures,
+)
+from launch.initial_picture import add_pictures, check_strength, check_trained, read_initial, read_inpainting
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -278,10 +284,12 @@ def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator
 def run(args: argparse.Namespace) -> None:
     """Draw the samples and write them; for a cascade, those of every stage."""
     pictures = None if args.low_resolution is None else read_pictures(args.low_resolution)
-    if not args.cascade:
+    stages = stages_of(args) if args.cascade else []
+    if pictures is None:
+        check_augmentation(args, stages)
+    if not stages:
         draw_and_write(args, pictures)
         return
-    stages = stages_of(args)
     if environment.world_size() > 1:
         raise ConfigError("--cascade runs on one rank; start it without torchrun")
     from dit.backends import process_groups
@@ -316,6 +324,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     if args.save_latents is not None:
         check_ending(args.save_latents, [".safetensors"], "--save-latents")
     generator = open_generator(args)
+    check_trained(args, generator)
     from dit.backends.device import local_device
     from dit.inference.decoding import Decoder, find_autoencoder
     from dit.inference.drawing import batches, draw
@@ -348,16 +357,6 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         inpainting = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
         settings |= inpainting.settings
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda x: inpainting.kept(decode(x))
-    if args.reference and getattr(generator.config.data, "references", None) is False:
-        raise ConfigError(
-            f"--checkpoint {args.checkpoint} was trained without references (data.references=False), so it cannot edit "
-            "pictures; train on data of `energon_data.prepare --reference`, or leave --reference out"
-        )
-    if args.control and generator.spec.condition(CONTROL.name) is None:
-        raise ConfigError(
-            f"--checkpoint {args.checkpoint} takes no control picture; train with model.control_channels={channels}, "
-            "or leave --control out"
-        )
     for option, paths in (("--reference", args.reference), ("--control", args.control)):
         if paths:
             read = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option=option)

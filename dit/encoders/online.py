@@ -93,14 +93,26 @@ class OnlineEncoders:
         raw = batch.raw
         if raw is None:
             return batch
-        latents_TC, texts = batch.latents_TC, Conditions()
+        latents_TC, conditions = batch.latents_TC, batch.conditions
         if raw.pixels is not None:
-            latents_TC = self._latents(batch, raw.pixels)
+            latents = self._latents(batch, raw.pixels)
+            latents_TC = batch.layout.insert_padding(patchify_all(latents, *self.spec.patch))
+            conditions |= self._derived(batch, latents)
         if raw.captions is not None:
-            texts = self._texts(batch, raw.captions)
-        return replace(batch, latents_TC=latents_TC, conditions=batch.conditions | texts, raw=None)
+            conditions |= self._texts(batch, raw.captions)
+        return replace(batch, latents_TC=latents_TC, conditions=conditions, raw=None)
 
-    def _latents(self, batch: PackedBatch, pixels: Sequence[Tensor]) -> Tensor:
+    def _derived(self, batch: PackedBatch, latents: Sequence[Tensor]) -> Conditions:
+        """Return the pictures that the model takes and that are derived from the values of the latents."""
+        derived = {
+            c.name: [c.derive(latent) for latent in latents]
+            for c in self.spec.conditions
+            if c.is_per_token and c.derive is not None
+        }
+        return pack_conditions(self.spec.conditions, derived, batch.layout, self.spec.patch)
+
+    def _latents(self, batch: PackedBatch, pixels: Sequence[Tensor]) -> list[Tensor]:
+        """Return the latent of each sample `[C, T, H, W]`, float32."""
         vae = self.vae
         assert vae is not None
 
@@ -111,11 +123,10 @@ class OnlineEncoders:
         shapes = [clip.shape[1:] for clip in pixels]
         batches = in_batches(shapes, lambda shape: MAX_BATCH_PIXELS // prod(shape))
         encoded = self._on_all_peers(batches, [[vae.geometry.latent_shape(*shape)] for shape in shapes], encode)
-        latents = [  # an image is repeated to fill a patch in time
+        return [  # an image is repeated to fill a patch in time
             latent.expand(-1, grid[0] * self.spec.patch_temporal, -1, -1)
             for (latent,), grid in zip(encoded, batch.grids)
         ]
-        return batch.layout.insert_padding(patchify_all(latents, *self.spec.patch))
 
     def _texts(self, batch: PackedBatch, captions: Sequence[str]) -> Conditions:
         unique = list(dict.fromkeys(captions))

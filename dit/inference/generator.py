@@ -18,8 +18,8 @@ from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.records import METADATA_FILE, usable
 from dit.checkpoint.verify_together import on_first_rank
-from dit.condition_table import DEFAULT_FPS, FPS, LABEL
-from dit.conditions import Value
+from dit.condition_table import DEFAULT_FPS, FIRST_FRAMES, FPS, LABEL
+from dit.conditions import Value, pack_conditions
 from dit.encoders.text import empty_texts, load_text_encoders
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
@@ -29,7 +29,7 @@ from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig, check_levels, check_references
-from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each
+from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each, of_pack, steps_of
 from dit.sampling.guidance import needs_unconditional
 from dit.sampling.references import add_references
 from dit.sampling.teacher_token import token_features
@@ -111,7 +111,7 @@ class Generator:
                 to start from noise.
             strength: share of the steps that follow `initial`, see `generate_each`; None without it.
             first_frame: a latent `[C, 1, H, W]` that is the first frame of all clips (image to video), for a model
-                trained with clean first frames; None to generate all frames.
+                trained with clean first frames, or with the condition `first_frames`; None to generate all frames.
             references: latent `[C, T, H, W]` of each sample that it is edited from, for a model trained with
                 references; None for none.
             known: latent `[C, T, H, W]` of all samples outside `mask`, for a model trained with `data.inpaint`; None to
@@ -130,6 +130,14 @@ class Generator:
             ConfigError: a condition does not fit the model, the solver is unknown or does not support the variance, or
                 the model cannot draw samples of this size.
         """
+        for is_wrong, pair in (
+            ((initial is None) != (strength is None), "initial and strength, which is the share of the steps after it"),
+            ((known is None) != (mask is None), "known and mask, the latent and the patches to generate in it"),
+        ):
+            if is_wrong:
+                raise ConfigError(f"one of {pair}, has no effect without the other; give both, or neither")
+        if known is not None and (initial is not None or first_frame is not None):
+            raise ConfigError("known keeps a part of a picture, initial and first_frame begin with one; give one")
         settings = self.sampling(**sampling)
         frames, height, width = check_size(self.spec, self.config.model, self.size_of(frames, size))
         # In training, a still is a clip of one patch with equal frames, so any frame is the picture.
@@ -143,6 +151,11 @@ class Generator:
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
         if first_frame is not None:
             batch = self._starting_with(first_frame, batch)
+        elif self.spec.condition(FIRST_FRAMES.name) is not None and FIRST_FRAMES.name not in values:
+            raise ConfigError(
+                "this model was trained to continue the first frame of a clip (model.image_to_video=True); give one as "
+                "first_frame (--first-frame PICTURE)"
+            )
         if known is not None and mask is not None:
             batch = self._around(known, mask, batch)
         if references is not None:
@@ -176,14 +189,22 @@ class Generator:
         return replace(batch, latents_TC=latents_TC, layout=with_levels(batch.layout, [segments] * count))
 
     def _starting_with(self, first_frame: Tensor, batch: PackedBatch) -> PackedBatch:
-        """Return a pack of clips whose first frame of tokens is clean."""
-        check_levels(self.config.model, self.config.objective, "a first frame", "no first frame")
+        """Return a pack of clips whose first frame of tokens is clean, or whose condition is the first frame."""
+        condition = self.spec.condition(FIRST_FRAMES.name)
+        if condition is None:
+            check_levels(self.config.model, self.config.objective, "a first frame", "no first frame")
         (frames, *_), temporal = batch.grids[0], self.spec.patch_temporal
         if frames == 1:
             raise ConfigError("a first frame needs clips of more frames; raise frames")
         height, width = (n * self.spec.patch_spatial for n in batch.grids[0][1:])
         if first_frame.shape != (expected := (self.spec.latent_channels, 1, height, width)):
             raise ConfigError(f"the first frame is a latent {list(first_frame.shape)}, the clips need {list(expected)}")
+        if condition is not None:
+            assert condition.derive is not None
+            clip = torch.nn.functional.pad(first_frame, (0, 0, 0, 0, 0, frames * temporal - 1))
+            pictures = {condition.name: [condition.derive(clip)] * len(batch.grids)}
+            packed = pack_conditions(self.spec.conditions, pictures, batch.layout, self.spec.patch)
+            return replace(batch, conditions=batch.conditions | packed.to(batch.layout.device))
         tokens_TC, _ = patchify(first_frame.repeat(1, temporal, 1, 1), *self.spec.patch)
         latents_TC = batch.latents_TC.clone()
         for start in batch.layout.starts:
@@ -231,12 +252,8 @@ class Generator:
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
         """
-        times = getattr(self.config.objective, "min_time", 0.0), getattr(self.config.objective, "max_time", 1.0)
-        if self.low_noise is None and (times[0] > 0 or (times[1] < 1 and strength is None)):
-            raise ConfigError(
-                f"a model trained at times from {times[0]} to {times[1]} (objective.min_time, max_time) draws no "
-                "samples by itself; use a pair of models, with --low-noise"
-            )
+        if self.low_noise is None:
+            self._check_times(batch, sampling.num_steps, strength)
         count = batch.layout.num_samples
         seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
         negative = negative or {}
@@ -263,6 +280,27 @@ class Generator:
             strength=strength,
             on_step=on_step,
         )
+
+    def _check_times(self, batch: PackedBatch, num_steps: int, strength: Optional[float]) -> None:
+        """Check that one model was trained at all times of the solver."""
+        objective = of_pack(self.config.objective, batch)
+        low, high = getattr(objective, "min_time", 0.0), getattr(objective, "max_time", 1.0)
+        if low > 0 or (high < 1 and strength is None):
+            raise ConfigError(
+                f"a model trained at times from {low} to {high} (objective.min_time, max_time) draws no samples by "
+                "itself; use a pair of models, with --low-noise"
+            )
+        if strength is None or high == 1:
+            return
+        grid = objective.sampling_grid(num_steps)
+        start = float(grid[-1 - steps_of(strength, num_steps)])
+        if start > high:
+            most = int((grid <= high).sum()) - 1
+            cure = f"strength={most / num_steps:.4g} or less" if most else "more steps"
+            raise ConfigError(
+                f"strength={strength:g} of {num_steps} steps starts at time {start:.3g}, and the model was trained at "
+                f"times up to {high} (objective.max_time); use {cure}"
+            )
 
     def _empty_texts(self, present: Collection[str], count: int) -> dict[str, list[Tensor]]:
         """Return `count` embeddings of the empty text for each absent condition that has it as null."""

@@ -156,6 +156,11 @@ def of_pack(objective: Objective, batch: PackedBatch) -> Objective:
     return sized[0]
 
 
+def steps_of(strength: float, num_steps: int) -> int:
+    """Return the number of solver steps that follow a picture."""
+    return max(1, round(strength * num_steps))
+
+
 def generate(
     network: ConditionalNetwork,
     objective: Objective,
@@ -257,7 +262,7 @@ def generate_each(
                 f"strength={strength} starts from a picture, whose class token of {features} features is unknown; draw "
                 "from noise, without strength"
             )
-        grid = grid[-1 - max(1, round(strength * num_steps)) :]
+        grid = grid[-1 - steps_of(strength, num_steps) :]
     alpha, sigma = objective.path.alpha_sigma(grid[0])
     if sampling.thresholding != "none":
         objective.check_thresholding(sampling.solver, num_steps)

@@ -175,7 +175,7 @@ def static_threshold(x0_TC: Tensor) -> Tensor:
 def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0.995) -> Tensor:
     """Clamp each sample's clean estimate to a quantile of |x0| and divide by it, for pixels at a large guidance scale.
 
-    Samples with a quantile below 1 are only clamped to [-1, 1].
+    Samples with a quantile below 1 are only clamped to [-1, 1]. Clean tokens do not count in the quantile.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, Section 2.3.
     """
@@ -183,9 +183,12 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
         raise ConfigError(f"quantile={quantile} must be in (0, 1]; Imagen's is 0.995")
     _check_full(layout, "dynamic thresholding", "use static thresholding")
     # kthvalue: torch.quantile is limited to 2**24 numbers, and one video has more.
-    limits = []
+    limits, levels = [], layout.levels
+    noised_T = None if levels is None else ~levels.layout.per_token(levels.clean_L).flatten()
     for start, length in zip(layout.starts, layout.lengths):
-        size = x0_TC[start : start + length].detach().abs().flatten()
+        tokens = slice(start, start + length)
+        sample_TC = x0_TC[tokens] if noised_T is None else x0_TC[tokens][noised_T[tokens]]
+        size = sample_TC.detach().abs().flatten()
         limits.append(size.kthvalue(math.ceil(quantile * len(size))).values.clamp(min=1))
     limit_T1 = layout.per_token(torch.stack(limits))
     return torch.maximum(torch.minimum(x0_TC, limit_T1), -limit_T1) / limit_T1

@@ -105,6 +105,14 @@ def test_every_part_is_checked_by_itself_or_against_the_others(part, changes, sa
         replace(RUN, **{part: replace(getattr(RUN, part), **changes)}).check()
 
 
+@pytest.mark.parametrize("times", [{"min_time": 0.875}, {"max_time": 0.875}])
+def test_one_model_of_a_pair_draws_no_samples_in_training(times):
+    run = replace(RUN, objective=FlowMatching(**times))
+    run.check()
+    with pytest.raises(ConfigError, match=r"trains on times from 0.*use training\.sample_interval=0"):
+        changed(run, {"training.sample_interval": 100}).check()
+
+
 def test_muon_refuses_a_unet():
     run = replace(RUN, optimizer=OptimizerConfig(algorithm="muon"))
     run.check()

@@ -6,10 +6,13 @@ from itertools import islice
 import pytest
 import torch
 
+from dit.condition_table import FIRST_FRAMES, LOW_RESOLUTION
 from dit.encoders.online import OnlineEncoders, batch_encoder, null_texts
 from dit.encoders.text import TextEncoders
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
+from dit.models.hunyuan_video.config import first_frame_and_mask
+from dit.resize import LowResolution
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
@@ -58,6 +61,16 @@ def test_an_encoded_pack_equals_stored_latents_and_embeddings(folder, one_rank_w
         for name in ("context", "pooled"):
             torch.testing.assert_close(found.conditions[name].values, stored.conditions[name].values.float(), **HALF)
         assert found.to("cpu").latents_TC.requires_grad is False
+
+
+def test_pictures_derived_from_encoded_latents_equal_those_of_stored_latents(folder, one_rank_world):
+    low = replace(LOW_RESOLUTION, shape=(4,), derive=LowResolution(2))
+    spec = replace(SPEC, conditions=(replace(FIRST_FRAMES, shape=(5,), derive=first_frame_and_mask), low))
+    expected, _ = packs(folder, "latents", spec)
+    settings = {"online_text_encoder": None}
+    for found, stored in zip(encoded(folder, one_rank_world.tp_cp, spec, **settings), expected, strict=True):
+        for name in ("first_frames", "low_resolution"):
+            torch.testing.assert_close(found.conditions[name].values, stored.conditions[name].values, **HALF)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,11 @@ from dit.condition_table import MASK
 from dit.errors import ConfigError, DataError
 from dit.patchify import unpatchify
 from energon_data.augment import Augmentation, Visit, resize
+from energon_data.cookers import read_reference
 from energon_data.dataset import EnergonData
 from energon_data.filters import FilteredOutError
 from energon_data.media_files import open_picture, pixels_of
+from energon_data.samples import SampleError
 
 SAMPLE_DATA = Path(matplotlib.get_data_path()) / "sample_data"
 
@@ -171,6 +173,14 @@ def test_captions_and_durations_have_limits(picture_folder: Path, monkeypatch: p
     monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 70)
     with pytest.raises(DataError, match="too many samples were dropped"):
         read(picture_folder, 1, min_seconds=0.5)
+
+
+def test_a_reference_that_is_a_latent_is_not_augmented() -> None:
+    sample, latent = {"reference.npy": np.zeros((3, 1, 4, 4), np.float32)}, torch.zeros(3, 1, 4, 4)
+    assert torch.equal(torch.zeros(3, 1, 4, 4), read_reference(sample, latent))
+    with pytest.raises(SampleError, match=r"has a reference that is a latent, which cannot be resized") as error:
+        read_reference(sample, latent, lambda pixels: pixels.flip(-1))
+    assert error.value.reason == "not_pixels"
 
 
 def test_a_latent_is_not_augmented(mixed_folder: Path) -> None:

@@ -12,11 +12,13 @@ import pytest
 import torch
 from PIL import Image
 
+from dit.condition_table import FIRST_FRAMES
 from dit.encoders.text import TextEncoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import VAE, Geometry
 from dit.errors import BatchError, ConfigError
 from dit.models.flux.config import FluxConfig
+from dit.models.hunyuan_video.config import first_frame_and_mask
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
 from energon_data.prepare.__main__ import main as prepare
@@ -139,20 +141,23 @@ def test_stored_latents_are_not_encoded_again(folder):
 
 
 def test_a_sample_that_cannot_be_encoded_is_skipped_with_its_reason(folder, tmp_path):
-    """Samples without picture or caption, or with a size that cannot be encoded, are skipped; one sample is valid."""
+    """Samples without picture or caption, with a size that cannot be encoded, or with a derived picture are skipped."""
     picture, odd = (folder / "in" / "0.png").read_bytes(), tmp_path / "odd.png"
     Image.new("RGB", (18, 16)).save(odd)
     samples = [
         ("latent", {"caption": "a"}, {"latent.npy": npy(np.zeros((4, 1, 4, 4), np.float32))}),
         ("odd", {"caption": "a"}, {"pixels.png": odd.read_bytes()}),
         ("silent", {}, {"pixels.png": picture}),
+        ("derived", {"caption": "a"}, {"pixels.png": picture, "first_frames.npy": npy(np.zeros((5, 1, 4, 4)))}),
         ("sound", {"caption": "a"}, {"pixels.png": picture}),
     ]
     data = online(folder, max_lost_samples=30)
     data.path = str(write_dataset(tmp_path / "data", {"train": samples}))
-    stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    first_frames = replace(FIRST_FRAMES, shape=(5,), derive=first_frame_and_mask)
+    wanted = replace(spec(), conditions=(*spec().conditions, first_frames))
+    stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=None)
     assert next(stream).keys[0] == "train_sound"
-    assert stream.sample_counts().by_reason().keys() == {"missing_part", "wrong_shape", "no_caption"}
+    assert stream.sample_counts().by_reason().keys() == {"missing_part", "wrong_shape", "no_caption", "wrong_part"}
     stream.close()
 
 

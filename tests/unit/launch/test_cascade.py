@@ -16,7 +16,7 @@ from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
 from dit.resize import enlarged
 from launch.cascade import read_pictures, read_stages, with_pictures
-from launch.sample import arguments_of, build_parser, sampling_settings
+from launch.sample import arguments_of, build_parser, run, sampling_settings
 
 SUPER_RESOLUTION = EfficientUNetConfig(noise_augmentation=True)
 REQUESTS = [Request(name, {"fps": 1.0}, {}, None, i) for i, name in enumerate("ab")]
@@ -103,5 +103,23 @@ def test_pictures_are_read_from_an_array(tmp_path: Path) -> None:
     np.save(tmp_path / "y.npy", np.zeros((3, 4)))
     with pytest.raises(ConfigError, match=r"y.npy has shape \[3, 4\], wanted \[N, channels, height, width\]"):
         read_pictures(tmp_path / "y.npy")
+    np.save(tmp_path / "bytes.npy", np.full((1, 3, 4, 4), 200, np.uint8))
+    with pytest.raises(ConfigError, match=r"bytes.npy holds uint8, wanted floating-point values in \[-1, 1\]"):
+        read_pictures(tmp_path / "bytes.npy")
     with pytest.raises(ConfigError, match=r"z.npy cannot be read"):
         read_pictures(tmp_path / "z.npy")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--checkpoint", "a", "--augmentation", "0.1"], r"augmentation 0\.1 .* and the model gets none"),
+        (
+            ["--cascade", "base=a", "sr=b", "--stage", "base", "augmentation=0.1"],
+            r"0\.1 .* and base gets none",
+        ),
+    ],
+)
+def test_an_augmentation_of_a_model_that_enlarges_nothing_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        run(arguments(*words))

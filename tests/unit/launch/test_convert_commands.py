@@ -22,6 +22,7 @@ from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, build, from_record,
 from dit.convert.state_files import INDEX, read_diffusers, read_tensors, write_diffusers, write_tensors
 from dit.data_api import NoData
 from dit.errors import ConfigError
+from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
@@ -457,3 +458,12 @@ def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
     config: Any = SimpleNamespace(model=DiTConfig(in_channels=4), objective=objective, sampling=SamplingConfig())
     trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
     assert trained.objective == FlowMatching(time_shift=3.0)
+
+
+@pytest.mark.parametrize(("stated", "shift"), [(None, 3.0), (0.25, 0.25)])
+def test_a_stated_shift_of_latents_is_exported(monkeypatch: pytest.MonkeyPatch, stated: Any, shift: float) -> None:
+    """Here with a measured mean of 3 and deviation of 2; the scale is measured."""
+    monkeypatch.setattr("dit.inference.generator.load_generator", lambda folder, weights: None)
+    monkeypatch.setattr("dit.inference.latents.measure_latents", lambda autoencoder: (3.0, 2.0))
+    found: Any = export.with_latent_scale(AutoencoderConfig(shift_factor=stated), Path("run"), raw_weights=False)
+    assert (found.scaling_factor, found.shift_factor) == (0.5, shift)

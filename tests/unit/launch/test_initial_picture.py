@@ -7,9 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+from dit.encoders.text_config import check_text_encoder
 from dit.errors import ConfigError
 from dit.inference.decoding import Decoder
-from launch.initial_picture import check_strength, read_initial, read_inpainting
+from launch.initial_picture import check_strength, pictures_of_texts, read_initial, read_inpainting
 
 NOTHING = Decoder(None, torch.device("cpu"))
 
@@ -75,3 +76,33 @@ def test_a_patch_is_generated_if_a_pixel_of_it_is_in_the_mask(tmp_path: Path) ->
     assert torch.equal(kept[:, :, 0, outside], found.pixels[:, 0, outside].expand(2, -1, -1))
     with pytest.raises(ConfigError, match="the mask is dark everywhere; paint white what to generate"):
         read_inpainting([paths[0], picture(tmp_path / "mask", 0 * mask)], (1, 6, 4), 3, 2, NOTHING)
+
+
+def test_transparent_areas_of_a_mask_are_kept(tmp_path: Path) -> None:
+    """White paint on a transparent layer, twice as large as the picture."""
+    layer = np.zeros((12, 8, 4), np.uint8)
+    layer[4:8, 4:8] = 255
+    (tmp_path / "mask").mkdir()
+    paths = [picture(tmp_path, np.zeros((6, 4, 3), np.uint8)), picture(tmp_path / "mask", layer)]
+    found = read_inpainting(paths, (1, 6, 4), 3, 2, NOTHING)
+    assert found.settings["mask"].tolist() == [[False, False], [False, True], [False, False]]
+
+
+def test_a_mask_of_another_aspect_ratio_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mask").mkdir()
+    mask = picture(tmp_path / "mask", np.full((6, 9), 255, np.uint8))
+    for width in (4, 12, 30):
+        paths = [picture(tmp_path, np.zeros((6, width, 3), np.uint8)), mask]
+        with pytest.raises(ConfigError, match=f"the mask of 9 x 6 pixels .* than the picture of {width} x 6"):
+            read_inpainting(paths, (1, 6, 4), 3, 2, NOTHING)
+
+
+def test_a_picture_that_the_text_encoder_reads_needs_a_prompt(tmp_path: Path) -> None:
+    paths = [picture(tmp_path, np.zeros((4, 4, 3), np.uint8))]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
+    line = f"{tmp_path}:prompt=qwen_image_edit"
+    assert check_text_encoder(line).reads_pictures
+    with pytest.raises(ConfigError, match="--reference needs --prompt"):
+        pictures_of_texts(paths, line, 0)
+    assert len(pictures_of_texts(paths, line, 2) or ()) == 2
+    assert pictures_of_texts(paths, None, 0) is None

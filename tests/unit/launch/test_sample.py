@@ -184,9 +184,20 @@ def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
     assert [record["reference"] for record in records] == [files[1]] * 4
     assert draw(tmp_path, "--labels", "A,B,C", "--reference", *files) == 2
     assert "--reference has 2 pictures for 3 samples; give one, or one for each" in capsys.readouterr().err
-    generator.data = SimpleNamespace(path="somewhere", references=False)
-    assert draw(tmp_path, *flags, "--reference", files[1]) == 2
-    assert "trained without references (data.references=False)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "setting", "message"),
+    [
+        (["--reference"], {"references": False}, "without references (data.references=False), so it cannot edit"),
+        (["--first-frame"], {"clean_first_frame": 0.0}, "without clean first frames (data.clean_first_frame=0.0)"),
+        (["--inpaint", "picture.png"], {"inpaint": 0.0}, "without clean regions (data.inpaint=0.0)"),
+    ],
+)
+def test_a_run_that_never_trained_with_such_pictures_is_refused(generator, tmp_path, capsys, flags, setting, message):
+    generator.data = SimpleNamespace(path="somewhere", **setting)
+    assert draw(tmp_path, *flags, str(tmp_path / "picture.png")) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_class_names_take_precedence_over_numbers_and_other_cases():

@@ -74,6 +74,14 @@ def test_a_low_resolution_picture_shows_no_more_than_the_small_one() -> None:
     assert (LowResolution(4)(smooth) - smooth).norm() < 0.4 * smooth.norm()
 
 
+def test_a_low_resolution_picture_of_other_sides_is_not_stretched() -> None:
+    """Each position of a ramp keeps its value: reducing and enlarging are at the same scale."""
+    ramp = torch.arange(64.0).expand(1, 1, 64, 64)
+    for picture in (ramp, ramp.mT):
+        assert (LowResolution(3)(picture) - picture)[..., 15:-15, 15:-15].abs().max() < 1e-3
+    assert LowResolution(4)(torch.zeros(1, 1, 2, 3)).shape == (1, 1, 2, 3)
+
+
 def test_missing_low_resolution_pictures_are_computed() -> None:
     batch = pack()
     for made, latent in zip(low_resolutions(batch), batch.unpatchified(batch.latents_TC, 1, 1)):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
+from dit.layout import CLEAN, SequenceLayout
+from dit.levels import with_levels
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
@@ -120,6 +121,14 @@ def test_dynamic_threshold_scales_each_sample_by_its_quantile():
     assert torch.equal(out[128:178], x[128:178])
     assert out[:100].abs().max() == 1
     assert torch.equal(static_threshold(x), x.clamp(-1, 1))
+
+
+def test_clean_tokens_do_not_count_in_a_dynamic_threshold():
+    """The noised tokens of a sample with a reference are divided by their own quantile."""
+    x = 3 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    layout = with_levels(SequenceLayout.from_lengths([4200, 2]), [[(200, 0), (4000, CLEAN)], []])
+    found = dynamic_threshold(torch.cat([x, torch.zeros(4002, 3)]), layout)
+    assert torch.equal(found[:200], dynamic_threshold(x, SequenceLayout.from_lengths([200])))
 
 
 def test_dynamic_threshold_refuses_invalid_quantiles_and_sharded_samples():

@@ -17,11 +17,13 @@ from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
+from dit.models.hunyuan_video.config import HunyuanVideoConfig, first_frame_and_mask
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.mean_flow import MeanFlow
+from dit.patchify import patchify
 from dit.run_config import RunConfig
 from dit.sampling.generate import LowNoise, empty_pack, generate, generate_each
 from dit.sampling.guidance import rescaled
@@ -193,6 +195,29 @@ def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel, kind: 
         generator_of(build_model, MeanFlow()).generate(labels=[0], first_frame=picture)
 
 
+def test_a_model_with_a_condition_of_first_frames_gets_the_picture_there(build_model: BuildModel) -> None:
+    """All frames are generated; without a first frame nothing is drawn."""
+    sizes = {"hidden_size": 32, "num_joint_layers": 1, "num_attention_heads": 4, "rope_axes": [2, 2, 4]}
+    widths = {"context_size": 8, "glyph_size": 8, "glyph_hidden_size": 8, "image_context_size": 8}
+    model = HunyuanVideoConfig(in_channels=4, image_to_video=True, num_refiner_layers=1, **sizes, **widths)  # type: ignore[arg-type]
+    generator, seen = generator_of(build_model, OBJECTIVE, model), list[PackedBatch]()
+    network = generator.network
+
+    def spy(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        seen.append(batch)
+        return network(inputs_TC, time_S, batch)  # type: ignore[no-any-return]
+
+    generator.network = spy  # type: ignore[assignment]
+    picture, texts = torch.randn(4, 1, 4, 4), {"context": [torch.ones(2, 8)] * 2}
+    generator.generate(conditions=texts, first_frame=picture, guidance_scale=2.0)
+    clip = torch.cat([picture, torch.randn(4, FRAMES - 1, 4, 4)], 1)
+    expected_TC, _ = patchify(first_frame_and_mask(clip), 1, 1)
+    assert torch.equal(seen[0].conditions["first_frames"].values, expected_TC.repeat(4, 1))  # guidance keeps it
+    assert seen[0].layout.levels is None
+    with pytest.raises(ConfigError, match=r"give one as first_frame \(--first-frame PICTURE\)"):
+        generator.generate(conditions=texts)
+
+
 def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildModel) -> None:
     """Other patches are returned unchanged; the drawn patches depend on them."""
     generator = generator_of(build_model, OBJECTIVE)
@@ -210,6 +235,23 @@ def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildMod
         generator.generate(labels=[0], frames=1, known=known, mask=mask[1:])
     with pytest.raises(ConfigError, match="a mask needs several noise levels"):
         generator_of(build_model, MeanFlow()).generate(labels=[0], frames=1, known=known, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["strength"], "initial and strength, .* has no effect without the other"),
+        (["initial"], "initial and strength, .* has no effect without the other"),
+        (["known"], "known and mask, .* has no effect without the other"),
+        (["mask"], "known and mask, .* has no effect without the other"),
+        (["known", "mask", "first_frame"], "known keeps a part of a picture, initial and first_frame begin with one"),
+    ],
+)
+def test_pictures_without_effect_are_refused(build_model: BuildModel, settings: list[str], message: str) -> None:
+    pictures = dict.fromkeys(["initial", "known", "first_frame"], torch.zeros(4, 1, 4, 4))
+    values = {**pictures, "strength": 0.5, "mask": torch.ones(4, 4, dtype=torch.bool)}
+    with pytest.raises(ConfigError, match=message):
+        generator_of(build_model, OBJECTIVE).generate(labels=[0], **{name: values[name] for name in settings})  # type: ignore[arg-type]
 
 
 def test_a_backbone_without_several_levels_refuses_a_first_frame() -> None:
@@ -265,6 +307,17 @@ def test_one_model_of_a_pair_draws_no_samples_from_noise(build_model: BuildModel
         generator.generate(labels=[0])
     with nullcontext() if "max_time" in times else pytest.raises(ConfigError, match=message):
         generator.generate(labels=[0], initial=initial, strength=0.5)
+
+
+def test_a_model_of_low_noise_starts_at_a_time_that_it_was_trained_at(build_model: BuildModel) -> None:
+    """Of four steps with a shift of 3, times 1, 0.9, 0.75, 0.5 and 0, the last two start at 0.75 or less."""
+    generator, initial = generator_of(build_model, FlowMatching(max_time=0.8, time_shift=3.0)), torch.zeros(4, 1, 4, 4)
+    settings: dict[str, Any] = {"labels": [0], "initial": initial, "num_steps": 4}
+    with pytest.raises(ConfigError, match=r"strength=0\.75 of 4 steps starts at time 0\.9, .* up to 0\.8 .* use str"):
+        generator.generate(**settings, strength=0.75)
+    generator.generate(**settings, strength=0.5)
+    with pytest.raises(ConfigError, match="use more steps"):
+        generator.generate(**settings | {"num_steps": 1}, strength=0.5)
 
 
 def test_the_solver_uses_the_shift_of_the_sample_size() -> None:
