@@ -1,16 +1,37 @@
-"""On a GPU, steps have equal operations, except for the lines below, which prevent a CUDA graph."""
+"""On a GPU, steps have equal operations, except for the lines below, and captured passes and updates do not wait."""
 
+import itertools
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from benchmarks.host import wait_job
 from benchmarks.sequence import SequenceRecorder, differences, record_steps
-from benchmarks.waits import meta_device
-from dit.tracing.packs import PackShape
+from benchmarks.waits import META, meta_device
+from dit.backends import process_groups
+from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost
+from dit.errors import BatchError
+from dit.fixed_packs import PackMaxima
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import master_shards, set_rates
+from dit.optimizer.step_numbers import Limits, StepNumbers
+from dit.optimizer.update import build_update
+from dit.parallel.dims import ParallelConfig
+from dit.parallel.implementations import target_of
+from dit.planner.job import Job
+from dit.planner.program import Program
+from dit.planner.trace import Tracer
+from dit.settings import OptimizerConfig
+from dit.step.cuda_graph import GraphedSchedule, passes
+from dit.step.forward_step import training_forward_step
+from dit.step.schedule import Logs
+from dit.tracing.packs import PackShape, batch_of
+from dit.tracing.world import fake_world
 
 STEPS = 3  # the packs of a job repeat after three
 KEYS = ("dit/objectives/addressed_noise.py",)
@@ -76,3 +97,203 @@ def test_each_difference_is_detected() -> None:
         assert not differences(first, step())
         for change in ({"size": 4}, {"factor": 3.0}, {"add": True}, {"keeps": True}):
             assert differences(first, step(**change)), change
+
+
+def passes_here(job: Job) -> list[Any]:
+    """Return the operations of the passes of some steps, with the copies between host and device and the waits in them.
+
+    The device is `meta`, on which operations with data-dependent shapes raise an error.
+    """
+    recorded = []
+    with fake_world(job.rank, job.world_size):
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+        try:
+            with meta_device(recorder):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                packs, step = [program._batch(), program._batch()], torch.zeros((), dtype=torch.int64, device=META)
+                forward_step = training_forward_step(job.objective, job.model, job.training.seed, 0, program.mix)
+                for number in range(WARM_UP + 2):  # of the same packs
+                    program.state.wrapped[0].zero_grad_buffer()
+                    recorder.begin()
+                    recorder.enter("forward and backward")
+                    with NoCopiesFromHost() if number >= WARM_UP else nullcontext():
+                        passes(replace(forward_step, step=step), packs, program.state.wrapped, groups)
+                    counted = recorder.result
+                    recorded.append((recorder.operations, counted.queued.total(), dict(counted.lines)))
+        finally:
+            process_groups.release()
+    return recorded[WARM_UP:]
+
+
+class RecordedRuns(Graphed):
+    """Records the operations of each run instead of capturing one."""
+
+    def __init__(self, recorder: SequenceRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.recorded: list[Any] = []
+
+    def __call__(self, compute: Any, *inputs: Any) -> Any:
+        self.recorder.begin()
+        with NoCopiesFromHost() if len(self.recorded) >= WARM_UP else nullcontext():
+            result = compute(*inputs)
+        counted = self.recorder.result
+        self.recorded.append((list(self.recorder.operations), counted.queued.total(), dict(counted.lines)))
+        return result
+
+
+def updates_here(job: Job) -> list[Any]:
+    """Return the operations of numbers and updates of some steps, with the copies and waits in them."""
+    with fake_world(job.rank, job.world_size):
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+        try:
+            with meta_device(recorder):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                optimizer, wrapped = program.state.optimizer, program.state.wrapped
+                shards = master_shards(optimizer, [chunk.module for chunk in wrapped], job.optimizer)
+                numbers_of, of_update = RecordedRuns(recorder), RecordedRuns(recorder)
+                parts = optimizer, shards, EMA(shards, 0.9, start_step=4), job.optimizer, groups
+                target = target_of(job.model, job.training.precision, job.kernels)
+                update = build_update(*parts, target, job.training.kernels, of_update)
+                for number in range(1, WARM_UP + STEPS + 1):
+                    for chunk in wrapped:
+                        chunk.zero_grad_buffer()
+                        chunk.zero_stale()
+                    optimizer.zero_grad()
+                    set_rates(optimizer, 1e-3 / number, job.optimizer.beta1)
+                    sums = torch.zeros(2, device=META)
+                    limits = Limits(loss=1.0 * number)
+                    numbers = StepNumbers(optimizer, groups, sums, 1, limits=limits, run=numbers_of)
+                    update(numbers, number)
+                    update.end(number, is_good=True)
+        finally:
+            process_groups.release()
+    return [numbers_of.recorded[WARM_UP:], of_update.recorded[WARM_UP:]]
+
+
+def passes_of_packs_here(job: Job) -> list[Any]:
+    """Return the operations of the passes of some steps on different packs, with the copies and waits in them."""
+    recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=64)
+    with fake_world(job.rank, job.world_size):
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+
+        def recorded_passes(*arguments: Any) -> Logs:
+            recorder.begin()
+            recorder.enter("forward and backward")
+            with NoCopiesFromHost() if recorded else nullcontext():
+                logs = passes(*arguments)
+            counted = recorder.result
+            recorded.append((list(recorder.operations), counted.queued.total(), dict(counted.lines)))
+            return logs
+
+        try:
+            with (
+                meta_device(recorder),
+                mock.patch("dit.step.cuda_graph.passes", recorded_passes),
+                mock.patch("dit.backends.graphs.WARM_UP", 99),
+            ):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                wrapped, schedule = program.state.wrapped, GraphedSchedule()
+                for number in range(WARM_UP + STEPS):
+                    shapes = itertools.islice(program._packs, 2)
+                    packs = [program._copy(maxima.pad(batch_of(job.model, shape))) for shape in shapes]
+                    wrapped[0].zero_grad_buffer()
+                    step = training_forward_step(job.objective, job.model, job.training.seed, number, program.mix)
+                    schedule(step, iter(packs), wrapped, 2, groups)
+        finally:
+            process_groups.release()
+    return recorded[WARM_UP:]
+
+
+def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
+    """A replay would read the memory of the host after it was freed."""
+    table, device_table = torch.arange(3), torch.zeros(3, dtype=torch.int64, device=META)
+    for copy in (lambda: table.to(META), lambda: device_table.copy_(table)):
+        with NoCopiesFromHost(), pytest.raises(BatchError, match=r"shape \[3\] from the host.*texts of one length"):
+            copy()
+    with NoCopiesFromHost():
+        device_table.copy_(device_table.int())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    [
+        ("tiny_dit", "eager"),
+        ("tiny_dit", "triton"),
+        pytest.param("flux_12b", "triton", marks=pytest.mark.slow),
+        pytest.param("tiny_ldm_unet", "eager", marks=pytest.mark.slow),
+    ],
+)
+def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(recipe: str, kernels: Any) -> None:
+    job = wait_job(recipe, "dense", kernels)
+    texts = (8,) * len(job.pack.text_lengths)
+    job = replace(job, packs=tuple(replace(job.pack, text_lengths=texts) for _ in job.packs))
+    with Tracer() as tracer:
+        (first, *copies_and_waits), *others = tracer.run(passes_here, [job])[0]
+    assert copies_and_waits == [0, {}]
+    assert len(first) > 300
+    for operations, *counts in others:
+        assert not differences(first, operations)
+        assert counts == [0, {}]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernels", "tensor"),
+    [
+        ("tiny_dit", "eager", 1),
+        ("pretrain_7b", "triton", 2),
+        pytest.param("flux_12b", "triton", 1, marks=pytest.mark.slow),
+        pytest.param("z_image_1024", "triton", 2, marks=pytest.mark.slow),
+        pytest.param("qwen_image_1024", "triton", 2, marks=pytest.mark.long),
+        pytest.param("sd3_5_medium_1024", "eager", 1, marks=pytest.mark.long),
+        pytest.param("lumina2_1024", "triton", 1, marks=pytest.mark.long),
+        pytest.param("pretrain_ditllama5b", "triton", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_all_steps(
+    recipe: str, kernels: Any, tensor: int
+) -> None:
+    """The packs differ in the number of samples and in the lengths of samples and texts."""
+    job = wait_job(recipe, "packed", kernels)
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor)
+    assert len({(len(pack.grids), pack.text_lengths) for pack in job.packs}) == 3
+    with Tracer() as tracer:
+        (first, *copies_and_waits), *others = tracer.run(
+            passes_of_packs_here, [replace(job, parallel=parallel, world_size=tensor)]
+        )[0]
+    assert copies_and_waits == [0, {}]
+    assert len(first) > 300
+    for operations, *counts in others:
+        assert not differences(first, operations)
+        assert counts == [0, {}]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "data_parallel", "algorithm"),
+    [
+        ("triton", "distributed_optimizer", "adamw"),
+        pytest.param("eager", "distributed_optimizer", "adamw", marks=pytest.mark.slow),
+        ("eager", "ddp", "adamw"),
+        ("triton", "distributed_optimizer", "muon"),
+    ],
+)
+def test_updates_have_no_wait_or_copy_and_are_equal_in_all_steps(
+    kernels: Any, data_parallel: Any, algorithm: Any
+) -> None:
+    """In bf16, on two tensor-parallel ranks and two replicas; rates, limits and the weight of the average change."""
+    job = wait_job("tiny_dit", "dense", kernels)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, data_parallel=data_parallel)
+    job = replace(job, parallel=parallel, world_size=4, optimizer=OptimizerConfig(algorithm=algorithm))
+    with Tracer() as tracer:
+        numbers, updates = tracer.run(updates_here, [job])[0]
+    for recorded, least in ((numbers, 15), (updates, 8)):
+        (first, *copies_and_waits), *others = recorded
+        assert copies_and_waits == [0, {}]
+        assert len(first) >= least
+        assert len(others) == STEPS - 1
+        for operations, *counts in others:
+            assert not differences(first, operations)
+            assert counts == [0, {}]
