@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.lora import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE, PEFT_PREFIX, WEIGHT, Adapter
-from dit.convert.rules import Pointwise, Rule, RuleBook, Shape, check_numbers, some_of
+from dit.convert.rules import Rule, RuleBook, Shape, check_numbers, some_of
 from dit.convert.state_files import read_json, read_metadata, read_tensors
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
@@ -250,8 +250,6 @@ def _join_all(external: Mapping[str, Adapter], rules: RuleBook, linears: Collect
 def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[int]) -> Adapter:
     """Return one adapter equal to the adapters of several external layers."""
     [first, *_] = present = [part for part in parts if part is not None]
-    if isinstance(rule.form, Pointwise):
-        return Adapter(rule.form.from_external([first.a]), rule.form.from_external([first.b]))
     if rule.form.axis == 1:
         return Adapter(rule.form.from_external([first.a]), first.b)
     unique: list[Tensor] = []
@@ -262,7 +260,7 @@ def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[in
     for part, row in zip(parts, blocks, strict=True):
         if part is not None:
             row[next(i for i, a in enumerate(unique) if torch.equal(part.a, a))] = part.b
-    return Adapter(torch.cat(unique), rule.form.from_external([torch.cat(row, 1) for row in blocks]))
+    return Adapter(torch.cat(unique).flatten(1), rule.form.from_external([torch.cat(row, 1) for row in blocks]))
 
 
 def _filled(adapter: Adapter, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
