@@ -51,6 +51,8 @@ OTHER_KINDS = {
     "biases": ("lora_bias", ".bias"),
 }
 """Kinds of adapters that are not supported, by parts of their tensor names."""
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations of peft that subtract the first B A from the weights of the base."""
 TEXT_ENCODERS = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?\.)")
 
 
@@ -127,6 +129,16 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
             raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")
     if settings.get("use_dora"):
         raise ConfigError(f"{file} has DoRA (use_dora in its settings); only LoRA of two matrices is read")
+    if (init := str(settings.get("init_lora_weights")).lower()).startswith(CHANGE_BASE):
+        raise ConfigError(
+            f"{file} was trained on changed weights of the base (init_lora_weights={init:.40}); convert it to LoRA "
+            "with peft: save_pretrained(..., path_initial_model_for_weight_conversion=FOLDER_OF_THE_INITIAL_ADAPTERS)"
+        )
+    if replicated := settings.get("layer_replication"):
+        raise ConfigError(
+            f"{file} belongs to a model with repeated layers (layer_replication={replicated!r:.40}), which are not "
+            "read; train adapters of the base without it"
+        )
     by_stem: dict[str, dict[str, Tensor]] = {}
     endings = {**dict.fromkeys(A_NAMES, "a"), **dict.fromkeys(B_NAMES, "b"), ALPHA: "alpha"}
     unknown = []

@@ -250,13 +250,16 @@ def test_adapters_of_3_x_3_convolutions_are_refused(tmp_path: Path, layer: str, 
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
 
-def test_settings_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+def test_unsupported_settings_of_peft_are_refused(tmp_path: Path) -> None:
     case, (external, model, rules, _) = CASES["pixart"], a_base(CASES["pixart"])
     with_peft(external, "pixart").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     for change, message in (
         ({"lora_alpha": "5"}, "alpha='5'"),
         ({"use_dora": True}, "DoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4.*path_initial_model_for_weight_con"),
+        ({"init_lora_weights": "OLoRA"}, "changed weights of the base"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, r"layer_replication=\[\[0, 1"),
         ({"alpha_pattern": {"(a+)+": 3}}, "only names"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **change}))
