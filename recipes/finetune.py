@@ -167,18 +167,27 @@ def _as_config(part: Any) -> Any:
     return run.Config(type(part), **{field.name: _as_config(getattr(part, field.name)) for field in fields(part)})
 
 
-def _settings(base: str) -> dict[str, Any]:
-    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers."""
+def _settings(base: str, *, published: bool = False) -> dict[str, Any]:
+    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers.
+
+    Args:
+        published: leave out the sampling of a folder of diffusers, and the objective if the folder does not have it.
+    """
     folder = local_path(base)
     if is_network(folder):
-        trained = read_network(folder).trained
-        sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
-        return {"model": trained.model, "objective": trained.objective, "sampling": sampling}
+        network = read_network(folder)
+        trained = network.trained
+        settings: dict[str, Any] = {"model": trained.model}
+        if network.recorded or not published:
+            settings["objective"] = trained.objective
+        if not published:
+            settings["sampling"] = build(SamplingConfig, trained.sampling, "the record's sampling")
+        return settings
     newest = candidates(folder)
     if not newest:
         raise ConfigError(f"base={base!r}: {no_checkpoint(folder)}")
-    settings, _ = read_settings(newest[0])
-    return {part: getattr(settings, part) for part in ("model", "objective", "sampling")}
+    config, _ = read_settings(newest[0])
+    return {part: getattr(config, part) for part in ("model", "objective", "sampling")}
 
 
 def _on_base(name: str, base: Optional[str], published: Optional[Published] = None) -> run.Partial:
@@ -194,7 +203,7 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
         recipe.sampling = run.Config(SamplingConfig, **sampling)
         recipe.data = run.Config(EnergonData, path="data/mine", **published.data)
     if base is not None:
-        for part, settings in _settings(base).items():
+        for part, settings in _settings(base, published=published is not None).items():
             setattr(recipe, part, _as_config(settings))
     recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)
     recipe.checkpoint.interval = 250

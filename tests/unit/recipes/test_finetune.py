@@ -1,16 +1,20 @@
 """Recipes for fine-tuning select where the training state is stored; MLPerf's FLUX.1 has its published numbers."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from dit.convert.diffusers_format import format_of_model
 from dit.errors import ConfigError
 from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import count_parameters
 from launch import dry_run
 from launch.config_file import built
 from launch.train import call_recipe
-from recipes.finetune import ON_ONE_GPU, WAYS, Way, finetune, finetune_lora
+from recipes.finetune import ON_ONE_GPU, PUBLISHED, WAYS, Way, _published, finetune, finetune_lora
 from tests.support.fine_tuning_table import PAGE, ROWS, table_of
 
 GIB = 2**30
@@ -135,6 +139,28 @@ def test_recipes_of_published_models_have_their_objectives() -> None:
     assert (qwen.objective.shift_by_tokens, qwen.objective.last_time) == ([0.5, 0.9, 256, 8192], 0.02)
     assert (qwen.sampling.guidance_scale, qwen.sampling.guidance_norm) == (4.0, True)
     assert built(call_recipe("finetune_hunyuan_video")).parallel.data_parallel == "fsdp"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_folder_of_diffusers_changes_only_the_shift_of_a_published_model(tmp_path: Path, name: str) -> None:
+    """A network without a pipeline changes nothing; the scheduler of a pipeline has a shift; so has `finetune`."""
+    expected = built(_published(name, None, False, None, 80))
+    form = format_of_model(expected.model)
+    settings, _ = form.write_settings(expected.model, (1, 128, 128))
+    (tmp_path / form.part).mkdir()
+    (tmp_path / form.part / "config.json").write_text(json.dumps(settings))
+    config = built(_published(name, str(tmp_path / form.part), False, None, 80))
+    assert (config.objective, config.sampling) == (expected.objective, expected.sampling)
+    if name == "sdxl":
+        return
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    (tmp_path / "scheduler").mkdir()
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 2.5}
+    (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
+    config = built(_published(name, str(tmp_path), False, None, 80))
+    shifted = FlowMatching(time_distribution="logit_normal", time_shift=2.5)
+    assert (config.objective, config.sampling) == (shifted, expected.sampling)
+    assert built(finetune(base=str(tmp_path))).objective == shifted
 
 
 def test_the_page_has_a_row_for_every_published_model() -> None:
