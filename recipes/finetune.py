@@ -156,7 +156,7 @@ def _fit(recipe: run.Partial, gpus: Optional[int], gpu_memory: int) -> run.Parti
         recipe.parallel.data_parallel = "fsdp"
     recipe.training.ema_offload, recipe.optimizer.offload = way.average, way.moments
     recipe.training.recompute = "full"
-    recipe.training.global_batch_size = max(recipe.training.global_batch_size, gpus)
+    recipe.training.global_batch_size += -recipe.training.global_batch_size % gpus
     return recipe
 
 

@@ -56,6 +56,10 @@ def test_the_fastest_method_that_fits_is_selected(
     assert (config.training.recompute, config.training.global_batch_size) == ("full", max(4, gpus))
 
 
+def test_the_batch_is_a_multiple_of_the_gpus() -> None:
+    assert [finetune(gpus=gpus).training.global_batch_size for gpus in (1, 2, 3, 5, 8)] == [4, 4, 6, 5, 8]
+
+
 def test_methods_are_sorted_by_their_bytes() -> None:
     """Sharded weights come after replicated ones, and host memory last, for both kinds of training."""
     for ways, gpus in ((WAYS, 8), (ON_ONE_GPU, 1)):
