@@ -216,6 +216,18 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
     return recipe
 
 
+def _all_weights(recipe: run.Partial) -> run.Partial:
+    """Check that the base has no adapters, which would be trained instead of all weights."""
+    if getattr(recipe.model, "lora", None) is not None:
+        base = recipe.checkpoint.start_from
+        raise ConfigError(
+            f"base={base!r} has adapters (LoRA), but this recipe trains all weights; train the adapters with "
+            "finetune_lora or lora=True, or merge them (python -m launch.export --checkpoint "
+            f"{base} --format diffusers --out merged) and give base='merged'"
+        )
+    return recipe
+
+
 def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
     """Train only adapters, at the learning rate that they take."""
     model = recipe.model.__fn_or_cls__
@@ -237,7 +249,7 @@ def finetune(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory:
     if this run itself is resumed. `gpus=8, gpu_memory=80` selects FSDP and offload for large models, and recomputes
     layers.
     """
-    return _fit(_on_base("finetune", base), gpus, gpu_memory)
+    return _fit(_all_weights(_on_base("finetune", base)), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)
@@ -255,7 +267,7 @@ def _published(name: str, base: Optional[str], lora: bool, gpus: Optional[int], 
     """Return the training of a published model: of all weights, or of adapters of rank 16."""
     published = PUBLISHED[name]
     recipe = _on_base(f"finetune_{name}{'_lora' * lora}", base, published)
-    recipe = _fit(_with_lora(recipe, rank=16) if lora else recipe, gpus, gpu_memory)
+    recipe = _fit(_with_lora(recipe, rank=16) if lora else _all_weights(recipe), gpus, gpu_memory)
     if published.fsdp and not lora and gpus is not None and gpus > 1:
         recipe.parallel.data_parallel = "fsdp"
     return recipe
@@ -422,7 +434,7 @@ def dreambooth(base: Optional[str] = None) -> run.Partial:
 
     Source: Ruiz et al. 2022, arXiv:2208.12242, sections 3.2 and 3.3; the blend gives both terms the same weight.
     """
-    recipe = _on_base("dreambooth", base)
+    recipe = _all_weights(_on_base("dreambooth", base))
     recipe.data.path = "data/subject"
     recipe.optimizer.lr = 1e-6
     recipe.training.num_steps = 1000

@@ -14,7 +14,17 @@ from dit.parallel.build import count_parameters
 from launch import dry_run
 from launch.config_file import built
 from launch.train import call_recipe
-from recipes.finetune import ON_ONE_GPU, PUBLISHED, WAYS, Way, _published, finetune, finetune_lora
+from recipes.finetune import (
+    ON_ONE_GPU,
+    PUBLISHED,
+    WAYS,
+    Way,
+    _published,
+    dreambooth,
+    finetune,
+    finetune_lora,
+    finetune_sana,
+)
 from tests.support.fine_tuning_table import PAGE, ROWS, table_of
 
 GIB = 2**30
@@ -165,6 +175,16 @@ def test_a_folder_of_diffusers_changes_only_the_shift_of_a_published_model(tmp_p
     shifted = FlowMatching(time_distribution="logit_normal", time_shift=2.5)
     assert (config.objective, config.sampling) == (shifted, expected.sampling)
     assert built(finetune(base=str(tmp_path))).objective == shifted
+
+
+def test_a_base_with_adapters_is_refused_by_recipes_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(finetune_sana(lora=True)).model
+    monkeypatch.setattr("recipes.finetune._settings", lambda base, published: {"model": model})
+    for recipe in (finetune, dreambooth, finetune_sana):
+        with pytest.raises(ConfigError, match=r"base='runs/lora' has adapters .*--checkpoint runs/lora --format diff"):
+            recipe(base="runs/lora")
+    for adapted in (finetune_lora(base="runs/lora"), finetune_sana(base="runs/lora", lora=True)):
+        assert (built(adapted).model.lora, adapted.optimizer.lr) == (model.lora, 1e-4)
 
 
 def test_the_page_has_a_row_for_every_published_model() -> None:
