@@ -109,7 +109,13 @@ def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
     file = path
     if path.is_dir():
         files = [path / name for name in (PEFT_FILE, DIFFUSERS_FILE) if (path / name).is_file()]
-        files = files or sorted(path.glob("*.safetensors"))
+        others = [] if files else sorted(path.glob("*.safetensors"))
+        if len(others) > 1:
+            raise ConfigError(
+                f"{path} has {len(others)} files ({some_of([other.name for other in others])}); give one of them: "
+                f"--from {others[-1]}"
+            )
+        files += others
         if not files:
             raise ConfigError(f"{path} has no {PEFT_FILE}, {DIFFUSERS_FILE} or other .safetensors file")
         file = files[0]

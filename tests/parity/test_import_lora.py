@@ -233,6 +233,16 @@ def test_adapters_without_a_counterpart_are_refused(tmp_path: Path, change: Chan
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
 
+def test_a_folder_with_several_files_is_refused(tmp_path: Path) -> None:
+    case, (external, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+    tensors = kohya(external, {"lora_unet_time_embedding_linear_1": "time_embedding.linear_1"})
+    save_file(tensors, tmp_path / "dog-000001.safetensors")
+    assert imported_from(tmp_path, case, model, rules).config.targets == ["time.linear_1"]
+    save_file(tensors, tmp_path / "dog.safetensors")
+    with pytest.raises(ConfigError, match=r"has 2 files \(dog-000001.safetensors, dog.safetensors\); give one of them"):
+        imported_from(tmp_path, case, model, rules)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
