@@ -156,7 +156,7 @@ def _fit(recipe: run.Partial, gpus: Optional[int], gpu_memory: int) -> run.Parti
         recipe.parallel.data_parallel = "fsdp"
     recipe.training.ema_offload, recipe.optimizer.offload = way.average, way.moments
     recipe.training.recompute = "full"
-    recipe.training.global_batch_size = max(recipe.training.global_batch_size, gpus)
+    recipe.training.global_batch_size += -recipe.training.global_batch_size % gpus
     return recipe
 
 
@@ -167,18 +167,27 @@ def _as_config(part: Any) -> Any:
     return run.Config(type(part), **{field.name: _as_config(getattr(part, field.name)) for field in fields(part)})
 
 
-def _settings(base: str) -> dict[str, Any]:
-    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers."""
+def _settings(base: str, *, published: bool = False) -> dict[str, Any]:
+    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers.
+
+    Args:
+        published: leave out the sampling of a folder of diffusers, and the objective if the folder does not have it.
+    """
     folder = local_path(base)
     if is_network(folder):
-        trained = read_network(folder).trained
-        sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
-        return {"model": trained.model, "objective": trained.objective, "sampling": sampling}
+        network = read_network(folder)
+        trained = network.trained
+        settings: dict[str, Any] = {"model": trained.model}
+        if network.recorded or not published:
+            settings["objective"] = trained.objective
+        if not published:
+            settings["sampling"] = build(SamplingConfig, trained.sampling, "the record's sampling")
+        return settings
     newest = candidates(folder)
     if not newest:
         raise ConfigError(f"base={base!r}: {no_checkpoint(folder)}")
-    settings, _ = read_settings(newest[0])
-    return {part: getattr(settings, part) for part in ("model", "objective", "sampling")}
+    config, _ = read_settings(newest[0])
+    return {part: getattr(config, part) for part in ("model", "objective", "sampling")}
 
 
 def _on_base(name: str, base: Optional[str], published: Optional[Published] = None) -> run.Partial:
@@ -194,7 +203,7 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
         recipe.sampling = run.Config(SamplingConfig, **sampling)
         recipe.data = run.Config(EnergonData, path="data/mine", **published.data)
     if base is not None:
-        for part, settings in _settings(base).items():
+        for part, settings in _settings(base, published=published is not None).items():
             setattr(recipe, part, _as_config(settings))
     recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)
     recipe.checkpoint.interval = 250
@@ -204,6 +213,18 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
     # An average over so few steps must be short: it starts at the base's weights.
     recipe.training.ema_decay = 0.99
     recipe.training.validation_interval = 0
+    return recipe
+
+
+def _all_weights(recipe: run.Partial) -> run.Partial:
+    """Check that the base has no adapters, which would be trained instead of all weights."""
+    if getattr(recipe.model, "lora", None) is not None:
+        base = recipe.checkpoint.start_from
+        raise ConfigError(
+            f"base={base!r} has adapters (LoRA), but this recipe trains all weights; train the adapters with "
+            "finetune_lora or lora=True, or merge them (python -m launch.export --checkpoint "
+            f"{base} --format diffusers --out merged) and give base='merged'"
+        )
     return recipe
 
 
@@ -228,7 +249,7 @@ def finetune(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory:
     if this run itself is resumed. `gpus=8, gpu_memory=80` selects FSDP and offload for large models, and recomputes
     layers.
     """
-    return _fit(_on_base("finetune", base), gpus, gpu_memory)
+    return _fit(_all_weights(_on_base("finetune", base)), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)
@@ -246,7 +267,7 @@ def _published(name: str, base: Optional[str], lora: bool, gpus: Optional[int], 
     """Return the training of a published model: of all weights, or of adapters of rank 16."""
     published = PUBLISHED[name]
     recipe = _on_base(f"finetune_{name}{'_lora' * lora}", base, published)
-    recipe = _fit(_with_lora(recipe, rank=16) if lora else recipe, gpus, gpu_memory)
+    recipe = _fit(_with_lora(recipe, rank=16) if lora else _all_weights(recipe), gpus, gpu_memory)
     if published.fsdp and not lora and gpus is not None and gpus > 1:
         recipe.parallel.data_parallel = "fsdp"
     return recipe
@@ -413,7 +434,7 @@ def dreambooth(base: Optional[str] = None) -> run.Partial:
 
     Source: Ruiz et al. 2022, arXiv:2208.12242, sections 3.2 and 3.3; the blend gives both terms the same weight.
     """
-    recipe = _on_base("dreambooth", base)
+    recipe = _all_weights(_on_base("dreambooth", base))
     recipe.data.path = "data/subject"
     recipe.optimizer.lr = 1e-6
     recipe.training.num_steps = 1000

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Optional
 
@@ -28,7 +29,7 @@ from dit.convert.pipeline_import import PARTS, complete, network_folder
 from dit.convert.rules import RuleBook, some_of
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights
-from dit.convert.state_files import CONFIG, STEM, read_json
+from dit.convert.state_files import CONFIG, STEM, VARIANT, read_json
 from dit.convert.stored_tensors import StoredTensors
 from dit.errors import CheckpointError, ConfigError
 from dit.hub import PREFIX, download
@@ -44,6 +45,8 @@ DOWNLOADED = (
     *(f"{part}/{name}" for part in PARTS for name in WEIGHTS),
 )
 """Files of a repository on the hub that a run starts from."""
+VARIANTS = (VARIANT, *(f"{part}/{VARIANT}" for part in PARTS))
+"""Files that are also downloaded if the repository has no other weights."""
 NOT_SIZES = ("lora", "class_dropout", "context_dropout", "null_text")
 """Settings that change neither shape nor order of the stored weights."""
 
@@ -98,13 +101,16 @@ def local_path(path: str | Path) -> Path:
     """Return the folder of a path or of an address `hf://owner/name`, which is downloaded."""
     if not (isinstance(path, str) and path.startswith(PREFIX)):
         return Path(path)
-    return download(path, DOWNLOADED, _is_complete)
+    folder = download(path, DOWNLOADED, _is_complete)
+    return folder if _is_complete(folder) else download(path, (*DOWNLOADED, *VARIANTS), lambda folder: False)
 
 
 def _is_complete(folder: Path) -> bool:
-    """Return whether a folder has a network with all its weights."""
+    """Return whether a folder has a network with all its weights, not of a variant."""
     try:
-        return is_network(folder) and bool(StoredTensors(network_folder(folder)).files)
+        return is_network(folder) and not any(
+            fnmatch(file.name, VARIANT) for file in StoredTensors(network_folder(folder)).files
+        )
     except ConfigError:
         return False
 

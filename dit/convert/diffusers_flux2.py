@@ -13,7 +13,7 @@ Source: diffusers 0.38, `models/transformers/transformer_flux2.py` and `pipeline
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.diffusers_format import LatentSize, TrainedModel
+from dit.convert.diffusers_format import LatentSize, TrainedModel, mlp_ratio
 from dit.convert.diffusers_streams import (
     COMFYUI_ATTENTION,
     IMAGE,
@@ -69,7 +69,7 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
     def write(self, model: Flux2Config, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         settings = self.write_sizes(model) | {
             "num_single_layers": model.num_single_layers,
-            "mlp_ratio": model.ffn_size / model.hidden_size,
+            "mlp_ratio": mlp_ratio(model.ffn_size, model.hidden_size),
             "guidance_embeds": model.guidance is not None,
             "rope_theta": model.rope_theta,
             "eps": model.layernorm_epsilon,

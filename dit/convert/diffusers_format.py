@@ -5,7 +5,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from dit.convert.rules import TRAIN_THAT_WAY, RuleBook, Shape, require
 from dit.errors import ConfigError, UserError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.objectives.flow_matching import FlowMatching
 from dit.ranges import MOST_POSITIONS
 from dit.safe_files import read_yaml
 
@@ -35,7 +36,8 @@ class TrainedModel:
 
     Attributes:
         model: settings of the backbone.
-        objective: of the training; the published one if the files do not have it.
+        objective: of the training; the published one, with logit-normal times of flow matching, if the files do not
+            have it.
         latent_size: (T, H, W) of the training latents.
         sampling: the authors' sampling settings, by the names of `SamplingConfig`.
         class_names: name of each class; None if unknown.
@@ -185,13 +187,16 @@ class DiffusersFormat(ABC, Generic[Model]):
                 f"{self.class_name} with settings that {self.config_class.__name__} does not support; {faults}"
             )
         try:
-            return self.read(complete)
+            trained = self.read(complete)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, UserError):
                 raise
             raise ConfigError(
                 f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
             ) from error
+        if not isinstance(trained.objective, FlowMatching):
+            return trained
+        return replace(trained, objective=replace(trained.objective, time_distribution="logit_normal"))
 
     def write_settings(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         """Return a complete `config.json` and the notes of `write`."""

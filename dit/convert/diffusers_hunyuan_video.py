@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.diffusers_format import LatentSize, TrainedModel
+from dit.convert.diffusers_format import LatentSize, TrainedModel, mlp_ratio
 from dit.convert.diffusers_streams import IMAGE, SELF_ATTENTION, TEXT, DiffusersStreams, StreamNames
 from dit.convert.rules import Axes, ByHead, Form, Rule, require, with_bias
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
@@ -89,7 +89,7 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
             "attention_head_dim": model.head_size,
             "num_layers": model.num_joint_layers,
             "num_refiner_layers": model.num_refiner_layers,
-            "mlp_ratio": model.ffn_size / model.hidden_size,
+            "mlp_ratio": mlp_ratio(model.ffn_size, model.hidden_size),
             "patch_size": model.patch_spatial,
             "patch_size_t": model.patch_temporal,
             "text_embed_dim": model.context_size,

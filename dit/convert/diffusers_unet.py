@@ -117,6 +117,16 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         control = 0 if odd else published["in_channels"] - published["out_channels"]
         if control < 0:
             odd.append(f"in_channels={published['in_channels']}, out_channels={published['out_channels']}")
+        if not odd and control == published["out_channels"] + 1:
+            raise ConfigError(
+                f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
+                "picture; the mask is not supported, use the text-to-image model"
+            )
+        if pooled is not None and pooled + LENGTH_FEATURES == published["cross_attention_dim"]:
+            raise ConfigError(
+                f"projection_class_embeddings_input_dim={inputs} is that of the refiner of Stable Diffusion XL: a "
+                "pooled text and five numbers, with an aesthetic score; use the base model, which has sizes and crops"
+            )
         if odd or not len(channels) == len(down) == len(depths) or not all(isinstance(n, int) for n in depths):
             raise ConfigError(
                 f"{self.class_name} with {', '.join(odd) or 'lists of different lengths'}; ours has one integer for "

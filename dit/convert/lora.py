@@ -29,7 +29,7 @@ from torch import Tensor
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.diffusers_sampling import PAGE
-from dit.convert.rules import Pointwise, Rule, RuleBook
+from dit.convert.rules import Rule, RuleBook
 from dit.convert.state_files import to_json, write_tensors, written_atomically
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
@@ -72,10 +72,10 @@ def _split(layer: str, rule: Rule, a: Tensor, b: Tensor) -> dict[str, Adapter]:
             "without it (model.lora.targets)"
         )
     names = [name.removesuffix(WEIGHT) for name in rule.external_names]
-    if isinstance(rule.form, Pointwise):
-        return {names[0]: Adapter(*(rule.form.to_external(x)[0] for x in (a, b)))}
     if rule.form.axis == 0:
-        return {name: Adapter(a, part) for name, part in zip(names, rule.form.to_external(b), strict=True)}
+        parts = rule.form.to_external(b)
+        a = a[:, :, None, None] if parts[0].dim() == 4 else a  # both are convolutions of 1 x 1
+        return {name: Adapter(a, part) for name, part in zip(names, parts, strict=True)}
     return {name: Adapter(part, b) for name, part in zip(names, rule.form.to_external(a), strict=True)}
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.lora import DIFFUSERS_FILE, PEFT_CONFIG, PEFT_FILE, PEFT_PREFIX, WEIGHT, Adapter
-from dit.convert.rules import Pointwise, Rule, RuleBook, Shape, check_numbers, some_of
+from dit.convert.rules import Rule, RuleBook, Shape, check_numbers, some_of
 from dit.convert.state_files import read_json, read_metadata, read_tensors
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
@@ -51,6 +51,8 @@ OTHER_KINDS = {
     "biases": ("lora_bias", ".bias"),
 }
 """Kinds of adapters that are not supported, by parts of their tensor names."""
+CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations of peft that subtract the first B A from the weights of the base."""
 TEXT_ENCODERS = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?\.)")
 
 
@@ -107,7 +109,13 @@ def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
     file = path
     if path.is_dir():
         files = [path / name for name in (PEFT_FILE, DIFFUSERS_FILE) if (path / name).is_file()]
-        files = files or sorted(path.glob("*.safetensors"))
+        others = [] if files else sorted(path.glob("*.safetensors"))
+        if len(others) > 1:
+            raise ConfigError(
+                f"{path} has {len(others)} files ({some_of([other.name for other in others])}); give one of them: "
+                f"--from {others[-1]}"
+            )
+        files += others
         if not files:
             raise ConfigError(f"{path} has no {PEFT_FILE}, {DIFFUSERS_FILE} or other .safetensors file")
         file = files[0]
@@ -127,6 +135,16 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
             raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")
     if settings.get("use_dora"):
         raise ConfigError(f"{file} has DoRA (use_dora in its settings); only LoRA of two matrices is read")
+    if (init := str(settings.get("init_lora_weights")).lower()).startswith(CHANGE_BASE):
+        raise ConfigError(
+            f"{file} was trained on changed weights of the base (init_lora_weights={init:.40}); convert it to LoRA "
+            "with peft: save_pretrained(..., path_initial_model_for_weight_conversion=FOLDER_OF_THE_INITIAL_ADAPTERS)"
+        )
+    if replicated := settings.get("layer_replication"):
+        raise ConfigError(
+            f"{file} belongs to a model with repeated layers (layer_replication={replicated!r:.40}), which are not "
+            "read; train adapters of the base without it"
+        )
     by_stem: dict[str, dict[str, Tensor]] = {}
     endings = {**dict.fromkeys(A_NAMES, "a"), **dict.fromkeys(B_NAMES, "b"), ALPHA: "alpha"}
     unknown = []
@@ -250,8 +268,6 @@ def _join_all(external: Mapping[str, Adapter], rules: RuleBook, linears: Collect
 def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[int]) -> Adapter:
     """Return one adapter equal to the adapters of several external layers."""
     [first, *_] = present = [part for part in parts if part is not None]
-    if isinstance(rule.form, Pointwise):
-        return Adapter(rule.form.from_external([first.a]), rule.form.from_external([first.b]))
     if rule.form.axis == 1:
         return Adapter(rule.form.from_external([first.a]), first.b)
     unique: list[Tensor] = []
@@ -262,7 +278,7 @@ def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[in
     for part, row in zip(parts, blocks, strict=True):
         if part is not None:
             row[next(i for i, a in enumerate(unique) if torch.equal(part.a, a))] = part.b
-    return Adapter(torch.cat(unique), rule.form.from_external([torch.cat(row, 1) for row in blocks]))
+    return Adapter(torch.cat(unique).flatten(1), rule.form.from_external([torch.cat(row, 1) for row in blocks]))
 
 
 def _filled(adapter: Adapter, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

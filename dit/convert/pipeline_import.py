@@ -27,6 +27,13 @@ from dit.pipeline_folder import PIPELINE_INDEX, TEXT_ENCODERS, text_encoders_of
 INDEX, PART = PIPELINE_INDEX, "unet"
 PARTS = ("transformer", PART)
 """Folders of the trained network in a pipeline."""
+BETA_SCHEDULERS = (
+    *("DDIM", "DDIMInverse", "DDIMParallel", "DDPM", "DDPMParallel", "DEISMultistep", "DPMSolverMultistep"),
+    *("DPMSolverMultistepInverse", "DPMSolverSDE", "DPMSolverSinglestep", "EulerAncestralDiscrete", "EulerDiscrete"),
+    *("HeunDiscrete", "KDPM2AncestralDiscrete", "KDPM2Discrete", "LCM", "LMSDiscrete", "PNDM", "SASolver", "TCD"),
+    "UniPCMultistep",
+)
+"""Schedulers of diffusers with a table of betas, without the suffix `Scheduler`."""
 DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False, "thresholding": False}
 """Settings of diffusers' DDIMScheduler that give the steps of our sampler `ddim`."""
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
@@ -121,12 +128,15 @@ def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
     predictions = {diffusers_name: prediction for prediction, diffusers_name in PREDICTIONS.items()}
     predicted = str(settings.get("prediction_type", "epsilon"))
     betas = [settings.get(key, default) for key, default in (("beta_start", 1e-4), ("beta_end", 0.02))]
-    odd = settings.get("trained_betas") is not None or name not in schedules or predicted not in predictions
+    scheduler, flow = str(settings.get("_class_name")), settings.get("use_flow_sigmas")
+    odd = scheduler.removesuffix("Scheduler") not in BETA_SCHEDULERS or flow
+    odd = odd or settings.get("trained_betas") is not None or name not in schedules or predicted not in predictions
     if odd or type(steps) is not int or not all(isinstance(beta, float) for beta in betas):
         raise ConfigError(
-            f"{where}: num_train_timesteps={steps!r:.20}, beta_schedule={name!r:.40}, beta_start and beta_end "
-            f"{betas!r:.60}, prediction_type={predicted!r:.40}, trained_betas={settings.get('trained_betas')!r:.40} "
-            "have no counterpart; copy the network to another folder, import it from there and give --objective"
+            f"{where}: {scheduler:.60} with use_flow_sigmas={flow!r:.20}, num_train_timesteps={steps!r:.20}, "
+            f"beta_schedule={name!r:.40}, beta_start and beta_end {betas!r:.60}, prediction_type={predicted!r:.40}, "
+            f"trained_betas={settings.get('trained_betas')!r:.40} have no counterpart; copy the network to another "
+            "folder, import it from there and give --objective"
         )
     options: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
     if (published := PUBLISHED_BETAS.get(schedules[name])) is not None:

@@ -89,7 +89,7 @@ class Axes:
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A linear layer that is an external 1 x 1 convolution; also for the two matrices of an adapter."""
+    """A linear layer that is an external 1 x 1 convolution."""
 
     axis: ClassVar[Optional[int]] = 0
 

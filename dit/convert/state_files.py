@@ -27,6 +27,8 @@ from dit.pipeline_folder import name_a_part
 CONFIG = "config.json"
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
+VARIANT = f"{STEM}.*.safetensors"
+"""Pattern of the weights of a variant, such as `fp16`."""
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 PLAIN = "save plain tensors by name, best as .safetensors"
 MAX_SHARD_BYTES = 10 * 1000**3  # as in diffusers
@@ -115,10 +117,21 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     settings = read_json(folder / CONFIG)
     if (folder / INDEX).exists():
         return settings, _read_shards(folder)
+    if (file := weights_file(folder)).exists():
+        return settings, read_tensors(file)
+    raise ConfigError(f"{folder} has no {STEM}.safetensors, {INDEX} or {STEM}.bin")
+
+
+def weights_file(folder: Path) -> Path:
+    """Return the file with the weights of a folder without an index: of its only variant if it has no other weights."""
     for name in (f"{STEM}.safetensors", f"{STEM}.bin"):
         if (folder / name).exists():
-            return settings, read_tensors(folder / name)
-    raise ConfigError(f"{folder} has no {STEM}.safetensors, {INDEX} or {STEM}.bin")
+            return folder / name
+    variants = sorted(folder.glob(VARIANT))
+    if len(variants) > 1:
+        names = ", ".join(path.name for path in variants)
+        raise ConfigError(f"{folder} has only variants of the weights ({names}); rename one to {STEM}.safetensors")
+    return variants[0] if variants else folder / f"{STEM}.safetensors"
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:

@@ -201,7 +201,8 @@ class Case:
     Attributes:
         module: builds a small model.
         predict: returns the predictions of this package and of diffusers.
-        native: layers of the original code with adapters, and the layers of diffusers that each fuses.
+        native: layers of the original code with adapters, and the layers of diffusers that each fuses; empty if
+            ComfyUI's names are not known.
         prefix: prefix of their names in ComfyUI.
         targets: layers with an adapter.
     """
@@ -214,6 +215,7 @@ class Case:
     targets: tuple[str, ...] = ("layers.*.linear_*",)
 
 
+SANA = test_convert_streams.FAMILIES["sana"]
 SD3_MEDIUM = test_convert_streams.FAMILIES["sd3.5_medium"]
 CASES = {
     "flux": Case(DiffusersFlux(), FAMILIES["flux"].small, stream, FLUX, targets=("layers.*",)),
@@ -230,6 +232,7 @@ CASES = {
         targets=("layers.*.linear_*", "layers.*.image.modulation.linear"),
     ),
     "pixart": Case(DiffusersPixArt(), FAMILIES["pixart"].small, pixart, PIXART),
+    "sana": Case(SANA.form, partial(SANA.external, **SANA.settings), stream, {}),
     "unet": Case(DiffusersUNet(), unet_model, unet, UNET, prefix="", targets=("*.attentions.*",)),
     "wan": Case(DiffusersWan(), FAMILIES["wan"].small, stream, WAN),
 }
@@ -291,11 +294,10 @@ def test_exported_adapters_have_the_same_outputs(build_model: BuildModel, name: 
     state = {name: x.clone() for name, x in external.state_dict().items()}
 
     prefix = case.form.part
-    for changed in (
-        as_peft(state, diffusers_tensors(layers, prefix), prefix),
-        as_peft(state, diffusers_tensors(layers, PEFT_PREFIX), "base_model.model"),
-        as_comfyui(state, comfyui_tensors(layers, case.form.comfyui_name), case),
-    ):
+    files = [as_peft(state, diffusers_tensors(layers, name), name) for name in (prefix, PEFT_PREFIX)]
+    if case.native:
+        files.append(as_comfyui(state, comfyui_tensors(layers, case.form.comfyui_name), case))
+    for changed in files:
         external.load_state_dict(changed)
         with torch.no_grad():
             here, there = case.predict(network, external, model)

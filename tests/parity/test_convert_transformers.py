@@ -11,13 +11,15 @@ from diffusers.models.transformers.transformer_flux import FluxTransformer2DMode
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from dit.convert.diffusers_flux import DiffusersFlux
-from dit.convert.diffusers_format import DiffusersFormat, format_of_settings
+from dit.convert.diffusers_format import DiffusersFormat, format_of_model, format_of_settings
 from dit.convert.diffusers_pixart import DiffusersPixArt
 from dit.convert.diffusers_sana import DiffusersSana
 from dit.convert.diffusers_wan import DiffusersWan
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.flux2.config import Flux2Config
+from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
@@ -138,6 +140,15 @@ def test_the_width_of_sanas_feed_forward_survives_a_round_trip(ffn_size: int) ->
     assert imported.model.ffn_size == ffn_size
     settings, _ = form.write_settings(imported.model, imported.latent_size)
     assert form.read_settings(settings) == imported
+
+
+@pytest.mark.parametrize("config", [Flux2Config, HunyuanVideoConfig])
+def test_the_width_of_a_feed_forward_survives_a_round_trip(config: type[Any]) -> None:
+    """245 / 120 * 120 is slightly below 245."""
+    model = config(hidden_size=120, num_attention_heads=5, ffn_hidden_size=245)
+    form = format_of_model(model)
+    settings, _ = form.write_settings(model, (1, 64, 64))
+    assert form.read_settings(settings).model.ffn_size == model.ffn_size
 
 
 @pytest.mark.parametrize("name", ["flux", "sana", "wan"])

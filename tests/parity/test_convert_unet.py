@@ -213,6 +213,14 @@ def test_missing_sizes_are_those_of_the_latent(build_model: BuildModel):
         ({"out_channels": 8}, "in_channels=4, out_channels=8"),
         ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types="),
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
+        ({"in_channels": 9}, "in_channels=9 are those of an inpainting model"),
+        (
+            {
+                **{"addition_embed_type": "text_time", "addition_time_embed_dim": 256, "cross_attention_dim": 1280},
+                "projection_class_embeddings_input_dim": 2560,
+            },
+            "input_dim=2560 is that of the refiner",
+        ),
     ],
 )
 def test_unsupported_settings_are_refused(change: dict, message: str):

@@ -36,6 +36,7 @@ TARGETS = {
     "qwen_image": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "img_mlp.net.2", "txt_mod.1"],
     "sd3.5_medium": ["attn.to_q", "attn.to_v", "attn2.to_k", "add_k_proj", "attn.to_out.0", "ff.net.2", "norm1.linear"],
     "pixart": ["attn1.to_q", "attn1.to_v", "attn2.to_k", "attn2.to_out.0", "ff.net.0.proj"],
+    "sana": ["attn1.to_q", "attn1.to_v", "attn2.to_k", "conv_inverted", "conv_point"],
     "unet": ["attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_v", "proj_in", "ff.net.2"],
     "wan": ["attn1.to_q", "attn1.to_k", "attn2.to_v", "ffn.net.2"],
 }
@@ -125,10 +126,13 @@ def test_exported_adapters_are_imported_bitwise_unchanged(build_model: BuildMode
     imported = case.form.read_settings(external.config)
     rules = case.form.rules(model, parameter_shapes(model), imported.latent_size)
     write_adapter_folder(layers, case.form, model, tmp_path / "lora")
-    save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
+    sources = ["lora", "lora/pytorch_lora_weights.safetensors"]
+    if case.native:
+        save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
+        sources.append("comfyui.safetensors")
     trained = {n: p.detach().clone() for n, p in network.named_parameters() if "lora_" in n}
     scaled = {n: LORA.scale * x if "lora_B" in n else x for n, x in trained.items()}
-    for source in ("lora", "lora/pytorch_lora_weights.safetensors", "comfyui.safetensors"):
+    for source in sources:
         adapters = imported_from(tmp_path / source, case, model, rules)
         assert adapters.config.rank == LORA.rank
         assert adapters.config.scale == 1
@@ -229,6 +233,16 @@ def test_adapters_without_a_counterpart_are_refused(tmp_path: Path, change: Chan
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
 
+def test_a_folder_with_several_files_is_refused(tmp_path: Path) -> None:
+    case, (external, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+    tensors = kohya(external, {"lora_unet_time_embedding_linear_1": "time_embedding.linear_1"})
+    save_file(tensors, tmp_path / "dog-000001.safetensors")
+    assert imported_from(tmp_path, case, model, rules).config.targets == ["time.linear_1"]
+    save_file(tensors, tmp_path / "dog.safetensors")
+    with pytest.raises(ConfigError, match=r"has 2 files \(dog-000001.safetensors, dog.safetensors\); give one of them"):
+        imported_from(tmp_path, case, model, rules)
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
@@ -246,13 +260,16 @@ def test_adapters_of_3_x_3_convolutions_are_refused(tmp_path: Path, layer: str, 
         imported_from(tmp_path / "x.safetensors", case, model, rules)
 
 
-def test_settings_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+def test_unsupported_settings_of_peft_are_refused(tmp_path: Path) -> None:
     case, (external, model, rules, _) = CASES["pixart"], a_base(CASES["pixart"])
     with_peft(external, "pixart").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     for change, message in (
         ({"lora_alpha": "5"}, "alpha='5'"),
         ({"use_dora": True}, "DoRA"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4.*path_initial_model_for_weight_con"),
+        ({"init_lora_weights": "OLoRA"}, "changed weights of the base"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, r"layer_replication=\[\[0, 1"),
         ({"alpha_pattern": {"(a+)+": 3}}, "only names"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **change}))

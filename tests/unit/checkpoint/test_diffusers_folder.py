@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,35 @@ def test_a_fault_of_the_folder_is_one_line(folders: Path, tmp_path: Path, fault:
         read_all(read_network(folder).weights(read_network(folders / "flux").trained.model))
     assert "\n" not in str(raised.value)
     assert isinstance(raised.value, CheckpointError if fault == "not finite" else ConfigError)
+
+
+def test_the_only_variant_is_read(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder and from the hub; next to other variants or other weights, no variant is selected."""
+    _, expected = read_diffusers(folders / "flux")
+    (tmp_path / "model_index.json").write_text("{}")
+    folder = Path(shutil.copytree(folders / "flux", tmp_path / "transformer"))
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink()
+    save_file(expected, folder / "diffusion_pytorch_model.fp16.safetensors", metadata={"format": "pt"})
+    assert torch.equal(read_diffusers(folder)[1][HEADS], expected[HEADS])
+    network = read_network(folder)
+    assert network.weights(network.trained.model).num_parameters == sum(x.numel() for x in expected.values())
+    downloads: list[list[str]] = []
+
+    def download(*_: object, allow_patterns: list[str], **__: object) -> str:
+        downloads.append(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr("dit.hub.check_reachable", lambda repository: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert local_path("hf://owner/name") == tmp_path
+    variant = "transformer/diffusion_pytorch_model.fp16.safetensors"
+    first, last = ([p for p in patterns if fnmatch(variant, p)] for patterns in (downloads[0], downloads[-1]))
+    assert (first, len(last)) == ([], 1)
+    for name in ("diffusion_pytorch_model.bf16.safetensors", "diffusion_pytorch_model.bin"):
+        (folder / name).touch()
+        with pytest.raises(ConfigError, match=r"only variants .*bf16.safetensors, .*rename one|weights as a pickle"):
+            network.weights(network.trained.model)
 
 
 def test_embedders_of_blocks_that_differ_are_refused(folders: Path, tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ def test_a_written_schedule_is_read_back_unchanged(objective):
         {"beta_start": "x"},
         {"num_train_timesteps": None},
         {"beta_schedule": []},
+        {"_class_name": "EDMDPMSolverMultistepScheduler"},
+        {"_class_name": "FlowMatchEulerDiscreteScheduler"},
+        {"_class_name": "UniPCMultistepScheduler", "use_flow_sigmas": True},
     ],
     ids=str,
 )

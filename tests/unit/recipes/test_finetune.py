@@ -1,16 +1,30 @@
 """Recipes for fine-tuning select where the training state is stored; MLPerf's FLUX.1 has its published numbers."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
+from dit.convert.diffusers_format import format_of_model
 from dit.errors import ConfigError
 from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import count_parameters
 from launch import dry_run
 from launch.config_file import built
 from launch.train import call_recipe
-from recipes.finetune import ON_ONE_GPU, WAYS, Way, finetune, finetune_lora
+from recipes.finetune import (
+    ON_ONE_GPU,
+    PUBLISHED,
+    WAYS,
+    Way,
+    _published,
+    dreambooth,
+    finetune,
+    finetune_lora,
+    finetune_sana,
+)
 from tests.support.fine_tuning_table import PAGE, ROWS, table_of
 
 GIB = 2**30
@@ -50,6 +64,10 @@ def test_the_fastest_method_that_fits_is_selected(
     assert (config.training.ema_offload, config.optimizer.offload) == (expected.average, expected.moments)
     assert config.parallel.data_parallel == ("fsdp" if expected.fsdp else "distributed_optimizer")
     assert (config.training.recompute, config.training.global_batch_size) == ("full", max(4, gpus))
+
+
+def test_the_batch_is_a_multiple_of_the_gpus() -> None:
+    assert [finetune(gpus=gpus).training.global_batch_size for gpus in (1, 2, 3, 5, 8)] == [4, 4, 6, 5, 8]
 
 
 def test_methods_are_sorted_by_their_bytes() -> None:
@@ -135,6 +153,38 @@ def test_recipes_of_published_models_have_their_objectives() -> None:
     assert (qwen.objective.shift_by_tokens, qwen.objective.last_time) == ([0.5, 0.9, 256, 8192], 0.02)
     assert (qwen.sampling.guidance_scale, qwen.sampling.guidance_norm) == (4.0, True)
     assert built(call_recipe("finetune_hunyuan_video")).parallel.data_parallel == "fsdp"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_folder_of_diffusers_changes_only_the_shift_of_a_published_model(tmp_path: Path, name: str) -> None:
+    """A network without a pipeline changes nothing; the scheduler of a pipeline has a shift; so has `finetune`."""
+    expected = built(_published(name, None, False, None, 80))
+    form = format_of_model(expected.model)
+    settings, _ = form.write_settings(expected.model, (1, 128, 128))
+    (tmp_path / form.part).mkdir()
+    (tmp_path / form.part / "config.json").write_text(json.dumps(settings))
+    config = built(_published(name, str(tmp_path / form.part), False, None, 80))
+    assert (config.objective, config.sampling) == (expected.objective, expected.sampling)
+    if name == "sdxl":
+        return
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    (tmp_path / "scheduler").mkdir()
+    scheduler = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 2.5}
+    (tmp_path / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler))
+    config = built(_published(name, str(tmp_path), False, None, 80))
+    shifted = FlowMatching(time_distribution="logit_normal", time_shift=2.5)
+    assert (config.objective, config.sampling) == (shifted, expected.sampling)
+    assert built(finetune(base=str(tmp_path))).objective == shifted
+
+
+def test_a_base_with_adapters_is_refused_by_recipes_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built(finetune_sana(lora=True)).model
+    monkeypatch.setattr("recipes.finetune._settings", lambda base, published: {"model": model})
+    for recipe in (finetune, dreambooth, finetune_sana):
+        with pytest.raises(ConfigError, match=r"base='runs/lora' has adapters .*--checkpoint runs/lora --format diff"):
+            recipe(base="runs/lora")
+    for adapted in (finetune_lora(base="runs/lora"), finetune_sana(base="runs/lora", lora=True)):
+        assert (built(adapted).model.lora, adapted.optimizer.lr) == (model.lora, 1e-4)
 
 
 def test_the_page_has_a_row_for_every_published_model() -> None:
