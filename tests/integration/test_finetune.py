@@ -121,7 +121,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         "lora on lora": import_weights("lora", "none", "--format", "lora", "--base", folder / "adapters"),
         "full as adapters": export("full", "diffusers-lora", "none", "--raw-weights"),
         "no base": train("finetune_lora", "no_base", checkpoint__start_from="none"),
-        "on adapters": train("finetune", "on_adapters", base="adapters", model__lora="none"),
+        "on adapters": train("finetune_lora", "on_adapters", base="adapters", model__lora="none"),
         "other base": train("finetune_lora", "halves", checkpoint__start_from=folder / "back", training__num_steps=9),
         **{f"sample {run}": sample(run) for run in ("base", "adapters", "back", "lora_back")},
     }
