@@ -217,6 +217,7 @@ def test_a_lost_gloo_peer_is_recognised(tmp_path):
 def _lose_a_peer(folder, rank):
     import torch
 
+    os.environ["WORLD_SIZE"] = "2"  # as torchrun
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.distributed.all_reduce(torch.ones(1))
