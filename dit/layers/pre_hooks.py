@@ -6,7 +6,8 @@ from torch import nn
 def run_pre_hooks(*modules: nn.Module) -> None:
     """Run the forward pre-hooks of modules whose weights the caller reads instead of calling the modules.
 
-    Megatron-Core's hooks wait for the gather of the updated weights (`parallel.overlap_param_gather`).
+    Megatron-Core's hooks wait for the gather of the updated weights (`parallel.overlap_param_gather`), so weights read
+    without them could be old. Results of the hooks are ignored.
     """
     for module in modules:
         if module._forward_pre_hooks:

@@ -67,10 +67,10 @@ _PREFIX = "module."
     "so the backbone is nested",
 )
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
-    """Shard a model's optimizer, gradients and weights over data-parallel ranks (fp32 gradient reduction).
+    """Wrap a model with Megatron-FSDP, which shards its state over data-parallel ranks and reduces gradients in fp32.
 
     Args:
-        sharding: state to shard; one data-parallel rank shards nothing.
+        sharding: state to shard; with a single data-parallel rank, nothing is sharded.
     """
     if sharding == "optim_grads_params" and not backbone.fsdp_units:
         raise ConfigError(
@@ -78,7 +78,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
             f"{type(backbone).__name__}.fsdp_units is empty; set it or use fsdp_sharding='optim_grads'"
         )
     if groups.dp_cp.size() == 1:
-        # On one rank all choices are equivalent, but others would count gradients twice (see `reduces_in_backward`).
+        # One rank shards nothing; the other choices would count its gradients twice (see `reduces_in_backward`).
         sharding = "optim"
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
         # Without Transformer Engine this is a mock, which the adapter passes to `isinstance` under tensor parallelism.
@@ -153,12 +153,13 @@ def finalize_shards(
     pg_collection: Any,
     force_all_reduce: Optional[bool] = False,
 ) -> None:
-    """Reduce the gradients of a step, and sum those of parameters that every stage has over the stages and chunks.
+    """Reduce the gradients of a step; then sum those of replicated parameters over the pipeline stages and chunks.
 
-    Each of these parameters has a bucket, so a data-parallel rank has the same elements of every copy.
+    A parameter that every stage has is alone in its bucket, so a data-parallel rank has the same elements of it in
+    every stage and chunk.
 
     Args:
-        num_tokens: unused.
+        num_tokens: as for `finalize_gradients`.
     """
     finalize_gradients(wrapped, num_tokens, pg_collection, force_all_reduce)
     if pg_collection.pp.size() == 1:
@@ -178,8 +179,8 @@ def finalize_shards(
 def reduces_in_backward(wrapped: FullyShardedDataParallel) -> bool:
     """Return whether gradients are reduced during the backward pass instead of after it.
 
-    Unsharded gradients must be reduced after it. Otherwise Megatron-FSDP adds the reduced shard to the local gradient,
-    which counts the local gradient twice, and reduces again when gradients are finalised.
+    Unsharded gradients must be reduced after it. During it, Megatron-FSDP would add the reduced gradient to the local
+    one, which counts the local one twice, and finalising the gradients would reduce them again.
     """
     return wrapped.ddp_config.data_parallel_sharding_strategy != "optim"
 
@@ -256,7 +257,7 @@ def use_updated_weights(wrapped: FullyShardedDataParallel) -> None:
     """Copy the optimizer's current values to the weights of the next forward pass."""
     fsdp = wrapped.module
     gathering = fsdp.all_gather_pipeline
-    # A prefetch may still read the shards that are overwritten next; its result is discarded.
+    # Wait for prefetches, which may still read the shards that are overwritten next; their results are discarded.
     for bucket in list(gathering.param_gather_event_map):
         gathering.wait_bucket_ready(*bucket)
     fsdp.install_optimized_model_weights()

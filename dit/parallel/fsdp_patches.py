@@ -34,18 +34,19 @@ _NAME = "build_data_parallel_buffer_index"
     why="they require that one mesh contains all ranks, which excludes pipelines",
 )
 def mesh_of_stage() -> None:
-    """Shard over the ranks of one pipeline stage; a second call does nothing.
+    """Make Megatron-FSDP build its mesh from the ranks of one pipeline stage; a second call changes nothing.
 
-    Ranks with TP 2, DP 2 and PP 2: the mesh of ranks 4 to 7, the second stage, is [[4, 5], [6, 7]].
+    For example, with TP 2, DP 2 and PP 2, the second stage has ranks 4 to 7 and the mesh [[4, 5], [6, 7]].
     """
     mcore_fsdp_adapter._get_dp_tp_mesh = lambda data, tensor, ep_size=1: _mesh(data, tensor)
     mcore_fsdp_adapter._get_hsdp_tp_mesh = _mesh
 
 
 def _mesh(*groups: ProcessGroup) -> Tensor:
-    """Return the ranks that differ from this one in their indices in the groups, one dimension per group.
+    """Return the ranks whose indices differ from this rank's only in these groups; dimension i follows group i.
 
-    Megatron-Core numbers ranks such that an index changes the rank by the same amount for all other indices.
+    Pipeline stages are numbered last (`dit.backends.process_groups`), so a change of one index adds the same amount to
+    the rank for all values of the others.
     """
     rank = dist.get_rank()
     steps = [torch.tensor(dist.get_process_group_ranks(group)) - rank for group in groups]
