@@ -122,11 +122,11 @@ class RunConfig:
             raise ConfigError(
                 f"training.sample_interval={self.training.sample_interval}: an autoencoder draws no samples; use 0"
             )
-        times = getattr(self.objective, "min_time", 0.0), getattr(self.objective, "max_time", 1.0)
-        if self.training.sample_interval and times != (0, 1):
+        low, high = self.objective.trained_times
+        if self.training.sample_interval and (low, high) != (0, 1):
             raise ConfigError(
                 f"training.sample_interval={self.training.sample_interval} draws samples at all times, and the model "
-                f"trains on times from {times[0]} to {times[1]} (objective.min_time, max_time); use "
+                f"trains on times from {low} to {high} (objective.min_time, max_time); use "
                 "training.sample_interval=0, and launch.sample with the pair of models"
             )
         dims = check_parallel(self.model, self.parallel, self.training, world_size or fewest_ranks(self.parallel))

@@ -297,8 +297,8 @@ def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pi
 def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     objective = trained.objective
     if pipeline.flow:
-        at_all_times = (getattr(objective, "min_time", 0), getattr(objective, "max_time", 1)) == (0, 1)
-        runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity" and at_all_times
+        runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity"
+        runs = runs and objective.trained_times == (0, 1)
         runs = runs and not (pipeline.times == "end" and getattr(objective, "last_time", None) is not None)
         needed = "flow matching of the velocity at all times" + " without a last time" * (pipeline.times == "end")
     else:

@@ -284,7 +284,7 @@ class Generator:
     def _check_times(self, batch: PackedBatch, num_steps: int, strength: Optional[float]) -> None:
         """Check that one model was trained at all times of the solver."""
         objective = of_pack(self.config.objective, batch)
-        low, high = getattr(objective, "min_time", 0.0), getattr(objective, "max_time", 1.0)
+        low, high = objective.trained_times
         if low > 0 or (high < 1 and strength is None):
             raise ConfigError(
                 f"a model trained at times from {low} to {high} (objective.min_time, max_time) draws no samples by "

@@ -94,6 +94,11 @@ class Objective(ABC):
     takes_intervals: ClassVar[bool] = False
 
     @property
+    def trained_times(self) -> tuple[float, float]:
+        """Lowest and highest time of training; a model that lacks some times draws no samples by itself."""
+        return 0.0, 1.0
+
+    @property
     def num_outputs(self) -> int:
         """Number of outputs of the network, each as wide as a latent."""
         return 1

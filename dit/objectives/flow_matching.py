@@ -108,6 +108,10 @@ class FlowMatching(Objective):
             )
 
     @property
+    def trained_times(self) -> tuple[float, float]:
+        return self.min_time, self.max_time
+
+    @property
     def terms(self) -> tuple[str, ...]:
         parts = {"alignment": self.alignment, "teacher_token": self.teacher_token_weight}
         return (*super().terms, *(name for name, part in parts.items() if part is not None))
