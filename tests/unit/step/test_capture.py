@@ -208,6 +208,16 @@ def passes_of_packs_here(job: Job) -> list[Any]:
     return recorded[WARM_UP:]
 
 
+def assert_equal_steps_without_waits(recorded: list[Any], least: int) -> None:
+    """Check that all steps have the operations of the first, at least `least`, and neither copies nor waits."""
+    (first, *_), *others = recorded
+    assert len(first) >= least
+    assert others
+    assert [counts for _, *counts in recorded] == [[0, {}]] * len(recorded)
+    for operations, *_ in others:
+        assert not differences(first, operations)
+
+
 def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
     """A replay would read the memory of the host after it was freed."""
     table, device_table = torch.arange(3), torch.zeros(3, dtype=torch.int64, device=META)
@@ -232,12 +242,7 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(reci
     texts = (8,) * len(job.pack.text_lengths)
     job = replace(job, packs=tuple(replace(job.pack, text_lengths=texts) for _ in job.packs))
     with Tracer() as tracer:
-        (first, *copies_and_waits), *others = tracer.run(passes_here, [job])[0]
-    assert copies_and_waits == [0, {}]
-    assert len(first) > 300
-    for operations, *counts in others:
-        assert not differences(first, operations)
-        assert counts == [0, {}]
+        assert_equal_steps_without_waits(tracer.run(passes_here, [job])[0], least=301)
 
 
 @pytest.mark.parametrize(
@@ -260,15 +265,9 @@ def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_all_steps(
     job = wait_job(recipe, "packed", kernels)
     parallel = ParallelConfig(tensor_model_parallel_size=tensor)
     assert len({(len(pack.grids), pack.text_lengths) for pack in job.packs}) == 3
+    job = replace(job, parallel=parallel, world_size=tensor)
     with Tracer() as tracer:
-        (first, *copies_and_waits), *others = tracer.run(
-            passes_of_packs_here, [replace(job, parallel=parallel, world_size=tensor)]
-        )[0]
-    assert copies_and_waits == [0, {}]
-    assert len(first) > 300
-    for operations, *counts in others:
-        assert not differences(first, operations)
-        assert counts == [0, {}]
+        assert_equal_steps_without_waits(tracer.run(passes_of_packs_here, [job])[0], least=301)
 
 
 @pytest.mark.parametrize(
@@ -290,10 +289,5 @@ def test_updates_have_no_wait_or_copy_and_are_equal_in_all_steps(
     with Tracer() as tracer:
         numbers, updates = tracer.run(updates_here, [job])[0]
     for recorded, least in ((numbers, 15), (updates, 8)):
-        (first, *copies_and_waits), *others = recorded
-        assert copies_and_waits == [0, {}]
-        assert len(first) >= least
-        assert len(others) == STEPS - 1
-        for operations, *counts in others:
-            assert not differences(first, operations)
-            assert counts == [0, {}]
+        assert len(recorded) == STEPS
+        assert_equal_steps_without_waits(recorded, least)
