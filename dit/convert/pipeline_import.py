@@ -87,7 +87,8 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         trained = replace(trained, model=replace(model, null_text="empty"))
     if path.exists():
         settings = read_json(path)
-        trained = replace(trained, objective=(ddpm := read_schedule(settings, str(path))))
+        ddpm = read_schedule(settings, str(path))
+        trained = replace(trained, objective=ddpm)
         scheduler, same_steps = settings.get("_class_name"), DDIM.items() <= {**DDIM_DEFAULTS, **settings}.items()
         if scheduler != "DDIMScheduler" or not same_steps:
             changes = ", ".join(f"{name}={value!r}" for name, value in DDIM.items())

@@ -33,7 +33,7 @@ class PictureWriter:
     """Draws a grid of samples from a class-conditional, text-conditional or unconditional model.
 
     Args:
-        class_names: names of the classes to draw, from class 0, for the captions; None draws all, numbered.
+        class_names: names of classes, from class 0; only these are drawn. None: all are drawn, with their numbers.
         text_encoder: text encoder of the training data, which also embeds `sampling.prompts`; see
             `dit.encoders.text_config`.
         autoencoder: of the training data; it decodes the samples unless `sampling.vae` names another one.

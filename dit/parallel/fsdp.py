@@ -155,7 +155,7 @@ def finalize_shards(
 ) -> None:
     """Reduce the gradients of a step; then sum those of replicated parameters over the pipeline stages and chunks.
 
-    A parameter that every stage has is alone in its bucket, so a data-parallel rank has the same elements of it in
+    A parameter that every stage has gets a separate bucket, so a data-parallel rank has the same elements of it in
     every stage and chunk.
 
     Args:

@@ -111,7 +111,7 @@ def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank
 
 
 def test_texts_and_tokens_of_one_size_have_their_own_tables() -> None:
-    """Also after a copy of the pack, for packs with as many text tokens as tokens and with two texts."""
+    """The packs have two texts, and as many text tokens as tokens; copies of the packs keep their tables."""
     batch = pack(config_of("dit"), [0, 1, 2, 3])
     text = batch.conditions["context"]
     shorter = replace(text, layout=SequenceLayout.from_lengths([1, 2, 1, 2], total_tokens=len(text.values)))
