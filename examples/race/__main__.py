@@ -275,7 +275,8 @@ def check_at(commit: str, repository: Path, record: Path, out: Path) -> int:
             )
         try:
             (worktree / "data").symlink_to(Path("data").absolute())
-            command = [sys.executable, "-m", "examples.race", "--check", record.absolute(), "--out", out.absolute()]
+            words = ["--check", str(record.absolute()), "--out", str(out.absolute())]
+            command = [sys.executable, "-m", "examples.race", *words]
             return subprocess.run(command, cwd=worktree, env={**os.environ, "PYTHONPATH": str(worktree)}).returncode
         finally:
             subprocess.run([*git, "remove", "--force", worktree], check=True)
