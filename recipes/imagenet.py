@@ -182,7 +182,7 @@ def rit_xl_imagenet() -> run.Partial:
     """RiT-XL (677 M) on ImageNet features of DINOv2-S (16 x 16, 384 channels), 256 px: 8 GPUs, 18 GiB each.
 
     The network predicts the clean features, and the loss is the error of the velocity. The authors report FID 1.45
-    after 800 epochs without guidance, and 1.14 with. The 667,200 steps take 116 hours on 8 H100 (planned, 624 ms each).
+    after 800 epochs without guidance, and 1.14 with. The 667,200 steps take 117 hours on 8 H100 (planned, 631 ms each).
     The network also predicts the noised class token of DINOv2-S, which the samples store. Deviations: the published
     network has sine-cosine positions in addition to the rotary ones; its time is 1 minus the time here.
 
@@ -228,8 +228,8 @@ def sr_dit_b1_imagenet() -> run.Partial:
 
     Token routing (SPRINT), alignment with DINOv2-B after layer 2, and the contrastive term. The samples need features
     of the teacher (`energon_data.prepare --teacher`). The author reports FID 3.49 after 400,000 steps (80 epochs)
-    without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.6 hours
-    (planned, 23 ms each). The network also predicts the noised class token of DINOv2-B (REG), and mixes the values of
+    without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.9 hours
+    (planned, 26 ms each). The network also predicts the noised class token of DINOv2-B (REG), and mixes the values of
     the first attention into later ones. Deviations: the published network (140 M with its projection) has sine-cosine
     positions in addition to the rotary ones, and RMSNorms without weights; the class token of some samples skips the
     middle layers, and the path of a whole batch is dropped. Samples here are drawn by Heun's method instead of 250

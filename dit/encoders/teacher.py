@@ -1,8 +1,9 @@
-"""Frozen vision transformers of transformers, for `objective.alignment` and `objective.teacher_token_weight`.
+"""Frozen image networks, for `objective.alignment` and `objective.teacher_token_weight`.
 
-    pixels [3, H, W] in [-1, 1]  -- ImageNet's mean and std, one patch of the teacher per token -->  tokens [D, 1 + h w]
+    pixels [3, H, W] in [-1, 1]  -- the network's mean and std, one of its patches per token -->  tokens [D, 1 + h w]
 
-The tokens are the normalized output without the registers: the class token, then the patches in rows.
+The tokens are the class token, then the patches in rows: of a vision transformer of transformers its normalized output
+without the registers; of EfficientNet-Lite0 its last features, with their mean as class token.
 """
 
 from functools import lru_cache
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from dit.encoders.efficientnet import EFFICIENTNET, EFFICIENTNET_STRIDE, load_efficientnet
 from dit.encoders.pretrained import load_network, load_without_code
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
@@ -27,18 +29,33 @@ class Teacher:
     """A frozen teacher.
 
     Args:
-        name: a folder in transformers' layout, or a name on the Hugging Face hub.
+        name: a folder in transformers' layout, a name on the Hugging Face hub, or `efficientnet_lite0`.
         patch: pixels per side of a token of the model: the compression of the autoencoder times `model.patch_spatial`.
     """
 
     def __init__(self, name: str, patch: int, *, device: str = "cpu", precision: Precision = "fp32") -> None:
         self.patch, self.device, self.dtype = patch, device, DTYPES[precision]
+        self._mean, self._std = MEAN, STD
+        if name == EFFICIENTNET:
+            self._side, self._mean, self._std = EFFICIENTNET_STRIDE, (127 / 255,) * 3, (128 / 255,) * 3
+            self._model = load_efficientnet("--teacher").to(device, self.dtype)
+            self._tokens = self._of_maps
+            return
         config, what = config_of(name), f"teacher {name!r}"
         self._side, self._first = config.patch_size, 1 + getattr(config, "num_register_tokens", 0)
         import transformers
 
         kind = getattr(transformers, KINDS[config.model_type])
         self._model = load_network(kind, what, **_source(name), dtype=self.dtype).to(device)
+        self._tokens = self._of_transformer
+
+    def _of_maps(self, pixels_NCHW: Tensor) -> Tensor:
+        features_NLD = self._model.extract_features(pixels_NCHW).float().flatten(2).mT
+        return torch.cat([features_NLD.mean(1, keepdim=True), features_NLD], 1)
+
+    def _of_transformer(self, pixels_NCHW: Tensor) -> Tensor:
+        tokens_NLD = self._model(pixels_NCHW).last_hidden_state.float()
+        return torch.cat([tokens_NLD[:, :1], tokens_NLD[:, self._first :]], 1)
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:
@@ -55,18 +72,24 @@ class Teacher:
                 "set --multiple-of to a multiple of it"
             )
         pixels_NCHW = pixels_BCTHW.to(self.device, torch.float32).transpose(1, 2).flatten(0, 1)
-        mean_CHW, std_CHW = (pixels_NCHW.new_tensor(x).view(3, 1, 1) for x in (MEAN, STD))
+        mean_CHW, std_CHW = (pixels_NCHW.new_tensor(x).view(3, 1, 1) for x in (self._mean, self._std))
         normalized = ((pixels_NCHW + 1) / 2 - mean_CHW) / std_CHW
         resized = interpolate(normalized, (h * self._side, w * self._side), mode="bicubic")
-        tokens_NLD = self._model(resized.to(self.dtype)).last_hidden_state.float()
-        tokens_NLD = torch.cat([tokens_NLD[:, :1], tokens_NLD[:, self._first :]], 1)
-        return tokens_NLD.unflatten(0, (-1, frames)).permute(0, 3, 1, 2)
+        return self._tokens(resized.to(self.dtype)).unflatten(0, (-1, frames)).permute(0, 3, 1, 2)
 
 
 def _source(name: str) -> dict[str, Any]:
     folder = Path(name).expanduser()
     is_local = folder.is_dir()
     return {"pretrained_model_name_or_path": str(folder) if is_local else name, "local_files_only": is_local}
+
+
+def check_teacher(name: str) -> None:
+    """Check that a teacher is installed, or that its class is supported."""
+    if name == EFFICIENTNET:
+        load_efficientnet("--teacher")
+    else:
+        config_of(name)
 
 
 @lru_cache

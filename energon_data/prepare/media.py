@@ -6,10 +6,11 @@ from typing import Any, Literal, Optional
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from dit.batch import pixel_values
 from dit.condition_table import SIZE_AND_CROP, TEACHER, TEACHER_TOKEN
-from dit.encoders.teacher import load_teacher
+from dit.encoders.teacher import Teacher, load_teacher
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Encoder, Precision, encode_together, load_vae
@@ -221,15 +222,7 @@ class MakeSamples:
         if options.teacher is None:
             return [{} for _ in clips]
         teacher = load_teacher(options.teacher, options.teacher_patch, options.device, options.precision)
-        arrays = self._arrays(teacher, [clip.frames for clip in clips])
-        parts = []
-        for clip, tokens_DTN in zip(clips, arrays, strict=True):
-            rows = clip.shape[2] // options.teacher_patch
-            features = tokens_DTN[:, :, 1:].reshape(*tokens_DTN.shape[:2], rows, -1)
-            token = tokens_DTN[:, :, 0].mean(1, dtype=np.float32).astype(np.float16)
-            named = {TEACHER.stored_as[0]: features, TEACHER_TOKEN.stored_as[0]: token}
-            parts.append({f"{name}.npy": npy_bytes(array) for name, array in named.items()})
-        return parts
+        return teacher_parts(teacher, [pixel_values(pixels_of(clip.frames)) for clip in clips], options.batch)
 
     def _encoded(self, clips: list[list[Image.Image]]) -> list[np.ndarray]:
         """Return the float16 latent of each clip."""
@@ -248,6 +241,16 @@ class MakeSamples:
         pictures = [clip.original for clip in clips if clip.original is not None]
         captions = [clip.source.captions for clip in clips]
         return caption_parts(encoders, captions, pictures if self._reads_pictures else None)
+
+
+def teacher_parts(teacher: Teacher, clips: list[Tensor], batch: int = 64) -> list[dict[str, bytes]]:
+    """Return the parts `teacher` and `teacher_token` of clips `[3, T, H, W]` in [-1, 1]."""
+    parts = []
+    for clip, tokens_DTN in zip(clips, encode_together(teacher, clips, batch), strict=True):
+        features = tokens_DTN[:, :, 1:].unflatten(2, (clip.shape[2] // teacher.patch, -1))
+        named = {TEACHER: features, TEACHER_TOKEN: tokens_DTN[:, :, 0].mean(1)}
+        parts.append({f"{part.stored_as[0]}.npy": npy_bytes(x.half().numpy()) for part, x in named.items()})
+    return parts
 
 
 def _check_unicode(source: Source) -> None:

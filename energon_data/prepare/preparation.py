@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from dit.encoders.teacher import config_of as teacher_config
+from dit.encoders.teacher import check_teacher
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
@@ -234,7 +234,7 @@ def _check_encoders(options: Options) -> None:
     if options.text_encoder is not None:
         check_text_encoder(options.text_encoder)
     if options.teacher is not None:
-        teacher_config(options.teacher)
+        check_teacher(options.teacher)
         if options.teacher_patch < 1 or options.fit.multiple_of % options.teacher_patch:
             raise ConfigError(
                 f"--multiple-of {options.fit.multiple_of} must be a multiple of --teacher-patch {options.teacher_patch}"

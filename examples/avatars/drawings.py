@@ -173,6 +173,8 @@ def prepare_avatars(
     size: int = SIZE,
     vae: Optional[str] = None,
     text_encoder: Optional[str] = None,
+    teacher: Optional[str] = None,
+    teacher_patch: int = 4,
     samples_per_shard: int = 1000,
     validation: float = 0.0,
 ) -> Preparation:
@@ -182,7 +184,7 @@ def prepare_avatars(
         out: folder to create.
         count: number of different avatars.
         size: side of the pictures; a multiple of 16, whose drawings are enlarged.
-        vae, text_encoder: see `Options`.
+        vae, text_encoder, teacher, teacher_patch: see `Options`.
         validation: share of the samples that is held out, selected by name.
 
     Raises:
@@ -197,9 +199,11 @@ def prepare_avatars(
         NAME,
         out,
         Options(
-            fit=Fit(size=size, aspect="square", multiple_of=1 if vae is None else Geometry.read(vae).step),
+            fit=Fit(size=size, aspect="square", multiple_of=SIZE if vae is None else Geometry.read(vae).step),
             vae=vae,
             text_encoder=text_encoder,
+            teacher=teacher,
+            teacher_patch=teacher_patch,
         ),
         partial(_sources, size),
         choose("trained", count),

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from dit.terminal import echo
-from energon_data.prepare.command import Command, add_text_encoder, add_work, text_encoder
+from energon_data.prepare.command import Command, add_teacher, add_text_encoder, add_work, text_encoder
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +15,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder)")
     add_text_encoder(parser)
+    add_teacher(parser)
     add_work(parser, validation=0.0)
 
 
@@ -23,7 +24,8 @@ def _write(args: argparse.Namespace) -> None:
     from examples.avatars.design import ATTRIBUTION
     from examples.avatars.drawings import prepare_avatars
 
-    settings = {name: getattr(args, name) for name in ("count", "size", "vae", "samples_per_shard", "validation")}
+    names = ("count", "size", "vae", "teacher", "teacher_patch", "samples_per_shard", "validation")
+    settings = {name: getattr(args, name) for name in names}
     make(prepare_avatars(args.out, text_encoder=text_encoder(args), **settings), args)
     echo(ATTRIBUTION)
 

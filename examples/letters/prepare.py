@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from dit.terminal import echo
-from energon_data.prepare.command import Command, add_text_encoder, text_encoder
+from energon_data.prepare.command import Command, add_teacher, add_text_encoder, text_encoder
 
 
 def _add_arguments(parser: argparse.ArgumentParser, variations: str) -> None:
@@ -30,12 +30,13 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _add_stills(parser: argparse.ArgumentParser) -> None:
     _add_arguments(parser, "pictures per glyph and font face")
+    add_teacher(parser)
 
 
 def _write_stills(args: argparse.Namespace) -> None:
     from examples.letters.stills import prepare_letters
 
-    echo(prepare_letters(args.out, **_settings(args)).summary())
+    echo(prepare_letters(args.out, teacher=args.teacher, teacher_patch=args.teacher_patch, **_settings(args)).summary())
 
 
 def _add_clips(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from dit.encoders.teacher import load_teacher
 from dit.errors import ConfigError
+from energon_data.prepare.media import teacher_parts
 from energon_data.prepare.shards import (
     ShardWriter,
     npy_bytes,
@@ -109,6 +111,14 @@ def encode_captions(captions: Iterable[str], encoder: Optional[str]) -> dict[str
     return dict(zip(unique, text_parts(TextEncoders(encoder).encode(unique)), strict=True))
 
 
+def features_of(latents: Sequence[np.ndarray], teacher: Optional[str], patch: int) -> list[dict[str, bytes]]:
+    """Return the parts that a teacher adds to each grey picture `[1, 1, H, W]`; no parts without a teacher."""
+    if teacher is None:
+        return [{} for _ in latents]
+    pictures = [torch.from_numpy(latent).float().expand(3, -1, -1, -1) for latent in latents]
+    return teacher_parts(load_teacher(teacher, patch, "cpu", "fp32"), pictures)
+
+
 def face_record(face: Face) -> dict[str, Any]:
     """Return the entry of a font face in `dataset.json`."""
     styles = [*face.styles, face.style_class]
@@ -171,6 +181,8 @@ def prepare_letters(
     samples_per_shard: int = 2000,
     variations: int = 16,
     text_encoder: Optional[str] = None,
+    teacher: Optional[str] = None,
+    teacher_patch: int = 4,
     seed: int = 0,
     force: bool = False,
 ) -> LettersReport:
@@ -183,6 +195,7 @@ def prepare_letters(
         samples_per_shard: pictures per shard.
         variations: pictures per glyph and font face; held-out faces get half as many.
         text_encoder: also store the embeddings of each caption by these encoders, see `dit.encoders.text_config`.
+        teacher, teacher_patch: also store the tokens of a teacher, see `Options`.
         seed: of all variations and of the order.
         force: replace an older data set.
 
@@ -212,8 +225,9 @@ def prepare_letters(
             rendered = list(_render_split(faces[split], counts[split], size, generator, skip))
             images[split] = len(rendered)
             texts = encode_captions((metadata["caption"] for _, metadata, _ in rendered), text_encoder)
-            for key, metadata, latent in rendered:
-                parts = {"latent.npy": npy_bytes(latent), **texts[metadata["caption"]]}
+            features = features_of([latent for _, _, latent in rendered], teacher, teacher_patch)
+            for (key, metadata, latent), tokens in zip(rendered, features, strict=True):
+                parts = {"latent.npy": npy_bytes(latent), **texts[metadata["caption"]], **tokens}
                 writer.add(f"{split}_{key}", metadata, parts)
             writer.close()
             shards |= writer.shards

