@@ -34,18 +34,14 @@ CONDITION_FEATURES = 256
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
     **dict.fromkeys(("base_width", "wide_head"), WIDTH),
-    **dict.fromkeys(
-        ("in_channels", "out_channels", "context_size", "pooled_size", "condition_limit", "approximator"), WIDTH
-    ),
+    **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "approximator"), WIDTH),
     **dict.fromkeys(("num_layers", "num_joint_layers"), LAYERS),
     **dict.fromkeys(("num_single_layers", "num_dual_layers", "num_refiner_layers"), whole(0, 1000)),
     **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "position_crop"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size", "adaln_lora_rank"), WIDTH),
-    **dict.fromkeys(
-        ("approximator", "bottleneck_size", "time_hidden_size", "learned_padding", "num_cross_attention_heads"), WIDTH
-    ),
+    **dict.fromkeys(("bottleneck_size", "num_cross_attention_heads"), WIDTH),
     **dict.fromkeys(("glyph_size", "glyph_hidden_size", "image_context_size", "teacher_token_size"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
