@@ -33,12 +33,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         head_size: features per attention head; None: `num_attention_heads` counts.
         num_attention_heads: attention heads if `head_size` is None.
         norm_num_groups: groups of the group norms.
-        init_kernel_size: kernel size of the first convolution.
-        text_pooling: pooling of the text to the conditioning vector.
-        null_token: append a learned token to every text.
-        learned_time_features: even number of features of a time embedding with learned frequencies; None for fixed
-            sinusoids.
-        scale_shift_norm: scale and shift a norm's output by the conditioning vector, or add it before the norm.
         stable_attention: use attention whose backward pass does not overflow in half precision.
         low_resolution_factor: condition on a picture smaller by this factor, stored or computed.
         low_resolution_kernel: bicubic kernel that enlarges it; of `opencv`, a = -0.75.
@@ -67,11 +61,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     head_size: Optional[int] = 64
     num_attention_heads: int = 4
     norm_num_groups: int = 32
-    init_kernel_size: int = 3
-    text_pooling: Literal["attention", "mean"] = "attention"
-    null_token: bool = False
-    learned_time_features: Optional[int] = None
-    scale_shift_norm: bool = True
     stable_attention: bool = False
     low_resolution_factor: Optional[int] = None
     low_resolution_kernel: Kernel = "pil"
@@ -128,9 +117,9 @@ class ImagenConfig(TextConditioned, ClassConditioned):
             "model",
             self,
             {
-                **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups", "learned_time_features"), WIDTH),
+                **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups"), WIDTH),
                 **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
-                **dict.fromkeys(("patch_spatial", "init_kernel_size"), whole(1, 64)),
+                "patch_spatial": whole(1, 64),
                 "low_resolution_factor": whole(2, 64),
                 "num_res_blocks": LAYERS,
                 "attention_levels": whole(0, len(self.channel_multipliers) - 1),
@@ -139,7 +128,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         )
         check_choice("model.attention_type", self.attention_type, AttentionType)
         check_choice("model.low_resolution_kernel", self.low_resolution_kernel, Kernel)
-        check_choice("model.text_pooling", self.text_pooling, Literal["attention", "mean"])
         if self.patch_temporal != 1:
             raise ConfigError(f"model.patch_temporal={self.patch_temporal}, but this UNet is for pictures; set it to 1")
         self._check_levels()
@@ -154,11 +142,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
             )
         if len(set(self.attention_levels)) < len(self.attention_levels):
             raise ConfigError(f"model.attention_levels={self.attention_levels} names a level twice; name each once")
-        for name in ("init_kernel_size", "learned_time_features"):
-            value = getattr(self, name)
-            if value is not None and value % 2 != (name == "init_kernel_size"):
-                kind = "odd" if name == "init_kernel_size" else "even"
-                raise ConfigError(f"model.{name}={value} must be {kind}; use {value + 1}")
         groups = self.norm_num_groups
         if indivisible := [count for count in {*self.channels, *self.attended_channels} if count % groups]:
             raise ConfigError(

@@ -149,11 +149,6 @@ IMAGEN_OTHER: dict[str, Any] = {
     "attention_type": "stacked",
     "head_size": 16,
     "norm_num_groups": 2,
-    "init_kernel_size": 5,
-    "text_pooling": "mean",
-    "null_token": True,
-    "learned_time_features": 6,
-    "scale_shift_norm": False,
     "stable_attention": True,
     "low_resolution_factor": 4,
     "low_resolution_kernel": "pil",
@@ -259,7 +254,7 @@ BACKBONES = {
     "stdit": Row(
         recipe="pretrain_stdit_xl",
         quick=("cp2",),
-        other={"layer_pattern": ["spatial", "full"], "position_span": 8.0, "temporal_rope": False},
+        other={"layer_pattern": ["spatial", "full"], "position_span": 8.0},
         # Temporal attention has rotary positions by default.
         requires={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
     ),
@@ -435,10 +430,10 @@ BACKBONES = {
     ),
     "imagen": Row(
         recipe="imagen_400m_res_256",
-        other={**IMAGEN_OTHER, "condition_size": 24, "dropout": 0.5, "resampling": "block"},
+        other={**IMAGEN_OTHER, "condition_size": 24, "dropout": 0.5},
         **IMAGEN,
     ),
-    "efficient_unet": Row(recipe="imagen_600m_res_256", other={**IMAGEN_OTHER, "skip_scaling": False}, **IMAGEN),
+    "efficient_unet": Row(recipe="imagen_600m_res_256", other=IMAGEN_OTHER, **IMAGEN),
     "trial_unet": Row(
         recipe="tests.laws.trial_unet.trial_unet",
         other={"norm_groups": 2},
