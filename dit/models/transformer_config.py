@@ -94,12 +94,13 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     A subclass adds `num_layers` and its own sizes, and annotates the choices of `position_embedding`.
 
     Attributes:
-        hidden_size: width of the tokens.
-        num_attention_heads: heads of every attention.
-        ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
+        hidden_size: width of the tokens; of Imagen's UNets, of the first level; of the DDPM UNet, of its conditions.
+        num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
+        ffn_hidden_size: inner width of the MLP, after its gate if it has one; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None, twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: sine-cosine over (h, w) or (t, h, w), or rotary.
+        position_embedding: none, sine-cosine over (h, w) or (t, h, w), rotary, or vectors for t, h and w that every
+            layer learns.
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
         base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are

@@ -55,7 +55,7 @@ def test_outputs_losses_and_gradients_equal_those_of_the_public_class(build_mode
     rules = form.rules(model, parameter_shapes(model), (1, 32, 32))
     network = load(build_model(model), rules.from_external(state))
     batch = pack(model, [0, 1, 2])
-    objective = VQAutoencoding(codebook_weight=0.7)
+    objective = VQAutoencoding()
     prepared = objective.prepare(batch, noise_for(batch))
     prediction_TC = network(prepared.inputs_TC, torch.zeros(3), batch)
     C, z, p = model.token_channels, model.latent_channels, model.patch_spatial

@@ -39,15 +39,14 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     """Blocks with text and image as two streams, then single blocks (one stream).
 
     Attributes:
-        num_joint_layers: blocks with two streams.
-        num_single_layers: blocks with one stream after them.
+        num_joint_layers, num_single_layers: blocks with two streams, and blocks with one stream after them.
         num_query_groups: key and value heads; one per query head if None.
         num_dual_layers: first joint blocks, in which the image has a second attention, over itself.
-        qk_layernorm: normalise queries and keys (RMSNorm of each head).
+        qk_layernorm: RMSNorm on queries and keys, per head; of SANA, over the full width (1.5).
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
-        pooled_size: width of the pooled text embedding; None for none.
+        pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position); None for none.
         guidance: guidance scale of a guidance-distilled network.
-        rope_axes: features of a head that rotate with t, h and w, and of FLUX.2 with the text's index.
+        rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
         clean_reference_time: modulate reference tokens as clean ones, with the time 0, instead of the time of their
             sample. Other clean tokens are always modulated with the time 0.
         position_crop: `[side, span]`; sine-cosine positions are the centre of a square with `side` patches on each
