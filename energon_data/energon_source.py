@@ -135,6 +135,7 @@ class EnergonSource:
             worker_config=worker_config(stream=stream, num_streams=num_streams, seed=seed),
             batch_size=self._batch_size,
             shuffle_buffer_size=shuffle_buffer if shuffle_buffer > 1 else None,
+            max_samples_per_sequence=None,  # complete shards
             packing_buffer_size=packing_buffer_size if packed else None,
             task_encoder=self._encoder,
         )

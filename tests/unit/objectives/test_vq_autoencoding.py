@@ -39,7 +39,7 @@ def test_the_loss_equals_that_of_the_paper_and_each_term_trains_one_side():
         exact["error"] += weight * (decoded - x).square().mean().item()
         exact["codebook"] += weight * (z - e).square().mean().item()
         exact["commitment"] += weight * 0.2 * (z - e).square().mean().item()
-        parts = (2 / CHANNELS * (decoded - x), 0.3 * 0.2 * 2 / LATENT * (z - e), 0.3 * 2 / LATENT * (e - z))
+        parts = (2 / CHANNELS * (decoded - x), 0.2 * 2 / LATENT * (z - e), 2 / LATENT * (e - z))
         gradient_TC[token, :-1] = weight * torch.cat(parts)
     assert count == 8
     assert {name: logs[name].item() for name in objective.terms} == pytest.approx(exact, rel=RTOL)
