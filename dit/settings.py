@@ -91,8 +91,8 @@ class TrainingConfig:
         fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
             (`mxfp8`).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
-        initial_loss_scale: fp16 only: first dynamic factor; an overflow skips the update and halves it.
-        loss_scale_window: fp16 only: steps without overflow until the factor doubles.
+        initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
+            doubles. An overflow skips the update and halves it.
         attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
             (bf16 on CUDA) or scaled-dot-product attention.
         linears: parallel linears; `auto` selects Megatron-Core's.
@@ -104,14 +104,12 @@ class TrainingConfig:
             all.
         recompute_layers: layers of each pipeline stage to recompute, from the first; None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay: decay of the weight average; None for no average.
-        ema_start_step: the average starts at this step.
+        ema_decay, ema_start_step: decay of the weight average (None for no average), and step at which it starts.
         ema_offload: store the averages in host memory.
         ema_sigma_rel: relative lengths of power-function averages, such as [0.05, 0.1], from which `launch.average`
             makes those of other lengths; between 0 and 0.28.
         log_interval: steps between log lines.
-        validation_interval: steps between held-out losses; 0 for never.
-        sample_interval: steps between sample grids; 0 for never.
+        validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation; their packages in
             DIT_PACKAGES.
         stop_at_step: stop after this step as if preempted, with a checkpoint and code 75. Started again, the run ends
@@ -122,8 +120,8 @@ class TrainingConfig:
         max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        collective_timeout_s: wait in a collective that ends the run; longer than any save, validation or sampling.
-        hang_timeout_s: seconds without progress until a rank ends the run and names the cause.
+        hang_timeout_s: seconds without progress until a rank ends the run and names the cause; a third of it for one
+            collective, which must be longer than any save, validation or sampling.
     """
 
     run_dir: str = "runs/default"
@@ -159,12 +157,16 @@ class TrainingConfig:
     max_bad_steps: int = 3
     recheck_interval: int = 0
     time_limit: Optional[str] = None
-    collective_timeout_s: float = 600.0
     hang_timeout_s: Optional[float] = 1800.0
 
     def check_time_out(self) -> None:
         """Check the settings that process groups need, before all others."""
-        check_ranges("training", self, {"collective_timeout_s": Range(1, 86_400)})
+        check_ranges("training", self, {"hang_timeout_s": Range(3, 3 * 86_400)})
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """Wait in a collective that ends the run, in seconds."""
+        return 600.0 if self.hang_timeout_s is None else self.hang_timeout_s / 3
 
     def validate(self) -> None:
         """Check every field by itself."""
@@ -193,7 +195,6 @@ class TrainingConfig:
                 "spike_threshold": POSITIVE,
                 "max_bad_steps": COUNT,
                 "recheck_interval": COUNT_OR_NONE,
-                "hang_timeout_s": POSITIVE,
             },
         )
         check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
@@ -277,9 +278,8 @@ class CheckpointConfig:
 
     Attributes:
         interval: steps between checkpoints; 0 saves only at the end.
-        keep_last: newest checkpoints to retain, at least 1.
-        keep_every: also retain those of steps that are multiples of this; 0 for none.
-        keep_best: also retain those with the lowest held-out loss.
+        keep_last, keep_every, keep_best: checkpoints to retain: the newest (at least 1), those of steps that are
+            multiples of `keep_every` (0 for none), and those with the lowest held-out loss.
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
         copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`, from which a run also resumes.
@@ -335,10 +335,8 @@ class LoggingConfig:
     Attributes:
         tensorboard: write `events/` in the run folder.
         wandb: mirror to Weights & Biases; None: if there is a key and the package.
-        wandb_project: project of the run.
-        wandb_name, wandb_group: name and group of the run; None for wandb's defaults.
+        wandb_project, wandb_name, wandb_group: project, name and group of the run; None for wandb's defaults.
         wandb_artifacts: upload checkpoints; training waits while files are hashed and copied.
-        part_norms: log the gradient norm of each part of the model.
         profile_steps: first and last step that rank 0 traces into `profile/`.
     """
 
@@ -348,7 +346,6 @@ class LoggingConfig:
     wandb_name: Optional[str] = None
     wandb_group: Optional[str] = None
     wandb_artifacts: bool = False
-    part_norms: bool = True
     profile_steps: Optional[list[int]] = None
 
     def validate(self) -> None:

@@ -42,7 +42,6 @@ class EnergonData(ReaderSettings, DataConfig):
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list.
         shuffle_buffer: samples shuffled in memory.
-        max_samples_per_sequence: shuffle sequences of about this many samples; None: complete shards.
         pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad packs to `max_tokens_per_pack`.
@@ -55,8 +54,8 @@ class EnergonData(ReaderSettings, DataConfig):
         min_seconds, max_seconds: drop shorter or longer clips; an image lasts 0 seconds.
         min_caption_length, max_caption_length: drop samples with a shorter or longer caption (characters).
         resize_side: resize the smaller side of stored pixels to this many.
-        crop_size: crop to this height and width, after resizing.
-        random_crop: crop at a random position; held-out data at the centre.
+        crop_size, random_crop: crop to this height and width after resizing, at a random position; held-out data at the
+            centre.
         flip: probability of mirroring; not of held-out data.
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
@@ -73,7 +72,6 @@ class EnergonData(ReaderSettings, DataConfig):
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
     shuffle_buffer: int = 1000
-    max_samples_per_sequence: Optional[int] = None
     pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False
@@ -300,7 +298,6 @@ class EnergonData(ReaderSettings, DataConfig):
                     seed=seed + stage * _SEEDS_APART,
                     budget=self.max_lost_samples,
                     shuffle_buffer=self.shuffle_buffer,
-                    max_samples_per_sequence=self.max_samples_per_sequence,
                     packing_buffer_size=self.packing_buffer_size,
                 )
 

@@ -105,8 +105,6 @@ class EnergonSource:
     Args:
         reopen: opens the same stream with another `BatchSpec` and `pack_multiple_of`.
         budget: number of damaged samples that the stream may drop.
-        max_samples_per_sequence: split shards into runs of about this many samples and shuffle those; None for
-            complete shards.
         packing_buffer_size: number of buffered samples from which packs are filled; None for dense batches.
     """
 
@@ -123,7 +121,6 @@ class EnergonSource:
         seed: int,
         budget: int,
         shuffle_buffer: int,
-        max_samples_per_sequence: Optional[int],
         packing_buffer_size: Optional[int],
     ) -> None:
         ledger = SkipCounter(budget)
@@ -138,7 +135,7 @@ class EnergonSource:
             worker_config=worker_config(stream=stream, num_streams=num_streams, seed=seed),
             batch_size=self._batch_size,
             shuffle_buffer_size=shuffle_buffer if shuffle_buffer > 1 else None,
-            max_samples_per_sequence=max_samples_per_sequence,
+            max_samples_per_sequence=None,  # complete shards
             packing_buffer_size=packing_buffer_size if packed else None,
             task_encoder=self._encoder,
         )
@@ -149,7 +146,6 @@ class EnergonSource:
             "pack_cost_tokens": None if options.cost_limit is None else options.cost_limit.tokens,
             "packing_buffer_size": packing_buffer_size if packed else None,
             "shuffle_buffer": shuffle_buffer,
-            "max_samples_per_sequence": max_samples_per_sequence,
             "bucket_by_shape": options.bucket_by_shape,
             "seed": seed,
         }

@@ -14,7 +14,7 @@ from dit.conditions import Condition, Value
 from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid, frames_to_patch
-from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges, check_unused
+from dit.ranges import COUNT, PATCHES, RANKS, check_ranges, check_unused
 from energon_data.held_out import share_validation
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
@@ -30,6 +30,7 @@ from energon_data.streams import (
 
 _CACHED = 64
 """A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
+FRAMES_PER_SECOND = 24.0
 
 
 @dataclass(kw_only=True)
@@ -42,9 +43,9 @@ class MockData(StreamSettings, DataConfig):
         frames, height, width: size of every latent.
         shapes: sizes used in turn instead, such as `["1x32x32", "8x16x16"]`.
         text_tokens: tokens of the longest text.
-        fps: frames per second of every clip.
         dataset_size: distinct samples; None for no limit.
-        validation_samples: held-out samples of one pass.
+        validation_samples: held-out samples of one pass, divided over the members of a blend by their size; None for
+            the full split.
     """
 
     frames: int = 1
@@ -52,7 +53,6 @@ class MockData(StreamSettings, DataConfig):
     width: int = 16
     shapes: Optional[list[str]] = None
     text_tokens: int = 16
-    fps: float = 24.0
     dataset_size: Optional[int] = None
     validation_samples: int = 32
 
@@ -88,7 +88,7 @@ class MockData(StreamSettings, DataConfig):
         """Check ranges, streams, shapes and pack length."""
         counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "pack_multiple_of", "validation_samples")
         sides = dict.fromkeys(("frames", "height", "width"), PATCHES)
-        check_ranges("data", self, sides | dict.fromkeys(counts, COUNT) | {"fps": POSITIVE, "num_streams": RANKS})
+        check_ranges("data", self, sides | dict.fromkeys(counts, COUNT) | {"num_streams": RANKS})
         check_streams(self.num_streams, micro_batches_per_step)
         for t, h, w in self.sizes():
             if t * h * w not in COUNT:
@@ -250,7 +250,7 @@ class MockSource:
         latent = latent.expand(-1, frames_to_patch(size[0], spec.patch_temporal), -1, -1)
         conditions: dict[str, Value] = {LABEL.name: kind}
         if size[0] > 1:
-            conditions[FPS.name] = self._data.fps
+            conditions[FPS.name] = FRAMES_PER_SECOND
         for condition in spec.conditions:
             # Half of the samples store a condition with a default, but only clips a frame rate.
             if condition.name not in (LABEL.name, FPS.name) and (condition.default is None or address % 2):

@@ -22,7 +22,7 @@ from dit.ranges import (
 
 def check_values(data: Any) -> None:
     """Check settings that do not depend on other parts of the run."""
-    counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
+    counts = ("max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
     more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
     check_ranges(
         "data",

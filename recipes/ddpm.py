@@ -37,7 +37,7 @@ def ddpm_cifar10() -> run.Partial:
         data=run.Config(EnergonData, path="data/cifar10", bucket_by_shape=True, resize_side=34, crop_size=[32, 32]),
         objective=run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise"),
         optimizer=run.Config(OptimizerConfig, lr=5e-3, weight_decay=1e-3),
-        schedule=run.Config(TorchOneCycle, cycle_momentum=True),
+        schedule=run.Config(TorchOneCycle),
         parallel=run.Config(ParallelConfig),
         training=run.Config(
             TrainingConfig,

@@ -29,12 +29,12 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "model": (EVERY, ""),
     "objective": (EVERY, ""),
     "data": (
-        "path blend blend_steps shuffle_buffer max_samples_per_sequence max_tokens_per_pack "
+        "path blend blend_steps shuffle_buffer max_tokens_per_pack "
         "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample "
         "min_aesthetic_score min_side max_side max_aspect_ratio min_seconds max_seconds min_caption_length "
         "max_caption_length resize_side crop_size random_crop flip clean_first_frame "
         "frame_levels inpaint references vary_captions online_vae online_text_encoder online_precision frames height "
-        "width shapes same_shape text_tokens fps dataset_size",
+        "width shapes same_shape text_tokens dataset_size",
         # The stream itself refuses a changed number of streams.
         "num_streams pack_multiple_of background max_lost_samples require_checksums validation_split "
         "validation_samples",
@@ -47,7 +47,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         # The stream itself refuses a changed micro-batch if that would change the samples of a step.
         "run_dir num_steps micro_batch_size loss_scale initial_loss_scale loss_scale_window attention "
         "deterministic cuda_graph linears kernels recompute recompute_layers ema_offload log_interval "
-        "validation_interval sample_interval hooks stop_at_step time_limit collective_timeout_s "
+        "validation_interval sample_interval hooks stop_at_step time_limit "
         "on_bad_numbers spike_threshold max_bad_steps recheck_interval hang_timeout_s",
     ),
     "checkpoint": ("", EVERY),

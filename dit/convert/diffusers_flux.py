@@ -146,13 +146,11 @@ class DiffusersChroma(Flux1Blocks[ChromaConfig]):
         return self.trained(model, time_shift=3.0, num_steps=35, guidance_scale=5.0)
 
     def write(self, model: ChromaConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        if model.approximator is None:
-            raise ConfigError(f"model.approximator=None, but {self.class_name} has this network; {TRAIN_THAT_WAY}")
         return self.write_sizes(model) | dict(zip(APPROXIMATOR, model.approximator)), []
 
     def shared(self, model: ChromaConfig) -> list[Rule]:
         rules = list[Rule]()
-        for i in range((model.approximator or [0])[-1]):
+        for i in range(model.approximator[-1]):
             ours, theirs = f"modulation.blocks.{i}", "distilled_guidance_layer"
             rules.append(Rule(f"{ours}.norm.weight", (f"{theirs}.norms.{i}.weight",)))
             for linear in ("linear_1", "linear_2"):

@@ -3,22 +3,18 @@
 Shape suffixes: K text tokens of the pack, D width, S samples.
 """
 
-from typing import Literal, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from dit.backends.init import normal
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT
-from dit.joint_layout import joint_layout
 from dit.layers.adaln import LayerNorm
 from dit.layers.convolution import torch_init
 from dit.layout import SequenceLayout
-
-TextPooling = Literal["attention", "mean"]
 
 
 def mean_of_texts(x_KD: Tensor, layout: SequenceLayout) -> Tensor:
@@ -64,8 +60,6 @@ class Caption(nn.Module):
     """Projects text embeddings to tokens for the attention of a UNet, and pools them to a conditioning vector.
 
     Args:
-        pooling: `attention` pools the embeddings, `mean` averages the projected tokens.
-        null_token: append a learned token to every text, so that attention can ignore the text.
         groups: groups of the norm of the tokens; None for no norm.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4; NVIDIA NeMo's Imagen for the modules.
@@ -78,23 +72,19 @@ class Caption(nn.Module):
         vector_size: int,
         provider: LayerProvider,
         *,
-        pooling: TextPooling,
-        null_token: bool,
         groups: Optional[int],
     ) -> None:
         super().__init__()
         self.to_tokens = provider.replicated_linear(
             context_size, condition_size, bias=True, init=torch_init(context_size)
         )
-        self.groups, self.pooling = groups, None
-        if pooling == "attention":
-            self.pooling = AttentionPooling(context_size, condition_size, provider)
+        self.groups = groups
+        self.pooling = AttentionPooling(context_size, condition_size, provider)
         self.norm = LayerNorm(condition_size, provider, eps=1e-5)
         self.linear_1 = provider.replicated_linear(
             condition_size, vector_size, bias=True, init=torch_init(condition_size)
         )
         self.linear_2 = provider.replicated_linear(vector_size, vector_size, bias=True, init=torch_init(vector_size))
-        self.null_token = provider.parameter((condition_size,), normal(1.0)) if null_token else None
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout, Tensor]:
         """Return the tokens `[K, condition_size]`, their layout, and the vector of each sample."""
@@ -106,15 +96,7 @@ class Caption(nn.Module):
             # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
             context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
         tokens_KD = self.to_tokens(context_KD)
-        if self.pooling is not None:
-            pooled_SD = self.pooling(context_KD, layout)
-        else:
-            pooled_SD = mean_of_texts(tokens_KD, layout).to(tokens_KD.dtype)
-        vector_SE = self.linear_2(silu(self.linear_1(self.norm(pooled_SD))))
-        if self.null_token is not None:
-            ones = SequenceLayout.from_lengths([1] * layout.num_samples, device=layout.device)
-            joint = joint_layout(layout, ones)
-            tokens_KD, layout = joint.join(tokens_KD, self.null_token.expand(layout.num_samples, -1)), joint
+        vector_SE = self.linear_2(silu(self.linear_1(self.norm(self.pooling(context_KD, layout)))))
         if self.groups is not None:
             tokens_KD = normalise_texts(tokens_KD, layout, self.groups)
         return tokens_KD, layout, vector_SE

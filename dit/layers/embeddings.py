@@ -1,6 +1,5 @@
 """Embedders of the conditioning vector: time, sizes, class, pooled text; replicated over tensor-parallel ranks."""
 
-import math
 from typing import Optional
 
 import torch
@@ -68,31 +67,19 @@ class TimestepEmbedder(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """A sinusoid of the unscaled time, with fixed or learned frequencies, then Linear-SiLU-Linear.
-
-    Args:
-        learned: number of features from learned frequencies w instead of the fixed sinusoid: t, sin(2 pi w t),
-            cos(2 pi w t). None for the fixed sinusoid.
+    """A sinusoid of the unscaled time, then Linear-SiLU-Linear.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, appendix F, as in NVIDIA NeMo.
     """
 
-    def __init__(
-        self, hidden_size: int, provider: LayerProvider, *, features: int, learned: Optional[int] = None
-    ) -> None:
+    def __init__(self, hidden_size: int, provider: LayerProvider, *, features: int) -> None:
         super().__init__()
         self.features = features
-        self.frequencies = None if learned is None else provider.parameter((learned // 2,), normal(1.0))
-        inputs = features if learned is None else learned + 1
-        self.linear_1 = provider.replicated_linear(inputs, hidden_size, bias=True, init=torch_init(inputs))
+        self.linear_1 = provider.replicated_linear(features, hidden_size, bias=True, init=torch_init(features))
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=torch_init(hidden_size))
 
     def forward(self, time_S: Tensor) -> Tensor:
-        if self.frequencies is None:
-            features = timestep_features(time_S, self.features)
-        else:
-            angles = time_S.float()[:, None] * self.frequencies.float() * (2 * math.pi)
-            features = torch.cat([time_S.float()[:, None], angles.sin(), angles.cos()], -1)
+        features = timestep_features(time_S, self.features)
         return self.linear_2(nn.functional.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
 
 

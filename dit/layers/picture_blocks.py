@@ -43,12 +43,8 @@ class BlockConditions:
 class ConditionedBranch(nn.Module):
     """Two convolutions after group norms, with the conditioning vector in between; the second is zero-initialised.
 
-    norm, SiLU, [resample], convolution --> norm, scale and shift --> SiLU, dropout, convolution
+    norm, SiLU, convolution --> norm, scale and shift --> SiLU, dropout, convolution
                                               vector ---'
-
-    Args:
-        scale_shift: whether the vector scales and shifts the output of the second norm; otherwise it is added to the
-            input of that norm.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, figures A.27 and A.30; scale and shift: Dhariwal and Nichol
     2021, arXiv:2105.05233, section 3.1 (AdaGN).
@@ -62,32 +58,19 @@ class ConditionedBranch(nn.Module):
         groups: int,
         provider: LayerProvider,
         *,
-        scale_shift: bool,
-        resample: Optional[nn.Module] = None,
         dropout: Optional[Dropout] = None,
     ) -> None:
         super().__init__()
-        self.scale_shift = scale_shift
         self.norm_1 = GroupNorm(inputs, groups, provider, fp32=True)
-        self.resample = resample
         self.convolution_1 = Convolution(inputs, outputs, provider)
-        self.vector = provider.replicated_linear(
-            vector_size, 2 * outputs if scale_shift else outputs, bias=True, init=torch_init(vector_size)
-        )
+        self.vector = provider.replicated_linear(vector_size, 2 * outputs, bias=True, init=torch_init(vector_size))
         self.norm_2 = GroupNorm(outputs, groups, provider, fp32=True)
         self.dropout = dropout
         self.convolution_2 = Convolution(outputs, outputs, provider, init=ZEROS)
 
     def forward(self, x_NCHW: Tensor, vector_NE: Tensor, dropout_N: Optional[Tensor]) -> Tensor:
-        y_NCHW = self.norm_1(x_NCHW, activate=True)
-        if self.resample is not None:
-            y_NCHW = self.resample(y_NCHW)
-        y_NCHW = self.convolution_1(y_NCHW)
-        vector_NC = self.vector(silu(vector_NE))
-        if self.scale_shift:
-            y_NCHW = self.norm_2(y_NCHW, *vector_NC.chunk(2, 1), activate=True)
-        else:
-            y_NCHW = self.norm_2(y_NCHW + vector_NC[:, :, None, None], activate=True)
+        y_NCHW = self.convolution_1(self.norm_1(x_NCHW, activate=True))
+        y_NCHW = self.norm_2(y_NCHW, *self.vector(silu(vector_NE)).chunk(2, 1), activate=True)
         if self.dropout is not None:
             y_NCHW = self.dropout(y_NCHW, dropout_N)
         return self.convolution_2(y_NCHW)

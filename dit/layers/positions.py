@@ -155,7 +155,7 @@ def check_rope(rotary: RotaryPositions) -> None:
     if rotary.time_only and (rotary.head_size % 2 or not rotary.head_size):
         raise ConfigError(
             f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to rotate with t; "
-            "use an even head size, or temporal_rope=False"
+            "use an even head size, or model.layer_pattern=['full']"
         )
     if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
         raise ConfigError(

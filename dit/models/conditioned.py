@@ -63,7 +63,7 @@ class NullTextConditioned(TextConditioned):
 
     Attributes:
         null_text: replacement of a dropped text, also in guidance: a learned token, or the empty text's embedding, as
-            in the pipelines of diffusers.
+            in the pipelines of diffusers (`LDMUNetConfig` needs `:padded` encoders for it, and also has zeros).
     """
 
     null_text: NullText = "learned"

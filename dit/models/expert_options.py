@@ -21,8 +21,7 @@ class ExpertOptions:
         moe_ffn_hidden_size: inner width of an expert; that of the MLP if None.
         moe_router: experts select tokens of each sample, or tokens select experts (`top_k`).
         moe_capacity_factor: mean number of experts per token (`expert_choice`).
-        moe_top_k: experts per token (`top_k`).
-        moe_aux_loss_coeff: weight of the balancing loss (`top_k`).
+        moe_top_k, moe_aux_loss_coeff: experts per token, and weight of the balancing loss (`top_k`).
     """
 
     num_experts: Optional[int] = None

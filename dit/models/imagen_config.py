@@ -24,24 +24,18 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     Level i has pictures of 1 / 2^i of the full size; in the Efficient UNet, 1 / 2^(i + 1).
 
     Attributes:
-        hidden_size: base number of channels.
+        hidden_size: width of the tokens; of Imagen's UNets, of the first level; of the DDPM UNet, of its conditions.
         channel_multipliers: multiples of `hidden_size` at each level, the full size first.
         num_res_blocks: residual blocks of each level on the way down.
         attention_levels: levels with attention, counted from 0 at the full size.
         attention_type: attention to positions, to the text, to both at once (`fused`), or to one after the other with a
             feed-forward (`stacked`).
         head_size: features per attention head; None: `num_attention_heads` counts.
-        num_attention_heads: attention heads if `head_size` is None.
+        num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         norm_num_groups: groups of the group norms.
-        init_kernel_size: kernel size of the first convolution.
-        text_pooling: pooling of the text to the conditioning vector.
-        null_token: append a learned token to every text.
-        learned_time_features: even number of features of a time embedding with learned frequencies; None for fixed
-            sinusoids.
-        scale_shift_norm: scale and shift a norm's output by the conditioning vector, or add it before the norm.
         stable_attention: use attention whose backward pass does not overflow in half precision.
-        low_resolution_factor: condition on a picture smaller by this factor, stored or computed.
-        low_resolution_kernel: bicubic kernel that enlarges it; of `opencv`, a = -0.75.
+        low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, stored or computed,
+            which a bicubic kernel enlarges; of `opencv`, a = -0.75.
         noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
     """
 
@@ -67,11 +61,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     head_size: Optional[int] = 64
     num_attention_heads: int = 4
     norm_num_groups: int = 32
-    init_kernel_size: int = 3
-    text_pooling: Literal["attention", "mean"] = "attention"
-    null_token: bool = False
-    learned_time_features: Optional[int] = None
-    scale_shift_norm: bool = True
     stable_attention: bool = False
     low_resolution_factor: Optional[int] = None
     low_resolution_kernel: Kernel = "pil"
@@ -128,9 +117,9 @@ class ImagenConfig(TextConditioned, ClassConditioned):
             "model",
             self,
             {
-                **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups", "learned_time_features"), WIDTH),
+                **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups"), WIDTH),
                 **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
-                **dict.fromkeys(("patch_spatial", "init_kernel_size"), whole(1, 64)),
+                "patch_spatial": whole(1, 64),
                 "low_resolution_factor": whole(2, 64),
                 "num_res_blocks": LAYERS,
                 "attention_levels": whole(0, len(self.channel_multipliers) - 1),
@@ -139,7 +128,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         )
         check_choice("model.attention_type", self.attention_type, AttentionType)
         check_choice("model.low_resolution_kernel", self.low_resolution_kernel, Kernel)
-        check_choice("model.text_pooling", self.text_pooling, Literal["attention", "mean"])
         if self.patch_temporal != 1:
             raise ConfigError(f"model.patch_temporal={self.patch_temporal}, but this UNet is for pictures; set it to 1")
         self._check_levels()
@@ -154,11 +142,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
             )
         if len(set(self.attention_levels)) < len(self.attention_levels):
             raise ConfigError(f"model.attention_levels={self.attention_levels} names a level twice; name each once")
-        for name in ("init_kernel_size", "learned_time_features"):
-            value = getattr(self, name)
-            if value is not None and value % 2 != (name == "init_kernel_size"):
-                kind = "odd" if name == "init_kernel_size" else "even"
-                raise ConfigError(f"model.{name}={value} must be {kind}; use {value + 1}")
         groups = self.norm_num_groups
         if indivisible := [count for count in {*self.channels, *self.attended_channels} if count % groups]:
             raise ConfigError(

@@ -31,11 +31,11 @@ class ImagenNetwork(Backbone):
         self.config = provider.config
         self.size_multiple = config.size_multiple
         self.attends_to_text = config.attention_type != "self"
-        size, learned = config.vector_size, config.learned_time_features
-        self.time = TimeEmbedder(size, provider, features=config.hidden_size, learned=learned)
+        size = config.vector_size
+        self.time = TimeEmbedder(size, provider, features=config.hidden_size)
         self.augmentation = None
         if config.noise_augmentation:
-            self.augmentation = TimeEmbedder(size, provider, features=config.hidden_size, learned=learned)
+            self.augmentation = TimeEmbedder(size, provider, features=config.hidden_size)
         self.caption = None
         if config.context_size is not None:
             self.caption = Caption(
@@ -43,14 +43,12 @@ class ImagenNetwork(Backbone):
                 condition_size,
                 size,
                 provider,
-                pooling=config.text_pooling,
-                null_token=config.null_token,
                 groups=config.norm_num_groups if self.attends_to_text else None,
             )
         self.label = None if config.num_classes is None else LabelEmbedder(config.num_classes, size, provider)
         self.reads_low_resolution = config.low_resolution_factor is not None
         inputs = config.token_channels * (2 if self.reads_low_resolution else 1)
-        self.first = Convolution(inputs, config.channels[0], provider, size=config.init_kernel_size)
+        self.first = Convolution(inputs, config.channels[0], provider)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         t, height, width = batch.grids[0]

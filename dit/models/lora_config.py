@@ -17,8 +17,7 @@ class LoRAConfig:
     """Low-rank adapters: y = W x + (alpha / rank) B A x, where only A and B are trained.
 
     Attributes:
-        rank: rank of the adapters.
-        alpha: numerator of the scale alpha / rank; None for a scale of 1.
+        rank, alpha: rank of the adapters, and numerator of the scale alpha / rank; None for a scale of 1.
         targets: name patterns of the linear layers with an adapter; `layers.*` also selects modulations.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.

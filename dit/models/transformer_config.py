@@ -34,18 +34,14 @@ CONDITION_FEATURES = 256
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
     **dict.fromkeys(("base_width", "wide_head"), WIDTH),
-    **dict.fromkeys(
-        ("in_channels", "out_channels", "context_size", "pooled_size", "condition_limit", "approximator"), WIDTH
-    ),
+    **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "approximator"), WIDTH),
     **dict.fromkeys(("num_layers", "num_joint_layers"), LAYERS),
     **dict.fromkeys(("num_single_layers", "num_dual_layers", "num_refiner_layers"), whole(0, 1000)),
     **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "position_crop"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size", "adaln_lora_rank"), WIDTH),
-    **dict.fromkeys(
-        ("approximator", "bottleneck_size", "time_hidden_size", "learned_padding", "num_cross_attention_heads"), WIDTH
-    ),
+    **dict.fromkeys(("bottleneck_size", "num_cross_attention_heads"), WIDTH),
     **dict.fromkeys(("glyph_size", "glyph_hidden_size", "image_context_size", "teacher_token_size"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
@@ -98,12 +94,13 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     A subclass adds `num_layers` and its own sizes, and annotates the choices of `position_embedding`.
 
     Attributes:
-        hidden_size: width of the tokens.
-        num_attention_heads: heads of every attention.
-        ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
+        hidden_size: width of the tokens; of Imagen's UNets, of the first level; of the DDPM UNet, of its conditions.
+        num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
+        ffn_hidden_size: inner width of the MLP, after its gate if it has one; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None, twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: sine-cosine over (h, w) or (t, h, w), or rotary.
+        position_embedding: none, sine-cosine over (h, w) or (t, h, w), rotary, or vectors for t, h and w that every
+            layer learns.
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
         base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are

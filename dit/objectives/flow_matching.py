@@ -44,8 +44,8 @@ class FlowMatching(Objective):
     tokens with t = 0 (`dit.levels`).
 
     Args:
-        prediction: output of the network: velocity or clean latent. Use `x0` if tokens are about as wide as the
-            network, or wider.
+        prediction: output of the network: noise, clean latent (`x0`), v = alpha eps - sigma x0, or velocity. Of flow
+            matching, use `x0` if tokens are about as wide as the network, or wider.
         time_distribution: distribution of t in training, before the shift.
         logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.

@@ -21,14 +21,13 @@ class VQAutoencoding(Reconstruction):
     With x of C values in a token, its latent z of D values, the nearest entry e of the codebook, and sg for a stopped
     gradient:
 
-        loss = 1/C sum |x - decode(e)|**p  +  codebook_weight/D * (sum (sg(z) - e)**2 + beta sum (z - sg(e))**2)
+        loss = 1/C sum |x - decode(e)|**p  +  1/D (sum (sg(z) - e)**2 + beta sum (z - sg(e))**2)
 
     A token is one position of the latent: the patch of the model is the compression of the autoencoder. There is no
     perceptual term, which latent diffusion adds. `loss_code_entropy` logs the entropy of the codes
     in a pack, in nats; its exponential is the perplexity, the number of entries in use.
 
     Args:
-        codebook_weight: weight of the codebook terms.
         beta: weight of the movement of z to its entry, relative to that of the entry to z.
 
     Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 3; Rombach et al. 2022, arXiv:2112.10752, section 3.1 and
@@ -36,13 +35,12 @@ class VQAutoencoding(Reconstruction):
     """
 
     loss_kind: LossKind = "l1"
-    codebook_weight: float = 1.0
     beta: float = 0.25
     adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
         check_choice("loss_kind", self.loss_kind, LossKind)
-        check_ranges("objective", self, {"codebook_weight": NOT_NEGATIVE, "beta": NOT_NEGATIVE})
+        check_ranges("objective", self, {"beta": NOT_NEGATIVE})
 
     @property
     def base_terms(self) -> tuple[str, ...]:
@@ -70,8 +68,8 @@ class VQAutoencoding(Reconstruction):
             "error": Term(
                 token_error(prediction_TC[:, :channels], prepared.target_TC, layout, self.loss_kind), prepared.weight_S
             ),
-            "codebook": Term(self.codebook_weight * codebook_T, prepared.weight_S),
-            "commitment": Term(self.codebook_weight * self.beta * commitment_T, prepared.weight_S),
+            "codebook": Term(codebook_T, prepared.weight_S),
+            "commitment": Term(self.beta * commitment_T, prepared.weight_S),
             "code_entropy": Term(surprisal(prediction_TC[:, -1], layout), torch.ones_like(prepared.weight_S)),
         }
 

@@ -26,8 +26,8 @@ class ParallelConfig:
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
         pipeline_layers: layers of each stage (rank, or virtual chunk); None for equal stages.
         context_parallel_size: ranks over which the tokens of every sample are split.
-        context_comm: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or both in groups.
-        context_a2a_size: ranks of an all-to-all under `a2a+p2p`.
+        context_comm, context_a2a_size: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or both
+            in groups (`a2a+p2p`), with this many ranks in an all-to-all.
         context_split: chunks of a sample per context-parallel rank: one, or two in Transformer Engine's order.
         spatial_temporal_comm: spatial and temporal attention: on complete segments after an all-to-all, or on split
             ones.
@@ -36,9 +36,8 @@ class ParallelConfig:
         fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.
         num_distributed_optimizer_instances: groups of ranks, such as nodes, that each shard a copy of FSDP's state
             (hybrid sharding).
-        balance_packs: deal the packs of a step over data-parallel ranks by their work.
-        overlap_grad_reduce: reduce gradients during the backward pass, as FSDP does.
-        overlap_param_gather: gather parameters during the forward pass, as FSDP does.
+        overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, and gather parameters
+            during the forward pass, as FSDP does.
     """
 
     tensor_model_parallel_size: int = 1
@@ -55,7 +54,6 @@ class ParallelConfig:
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
     fsdp_sharding: FSDPSharding = "optim_grads_params"
     num_distributed_optimizer_instances: int = 1
-    balance_packs: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 

@@ -285,11 +285,10 @@ class Run:
         cost = PackFlops(config.model, config.objective.auxiliary).of_pack
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
-        self.packs = self._packs(cost)
+        self.packs: Packs = balanced(self.state.stream, cost, dims.micro_batches, groups)
         maxima, train = config.fixed_packs(spec), self.train_shard
         self.batches = DeviceBatches(self.packs, self.device, spec, cost, train, self.encode, self.phase, maxima)
-        measured = config.training.log_interval if config.logging.part_norms else 0
-        self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
+        self.part_norms = PartNorms(self.state.optimizer, self.state.shards, config.training.log_interval)
         schedule, run_numbers = schedule_of(config.training), runner(graphed=config.training.cuda_graph)
         per_step = self.forward_step, self.rates, dims.micro_batches
         self.functions = StepFunctions(config.objective, *per_step, schedule, run_numbers)
@@ -322,11 +321,6 @@ class Run:
             self.phase,
             self.log,
         )
-
-    def _packs(self, cost: Callable[[PackedBatch], int]) -> Packs:
-        if not self.config.parallel.balance_packs:
-            return self.state.stream
-        return balanced(self.state.stream, cost, self.dims.micro_batches, self.groups)
 
     def check_first_steps(self) -> None:
         """Check the next inputs, and from now on the gradients of the first steps; see `FirstSteps`."""

@@ -37,7 +37,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.step.balance import Packs, balanced
+from dit.step.balance import balanced
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.train_step import Action, Part, Step, StepFunctions, StepObserver, train_step
 
@@ -399,9 +399,8 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
     """
     session = build(trial)
     groups, micro_batches = session.groups, session.dims.micro_batches
-    packs: Packs = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple)
-    if trial.parallel.balance_packs:
-        packs = balanced(packs, lambda pack: pack.layout.valid_tokens, micro_batches, groups)
+    stream = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple)
+    packs = balanced(stream, lambda pack: pack.layout.valid_tokens, micro_batches, groups)
     cp, split = groups.cp, trial.parallel.context_split
 
     def forward_step(step: int) -> ForwardStep:

@@ -64,8 +64,6 @@ LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions require th
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 2.0}
 TOP_K = {**EXPERTS, "moe_router": "top_k"}
 TWO_PAIRS = {"num_attention_heads": 2, "rope_axes": [4, 4, 4, 4]}
-JOINT = {"block": "adaln_zero", "num_query_groups": None}
-UNPADDED = {"block": "adaln_zero", "modulation_silu": True, "learned_padding": 1}
 SD3_ROTARY = {**ROTARY, "position_crop": None, "rope_axes": [2, 2, 4]}
 REQUIRES: dict[str, dict[str, Any]] = {
     "rope_axes": ROTARY,
@@ -101,15 +99,10 @@ OTHER: dict[str, Any] = {
     "num_query_groups": lambda value: 4 if value == 2 else 2,
     "ffn_hidden_size": 64,
     "out_channels": 8,
-    "shared_modulation": lambda value: not value,
     "approximator": [16, 32, 1],
     "activation": lambda value: "swiglu" if value == "gelu_tanh" else "gelu_tanh",
     "num_dual_layers": lambda value: 1 - value,
-    "text_output": lambda value: not value,
     "position_crop": [40, 30],
-    "text_norm": lambda value: not value,
-    "text_positions": lambda value: "origin" if value == "after_image" else "after_image",
-    "centred_positions": lambda value: not value,
     "qk_layernorm": lambda value: not value,
     "add_bias": lambda value: not value,
     "layernorm_epsilon": 1e-3,
@@ -126,12 +119,6 @@ OTHER: dict[str, Any] = {
     "bottleneck_size": lambda value: 6 if value is None else None,
     "adaln_lora_rank": 4,
     "guidance": 3.5,
-    "block": lambda value: "adaln_zero" if value == "sandwich" else "sandwich",
-    "condition_limit": 16,
-    "reversed_time": lambda value: not value,
-    "time_hidden_size": 24,
-    "modulation_silu": lambda value: not value,
-    "learned_padding": lambda value: 8 if value == 1 else 1,
     "position_embedding": "sincos_3d",
     "rope_theta": 50.0,
     "rope_scaling": "linear",
@@ -162,11 +149,6 @@ IMAGEN_OTHER: dict[str, Any] = {
     "attention_type": "stacked",
     "head_size": 16,
     "norm_num_groups": 2,
-    "init_kernel_size": 5,
-    "text_pooling": "mean",
-    "null_token": True,
-    "learned_time_features": 6,
-    "scale_shift_norm": False,
     "stable_attention": True,
     "low_resolution_factor": 4,
     "low_resolution_kernel": "pil",
@@ -192,10 +174,7 @@ FLUX1: dict[str, Any] = {
         "num_attention_heads": {"rope_axes": [4, 8, 4]},
         "position_embedding": {"rope_axes": [16, 56, 56]},
     },
-    "requires": {
-        "text_output": {"num_single_layers": 0},
-        "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
-    },
+    "requires": {"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
     "text_tokens": 1,  # in joint attention a dropped text keeps its length, a missing text is one null token
 }
 BACKBONES = {
@@ -275,7 +254,7 @@ BACKBONES = {
     "stdit": Row(
         recipe="pretrain_stdit_xl",
         quick=("cp2",),
-        other={"layer_pattern": ["spatial", "full"], "position_span": 8.0, "temporal_rope": False},
+        other={"layer_pattern": ["spatial", "full"], "position_span": 8.0},
         # Temporal attention has rotary positions by default.
         requires={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {"rope_factors": [2.0, 1.0, 1.0]}},
     ),
@@ -285,48 +264,35 @@ BACKBONES = {
         recipe="flux_12b",
         quick=("fsdp2_bf16",),
         other={"rope_factors": [1.0, 4.0, 1.0]},  # only one feature pair rotates with t; NTK does not change it
-        refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding"),
+        refused=("num_query_groups",),
         **FLUX1,
     ),
     "flux of control pictures": Row(
         recipe="tests.laws.options.flux_control",
         quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
         other={"rope_factors": [1.0, 4.0, 1.0]},
-        refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding"),
+        refused=("num_query_groups",),
         **FLUX1,
     ),
     "chroma": Row(
         recipe="finetune_chroma",
         quick=("pp2", "tp2_sp"),
         other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
-        refused=(
-            *("num_query_groups", "modulation_silu", "learned_padding", "block", "num_dual_layers", "guidance"),
-            *("shared_modulation", "pooled_size", "condition_limit", "time_hidden_size"),
-        ),
+        refused=("num_query_groups", "num_dual_layers", "guidance", "pooled_size"),
         **FLUX1,
     ),
     "flux2": Row(
         recipe="flux2_32b",
         quick=("tp2_sp",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
+        other={"rope_factors": [1.0, 4.0, 1.0], "rope_axes": [4, 2, 2, 0]},
         # With one pair of features for each axis, theta has no effect.
         requires={name: TWO_PAIRS for name in ("rope_theta", "rope_factors")}
         | {"rope_scaling": {**TWO_PAIRS, "rope_factors": [2.0, 3.0, 2.0]}}
         | {"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32, 32]}},
-        refused=(
-            "num_dual_layers",
-            "text_output",
-            "block",
-            "num_query_groups",
-            "modulation_silu",
-            "learned_padding",
-            "approximator",
-        ),  # its blocks share modulations
+        refused=("num_dual_layers", "num_query_groups"),  # its blocks share modulations
         also={
             "hidden_size": {"rope_axes": [4, 4, 4, 4]},
             "num_attention_heads": {"rope_axes": [4, 4, 4, 4]},
-            "rope_axes": {"text_positions": "origin"},
-            "text_positions": {"rope_axes": [2, 4, 2]},
             "position_embedding": {"rope_axes": [32, 32, 32, 32]},
         },
         text_tokens=1,
@@ -335,7 +301,7 @@ BACKBONES = {
         recipe="qwen_image_1024",
         quick=("pp2",),
         other={"rope_factors": [1.0, 4.0, 1.0]},
-        refused=("num_query_groups", "modulation_silu", "learned_padding", "block"),  # without single blocks
+        refused=("num_query_groups",),
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
@@ -349,14 +315,10 @@ BACKBONES = {
         recipe="sd3_5_medium_1024",
         quick=("tp2_sp",),
         other={"rope_factors": [1.0, 1.0, 4.0]},
-        refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding", "block"),
-        # Single blocks read the text of the last joint block; a shared modulation excludes parts of single blocks.
+        refused=("num_query_groups", "num_single_layers"),  # single blocks read the text of the last joint block
         requires={
-            "num_single_layers": {"text_output": True},
-            **{name: SD3_ROTARY for name in ("rope_axes", "rope_theta", "rope_factors", "text_positions")},
-            "centred_positions": SD3_ROTARY,
+            **{name: SD3_ROTARY for name in ("rope_axes", "rope_theta", "rope_factors")},
             "rope_scaling": {**SD3_ROTARY, "rope_factors": [1.0, 3.0, 1.0]},
-            "shared_modulation": {"num_dual_layers": 0, "text_output": True},
         },
         text_tokens=1,
         idle=r"layers\.1\.text\.q_layernorm\..*",  # last block: unused text queries
@@ -392,16 +354,10 @@ BACKBONES = {
     "lumina2": Row(
         recipe="lumina2_1024",
         quick=("pp2",),
-        refused=("approximator",),
-        other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
-        requires={
-            "num_dual_layers": JOINT,
-            "shared_modulation": JOINT,
-            "text_output": {**JOINT, "num_single_layers": 0},
-            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32]},
-        },
+        refused=("num_dual_layers",),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32]}},
         also={
-            "block": {"num_query_groups": None},
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
             "position_embedding": {"rope_axes": [32, 32, 32]},
@@ -411,14 +367,9 @@ BACKBONES = {
     "z_image": Row(
         recipe="z_image_1024",
         quick=("cp2",),
-        refused=("approximator",),
-        other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
-        requires={
-            **dict.fromkeys(("num_dual_layers", "shared_modulation"), UNPADDED),
-            "text_output": {**UNPADDED, "num_single_layers": 0},
-            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 48, 48]},
-            "block": {"modulation_silu": True, "learned_padding": 1},
-        },
+        refused=("num_dual_layers",),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 48, 48]}},
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
@@ -433,7 +384,7 @@ BACKBONES = {
             **{"rope_factors": [1.0, 4.0, 1.0], "num_refiner_layers": 1, "glyph_size": 14, "glyph_hidden_size": 24},
             **{"image_context_size": 9, "image_to_video": False},
         },
-        refused=("num_query_groups", "modulation_silu", "learned_padding", "block"),  # without single blocks
+        refused=("num_query_groups",),
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
@@ -479,10 +430,10 @@ BACKBONES = {
     ),
     "imagen": Row(
         recipe="imagen_400m_res_256",
-        other={**IMAGEN_OTHER, "condition_size": 24, "dropout": 0.5, "resampling": "block"},
+        other={**IMAGEN_OTHER, "condition_size": 24, "dropout": 0.5},
         **IMAGEN,
     ),
-    "efficient_unet": Row(recipe="imagen_600m_res_256", other={**IMAGEN_OTHER, "skip_scaling": False}, **IMAGEN),
+    "efficient_unet": Row(recipe="imagen_600m_res_256", other=IMAGEN_OTHER, **IMAGEN),
     "trial_unet": Row(
         recipe="tests.laws.trial_unet.trial_unet",
         other={"norm_groups": 2},

@@ -58,7 +58,7 @@ def times(batch: PackedBatch) -> Tensor:
 
 PIXART = STDiTConfig(
     **{"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12},
-    **{"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False, "temporal_rope": False},
+    **{"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False},
     position_span=4.0,
 )
 """The settings of STDiT that diffusers implements."""

@@ -28,12 +28,19 @@ OFFLOAD_QUICK = ("distributed1", "fsdp2")
 RESUMED = ("distributed2", "fsdp2")
 NUM_STEPS, SAVED_AT = 5, 3
 
+
+class ShortCycle(TorchOneCycle):
+    """The first learning rate is a third of the peak."""
+
+    pct_start, div_factor, final_div_factor = 0.5, 3.0, 4.0
+
+
 SETTINGS = {
     # Norms of queries and keys start as ones, so decaying them would show; eps is as large as the gradients.
     "model": {"qk_layernorm": True},
     "optimizer": {"lr": 2e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.5, "clip_grad": 0.6},
-    # Learning rate and beta1 rise and fall; the first learning rate is a third of the peak.
-    "schedule": TorchOneCycle(pct_start=0.5, div_factor=3.0, final_div_factor=4.0, cycle_momentum=True),
+    # Learning rate and beta1 rise and fall.
+    "schedule": ShortCycle(),
     "training": {"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
 }
 SETTINGS["training"]["ema_sigma_rel"] = [0.1, 0.25]

@@ -18,7 +18,7 @@ MODELS = {
     "alternating": {"backbone": "stdit", "num_classes": 5, "position_span": 4.0},
     "all_in_one": {
         **{"backbone": "stdit", "layer_pattern": ["spatial+full+temporal"], "position_embedding": "rope_3d"},
-        **{"temporal_rope": False, "num_query_groups": 2, "size_conditioning": True},
+        **{"num_query_groups": 2, "size_conditioning": True},
     },
 }
 BALANCED = {"context_split": "load_balanced"}

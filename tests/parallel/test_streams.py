@@ -48,10 +48,10 @@ MODELS = {
         **{"backbone": "lumina2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
         **{"rope_axes": [2, 4, 2], "num_query_groups": 2},
     },
-    # Multiples of 8 tokens: some images have learned tokens, others have none.
+    # Every text and image has learned tokens, up to 32.
     "z_image": {
         **{"backbone": "z_image", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
-        **{"rope_axes": [2, 4, 2], "learned_padding": 8},
+        "rope_axes": [2, 4, 2],
     },
     # The text has keys and values, but no queries.
     "prx": {"backbone": "prx", "num_layers": 4, "ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},

@@ -38,42 +38,27 @@ class ImagenReference:
 
     def time(self, value: float, name: str) -> Tensor:
         width = self.config.hidden_size
-        frequencies = self.w.get(f"{name}.frequencies")
-        if frequencies is None:
-            angles = [value * 10_000 ** (-i / (width // 2)) for i in range(width // 2)]
-            features = torch.tensor([*map(math.cos, angles), *map(math.sin, angles)], dtype=torch.float64)
-        else:
-            turns = 2 * math.pi * value * frequencies
-            features = torch.cat([torch.tensor([value], dtype=torch.float64), turns.sin(), turns.cos()])
+        angles = [value * 10_000 ** (-i / (width // 2)) for i in range(width // 2)]
+        features = torch.tensor([*map(math.cos, angles), *map(math.sin, angles)], dtype=torch.float64)
         return self.w.linear(F.silu(self.w.linear(features, f"{name}.linear_1")), f"{name}.linear_2")
 
     def caption(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Return the text tokens for attention, before their norm, and the text part of the conditioning vector."""
         tokens = self.w.linear(text, "caption.to_tokens")
-        if self.config.text_pooling == "attention":
-            score = self.w["caption.pooling.to_score"]
-            weights = torch.softmax(text @ score[0, :-1] + score[0, -1], 0)
-            pooled = self.layer_norm(weights @ text, "caption.pooling.norm")
-            pooled = self.w.linear(pooled, "caption.pooling.to_out")
-        else:
-            pooled = tokens.mean(0)
+        score = self.w["caption.pooling.to_score"]
+        weights = torch.softmax(text @ score[0, :-1] + score[0, -1], 0)
+        pooled = self.layer_norm(weights @ text, "caption.pooling.norm")
+        pooled = self.w.linear(pooled, "caption.pooling.to_out")
         vector = self.w.linear(self.layer_norm(pooled, "caption.norm"), "caption.linear_1")
-        if self.config.null_token:
-            tokens = torch.cat([self.w["caption.null_token"][None], tokens])
         return tokens, self.w.linear(F.silu(vector), "caption.linear_2")
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.w[f"{name}.bias"])
 
-    def branch(self, x: Tensor, name: str, resample: Any = lambda x, name: x) -> Tensor:
-        y = resample(F.silu(self.norm(x, f"{name}.norm_1")), f"{name}.resample")
-        y = self.conv(y, f"{name}.convolution_1")
-        vector = self.w.linear(F.silu(self.vector), f"{name}.vector")[None, :, None, None]
-        if self.config.scale_shift_norm:
-            scale, shift = vector.chunk(2, 1)
-            y = self.norm(y, f"{name}.norm_2") * (1 + scale) + shift
-        else:
-            y = self.norm(y + vector, f"{name}.norm_2")
+    def branch(self, x: Tensor, name: str) -> Tensor:
+        y = self.conv(F.silu(self.norm(x, f"{name}.norm_1")), f"{name}.convolution_1")
+        scale, shift = self.w.linear(F.silu(self.vector), f"{name}.vector")[None, :, None, None].chunk(2, 1)
+        y = self.norm(y, f"{name}.norm_2") * (1 + scale) + shift
         return self.conv(F.silu(y), f"{name}.convolution_2")
 
     def softmax_attention(self, q: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
@@ -129,17 +114,11 @@ class ImagenReference:
 class UNetReference(ImagenReference):
     """The regular UNet."""
 
-    def block(self, x: Tensor, name: str, resample: Any = lambda x, name: x) -> Tensor:
-        y = self.branch(x, f"{name}.branch", resample)
-        x = resample(x, f"{name}.resample")
+    def block(self, x: Tensor, name: str) -> Tensor:
+        y = self.branch(x, f"{name}.branch")
         return y + (x if self.w.get(f"{name}.shortcut.weight") is None else self.conv(x, f"{name}.shortcut"))
 
     def changed(self, x: Tensor, name: str, way: str) -> Tensor:
-        pooled = lambda x, name: F.avg_pool2d(x, 2)  # noqa: E731
-        if self.config.resampling == "block":
-            return self.block(x, name, pooled if way == "down" else self.twice)
-        if way == "down" and self.config.resampling == "pool":
-            return pooled(x, name)
         if way == "down":
             return self.conv(x, f"{name}.convolution", stride=2, padding=1)
         return self.twice(x, f"{name}.convolution")
@@ -177,9 +156,7 @@ class EfficientReference(ImagenReference):
     def blocks(self, x: Tensor, name: str, level: int) -> Tensor:
         for i in range(self.config.num_res_blocks[level]):
             beside = self.conv(x, f"{name}.blocks.{i}.shortcut")
-            x = self.branch(x, f"{name}.blocks.{i}.branch") + (
-                beside / math.sqrt(2) if self.config.skip_scaling else beside
-            )
+            x = self.branch(x, f"{name}.blocks.{i}.branch") + beside / math.sqrt(2)
         if level in self.config.attention_levels:
             x = self.attention(self.config.attention_type, x, f"{name}.attention.inner")
         return x

@@ -30,7 +30,7 @@ class STDiTReference(SharedModulationReference):
         }[kind]
         for rows in groups:
             by = None if turned is None else turned[rows]
-            if kind == "temporal" and self.config.temporal_rope:
+            if kind == "temporal":
                 frames = [(frame, 0, 0) for frame in range(t)]
                 by = turns(frames, self.head_size, self.config, axes=[self.head_size, 0, 0])
             out = out.index_put((torch.tensor(rows),), self.self_attention(y[rows], name, by))

@@ -55,7 +55,7 @@ def test_outputs_losses_and_gradients_equal_those_of_the_public_class(build_mode
     rules = form.rules(model, parameter_shapes(model), (1, 32, 32))
     network = load(build_model(model), rules.from_external(state))
     batch = pack(model, [0, 1, 2])
-    objective = VQAutoencoding(codebook_weight=0.7)
+    objective = VQAutoencoding()
     prepared = objective.prepare(batch, noise_for(batch))
     prediction_TC = network(prepared.inputs_TC, torch.zeros(3), batch)
     C, z, p = model.token_channels, model.latent_channels, model.patch_spatial
@@ -75,7 +75,7 @@ def test_outputs_losses_and_gradients_equal_those_of_the_public_class(build_mode
     assert torch.equal(pictures(output_TC[:, -1:], 1).flatten(), code.float())
 
     total, count, logs = objective.loss(prediction_TC, prepared, batch.layout)
-    exact = (decoded.sample - x).abs().mean() + 0.7 * decoded.commit_loss
+    exact = (decoded.sample - x).abs().mean() + decoded.commit_loss
     assert total.item() / count.item() == pytest.approx(exact.item(), rel=RTOL)
     assert logs["codebook"].item() == pytest.approx(4 * logs["commitment"].item(), rel=RTOL)
     (total / count).backward()

@@ -144,11 +144,11 @@ FAMILIES = {
             "all_in_one": {"layer_pattern": ALL_IN_ONE, "num_classes": 5, "num_query_groups": 2},
             "pixart": {
                 **{"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False},
-                **{"temporal_rope": False, "position_span": 8.0, "out_channels": 6},
+                **{"position_span": 8.0, "out_channels": 6},
             },
-            "rope": {"layer_pattern": ALL_IN_ONE, "position_embedding": "rope_3d", "temporal_rope": False},
+            "rope": {"layer_pattern": ALL_IN_ONE, "position_embedding": "rope_3d"},
             "both_ropes": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0], "rope_theta": 500.0},
-            "span_3d": {"position_embedding": "sincos_3d", "position_span": 3.5, "temporal_rope": False},
+            "span_3d": {"position_embedding": "sincos_3d", "position_span": 3.5},
             "ropes_linear": {
                 **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
                 "layer_pattern": ALL_IN_ONE,

@@ -50,8 +50,8 @@ HEAD = """# Settings
 
 All settings, by part and class. Each line is `key=default` (other values or types): meaning. The key follows the name
 of its part: `training.num_steps=100`. Settings of several classes come first; a class has those listed under "Also",
-with the defaults in brackets. Select classes by name: `objective=ddpm(prediction='v')`. `--dryrun` prints all settings
-of a run. A value out of range, or without effect because of other settings, is an error.
+with its defaults and values in brackets. Select classes by name: `objective=ddpm(prediction='v')`. `--dryrun` prints
+all settings of a run. A value out of range, or without effect because of other settings, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
@@ -96,10 +96,10 @@ def _alternatives(annotation: object) -> tuple[str, ...]:
 
 
 SHARED = 2
-"""A setting that at least this many classes of a part share, with the same type and meaning, is listed once."""
+"""A setting that at least this many classes of a part share, with the same meaning, is listed once."""
 
 
-Key: TypeAlias = tuple[str, tuple[str, ...], str]
+Key: TypeAlias = tuple[str, str]
 
 
 class Row(NamedTuple):
@@ -115,8 +115,8 @@ class Row(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """Name, type and meaning."""
-        return self.name, self.kind, self.meaning
+        """Name and meaning."""
+        return self.name, self.meaning
 
     @property
     def assignment(self) -> str:
@@ -124,12 +124,11 @@ class Row(NamedTuple):
         return f"`{self.name}={str(self.default).replace(', ', ',')}`"
 
     @property
-    def description(self) -> str:
-        """The meaning, preceded by types and values that the default does not show."""
+    def choices(self) -> str:
+        """The default, and the types and values that it does not show."""
         shown = {f"`{self.default}`", str(self.default), type(self.default).__name__}
         others = [kind for kind in self.kind if kind.partition("[")[0] not in shown]
-        types = f" ({', '.join(others)})" if others else ""
-        return f"{types}: {self.meaning}"
+        return f"{self.assignment} ({', '.join(others)})" if others else self.assignment
 
 
 def rows(kind: type) -> Iterator[Row]:
@@ -151,7 +150,7 @@ ANY_CLASS = "Shared settings"
 
 
 def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
-    """Return the settings that several classes share, each with its title and the row of its most frequent default."""
+    """Return the settings that several classes share, each with its title and its most frequent row."""
     by_key: dict[Key, list[Row]] = {}
     for row in chain.from_iterable(tables):
         by_key.setdefault(row.key, []).append(row)
@@ -159,13 +158,15 @@ def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
     for key, group in by_key.items():
         if len(group) >= SHARED:
             title = ANY_CLASS if len({row.owner for row in group}) > 1 else group[0].owner.__name__
-            (assignment, _), *_ = Counter(row.assignment for row in group).most_common(1)
-            shared[key] = title, next(row for row in group if row.assignment == assignment)
+            kinds = Counter(frozenset(row.kind) for row in group)
+            usual = [row for row in group if frozenset(row.kind) == kinds.most_common(1)[0][0]]
+            (assignment, _), *_ = Counter(row.assignment for row in usual).most_common(1)
+            shared[key] = title, next(row for row in usual if row.assignment == assignment)
     return shared
 
 
 def inherited(table: Iterable[Row], shared: Mapping[Key, tuple[str, Row]]) -> str:
-    """Return a class's line about shared settings: their titles, and the defaults that differ.
+    """Return a class's line about shared settings: their titles, and the defaults and types that differ.
 
     Shared settings without a common base are all listed, because not every class has all of them.
     """
@@ -174,8 +175,9 @@ def inherited(table: Iterable[Row], shared: Mapping[Key, tuple[str, Row]]) -> st
         if row.key in shared:
             title, common = shared[row.key]
             names = titles.setdefault(title, [])
-            if title == ANY_CLASS or row.assignment != common.assignment:
-                names.append(row.assignment)
+            has_own_type = frozenset(row.kind) != frozenset(common.kind)
+            if title == ANY_CLASS or has_own_type or row.assignment != common.assignment:
+                names.append(row.choices if has_own_type else row.assignment)
     parts = [f"{title} ({', '.join(names)})" if names else title for title, names in titles.items()]
     return f"Also: {', '.join(parts)}." if parts else ""
 
@@ -201,8 +203,8 @@ def section(title: str, summary: str, also: str, table: Sequence[Row]) -> Iterat
     """Yield the blocks of a class."""
     yield f"### {title}\n"
     lines = (
-        f"* {', '.join(row.assignment for row in group)}{description}"
-        for description, group in groupby(table, key=attrgetter("description"))
+        f"* {', '.join(row.choices for row in group)}: {meaning}"
+        for meaning, group in groupby(table, key=attrgetter("meaning"))
     )
     texts = (summary, also, "\n".join(lines))
     yield from (f"{text}\n" for text in texts if text)

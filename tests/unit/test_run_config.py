@@ -153,6 +153,11 @@ def test_a_setting_without_effect_is_refused(unused, needs):
     changed(RUN, unused | needs).check()
 
 
+def test_a_collective_may_take_a_third_of_the_time_until_a_hang():
+    times = [TrainingConfig(hang_timeout_s=seconds).collective_timeout_s for seconds in (1800, 5400, None)]
+    assert times == [600, 1800, 600]
+
+
 def test_a_guidance_scale_of_one_is_accepted_for_a_model_without_guidance():
     changed(RUN, {"model.num_classes": None, "sampling.guidance_scale": 1.0}).check()
 

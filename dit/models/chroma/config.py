@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
+from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
+from dit.ranges import check_unused
 
 
 @dataclass(kw_only=True)
@@ -12,6 +14,9 @@ class ChromaConfig(StreamsConfig):
 
     Texts are the embeddings of T5-XXL, and that of one padding token if the text is not of maximal length
     (`dit.encoders.text_config`, `padded_once`).
+
+    Attributes:
+        approximator: `[input features, hidden size, residual blocks]` of that network.
 
     Source: diffusers 0.38, `transformer_chroma.py` and `pipeline_chroma.py`; lodestones/Chroma1-HD.
     """
@@ -23,5 +28,20 @@ class ChromaConfig(StreamsConfig):
     num_joint_layers: int = 19
     num_single_layers: int = 38
     ffn_hidden_size: Optional[int] = 12288
-    approximator: Optional[list[int]] = field(default_factory=lambda: [64, 5120, 5])
+    approximator: list[int] = field(default_factory=lambda: [64, 5120, 5])
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
+
+    @property
+    def approximator_sizes(self) -> list[int]:
+        return self.approximator
+
+    def validate(self) -> None:
+        super().validate()
+        sizes = self.approximator
+        if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % 8:
+            raise ConfigError(
+                f"model.approximator={sizes} must be three positive numbers: features (a multiple of 8), hidden size "
+                "and number of blocks"
+            )
+        where = "with ChromaConfig, which computes all modulations from the time"
+        check_unused("model", self, ["pooled_size", "guidance"], where, "use FluxConfig")

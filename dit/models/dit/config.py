@@ -21,7 +21,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
 
     Attributes:
         num_layers: number of blocks.
-        qk_layernorm: RMSNorm on queries and keys per head.
+        qk_layernorm: RMSNorm on queries and keys, per head; of SANA, over the full width (1.5).
         add_bias: use biases in the linear layers of the blocks.
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         rms_norm: RMSNorms with weights instead of layer norms before the modulations.
@@ -34,7 +34,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             weight.
         wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent again and condition
             each token on its output of the blocks; None for none.
-        rope_axes: features of a head that rotate with t, h and w; None for a third each.
+        rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
         interval_conditioning: condition on the length t - r of the time interval of an average velocity (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
 

@@ -12,16 +12,12 @@ class EfficientUNetConfig(ImagenConfig):
 
     Each level except the last downsamples before its blocks, so level 0 has half the full size. On the way up, the
     blocks and the attention of a level have the channels of the level above.
-
-    Attributes:
-        skip_scaling: divide the shortcuts of residual blocks by sqrt(2).
     """
 
     channel_multipliers: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 8])
     num_res_blocks: list[int] = field(default_factory=lambda: [2, 4, 8, 8, 8])
     attention_levels: list[int] = field(default_factory=lambda: [3, 4])
     low_resolution_factor: Optional[int] = 4
-    skip_scaling: bool = True
 
     @property
     def outputs_up(self) -> list[int]:

@@ -13,23 +13,15 @@ from dit.models.efficient_unet.config import EfficientUNetConfig
 
 
 class ResidualBlock(nn.Module):
-    """A conditioned branch plus a projection of the input, optionally divided by sqrt(2)."""
+    """A conditioned branch plus a projection of the input, which is divided by sqrt(2)."""
 
     def __init__(self, inputs: int, outputs: int, config: EfficientUNetConfig, provider: LayerProvider) -> None:
         super().__init__()
-        self.scale = math.sqrt(0.5) if config.skip_scaling else 1.0
-        self.branch = ConditionedBranch(
-            inputs,
-            outputs,
-            config.vector_size,
-            config.norm_num_groups,
-            provider,
-            scale_shift=config.scale_shift_norm,
-        )
+        self.branch = ConditionedBranch(inputs, outputs, config.vector_size, config.norm_num_groups, provider)
         self.shortcut = Convolution(inputs, outputs, provider, size=1)
 
     def forward(self, x_NCHW: Tensor, vector_NE: Tensor) -> Tensor:
-        return self.branch(x_NCHW, vector_NE, None) + self.shortcut(x_NCHW) * self.scale
+        return self.branch(x_NCHW, vector_NE, None) + self.shortcut(x_NCHW) * math.sqrt(0.5)
 
 
 class Level(nn.Module):

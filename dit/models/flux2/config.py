@@ -1,9 +1,9 @@
 """Sizes of FLUX.2."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Optional
+from typing import Optional
 
-from dit.models.streams.config import StreamsConfig, TextPositions
+from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import Activation
 
 
@@ -17,7 +17,10 @@ class Flux2Config(StreamsConfig):
     Source: diffusers 0.38, `transformer_flux2.py` and `pipeline_flux2.py`.
     """
 
-    frame_spacing: ClassVar[int] = 10
+    frame_spacing = 10
+    shared_modulation = True
+    add_bias = False
+    text_positions = "own_axis"
 
     in_channels: int = 32
     context_size: Optional[int] = 15360
@@ -26,9 +29,6 @@ class Flux2Config(StreamsConfig):
     num_joint_layers: int = 8
     num_single_layers: int = 48
     ffn_hidden_size: Optional[int] = 18432
-    shared_modulation: bool = True
-    add_bias: bool = False
     activation: Activation = "swiglu"
     rope_theta: float = 2000.0
     rope_axes: list[int] = field(default_factory=lambda: [32, 32, 32, 32])
-    text_positions: TextPositions = "own_axis"

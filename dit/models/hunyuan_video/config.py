@@ -31,8 +31,7 @@ class HunyuanVideoConfig(StreamsConfig):
 
     Attributes:
         num_refiner_layers: blocks of the text before it joins the other two.
-        glyph_size: width of the embeddings of the shown text.
-        glyph_hidden_size: inner width of their projection.
+        glyph_size, glyph_hidden_size: width of the embeddings of the shown text, and inner width of their projection.
         image_context_size: width of the tokens of a picture.
         image_to_video: give the network the clean first frame and its mask (`first_frames`); zeros otherwise.
 

@@ -32,14 +32,12 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
     Attributes:
         block_out_channels: channels at each resolution, the full one first.
         layers_per_block: residual blocks at each resolution down; one more up.
-        transformer_layers: transformer layers after each residual block of a resolution.
-        mid_transformer_layers: transformer layers at the lowest resolution.
-        num_attention_heads: attention heads if `head_size` is None.
+        transformer_layers, mid_transformer_layers: transformer layers after each residual block of a resolution, and
+            those between the ways down and up.
+        num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         head_size: features per attention head; None: `num_attention_heads` counts.
-        pooled_size: width of the pooled text embedding, used with sizes and crop position.
+        pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position); None for none.
         norm_num_groups: groups of the group norms.
-        null_text: replacement of a dropped text, also in guidance: a learned token, the empty text's embedding (needs
-            `:padded` encoders), or zeros.
         lora: train only adapters of the model in `checkpoint.start_from`.
 
     Source of the pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
-from dit.models.streams.config import Block, StreamsConfig, TextPositions
+from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import Activation
 
 
@@ -16,7 +16,13 @@ class Lumina2Config(StreamsConfig):
     Source: Qin et al. 2025, arXiv:2503.21758; diffusers 0.38, `transformer_lumina2.py`.
     """
 
-    block: Block = "sandwich"
+    block = "sandwich"
+    add_bias = False
+    text_norm = True
+    condition_limit = 1024
+    reversed_time = True
+    text_positions = "before_image"
+
     in_channels: int = 16
     context_size: Optional[int] = 2304
     hidden_size: int = 2304
@@ -25,12 +31,7 @@ class Lumina2Config(StreamsConfig):
     num_joint_layers: int = 2
     num_single_layers: int = 26
     ffn_hidden_size: Optional[int] = 9216
-    condition_limit: Optional[int] = 1024
-    reversed_time: bool = True
     time_scale: float = 1.0
-    add_bias: bool = False
     layernorm_epsilon: float = 1e-5
     activation: Activation = "swiglu"
-    text_norm: bool = True
     rope_axes: list[int] = field(default_factory=lambda: [32, 32, 32])
-    text_positions: TextPositions = "before_image"

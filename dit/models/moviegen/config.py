@@ -20,7 +20,6 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     key norms are as in NeMo's DiT; the paper's Llama 3 block and NeMo's Movie Gen have none (`qk_layernorm=False`).
 
     Attributes:
-        position_embedding: learned vectors for t, h and w in every layer, sine-cosine, or rotary.
         max_grid: largest numbers of learned positions along t, h and w.
     """
 

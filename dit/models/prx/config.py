@@ -20,7 +20,7 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
 
     Attributes:
         num_layers: number of blocks.
-        rope_axes: features of a head that rotate with t, h and w.
+        rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
     """
 
     supports = Supports(aligned=True)

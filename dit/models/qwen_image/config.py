@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
-from dit.models.streams.config import StreamsConfig, TextPositions
+from dit.models.streams.config import StreamsConfig
 
 
 @dataclass(kw_only=True)
@@ -16,6 +16,10 @@ class QwenImageConfig(StreamsConfig):
     Source: Wu et al. 2025, arXiv:2508.02324; diffusers 0.38, `transformer_qwenimage.py`.
     """
 
+    text_norm = True
+    text_positions = "after_image"
+    centred_positions = True
+
     in_channels: int = 16
     context_size: Optional[int] = 3584
     hidden_size: int = 3072
@@ -23,7 +27,4 @@ class QwenImageConfig(StreamsConfig):
     num_joint_layers: int = 60
     num_single_layers: int = 0
     ffn_hidden_size: Optional[int] = 12288
-    text_norm: bool = True
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
-    text_positions: TextPositions = "after_image"
-    centred_positions: bool = True

@@ -17,10 +17,7 @@ class SanaConfig(CrossAttentionModelConfig):
     The defaults are the model with 1.6 B parameters, for texts of Gemma 2 2B and latents of the DC-AE f32c32.
 
     Attributes:
-        num_attention_heads: heads of the linear attention.
         num_cross_attention_heads: heads of the cross-attention.
-        ffn_hidden_size: channels of the feed-forward after its gate.
-        qk_layernorm: RMSNorm on queries and keys over the full width (SANA 1.5).
     """
 
     supports = Supports(aligned=True)

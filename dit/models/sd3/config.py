@@ -16,6 +16,8 @@ class SD3Config(StreamsConfig):
     Source: Esser et al. 2024, arXiv:2403.03206; diffusers 0.38, `transformer_sd3.py`; sizes of 3.5 large.
     """
 
+    text_output = False
+
     in_channels: int = 16
     context_size: Optional[int] = 4096
     pooled_size: Optional[int] = 2048
@@ -23,7 +25,6 @@ class SD3Config(StreamsConfig):
     num_attention_heads: int = 38
     num_joint_layers: int = 38
     num_single_layers: int = 0
-    text_output: bool = False
     position_embedding: Positions = "sincos_2d"
     position_crop: Optional[list[int]] = field(default_factory=lambda: [192, 64])
     rope_axes: list[int] = field(default_factory=lambda: [16, 24, 24])

@@ -19,7 +19,6 @@ class STDiTConfig(CrossAttentionModelConfig):
             each layer, `["full"]` for PixArt-alpha.
         add_bias: use biases in the linear layers of the blocks.
         position_span: positions per side at any resolution; None for patch indices.
-        temporal_rope: rotary positions in temporal attention.
     """
 
     in_channels: int = 4
@@ -27,7 +26,6 @@ class STDiTConfig(CrossAttentionModelConfig):
     add_bias: bool = True
     position_embedding: Positions = "sincos_2d"
     position_span: Optional[float] = None
-    temporal_rope: bool = True
 
     def kinds(self, layer: int) -> tuple[AttentionKind, ...]:
         """Return the self-attentions of a layer."""
@@ -36,6 +34,11 @@ class STDiTConfig(CrossAttentionModelConfig):
     @property
     def attentions_per_layer(self) -> int:
         return len(self.kinds(0))
+
+    @property
+    def has_temporal(self) -> bool:
+        """Whether any layer has temporal attention, which has rotary positions for every `position_embedding`."""
+        return any("temporal" in pattern for pattern in self.layer_pattern)
 
     @property
     def supports(self) -> Supports:
@@ -49,9 +52,8 @@ class STDiTConfig(CrossAttentionModelConfig):
     def validate(self) -> None:
         self.check_sizes()
         self._check_pattern()
-        temporal = any("temporal" in self.kinds(i) for i in range(len(self.layer_pattern)))
-        self.check_positions(turns_in_time=self.temporal_rope and temporal)
-        if self.temporal_rope:
+        self.check_positions(turns_in_time=self.has_temporal)
+        if self.has_temporal:
             self.rotary(time_only=True)
         if self.position_embedding != "rope_3d" and self.rope_factors and self.rope_factors[1:] != [1.0, 1.0]:
             raise ConfigError(

@@ -39,7 +39,7 @@ class STDiT(TokenStack[STDiTConfig]):
         self.attention = attention
         size, eps = config.hidden_size, config.layernorm_epsilon
         assert config.context_size is not None
-        self.rotary_time = config.rotary(time_only=True) if config.temporal_rope else self.rotary
+        self.rotary_time = config.rotary(time_only=True) if config.has_temporal else self.rotary
         self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
         self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")

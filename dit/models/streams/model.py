@@ -65,7 +65,7 @@ class Streams(Backbone):
         rope = config.position_embedding == "rope_3d"
         self.rotary = config.rotary(config.rope_axes) if rope else None
         self.modulation: nn.Module = nn.Identity()
-        if config.approximator is None:
+        if config.approximator_sizes is None:
             self.conditioner = Conditioner(
                 width,
                 provider,
@@ -77,7 +77,7 @@ class Streams(Backbone):
                 bias=bias,
             )
         else:
-            count, sizes = config.num_single_layers + 4 * config.num_joint_layers, config.approximator
+            count, sizes = config.num_single_layers + 4 * config.num_joint_layers, config.approximator_sizes
             self.modulation = Approximator(
                 size, count, provider, sizes=sizes, time_scale=config.time_scale, bias=bias, eps=eps
             )
@@ -109,7 +109,7 @@ class Streams(Backbone):
             self.head: FinalLayer | ModulatedFinalLayer = FinalLayer(
                 size, config.output_features, provider, eps=eps, condition_size=width, shifted=shifted, bias=bias
             )
-            if config.approximator is not None:
+            if config.approximator_sizes is not None:
                 self.head = ModulatedFinalLayer(size, config.output_features, provider, bias=bias)
 
     def sum_over_context_ranks(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Streams(Backbone):
             image_TA = layouts.extend_image(image_TA, start_1A)
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
-        has_approximator = self.model_config.approximator is not None
+        has_approximator = self.model_config.approximator_sizes is not None
         cond = time_L if has_approximator else self.conditioner(time_L, batch)
         condition = self.modulation(cond)
         positions_T3 = sincos_positions(self.model_config, batch)

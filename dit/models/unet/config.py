@@ -1,12 +1,10 @@
 """Settings of Imagen's regular UNet."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Optional
 
 from dit.models.imagen_config import ImagenConfig
-from dit.ranges import SHARE_BELOW_1, WIDTH, check_choice, check_ranges
-
-Resampling = Literal["conv", "pool", "block"]
+from dit.ranges import SHARE_BELOW_1, WIDTH, check_ranges
 
 
 @dataclass(kw_only=True)
@@ -16,12 +14,10 @@ class UNetConfig(ImagenConfig):
     Attributes:
         condition_size: width of the projected text tokens for attention.
         dropout: dropout rate in residual blocks; counter-based.
-        resampling: downsampling by convolution, by average pooling, or in residual blocks.
     """
 
     condition_size: int = 512
     dropout: float = 0.0
-    resampling: Resampling = "conv"
 
     @property
     def text_width(self) -> Optional[int]:
@@ -37,5 +33,4 @@ class UNetConfig(ImagenConfig):
 
     def validate(self) -> None:
         check_ranges("model", self, {"condition_size": WIDTH, "dropout": SHARE_BELOW_1})
-        check_choice("model.resampling", self.resampling, Resampling)
         super().validate()

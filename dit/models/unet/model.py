@@ -13,7 +13,7 @@ from dit.layers.picture_blocks import AttentionBlock, BlockConditions
 from dit.models.base import Stage
 from dit.models.imagen_network import ImagenNetwork, select_attention
 from dit.models.unet.config import UNetConfig
-from dit.models.unet.layer import Downsample, Resample, ResidualBlock, Upsample
+from dit.models.unet.layer import Downsample, ResidualBlock, Upsample
 
 
 class Step(nn.Module):
@@ -33,8 +33,6 @@ class Step(nn.Module):
             x_NCHW = self.block(x_NCHW, conditions.vector_NE, conditions.dropout_N)
         if self.attention is not None:
             x_NCHW = self.attention(x_NCHW, conditions.context_KD, conditions.texts)
-        if isinstance(self.resample, ResidualBlock):
-            return self.resample(x_NCHW, conditions.vector_NE, conditions.dropout_N)
         return x_NCHW if self.resample is None else self.resample(x_NCHW)
 
 
@@ -55,17 +53,12 @@ class UNet(ImagenNetwork):
         super().__init__(config, config.condition_size, provider, stage)
         selected, numbers = select_attention(config, attention), iter(range(10_000))
 
-        def block(inputs: int, outputs: int, resample: Optional[Resample] = None) -> ResidualBlock:
-            return ResidualBlock(inputs, outputs, config, provider, number=next(numbers), resample=resample)
+        def block(inputs: int, outputs: int) -> ResidualBlock:
+            return ResidualBlock(inputs, outputs, config, provider, number=next(numbers))
 
         def attend(channels: int) -> nn.Module:
             heads, groups = config.heads(channels), config.norm_num_groups
             return AttentionBlock(config.attention_type, channels, config.text_width, heads, groups, provider, selected)
-
-        def resample(kind: Resample, channels: int) -> nn.Module:
-            if config.resampling == "block":
-                return block(channels, channels, kind)
-            return Downsample(channels, config, provider) if kind == "down" else Upsample(channels, provider)
 
         channels = config.channels
         x, skips = channels[0], [channels[0]]
@@ -77,7 +70,7 @@ class UNet(ImagenNetwork):
                 x = outputs
                 skips.append(x)
             if level + 1 < len(channels):
-                self.down.append(Step(resample=resample("down", x)))
+                self.down.append(Step(resample=Downsample(x, provider)))
                 skips.append(x)
         self.middle = nn.ModuleList([Step(block(x, x), attend(x)), Step(block(x, x))])
         for level, outputs in reversed(list(enumerate(channels))):
@@ -85,10 +78,10 @@ class UNet(ImagenNetwork):
             for i in range(config.num_res_blocks[level] + 1):
                 last = level > 0 and i == config.num_res_blocks[level]
                 layers = block(x + skips.pop(), outputs), attend(outputs) if attended else None
-                self.up.append(Step(*layers, resample("up", outputs) if last else None))
+                self.up.append(Step(*layers, Upsample(outputs, provider) if last else None))
                 x = outputs
         self.norm = GroupNorm(x, config.norm_num_groups, provider, fp32=True)
-        self.last = Convolution(x, config.output_features, provider, size=config.init_kernel_size, init=ZEROS)
+        self.last = Convolution(x, config.output_features, provider, init=ZEROS)
 
     def predict(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         skips = [x_NCHW]

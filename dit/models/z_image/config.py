@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
-from dit.models.streams.config import Block, StreamsConfig, TextPositions
+from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import Activation
 
 
@@ -17,7 +17,16 @@ class ZImageConfig(StreamsConfig):
     Source: Z-Image Team 2025, arXiv:2511.22699; diffusers 0.38, `transformer_z_image.py`.
     """
 
-    block: Block = "sandwich"
+    block = "sandwich"
+    add_bias = False
+    text_norm = True
+    condition_limit = 256
+    reversed_time = True
+    time_hidden_size = 1024
+    modulation_silu = False
+    learned_padding = 32
+    text_positions = "before_image"
+
     in_channels: int = 16
     context_size: Optional[int] = 2560
     hidden_size: int = 3840
@@ -25,15 +34,7 @@ class ZImageConfig(StreamsConfig):
     num_joint_layers: int = 2
     num_single_layers: int = 30
     ffn_hidden_size: Optional[int] = 10240
-    condition_limit: Optional[int] = 256
-    time_hidden_size: Optional[int] = 1024
-    modulation_silu: bool = False
-    reversed_time: bool = True
-    add_bias: bool = False
     layernorm_epsilon: float = 1e-5
     activation: Activation = "swiglu"
-    text_norm: bool = True
     rope_theta: float = 256.0
     rope_axes: list[int] = field(default_factory=lambda: [32, 48, 48])
-    text_positions: TextPositions = "before_image"
-    learned_padding: int = 32

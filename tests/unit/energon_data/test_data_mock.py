@@ -146,7 +146,6 @@ def test_validation_is_finite_repeatable_and_never_trained_on(dp: int) -> None:
         (MockData(max_tokens_per_pack=90, pack_multiple_of=6), "multiple of 4, to which the run pads .*of=12"),
         (MockData(dataset_size=0), "data.dataset_size=0"),
         (MockData(text_tokens=0), "data.text_tokens=0"),
-        (MockData(fps=0), "data.fps=0"),
         (MockData(num_streams=4), "a step of 6 micro-batches .* must be a multiple of data.num_streams=4"),
     ],
 )

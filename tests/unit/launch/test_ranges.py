@@ -67,7 +67,6 @@ BASES = {
 MAY_BE_ZERO = {
     *("optimizer.beta1", "optimizer.beta2", "optimizer.weight_decay", "optimizer.clip_grad"),
     *("schedule.warmup_steps", "schedule.min_lr"),
-    "schedule.pct_start",
     *("training.seed", "training.ema_decay", "training.ema_start_step"),
     *("training.validation_interval", "training.sample_interval"),
     "training.recheck_interval",
@@ -78,7 +77,7 @@ MAY_BE_ZERO = {
     *("data.clean_first_frame", "data.frame_levels", "data.inpaint", "objective.min_time", "objective.contrast_weight"),
     *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
     *("objective.instant_share", "objective.adaptive_power"),
-    *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
+    *("objective.augmentation_p_mean", "objective.noise_offset", "objective.beta"),
     *(
         "model.shift_factor",
         "model.num_single_layers",
@@ -100,14 +99,12 @@ MAY_BE_NEGATIVE = {
 MAY_BE_HUGE = {
     "checkpoint.save_timeout_s",
     *("optimizer.lr", "optimizer.eps", "optimizer.weight_decay", "optimizer.clip_grad", "sampling.guidance_scale"),
-    *("schedule.div_factor", "schedule.final_div_factor"),
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift", "training.spike_threshold"),
-    "training.hang_timeout_s",
-    *("objective.min_snr_gamma", "objective.kl_weight", "objective.codebook_weight", "objective.beta"),
+    *("objective.min_snr_gamma", "objective.kl_weight", "objective.beta"),
     *("model.scaling_factor", "model.shift_factor"),
     "objective.augmentation_p_mean",
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),
-    *("data.fps", "data.min_aesthetic_score", "data.max_aspect_ratio"),
+    *("data.min_aesthetic_score", "data.max_aspect_ratio"),
     *("data.min_seconds", "data.max_seconds"),
     *("model.layernorm_epsilon", "model.time_scale", "model.guidance", "model.position_span"),
 }

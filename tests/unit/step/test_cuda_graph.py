@@ -315,7 +315,7 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
         ("tiny_dit", {"offload": True}, "optimizer.offload=True, .* use optimizer.offload=False"),
         (
             "tiny_dit",
-            {"schedule": TorchOneCycle(cycle_momentum=True)},
+            {"schedule": TorchOneCycle()},
             "schedule=TorchOneCycle, .* use training.kernels=triton",
         ),
         ("tiny_dit", {"linears": "transformer_engine"}, "linears=transformer_engine, .* use training.linears=megatron"),

@@ -61,13 +61,6 @@ def test_norms_of_parts_equal_autograd_in_logged_steps_only(tmp_path, one_rank_w
     run.close()
 
 
-def test_norms_of_parts_can_be_switched_off(tmp_path, one_rank_world: ProcessGroups) -> None:
-    run = tiny_run(tmp_path, one_rank_world, "training.log_interval=1", "logging.part_norms=False")
-    run.step(torch.zeros(2))
-    assert run.part_norms.take() == {}
-    run.close()
-
-
 @pytest.mark.parametrize(
     ("parameter", "part"),
     [
