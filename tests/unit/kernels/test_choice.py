@@ -184,7 +184,19 @@ class AttentionHeads(TorchFunctionMode):
 
 
 @pytest.mark.parametrize(
-    "name", ["dit", "wide head", "sana", "ddpm_unet", "ldm_unet", "sdxl_unet", "imagen", "efficient_unet", "lumina2"]
+    "name",
+    [
+        "dit",
+        "wide head",
+        "sana",
+        "ddpm_unet",
+        "edm2_unet",
+        "ldm_unet",
+        "sdxl_unet",
+        "imagen",
+        "efficient_unet",
+        "lumina2",
+    ],
 )
 def test_a_target_has_the_head_sizes_of_every_attention_of_the_model(name, build_model):
     config = config_of(name)
