@@ -69,6 +69,7 @@ def tiny_edm2() -> run.Partial:
     recipe.model.head_size = 8
     recipe.data = run.Config(MockData, shapes=["1x8x8"], num_streams=2)
     recipe.parallel = run.Config(ParallelConfig)
+    recipe.optimizer.lr = 3e-3
     recipe.schedule.warmup_steps, recipe.schedule.reference_steps = 5, 10
     recipe.training.run_dir = "runs/tiny_edm2"
     recipe.training.num_steps = 20
