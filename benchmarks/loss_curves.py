@@ -37,6 +37,7 @@ CONVOLUTIONS = (
     "tiny_imagen",
     "tiny_imagen_sr",
     "tiny_ddpm_unet",
+    "tiny_edm2",
     "tiny_ldm_unet",
     "tiny_sdxl_unet",
     "tiny_autoencoder",

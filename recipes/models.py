@@ -7,6 +7,7 @@ from dit.models.base import ModelConfig
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.edm2_unet.config import EDM2UNetConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
@@ -331,6 +332,12 @@ def ddpm_unet() -> run.Config[DDPMUNetConfig]:
 def ddpm_unet_512() -> run.Config[DDPMUNetConfig]:
     """Conditional DDPM UNet with 512 channels in the middle (23.34 M); otherwise as ddpm_unet."""
     return run.Config(DDPMUNetConfig, mid_out_channels=[512, 512, 256])
+
+
+@run.cli.factory(target=ModelConfig)
+def edm2_s() -> run.Config[EDM2UNetConfig]:
+    """EDM2-S (280 M): latents of 4 channels, 1000 classes, 192 to 768 channels at 4 resolutions."""
+    return run.Config(EDM2UNetConfig)
 
 
 @run.cli.factory(target=LoRAConfig)

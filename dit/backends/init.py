@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dit.backends.sharding import sharding_of
 from dit.errors import ConfigError
+from dit.kernels.unit_rms import unit_rms
 from dit.philox import MASK32, philox, to_normal, to_uniform
 
 _CHUNK_ROWS_ELEMENTS = 1 << 22
@@ -21,14 +22,19 @@ _CHUNK_ROWS_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Init:
-    """Initial distribution: `normal` with standard deviation `scale`, `uniform` in +-`scale`, or constant `scale`."""
+    """Initial distribution: `normal` with standard deviation `scale`, `uniform` in +-`scale`, or constant `scale`.
 
-    kind: Literal["normal", "uniform", "constant"]
+    `unit_rows` is a normal distribution, scaled to mean square 1 in each row; every update restores it
+    (`dit.optimizer.unit_rows`).
+    """
+
+    kind: Literal["normal", "uniform", "constant", "unit_rows"]
     scale: float
 
 
 ZEROS = Init("constant", 0.0)
 ONES = Init("constant", 1.0)
+UNIT_ROWS = Init("unit_rows", 1.0)
 
 
 def normal(std: float) -> Init:
@@ -59,7 +65,7 @@ def draw(init: Init, seed: int, name: str, rows: range, columns: range, device: 
         (blocks, row, torch.full_like(row, name_hash & MASK32), torch.full_like(row, name_hash >> 32)),
         (seed & MASK32, (seed >> 32) & MASK32),
     )
-    lanes = to_normal(words) if init.kind == "normal" else tuple(2 * to_uniform(w) - 1 for w in words)
+    lanes = tuple(2 * to_uniform(w) - 1 for w in words) if init.kind == "uniform" else to_normal(words)
     offset = columns.start - 4 * first
     return init.scale * torch.stack(lanes, -1).flatten(1)[:, offset : offset + len(columns)]
 
@@ -98,4 +104,4 @@ def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: i
         step, init = max(1, _CHUNK_ROWS_ELEMENTS // len(columns)), init_of(parameter, name)
         for i in range(0, len(rows), step):
             block = draw(init, seed, name, rows[i : i + step], columns, matrix.device)
-            matrix[i : i + step].copy_(block)
+            matrix[i : i + step].copy_(unit_rms(block, 1) if init == UNIT_ROWS else block)

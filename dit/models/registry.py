@@ -35,6 +35,7 @@ BACKBONES = {
     "ddpm_unet": Entry("dit.models.ddpm_unet.config:DDPMUNetConfig", "dit.models.ddpm_unet.model:DDPMUNet"),
     "dit": Entry("dit.models.dit.config:DiTConfig", "dit.models.dit.model:DiT"),
     "dit_cross": Entry("dit.models.dit_cross.config:DiTCrossConfig", "dit.models.dit_cross.model:DiTCross"),
+    "edm2_unet": Entry("dit.models.edm2_unet.config:EDM2UNetConfig", "dit.models.edm2_unet.model:EDM2UNet"),
     "efficient_unet": Entry(
         "dit.models.efficient_unet.config:EfficientUNetConfig", "dit.models.efficient_unet.model:EfficientUNet"
     ),

@@ -7,6 +7,7 @@
 The first two have the same state, so that a run may continue with the other one. The device omits the update of a bad
 step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step. All but the first
 can be repeated as a CUDA graph, whose inputs are the numbers of the step and the rates of each group of parameters.
+Before the average, they can scale the rows of weights (`dit.optimizer.unit_rows`).
 
 With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or torch's in eager mode, updates them in
 parts.
@@ -35,6 +36,7 @@ from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
 from dit.optimizer.muon import Muon
 from dit.optimizer.step_numbers import StepNumbers
+from dit.optimizer.unit_rows import UnitRows
 from dit.parallel.fsdp import local
 from dit.patches import patches
 from dit.settings import OptimizerConfig
@@ -83,12 +85,13 @@ def build_update(
     muon = None
     if settings.algorithm == "muon":
         muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
-    if muon is not None or isinstance(run, Graphed):
+    unit_rows = UnitRows(shards)
+    if muon is not None or unit_rows.shards or isinstance(run, Graphed):
         adamw = adamw or reference.adamw
     if any(shard.host is not None for shard in shards):
         adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
-        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon, run)
+        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon, run, unit_rows)
     return EagerUpdate(optimizer, ema, settings.clip_grad)
 
 
@@ -159,6 +162,7 @@ class FusedUpdate:
         adamw: the kernel.
         muon: update of the weights of blocks; None if AdamW updates them.
         run: calls the operations of an update. Other arguments as in `build_update`.
+        unit_rows: scales weights after their update, before the average.
     """
 
     def __init__(
@@ -170,9 +174,13 @@ class FusedUpdate:
         adamw: AdamW,
         muon: Optional[Muon] = None,
         run: Runner = call,
+        unit_rows: Optional[UnitRows] = None,
     ) -> None:
         self.optimizer, self.shards, self.ema = optimizer, shards, ema
         self.clip_grad, self.adamw, self.muon, self.run = clip_grad, adamw, muon, run
+        self.unit_rows = UnitRows(()) if unit_rows is None else unit_rows
+        # The kernel can update the average only if the new weights are final, and in device memory.
+        self.averages = ema is not None and not ema.offload and not self.unit_rows.shards
         on_host = any(shard.host is not None for shard in shards) or (ema is not None and ema.offload)
         self.can_be_omitted = not on_host  # the host waits for copies
         self.parts = sub_optimizers(optimizer)
@@ -188,7 +196,7 @@ class FusedUpdate:
 
     @torch.no_grad()
     def __call__(self, numbers: StepNumbers, step: int) -> None:
-        weight = 1.0 if self.ema is None or self.ema.offload else self.ema.weight(step)
+        weight = self.ema.weight(step) if self.ema is not None and self.averages else 1.0
         count = get_step_count(self.optimizer) + 1
         rates = [
             Rates(
@@ -236,13 +244,18 @@ class FusedUpdate:
                 self.adamw(batch, of_group)
         if self.muon is not None:
             self.muon(of_muon)
+        if self.unit_rows.shards:
+            self.unit_rows(~factor.isnan())
+            for shard in self.unit_rows.shards:
+                if (copy := self._copy_of(shard)) is not None:
+                    copy.copy_(shard.main.view(-1))
         self._gather()
 
     def end(self, step: int, *, is_good: bool) -> None:
         if not is_good:
             self._count(get_step_count(self.optimizer) - 1)
         elif self.ema is not None:
-            (self.ema.update if self.ema.offload else self.ema.update_powers)(step)
+            (self.ema.update_powers if self.averages else self.ema.update)(step)
 
     def _elements(self, i: int) -> Elements:
         """Return the tensors of a shard; a missing gradient is 0."""
@@ -250,7 +263,7 @@ class FusedUpdate:
         shard.ensure_state()
         main = shard.main.detach()
         first, second = (shard.slot(name) if name in shard.slots else main.new_empty(0) for name in SLOTS)
-        average = None if self.ema is None or self.ema.offload else self.ema.values[i]
+        average = self.ema.values[i] if self.ema is not None and self.averages else None
         gradient = torch.zeros_like(main) if shard.owner.grad is None else local(shard.owner.grad)
         return Elements(gradient, main, first, second, average, self._copy_of(shard))
 

@@ -31,6 +31,7 @@ RUNS = {
     "tiny_imagen": {"parallel__data_parallel": "fsdp"},
     "tiny_imagen_sr": {},
     "tiny_ddpm_unet": {},
+    "tiny_edm2": {"parallel__data_parallel": "distributed_optimizer"},
     "tiny_ldm_unet": {"parallel__data_parallel": "fsdp"},
     "tiny_sdxl_unet": {},
     "tiny_autoencoder": {},

@@ -401,6 +401,18 @@ BACKBONES = {
         other={"block_out_channels": [8, 16], "mid_out_channels": [24, 8]},
         objective=DDPM(discrete_steps=1000),
     ),
+    "edm2_unet": Row(
+        recipe="tiny_edm2",
+        quick=("distributed2", "fsdp2"),
+        other={
+            "block_out_channels": [8, 16],
+            "layers_per_block": 2,
+            "attention_levels": [0, 1],
+            "head_size": 4,
+            "dropout": 0.5,
+        },
+        objective=EDM(),
+    ),
     "ldm_unet": Row(
         recipe="tiny_ldm_unet",
         other={

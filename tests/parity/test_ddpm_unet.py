@@ -9,6 +9,7 @@ from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
+from dit.models.base import ModelConfig
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.patchify import grid_positions
@@ -64,7 +65,7 @@ def test_parameter_counts_equal_the_published_description(changes: dict, expecte
     assert sum(expected.values()) == count_parameters(config) == total
 
 
-def batch_of(config: DDPMUNetConfig, height: int, width: int, labels: list[int]) -> PackedBatch:
+def batch_of(config: ModelConfig, height: int, width: int, labels: list[int]) -> PackedBatch:
     generator = torch.Generator().manual_seed(4)
     grids = [(1, height, width)] * len(labels)
     layout = SequenceLayout.from_lengths([height * width] * len(labels))

@@ -183,9 +183,10 @@ class AttentionHeads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "name", ["dit", "wide head", "sana", "ddpm_unet", "ldm_unet", "sdxl_unet", "imagen", "efficient_unet", "lumina2"]
-)
+UNETS = ("ddpm_unet", "edm2_unet", "ldm_unet", "sdxl_unet", "imagen", "efficient_unet")
+
+
+@pytest.mark.parametrize("name", ["dit", "wide head", "sana", "lumina2", *UNETS])
 def test_a_target_has_the_head_sizes_of_every_attention_of_the_model(name, build_model):
     config = config_of(name)
     if name == "sana":

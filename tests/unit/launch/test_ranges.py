@@ -60,6 +60,7 @@ BASES = {
     ("pictogram_autoencoder",): ("model", "objective"),
     ("pictogram_vq_autoencoder",): ("model", "objective"),
     ("tiny_ddpm_unet",): ("model",),
+    ("tiny_edm2",): ("model",),
     ("tiny_ldm_unet",): ("model",),
     ("tiny_sdxl_unet",): ("model",),
 }

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from benchmarks.parallel_training import tiny_model
+from dit.backends.init import UNIT_ROWS, with_init
 from dit.kernels.adamw import Elements, Rates, adamw
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import update
 from dit.optimizer.master_weights import SLOTS, MasterShard, factor_of_update
+from dit.optimizer.unit_rows import UnitRows
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.planner.job import Job
@@ -65,6 +67,21 @@ def test_clipping_equals_that_of_megatron_core() -> None:
     ):
         factor = factor_of_update(shared, torch.tensor(norm, dtype=torch.float64), clip_grad)
         assert float(factor) == pytest.approx(0.25 * expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 12), (5, 11), (0, 0)])
+def test_local_parts_of_rows_are_scaled_unless_nothing_may_change(start: int, stop: int) -> None:
+    """One rank with a part of a weight of three rows of four elements; no other rank adds squares."""
+    weight = with_init(torch.nn.Parameter(torch.arange(1.0, 13.0).view(3, 4)), UNIT_ROWS)
+    before = weight.detach().flatten()[start:stop]
+    main, whole = before.clone(), torch.zeros(12)
+    scale = UnitRows([MasterShard("w", weight, start, stop, main, {}, None)])
+    scale(torch.tensor(False))
+    assert torch.equal(main, before)
+    scale(torch.tensor(True))
+    whole[start:stop] = before
+    rms = whole.view(3, 4).square().mean(1, keepdim=True).sqrt() + 1e-4
+    torch.testing.assert_close(main, (whole.view(3, 4) / rms).flatten()[start:stop])
 
 
 def test_moments_are_on_the_requested_device() -> None:

@@ -1,0 +1,72 @@
+"""Settings of the EDM2 UNet."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from dit.errors import ConfigError
+from dit.models.base import Supports, TransformerSizes
+from dit.models.conditioned import ClassConditioned
+from dit.models.transformer_config import check_numbers
+from dit.ranges import SHARE_BELOW_1, check_ranges, whole
+
+
+@dataclass(kw_only=True)
+class EDM2UNetConfig(ClassConditioned):
+    """The magnitude-preserving UNet of EDM2, conditioned on noise level and class.
+
+    The default sizes are those of EDM2-S for latents of 64 x 64: 280 M parameters.
+
+    Attributes:
+        block_out_channels: channels at each resolution, the full one first; the conditioning vector has the most.
+        layers_per_block: residual blocks at each resolution down; one more up.
+        attention_levels: levels whose blocks have attention, counted from 0 at the full size.
+        head_size: features per attention head.
+        dropout: dropout rate in residual blocks; counter-based.
+    """
+
+    supports = Supports(
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
+    )
+
+    patch_spatial: int = 1
+    num_classes: Optional[int] = 1000
+    block_out_channels: list[int] = field(default_factory=lambda: [192, 384, 576, 768])
+    layers_per_block: int = 3
+    attention_levels: list[int] = field(default_factory=lambda: [2, 3])
+    head_size: int = 64
+    dropout: float = 0.0
+
+    @property
+    def halvings(self) -> int:
+        return len(self.block_out_channels) - 1
+
+    @property
+    def condition_size(self) -> int:
+        """Width of the conditioning vector."""
+        return max(self.block_out_channels)
+
+    @property
+    def draws_in_training(self) -> bool:
+        return self.dropout > 0
+
+    @property
+    def head_sizes(self) -> frozenset[int]:
+        return frozenset({self.head_size})
+
+    def validate(self) -> None:
+        check_numbers(self)
+        levels = len(self.block_out_channels)
+        if not levels:
+            raise ConfigError("model.block_out_channels=[] needs at least one resolution; [192,384,576,768] is EDM2-S")
+        check_ranges("model", self, {"dropout": SHARE_BELOW_1, "attention_levels": whole(0, levels - 1)})
+        # The first block on the way up has attention at the lowest resolution.
+        attending = sorted({*self.attention_levels, levels - 1})
+        if any(self.block_out_channels[level] % self.head_size for level in attending):
+            raise ConfigError(
+                f"model.block_out_channels={self.block_out_channels} at the levels {attending} with attention must be "
+                f"multiples of model.head_size={self.head_size}"
+            )
+
+    def megatron_sizes(self) -> TransformerSizes:
+        channels = self.block_out_channels[-1]
+        return TransformerSizes(num_layers=1, hidden_size=channels, num_attention_heads=channels // self.head_size)

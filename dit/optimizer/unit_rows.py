@@ -1,0 +1,69 @@
+"""Scaling of weights to rows of unit mean square after every update (forced weight normalisation).
+
+A row has the elements of one output. Its length has no effect on a network that normalises its weights, but a longer
+row turns less with an update of the same size. A rank may have a part of a row, so squares are summed over the ranks:
+
+    rank 0   a a a a | b b          rank 1   b b | c c c c        squares  a of rank 0, b of both, c of rank 1
+
+Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, section 2.3 and algorithm 1, which scales before a step: gradients
+are the same, but averages here are those of scaled weights.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dit.backends.init import UNIT_ROWS, init_of
+from dit.kernels.unit_rms import EPSILON
+from dit.optimizer.master_weights import MasterShard
+
+
+class UnitRows:
+    """Scales the rows of parameters with the initialisation `UNIT_ROWS`; every rank creates and calls it.
+
+    Args:
+        shards: this rank's master shards; those of other parameters are ignored.
+
+    Attributes:
+        shards: the shards of these parameters, also empty ones.
+    """
+
+    def __init__(self, shards: Sequence[MasterShard]) -> None:
+        self.shards = [shard for shard in shards if init_of(shard.parameter, shard.name) == UNIT_ROWS]
+
+    @torch.no_grad()
+    def __call__(self, changes: Tensor) -> None:
+        """Scale the local parts of all rows.
+
+        Args:
+            changes: whether weights may change, `[]`, bool.
+        """
+        squares = torch.cat([_squares(shard) for shard in self.shards])
+        group = self.shards[0].group  # dense parameters have the same ranks
+        if group is not None:
+            dist.all_reduce(squares, group=group)
+        counts = [shard.parameter.shape[0] for shard in self.shards]
+        for shard, squares_R in zip(self.shards, squares.split(counts)):
+            size, rows, local = _rows(shard)
+            rms_R = (squares_R[rows] / size).sqrt() + EPSILON
+            divisor = torch.where(changes, rms_R, 1.0).repeat_interleave(size)
+            shard.main.view(-1).div_(divisor[local])
+
+
+def _rows(shard: MasterShard) -> tuple[int, slice, slice]:
+    """Return the elements of a row, the rows that have local elements, and these elements within the rows."""
+    size = shard.parameter.shape[1:].numel()  # Megatron-FSDP may have freed the values
+    first, last = shard.start // size, -(-shard.stop // size)
+    return size, slice(first, last), slice(shard.start - first * size, shard.stop - first * size)
+
+
+def _squares(shard: MasterShard) -> Tensor:
+    """Return the sum of squares of the local elements of every row, `[rows]`, float32."""
+    size, rows, local = _rows(shard)
+    squares_R = shard.main.new_zeros(shard.parameter.shape[0])
+    padded = pad(shard.main.view(-1), (local.start, -local.stop % size))
+    squares_R[rows] = padded.view(-1, size).square().sum(1)
+    return squares_R
