@@ -35,6 +35,11 @@ class LayerKind:
 class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     """Blocks with text and image as two streams, then single blocks (one stream).
 
+    Some settings serve only one family of published models: `approximator` Chroma; `shared_modulation` FLUX.2;
+    `centred_positions` and `clean_reference_time` Qwen-Image; `num_dual_layers`, `text_output` and `position_crop`
+    Stable Diffusion 3; `num_query_groups` Lumina 2; `time_hidden_size`, `modulation_silu` and `learned_padding`
+    Z-Image. Two families or more share each of the others.
+
     Attributes:
         block: `adaln_zero`: two streams have one attention over both (joint), a single block has its MLP parallel to
             attention. `sandwich`: each of two streams attends to itself (refiners, the text's without modulation), a
