@@ -72,7 +72,7 @@ class Pipeline:
             does; None if it has no such shift.
         reads_sizes: calls the model with the sizes and the crop of the original.
         reads_control: takes a control picture, and encodes it with the autoencoder.
-        reads_adapters: has `load_lora_weights`.
+        reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
         arguments: further arguments of the call.
         note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).
     """
@@ -197,6 +197,7 @@ PIPELINES = {
         shift=True,
         guided_by_texts=True,
         times="none",
+        reads_adapters=False,
         arguments=("use_resolution_binning=False",),
         note="PRXPipeline also removes URLs, brackets and some words from prompts; see its `TextPreprocessor`",
     ),
@@ -220,6 +221,7 @@ PIPELINES = {
         scale=None,
         vae="AutoencoderKLHunyuanVideo15",
         draws_clips=True,
+        reads_adapters=False,
     ),
     "WanTransformer3DModel": Pipeline(
         "WanPipeline",

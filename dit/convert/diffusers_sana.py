@@ -102,7 +102,8 @@ class DiffusersSana(DiffusersTransformer[SanaConfig]):
 
     def write(self, model: SanaConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         self.check_only(model)
-        side, notes = square_side(self.class_name, latent_size, model.patch_spatial)
+        # Without positions, `sample_size` is only the default size of the pipeline.
+        side, _ = square_side(self.class_name, latent_size, model.patch_spatial)
         settings = self.write_sizes(model) | {
             "cross_attention_head_dim": model.hidden_size // model.num_cross_attention_heads,
             "cross_attention_dim": model.hidden_size,
@@ -110,7 +111,7 @@ class DiffusersSana(DiffusersTransformer[SanaConfig]):
             "sample_size": side,
             "qk_norm": FULL_WIDTH if model.qk_layernorm else None,
         }
-        return settings, notes
+        return settings, []
 
     def rules(self, model: SanaConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}

@@ -15,6 +15,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig
+from dit.models.lora_config import LoRAConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.monitoring.flops import PackFlops
 from dit.objectives.base import Objective
@@ -233,10 +234,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2},
 }
 LAYOUT_ROW = ("name", "layout")
-
-
 ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS if layout != "dp2" or layout in BACKBONES[name].quick]
 """`distributed2` has the same replicas as `dp2`, whose gradient sums do not depend on the model."""
+LORA = "lora_"
+ADAPTED = ["flux", "chroma", "flux2", "qwen_image", "sd3", "sana", "lumina2", "z_image", "hunyuan_video", "wan"]
+ADAPTED += ["prx of diffusers"]
+ROWS += [(name, LORA + layout) for name in ADAPTED for layout in ("tp2_sp", "pp2")]
+"""The last rows have an adapter on every linear layer; `tests/parallel/test_layouts.py` has more of their layouts."""
 
 
 def norms_in_fp32(chunks: list[Backbone]) -> None:
@@ -249,7 +253,12 @@ def norms_in_fp32(chunks: list[Backbone]) -> None:
 
 def pair_of(name: str, layout: str) -> Pair:
     """Return the tiny form of a recipe under a layout of two ranks, instead of the layout of the recipe."""
-    pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout])), 2)
+    run = replace(run_of(name), parallel=ParallelConfig(**LAYOUTS[layout.removeprefix(LORA)]))
+    if layout.startswith(LORA):
+        lora = LoRAConfig(rank=3, alpha=6.0, targets=["*"])
+        based = replace(run.checkpoint, start_from="base")
+        run = replace(run, model=replace(run.model, lora=lora), checkpoint=based)
+    pair = tiny_pair(run, 2)
     if layout != "fsdp2_bf16":
         return pair
     # One step: the update may round weights in another direction, so a second step would differ by a bf16 rounding.
@@ -265,7 +274,8 @@ def in_bf16(trial: Trial) -> Trial:
 def supported(name: str, layout: str) -> bool:
     """Return whether the backbone declares support for the layout."""
     flags = {"fsdp2": "fsdp", "fsdp2_bf16": "fsdp", "tp2_sp": "tensor", "cp2": "context", "pp2": "pipeline"}
-    return layout not in flags or getattr(config_of(name).supports, flags[layout])
+    flag = flags.get(layout.removeprefix(LORA))
+    return flag is None or getattr(config_of(name).supports, flag)
 
 
 @pytest.fixture(scope="module")

@@ -55,6 +55,10 @@ MODELS = {
     },
     # The text has keys and values, but no queries.
     "prx": {"backbone": "prx", "num_layers": 4, "ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},
+    "sana": {
+        **{"backbone": "sana", "num_layers": 4, "num_cross_attention_heads": 2, "ffn_hidden_size": 48},
+        **{"patch_spatial": 2, "qk_layernorm": True},
+    },
     "wan": {"backbone": "wan", "ffn_hidden_size": 48},
 }
 
@@ -85,7 +89,7 @@ FLUX_AND_PRX = {
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True, **SP}, PACKED),
 }
-# Models similar to FLUX: shared or approximated modulations on every stage, refiners, other positions.
+# Shared or approximated modulations on every stage, refiners, other positions, linear attention, convolution.
 RELATIVES = {
     2: {"tp2": (TP, PACKED)},
     4: {
@@ -96,7 +100,7 @@ RELATIVES = {
 
 
 def layouts_of(model: str, ranks: int) -> dict:
-    if model in ("chroma", "flux2", "hunyuan_video", "qwen_image", "sd3", "lumina2", "z_image"):
+    if model in ("chroma", "flux2", "hunyuan_video", "qwen_image", "sana", "sd3", "lumina2", "z_image"):
         return RELATIVES[ranks]
     return {**LAYOUTS[ranks], **(FLUX_AND_PRX if model in ("flux", "prx") and ranks == 4 else {})}
 

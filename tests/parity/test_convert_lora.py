@@ -13,11 +13,13 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from dit.convert.diffusers_flux import DiffusersFlux
 from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_hunyuan_video import DiffusersHunyuanVideo
 from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.diffusers_pixart import DiffusersPixArt
 from dit.convert.diffusers_sd3 import DiffusersSD3
@@ -36,9 +38,10 @@ from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import parameter_shapes
-from dit.verify.public import CALLS
+from dit.patchify import unpatchify
+from dit.verify.public import CALLS, call_hunyuan_video
 from tests.conftest import BuildModel
-from tests.parity import test_convert_streams, test_convert_unet
+from tests.parity import test_convert_streams, test_convert_unet, test_hunyuan_video
 from tests.parity.convert_cases import load, page_blocks, random_weights, relative_error, run
 from tests.parity.test_convert_transformers import FAMILIES
 
@@ -74,6 +77,16 @@ def stream(network: Any, external: Any, model: Any) -> tuple[Tensor, Tensor]:
     conditions = {"context": texts[0], **pooled}
     (there,) = CALLS[type(external).__name__](external, images, torch.tensor([250.0]), conditions)
     return here, there
+
+
+def video(network: Any, external: Any, model: Any) -> tuple[Tensor, Tensor]:
+    """Predict for a clip with glyph text, without a picture."""
+    batch, (clip,) = test_hunyuan_video.pack_of(model, slice(1))
+    conditions = {name: entry.values for name, entry in batch.conditions.items()}
+    with torch.no_grad():
+        here = network(batch.latents_TC, torch.tensor([0.25]), batch)
+    (there,) = call_hunyuan_video(external, clip[None], torch.tensor([250.0]), conditions)
+    return unpatchify(here, batch.grids[0], 1, 1), there[0]
 
 
 def native(count: int, block: str, rows: dict[str, str]) -> dict[str, list[str]]:
@@ -215,7 +228,6 @@ class Case:
     targets: tuple[str, ...] = ("layers.*.linear_*",)
 
 
-SANA = test_convert_streams.FAMILIES["sana"]
 SD3_MEDIUM = test_convert_streams.FAMILIES["sd3.5_medium"]
 CASES = {
     "flux": Case(DiffusersFlux(), FAMILIES["flux"].small, stream, FLUX, targets=("layers.*",)),
@@ -232,7 +244,14 @@ CASES = {
         targets=("layers.*.linear_*", "layers.*.image.modulation.linear"),
     ),
     "pixart": Case(DiffusersPixArt(), FAMILIES["pixart"].small, pixart, PIXART),
-    "sana": Case(SANA.form, partial(SANA.external, **SANA.settings), stream, {}),
+    **{
+        name: Case(family.form, partial(family.external, **family.settings), stream, {})
+        for name in ("sana", "z_image", "lumina2", "prx")
+        for family in [test_convert_streams.FAMILIES[name]]
+    },
+    "hunyuan_video": Case(
+        DiffusersHunyuanVideo(), partial(HunyuanVideo15Transformer3DModel, **test_hunyuan_video.SETTINGS), video, {}
+    ),
     "unet": Case(DiffusersUNet(), unet_model, unet, UNET, prefix="", targets=("*.attentions.*",)),
     "wan": Case(DiffusersWan(), FAMILIES["wan"].small, stream, WAN),
 }

@@ -37,6 +37,10 @@ TARGETS = {
     "sd3.5_medium": ["attn.to_q", "attn.to_v", "attn2.to_k", "add_k_proj", "attn.to_out.0", "ff.net.2", "norm1.linear"],
     "pixart": ["attn1.to_q", "attn1.to_v", "attn2.to_k", "attn2.to_out.0", "ff.net.0.proj"],
     "sana": ["attn1.to_q", "attn1.to_v", "attn2.to_k", "conv_inverted", "conv_point"],
+    "z_image": ["attention.to_q", "attention.to_v", "attention.to_out.0", "feed_forward.w1", "feed_forward.w2"],
+    "lumina2": ["attn.to_q", "attn.to_v", "attn.to_out.0", "feed_forward.linear_1", "feed_forward.linear_2"],
+    "prx": ["img_qkv_proj", "txt_kv_proj", "to_out.0", "gate_proj", "down_proj"],
+    "hunyuan_video": ["attn.to_q", "attn.to_v", "add_k_proj", "attn.to_out.0", "ff.net.2"],
     "unet": ["attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_v", "proj_in", "ff.net.2"],
     "wan": ["attn1.to_q", "attn1.to_k", "attn2.to_v", "ffn.net.2"],
 }

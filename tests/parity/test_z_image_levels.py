@@ -54,7 +54,7 @@ def test_clean_tokens_equal_those_of_diffusers(build_model: BuildModel) -> None:
     """Compare a pack of two sizes with two calls: outputs of all tokens and gradients; texts have the noised time."""
     family = FAMILIES["z_image"]
     external, model, weights = import_random(family)
-    latents, texts = latents_and_texts()
+    latents, texts = latents_and_texts(model)
     batch = pack_of(model)
     batch = replace(batch, layout=with_levels(batch.layout, SEGMENTS))
     layout = batch.layout

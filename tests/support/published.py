@@ -9,10 +9,14 @@ from diffusers.models.transformers.pixart_transformer_2d import PixArtTransforme
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 from diffusers.models.transformers.transformer_chroma import ChromaTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_flux2 import Flux2Transformer2DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
+from diffusers.models.transformers.transformer_lumina2 import Lumina2Transformer2DModel
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
+from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.models.transformers.transformer_z_image import ZImageTransformer2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
 from dit.convert.diffusers_unet import DiffusersUNet
@@ -45,6 +49,21 @@ NETWORKS = {
         approximator_num_channels=16,
         approximator_hidden_dim=24,
         approximator_layers=2,
+    ),
+    "flux2": lambda: Flux2Transformer2DModel(
+        **FLUX, joint_attention_dim=20, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False
+    ),
+    "qwen_image": lambda: QwenImageTransformer2DModel(
+        **{"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "in_channels": 16, "out_channels": 4},
+        **{"joint_attention_dim": 20, "axes_dims_rope": (4, 6, 6)},
+    ),
+    "z_image": lambda: ZImageTransformer2DModel(
+        **{"dim": 64, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 4, "n_kv_heads": 4, "in_channels": 4},
+        **{"axes_dims": (4, 8, 4), "cap_feat_dim": 20},
+    ),
+    "lumina2": lambda: Lumina2Transformer2DModel(
+        **{"hidden_size": 64, "num_layers": 2, "num_refiner_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2},
+        **{"in_channels": 4, "axes_dim_rope": (4, 8, 4), "cap_feat_dim": 20, "sample_size": 16},
     ),
     "sana": lambda: SanaTransformer2DModel(
         num_attention_heads=4,

@@ -38,6 +38,11 @@ class LayerKind:
 class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     """Blocks with text and image as two streams, then single blocks (one stream).
 
+    Some settings serve only one family of published models: `approximator` Chroma; `shared_modulation` FLUX.2;
+    `centred_positions` and `clean_reference_time` Qwen-Image; `num_dual_layers`, `text_output` and `position_crop`
+    Stable Diffusion 3; `num_query_groups` Lumina 2; `time_hidden_size`, `modulation_silu` and `learned_padding`
+    Z-Image. Two families or more share each of the others.
+
     Attributes:
         num_joint_layers, num_single_layers: blocks with two streams, and blocks with one stream after them.
         num_query_groups: key and value heads; one per query head if None.

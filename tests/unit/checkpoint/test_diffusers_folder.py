@@ -127,6 +127,60 @@ def test_a_box_reads_only_its_slices() -> None:
         assert spans == expected, form
 
 
+SIZES = ["num_attention_heads", "attention_head_dim", "num_layers", "in_channels", "patch_size"]
+OLD: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "flux": (
+        {"_diffusers_version": "0.30.0.dev0"},
+        [
+            *(*SIZES, "num_single_layers", "joint_attention_dim", "pooled_projection_dim", "guidance_embeds"),
+            "axes_dims_rope",  # not in FLUX.1, which has the default
+        ],
+    ),
+    "sana": (
+        {"_diffusers_version": "0.32.0.dev0", "dropout": 0.0, "interpolation_scale": None},
+        [
+            *(*SIZES, "num_cross_attention_heads", "cross_attention_head_dim", "cross_attention_dim"),
+            *("caption_channels", "mlp_ratio", "out_channels", "sample_size", "norm_elementwise_affine", "norm_eps"),
+        ],
+    ),
+    "pixart": (
+        {
+            **{"_class_name": "Transformer2DModel", "_diffusers_version": "0.22.0.dev0", "attention_type": "default"},
+            **{"double_self_attention": False, "num_vector_embeds": None, "use_linear_projection": False},
+        },
+        [
+            *(*SIZES, "activation_fn", "attention_bias", "caption_channels", "cross_attention_dim", "norm_type"),
+            *("norm_elementwise_affine", "norm_eps", "num_embeds_ada_norm", "out_channels", "sample_size"),
+        ],
+    ),
+    "unet": (
+        {"_diffusers_version": "0.2.2"},
+        [
+            *("act_fn", "attention_head_dim", "block_out_channels", "center_input_sample", "cross_attention_dim"),
+            *("down_block_types", "downsample_padding", "flip_sin_to_cos", "freq_shift", "in_channels", "norm_eps"),
+            *("layers_per_block", "mid_block_scale_factor", "norm_num_groups", "out_channels", "sample_size"),
+            "up_block_types",
+        ],
+    ),
+}
+"""Settings and names of settings in `config.json` of FLUX.1, SANA 1.6B, PixArt-alpha and Stable Diffusion 1.4."""
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_folder_of_an_older_diffusers_is_read(folders: Path, tmp_path: Path, name: str) -> None:
+    changes, names = OLD[name]
+    folder = copy(folders, tmp_path, name)
+    settings = json.loads((folder / "config.json").read_text())
+    old = {"_class_name": settings["_class_name"], **changes, **{n: settings[n] for n in names}}
+    assert len(settings) > len(old)
+    (folder / "config.json").write_text(json.dumps(old))
+    network, expected = read_network(folder), read_network(folders / name)
+    assert network.trained == expected.trained
+    weights, full = (read_all(x.weights(expected.trained.model)) for x in (network, expected))
+    assert weights.keys() == full.keys()
+    assert all(torch.equal(weights[key], full[key]) for key in full)
+
+
 def copy(folders: Path, out: Path, name: str = "flux") -> Path:
     return Path(shutil.copytree(folders / name, out / name))
 
