@@ -147,6 +147,7 @@ def test_a_full_disk_of_one_rank_fails_the_save_and_the_next_succeeds(world, ran
     error = saving.reply()["error"]
     assert "checkpoint of step 2 was not written" in error
     assert "File too large" in error
+    assert "the limit for a file is 50000 bytes (ulimit -f); raise it" in error
     assert (f"rank {rank}:" in error) == (rank > 0)
     assert "intact" in error
     assert newest_step(saving.store) == 1
@@ -156,6 +157,18 @@ def test_a_full_disk_of_one_rank_fails_the_save_and_the_next_succeeds(world, ran
         process.restart()  # as `Saves.poll` does on every rank
     assert saving.save(3) == [None] * RANKS
     assert_saved(saving.store, 3)
+
+
+def test_a_copy_above_the_limit_of_a_file_names_the_limit(world):
+    """The copy is in memory, but the limit applies to it, too."""
+    saving = world(ranks=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large.* 50000 bytes \(ulimit -f\); raise it, or set"):
+            saving.order(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_folder_deleted_during_a_save_fails_the_save(world):
