@@ -13,6 +13,9 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,8 +23,9 @@ import torch
 from dit.checkpoint.background import writer as writer_module
 from dit.checkpoint.background.writer import ORDER, SharedMemory, Writer, WriterProcess
 from dit.checkpoint.manifest import verify_folder
+from dit.checkpoint.saves import Saves
 from dit.checkpoint.store import CheckpointStore
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, SaveError
 from dit.settings import CheckpointConfig
 from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step, newest_valid
 from tests.unit.checkpoint.test_checkpoint_crashes import CHANGING_CALLS, Trip
@@ -169,6 +173,13 @@ def test_a_copy_above_the_limit_of_a_file_names_the_limit(world):
             saving.order(2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("error", ["there is no earlier checkpoint", "no space."])
+def test_the_last_of_several_failures_in_a_row_is_a_sentence(error):
+    saves: Any = SimpleNamespace(failures=2, reports=Mock())
+    with pytest.raises(SaveError, match=rf"^{error.strip('.')}\. This is failure 3 in a row\.$"):
+        Saves._failed(saves, 3, error)
 
 
 def test_a_folder_deleted_during_a_save_fails_the_save(world):
