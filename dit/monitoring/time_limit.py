@@ -50,6 +50,8 @@ class TimeLimit:
 
     Attributes:
         longest_step_s: longest time between two calls of `is_near`, all work of the loop included.
+
+    A change of the wall clock during the run does not move the limit.
     """
 
     def __init__(self, limit: Optional[str], start: Optional[float] = None) -> None:
@@ -57,11 +59,12 @@ class TimeLimit:
         self._last: Optional[float] = None
         self._end: Optional[float] = None
         if limit is not None:
-            self._end = (job_start() if start is None else start) + duration_s("training.time_limit", limit)
+            began = time.monotonic() - time.time() + (job_start() if start is None else start)
+            self._end = began + duration_s("training.time_limit", limit)
 
     def is_near(self, longest_save_s: float) -> bool:
         """Return whether the run might end too late if it does not stop now; call this once per step."""
-        now = time.time()
+        now = time.monotonic()
         if self._last is not None:
             self.longest_step_s = max(self.longest_step_s, now - self._last)
         self._last = now

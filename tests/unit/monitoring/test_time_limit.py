@@ -57,10 +57,27 @@ def test_a_run_without_limit_never_stops():
     assert not TimeLimit(None).is_near(1e9)
 
 
-def test_a_run_stops_while_three_steps_and_two_saves_fit(monkeypatch):
-    """The longest step so far counts, not the last step."""
+@pytest.fixture
+def now(monkeypatch):
+    """The wall clock (a list of one number); the monotonic clock is 900 s behind and has the same speed."""
     now = [1000.0]
     monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
+    monkeypatch.setattr(time_limit.time, "monotonic", lambda: now[0] - 900.0)
+    return now
+
+
+@pytest.mark.parametrize("change_s", [-36_000.0, 36_000.0])
+def test_a_change_of_the_wall_clock_does_not_move_the_limit(now, monkeypatch, change_s):
+    limit = TimeLimit("10", start=900.0)  # 500 s are left
+    monkeypatch.setattr(time_limit.time, "time", lambda: now[0] + change_s)
+    now[0] += 499.0 - MARGIN_S - STEPS
+    assert not limit.is_near(0.0)
+    now[0] += 1.0
+    assert limit.is_near(0.0)
+
+
+def test_a_run_stops_while_three_steps_and_two_saves_fit(now):
+    """The longest step so far counts, not the last step."""
     limit = TimeLimit("10", start=1000.0)
     left = {}
     for step_s in (3.0, 30.0, 5.0, *[1.0] * 600):
