@@ -74,6 +74,11 @@ class RunLog:
             self._sinks.incident(name, step, details)
             self._sinks.sync()
 
+    def stops(self, step: int, reason: str) -> None:
+        """Report that the run stops early."""
+        self.incident("signal", step, signal=reason)
+        self.message(f"step {step}: stops for {reason}")
+
     def save_failed(self, step: int, error: str, in_a_row: int) -> None:
         """Report a checkpoint that was not written."""
         self.incident("save_failed", step, error=error, in_a_row=in_a_row)

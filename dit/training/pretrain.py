@@ -171,6 +171,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
     limit = TimeLimit(training.time_limit)
+    if state.step < training.num_steps:
+        limit.check()
     run.checks.asks_to_stop = lambda: (
         limit.is_near(run.saves.longest_s) or preemption.requested or state.step + 1 == training.stop_at_step
     )
@@ -198,8 +200,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             last = state.step == training.num_steps
             stop = run.must_stop
             if stop and state.step != training.stop_at_step:
-                reason = preemption.signal_name or ("training.time_limit" if limit.near else "another rank's")
-                run.log.incident("signal", state.step, signal=reason)
+                reason = preemption.signal_name or (limit.reason() if limit.near else "a request to another rank")
+                run.log.stops(state.step, reason)
             run.saves.poll()
             save = stop or last or is_due(state.step, config.checkpoint.interval)
             # The counts since the last line are not in a checkpoint, so report them before.
@@ -312,16 +314,8 @@ class Run:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
-        self.checks = RunChecks(
-            self.batches,
-            Recheck(self.state, config.training, self.bad_steps.drop_counts),
-            self.bad_steps,
-            self.part_norms,
-            self.learning_rate,
-            self.timer,
-            self.phase,
-            self.log,
-        )
+        checked = self.batches, Recheck(self.state, config.training, self.bad_steps.drop_counts), self.bad_steps
+        self.checks = RunChecks(*checked, self.part_norms, self.learning_rate, self.timer, self.phase, self.log)
 
     def _packs(self, cost: Callable[[PackedBatch], int]) -> Packs:
         if not self.config.parallel.balance_packs:

@@ -12,7 +12,7 @@ import torch
 from benchmarks.step import build_parser, config_of
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.errors import NotFiniteError
+from dit.errors import ConfigError, NotFiniteError
 from dit.kernels.adamw import adamw
 from dit.monitoring.sinks import read_records
 from dit.optimizer.master_weights import SLOTS, get_step_count
@@ -162,9 +162,10 @@ def test_late_numbers_change_nothing(trainer: Trainer, case: str) -> None:
         assert late["counts"][:2] == (BAD - 1, BAD - 1)
 
 
-def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None:
-    """The state equals that of a run which ends at this step."""
+def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer, capsys: Any) -> None:
+    """The state equals that of a run which ends at this step. The console names the reason."""
     late = trainer(late=True, signal_in=BAD)
+    assert f"step {BAD + 1}: stops for SIGTERM\n" in capsys.readouterr().out
     early = trainer(f"training.stop_at_step={BAD + 1}", late=False)
     assert late["counts"][0] == BAD + 1
     assert f"iter_{BAD + 1:07d}" in late["saved"]
@@ -172,6 +173,16 @@ def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None
     assert incidents == [("signal", BAD + 1)]
     late["records"] = [r for r in late["records"] if r["kind"] != "incident"]
     assert_equal(late, early)
+
+
+def test_a_time_limit_that_is_over_is_refused_before_the_first_step(trainer: Trainer, monkeypatch: Any) -> None:
+    """A run whose steps are done ends as usual."""
+    trainer("training.num_steps=2", late=True)
+    trainer.calls = 0  # the same folder
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+    trainer("training.num_steps=2", "training.time_limit=04:00:00", late=True)
+    with pytest.raises(ConfigError, match=r"04:00:00 of the job that began .* ago \(SLURM_JOB_START_TIME\) is over"):
+        trainer("training.time_limit=04:00:00", late=True)
 
 
 def test_a_run_that_starts_at_its_last_requested_step_ends_at_once(trainer: Trainer) -> None:
