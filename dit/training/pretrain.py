@@ -160,21 +160,25 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
         beat: called after every step.
 
     Returns:
-        Whether the run stopped early.
+        Whether the run stopped early, also in its last step before the validation.
     """
     config, state, training = run.config, run.state, run.config.training
     if any_rank(preemption.requested):
         return True
     run.log.start(state.step)
-    if training.stop_at_step is not None and state.step >= training.stop_at_step:
-        return False  # not code 75, after which launch/train.sh would start it again and again
     if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
+        if is_due(state.step, training.sample_interval):
+            run.sample()
+    if training.stop_at_step is not None and state.step >= training.stop_at_step:
+        return False  # not code 75, after which launch/train.sh would start it again and again
     limit = TimeLimit(training.time_limit)
     if state.step < training.num_steps:
         limit.check()
     run.checks.asks_to_stop = lambda: (
-        limit.is_near(run.saves.longest_s) or preemption.requested or state.step + 1 == training.stop_at_step
+        limit.is_near(run.saves.longest_s)
+        or preemption.requested
+        or state.step + 1 == training.stop_at_step != training.num_steps
     )
     run.check_first_steps()
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
@@ -213,7 +217,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             if save:
                 run.save()
                 stop = stop or any_rank(preemption.requested)  # saving may have taken minutes
-            if stop and not last:
+            if stop and (not last or is_due(state.step, training.validation_interval)):  # the next start validates
                 run.saves.finish()
                 return True
             if not stop and is_due(state.step, training.validation_interval):

@@ -194,6 +194,29 @@ def test_a_run_that_starts_at_its_last_requested_step_ends_at_once(trainer: Trai
         assert (step, record_step, stops_early) == (BAD, taken, stopped)
 
 
+@pytest.mark.parametrize(
+    ("words", "signal_in", "stopped"),
+    [
+        (["training.stop_at_step=2"], 0, False),
+        (["training.stop_at_step=2", "training.num_steps=3"], 0, True),
+        ([], 2, True),
+    ],
+    ids=["the last step is requested", "an earlier step is requested", "a signal in the last step"],
+)
+def test_the_next_start_validates_where_a_run_stopped(
+    trainer: Trainer, words: list[str], signal_in: int, stopped: bool
+) -> None:
+    """A request of the last step is no early stop."""
+    due = ["training.validation_interval=2", "training.sample_interval=2", "sampling.num_steps=1"]
+    words = ["training.num_steps=2", "schedule.warmup_steps=0", "data.validation_samples=2", *due, *words]
+    for signal, stops in ((signal_in, stopped), (0, False)):
+        trainer.calls = 0  # the same folder
+        done = trainer(*words, late=True, signal_in=signal)
+        assert (done["counts"][0], done["counts"][-1]) == (2, stops)
+        reported = [r["kind"] for r in done["records"] if r["kind"] == "image" or "held_out/loss" in r]
+        assert reported == ([] if stops else ["scalars", "image"])
+
+
 def test_a_bad_last_step_is_repeated_with_other_data(trainer: Trainer) -> None:
     """After a rewind, the run stops at `stop_at_step` and not after the next step."""
     words = "training.on_bad_numbers=rewind", f"training.stop_at_step={BAD}"
