@@ -303,7 +303,7 @@ class Run:
         if resumed:
             with usable(store.root / METADATA_FILE):
                 self.batches.restore_largest(self.checkpointer.resumed_metadata, spec)
-                self.bad_steps.guard.load_state_dict(self.checkpointer.resumed_metadata.get("guard", {}))
+                self.bad_steps.load_state_dict(self.checkpointer.resumed_metadata)
         self.text_encoder = None if config.model.condition("context") is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.attributions = config.data.attributions()
@@ -448,7 +448,7 @@ class Run:
             "text_encoder": self.text_encoder,
             "autoencoder": self.autoencoder,
             "attributions": self.attributions,
-            "guard": self.bad_steps.guard.state_dict(),
+            **self.bad_steps.state_dict(),
         }
         self.saves.save(self.state, metadata)
 

@@ -217,6 +217,14 @@ def test_the_next_start_validates_where_a_run_stopped(
         assert reported == ([] if stops else ["scalars", "image"])
 
 
+def test_a_resumed_run_continues_to_count_skipped_updates(trainer: Trainer) -> None:
+    words = SKIP, "training.num_steps=7", "training.log_interval=1", "schedule.warmup_steps=0"
+    for last_step, factors, skipped in ((4, {3: float("nan")}, [1, 1]), (6, {2: float("nan")}, [1, 1, 1, 2])):
+        trainer.calls = 0  # the same folder
+        done = trainer(*words, f"training.stop_at_step={last_step}", late=True, factors=factors)
+        assert [r["skipped_updates"] for r in done["records"] if "skipped_updates" in r] == skipped
+
+
 def test_a_bad_last_step_is_repeated_with_other_data(trainer: Trainer) -> None:
     """After a rewind, the run stops at `stop_at_step` and not after the next step."""
     words = "training.on_bad_numbers=rewind", f"training.stop_at_step={BAD}"
