@@ -63,9 +63,10 @@ from dit.step_checks.bad_steps import BadSteps
 from dit.step_checks.recheck import Recheck
 from dit.step_checks.run_checks import RunChecks
 from dit.step_checks.wiring import FirstSteps
+from dit.training.drops import report_drops, restore_drops
 from dit.training.hooks import load_hooks
 from dit.training.late import may_be_late
-from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_drops, report_progress
+from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_progress
 from dit.training.validate import held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
@@ -317,6 +318,7 @@ class Run:
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
+        restore_drops(self.state, groups, self.log)
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
         checked = self.batches, Recheck(self.state, config.training, self.bad_steps.drop_counts), self.bad_steps
         self.checks = RunChecks(*checked, self.part_norms, self.learning_rate, self.timer, self.phase, self.log)
