@@ -80,6 +80,14 @@ class CheckpointStore:
         """Return the steps with a published folder, valid or not, ascending."""
         return sorted({step for step, _ in self._folders()})
 
+    def check_link(self) -> None:
+        """Check that the folder is not a link without a target, such as on a disk that is not mounted."""
+        if self.root.is_symlink() and not self.root.exists():
+            raise CheckpointError(
+                f"{self.root} links to {os.readlink(self.root)}, which does not exist; mount its disk, or delete the "
+                "link to start from step 0"
+            )
+
     def begin(self, step: int) -> Path:
         """Remove leftovers of crashed processes, and create the empty folder of a new checkpoint.
 

@@ -1,5 +1,6 @@
 """Runs that read the results of most steps one step late equal, to the bit, runs that read all at once."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from benchmarks.step import build_parser, config_of
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.errors import ConfigError, NotFiniteError
+from dit.errors import CheckpointError, ConfigError, NotFiniteError
 from dit.kernels.adamw import adamw
 from dit.monitoring.sinks import read_records
 from dit.optimizer.master_weights import SLOTS, get_step_count
@@ -183,6 +184,24 @@ def test_a_time_limit_that_is_over_is_refused_before_the_first_step(trainer: Tra
     trainer("training.num_steps=2", "training.time_limit=04:00:00", late=True)
     with pytest.raises(ConfigError, match=r"04:00:00 of the job that began .* ago \(SLURM_JOB_START_TIME\) is over"):
         trainer("training.time_limit=04:00:00", late=True)
+
+
+def test_a_run_without_its_checkpoints_is_refused_or_warns(trainer: Trainer, caplog: Any, tmp_path: Path) -> None:
+    """A link to a disk that is not mounted is refused; an empty folder may be intended."""
+    words = "training.num_steps=2", "training.log_interval=1", "schedule.warmup_steps=0"
+    warning = "metrics.jsonl records step 2, but the run has no checkpoint and starts at step 0"
+    trainer(*words, late=True)
+    shutil.rmtree(tmp_path / "1" / "checkpoints")
+    for resume, count in (("never", 0), ("auto", 1)):
+        assert caplog.text.count(warning) == 0
+        trainer.calls = 0  # the same folder
+        assert trainer(*words, f"checkpoint.resume={resume}", late=True)["counts"][0] == 2
+        assert caplog.text.count(warning) == count
+        shutil.rmtree(tmp_path / "1" / "checkpoints")
+    (tmp_path / "1" / "checkpoints").symlink_to("/nowhere/scratch")
+    trainer.calls = 0
+    with pytest.raises(CheckpointError, match=r"checkpoints links to /nowhere/scratch, which does not exist; mount"):
+        trainer(*words, late=True)
 
 
 def test_a_run_that_starts_at_its_last_requested_step_ends_at_once(trainer: Trainer) -> None:
