@@ -40,7 +40,8 @@ class EnergonData(ReaderSettings, DataConfig):
     Attributes:
         path: a data set folder with `.nv-meta`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
-        blend_steps: steps at which the weights change; each weight is then a list.
+        blend_steps: steps at which the weights change; each weight is then a list. Steps that
+            `training.on_bad_numbers=rewind` leaves out count, so weights change earlier by as many steps.
         shuffle_buffer: samples shuffled in memory.
         pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.

@@ -164,7 +164,11 @@ def _check_run(task: "run.Partial") -> None:
     check_path("training.run_dir", run_dir)  # the lock and the exit record need the folder
     if environment.world_size() == 1:  # with several ranks, `pretrain` raises the error on all of them
         with RunLock(run_dir) as lock:
-            lock.check()
+            try:
+                lock.check()
+            except UserError:
+                with ExitRecord(run_dir, 0, lock.is_ours):
+                    raise
     try:
         config.check_here()
     except UserError:

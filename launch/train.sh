@@ -42,7 +42,9 @@ fi
 
 # A mistake ends here with its code, before nodes wait for each other. What it resolves to says where the run is.
 config=$(mktemp --suffix=.yaml)
-trap 'rm -f "$config"' EXIT
+DIT_EXIT_CODE_FILE=$(mktemp)
+export DIT_EXIT_CODE_FILE
+trap 'rm -f "$config" "$DIT_EXIT_CODE_FILE"' EXIT
 python -m launch.train "$@" --to-yaml "$config" || exit $?
 run_dir=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))["training"]["run_dir"])' "$config") || exit $?
 rm -f "$run_dir/exit.json" # of an earlier attempt
@@ -59,9 +61,11 @@ srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" torchrun --nnodes "$SLURM_NNODE
   --signals-to-handle SIGTERM,SIGINT,SIGUSR1 "${numa[@]}" -m launch.train --yes "$@"
 code=$?
 
-# torchrun ends with 1 for every failure; the record has the code of the rank that failed first.
+# torchrun ends with 1 for every failure; the record has the code of the rank that failed first. A rank that is refused
+# because another run uses the folder writes no record, but its code into DIT_EXIT_CODE_FILE.
 recorded=$(sed -n 's/^ *"code": \([0-9]*\),$/\1/p' "$run_dir/exit.json" 2>/dev/null)
-if ((code != 0)); then code=${recorded:-70}; fi
+refused=$(<"$DIT_EXIT_CODE_FILE")
+if ((code != 0)); then code=${refused:-${recorded:-70}}; fi
 again=false
 if ((code == 75)); then
   again=true

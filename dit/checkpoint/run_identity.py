@@ -33,8 +33,10 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
 
     Raises:
         ConfigError: the copies belong to another run; nothing was fetched.
-        CheckpointError: the address cannot be read, and this folder has no checkpoint.
+        CheckpointError: the address cannot be read, and this folder has no checkpoint; or the folder of checkpoints is
+            a link without a target.
     """
+    store.check_link()
     run, address = _stored_id(store), config.checkpoint.copy_to
     if address is not None:
         remote = RemoteStore(address)

@@ -283,7 +283,7 @@ class Saves:
         with suppress(CheckpointError):  # the record may fail on the same disk; the error is logged below
             self.reports.save_failed(step, error, self.failures)
         if self.failures > FAILED_SAVES_ALLOWED:
-            raise SaveError(f"{error} This is failure {self.failures} in a row.")
+            raise SaveError(f"{error.removesuffix('.')}. This is failure {self.failures} in a row.")
         most = FAILED_SAVES_ALLOWED + 1
         logger.error("SAVE FAILED (%d in a row, the run ends after %d): %s", self.failures, most, error)
 

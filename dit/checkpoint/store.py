@@ -20,6 +20,7 @@ Saving a step (ranks only need to agree on the step number):
 import errno
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -78,6 +79,14 @@ class CheckpointStore:
     def steps(self) -> list[int]:
         """Return the steps with a published folder, valid or not, ascending."""
         return sorted({step for step, _ in self._folders()})
+
+    def check_link(self) -> None:
+        """Check that the folder is not a link without a target, such as on a disk that is not mounted."""
+        if self.root.is_symlink() and not self.root.exists():
+            raise CheckpointError(
+                f"{self.root} links to {os.readlink(self.root)}, which does not exist; mount its disk, or delete the "
+                "link to start from step 0"
+            )
 
     def begin(self, step: int) -> Path:
         """Remove leftovers of crashed processes, and create the empty folder of a new checkpoint.
@@ -305,7 +314,7 @@ class CheckpointStore:
         if error.errno not in DISK_FULL:
             return (
                 f"checkpoint of step {step} was not written: {error.strerror} at {where}; "
-                f"check the disk and the permissions of {self.root}; {intact}"
+                f"{cure_of(error, self.root)}; {intact}"
             )
         needed = "an unknown number of"
         with suppress(CheckpointError, IndexError):
@@ -318,6 +327,14 @@ class CheckpointStore:
             f"{free} are free now that the unfinished part is gone; free space or lower checkpoint.keep_last="
             f"{self.config.keep_last}, keep_every={self.config.keep_every}, keep_best={self.config.keep_best}; {intact}"
         )
+
+
+def cure_of(error: OSError, root: Path) -> str:
+    """Return the cure of a failed write below `root`, or into shared memory, for which the same limit applies."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if error.errno == errno.EFBIG and limit != resource.RLIM_INFINITY:
+        return f"the limit for a file is {limit} bytes (ulimit -f); raise it"
+    return f"check the disk and the permissions of {root}"
 
 
 def _lowest(losses: Mapping[int, Optional[float]], count: int) -> set[int]:

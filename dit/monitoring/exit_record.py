@@ -39,6 +39,8 @@ from dit.terminal import echo
 logger = logging.getLogger(__name__)
 
 EXIT_FILE = "exit.json"
+CODE_FILE = "DIT_EXIT_CODE_FILE"
+"""Environment variable: an existing file of this node for the code of a refused attempt, see launch/train.sh."""
 PEER_LOST = "peer_lost"
 REASONS = {
     EXIT_OK: "completed",
@@ -144,7 +146,7 @@ class ExitRecord:
     Args:
         rank: of this process. Rank 0 removes the records of an earlier attempt on entering, and records success.
         is_ours: whether this attempt may write into the folder (`RunLock.is_ours`); if not, the records in it
-            belong to another run and are not changed.
+            belong to another run and are not changed. The code then goes to the file in `CODE_FILE`.
 
     Attributes:
         step: to be updated by the run.
@@ -183,6 +185,8 @@ class ExitRecord:
             outcome = replace(outcome, error=f"{outcome.error}; {cause}")
         if self._is_ours():
             write_outcome(self.run_dir, outcome)
+        elif isinstance(error, UserError) and (file := Path(os.environ.get(CODE_FILE, ""))).is_file():
+            file.write_text(str(outcome.code))
         if peer_error is not None:
             raise peer_error from error
 

@@ -1,5 +1,6 @@
 """Reports of rank 0: the records in the run folder, their mirrors, and the console."""
 
+import logging as log
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +17,22 @@ from dit.monitoring.dropped import DropReport
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.headline import headline
 from dit.monitoring.progress import ConsoleProgress
-from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink
+from dit.monitoring.sinks import (
+    METRICS_FILE,
+    FanOut,
+    JsonlSink,
+    Sink,
+    TensorBoardSink,
+    read_records,
+    scalars_by_step,
+)
 from dit.monitoring.summary import drawing_command, exporting_command, how_it_went
 from dit.monitoring.wandb_sink import WandbSink, has_wandb_key
 from dit.parallel.dims import ParallelDims
 from dit.parallel.implementations import implementations
 from dit.run_config import RunConfig
+
+logger = log.getLogger(__name__)
 
 
 class RunLog:
@@ -74,6 +85,11 @@ class RunLog:
             self._sinks.incident(name, step, details)
             self._sinks.sync()
 
+    def stops(self, step: int, reason: str) -> None:
+        """Report that the run stops early."""
+        self.incident("signal", step, signal=reason)
+        self.message(f"step {step}: stops for {reason}")
+
     def save_failed(self, step: int, error: str, in_a_row: int) -> None:
         """Report a checkpoint that was not written."""
         self.incident("save_failed", step, error=error, in_a_row=in_a_row)
@@ -125,7 +141,21 @@ def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     environment = environment_record(state.groups.world_size, implementations(config.model, training))
     append_attempt(run_dir / ENV_FILE, {**environment, "micro_batch_size": dims.micro_batch_size})
     sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), mirrors_of(config, record, state.step))
+    if not resumed and config.checkpoint.resume != "never":
+        _warn_of_records(run_dir)
     return RunLog(sinks, ConsoleProgress(headline(config, dims, state, resumed=resumed), training.num_steps))
+
+
+def _warn_of_records(run_dir: Path) -> None:
+    """Log a warning if a run that starts at step 0 has records of later steps."""
+    if step := max(scalars_by_step(read_records(run_dir / METRICS_FILE)), default=0):
+        logger.warning(
+            "%s records step %d, but the run has no checkpoint and starts at step 0; if it had one, stop this attempt, "
+            "and restore or mount %s; checkpoint.resume=must refuses such a start",
+            run_dir / METRICS_FILE,
+            step,
+            run_dir / "checkpoints",
+        )
 
 
 def mirrors_of(config: RunConfig, record: Mapping[str, Any], step: int) -> dict[str, Callable[[], Sink]]:

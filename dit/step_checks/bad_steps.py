@@ -10,7 +10,7 @@ skipped the batches around it).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +48,15 @@ class BadSteps:
         self.guard = NumberGuard(training.spike_threshold, training.max_bad_steps)
         self.skipped = 0
         self._loads = [layer.load for chunk in state.chunks for _, layer in expert_layers(chunk)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the entries of a checkpoint's metadata."""
+        return {"guard": self.guard.state_dict(), "skipped_updates": self.skipped}
+
+    def load_state_dict(self, metadata: Mapping[str, Any]) -> None:
+        """Restore the entries of `state_dict`, which imported weights do not have."""
+        self.guard.load_state_dict(metadata.get("guard", {}))
+        self.skipped = int(metadata.get("skipped_updates", 0))
 
     def begin_step(self) -> None:
         """Store the logged counts before a step; the first step with new terms of the loss starts a new history."""

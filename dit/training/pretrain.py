@@ -63,9 +63,10 @@ from dit.step_checks.bad_steps import BadSteps
 from dit.step_checks.recheck import Recheck
 from dit.step_checks.run_checks import RunChecks
 from dit.step_checks.wiring import FirstSteps
+from dit.training.drops import report_drops, restore_drops
 from dit.training.hooks import load_hooks
 from dit.training.late import may_be_late
-from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_drops, report_progress
+from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_progress
 from dit.training.validate import held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
@@ -160,19 +161,25 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
         beat: called after every step.
 
     Returns:
-        Whether the run stopped early.
+        Whether the run stopped early, also in its last step before the validation.
     """
     config, state, training = run.config, run.state, run.config.training
     if any_rank(preemption.requested):
         return True
     run.log.start(state.step)
-    if training.stop_at_step is not None and state.step >= training.stop_at_step:
-        return False  # not code 75, after which launch/train.sh would start it again and again
     if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
+        if is_due(state.step, training.sample_interval):
+            run.sample()
+    if training.stop_at_step is not None and state.step >= training.stop_at_step:
+        return False  # not code 75, after which launch/train.sh would start it again and again
     limit = TimeLimit(training.time_limit)
+    if state.step < training.num_steps:
+        limit.check()
     run.checks.asks_to_stop = lambda: (
-        limit.is_near(run.saves.longest_s) or preemption.requested or state.step + 1 == training.stop_at_step
+        limit.is_near(run.saves.longest_s)
+        or preemption.requested
+        or state.step + 1 == training.stop_at_step != training.num_steps
     )
     run.check_first_steps()
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
@@ -198,8 +205,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             last = state.step == training.num_steps
             stop = run.must_stop
             if stop and state.step != training.stop_at_step:
-                reason = preemption.signal_name or ("training.time_limit" if limit.near else "another rank's")
-                run.log.incident("signal", state.step, signal=reason)
+                reason = preemption.signal_name or (limit.reason() if limit.near else "a request to another rank")
+                run.log.stops(state.step, reason)
             run.saves.poll()
             save = stop or last or is_due(state.step, config.checkpoint.interval)
             # The counts since the last line are not in a checkpoint, so report them before.
@@ -211,7 +218,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             if save:
                 run.save()
                 stop = stop or any_rank(preemption.requested)  # saving may have taken minutes
-            if stop and not last:
+            if stop and (not last or is_due(state.step, training.validation_interval)):  # the next start validates
                 run.saves.finish()
                 return True
             if not stop and is_due(state.step, training.validation_interval):
@@ -296,7 +303,7 @@ class Run:
         if resumed:
             with usable(store.root / METADATA_FILE):
                 self.batches.restore_largest(self.checkpointer.resumed_metadata, spec)
-                self.bad_steps.guard.load_state_dict(self.checkpointer.resumed_metadata.get("guard", {}))
+                self.bad_steps.load_state_dict(self.checkpointer.resumed_metadata)
         self.text_encoder = None if config.model.condition("context") is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.attributions = config.data.attributions()
@@ -310,17 +317,10 @@ class Run:
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
+        restore_drops(self.state, groups, self.log)
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
-        self.checks = RunChecks(
-            self.batches,
-            Recheck(self.state, config.training, self.bad_steps.drop_counts),
-            self.bad_steps,
-            self.part_norms,
-            self.learning_rate,
-            self.timer,
-            self.phase,
-            self.log,
-        )
+        checked = self.batches, Recheck(self.state, config.training, self.bad_steps.drop_counts), self.bad_steps
+        self.checks = RunChecks(*checked, self.part_norms, self.learning_rate, self.timer, self.phase, self.log)
 
     def check_first_steps(self) -> None:
         """Check the next inputs, and from now on the gradients of the first steps; see `FirstSteps`."""
@@ -444,7 +444,7 @@ class Run:
             "text_encoder": self.text_encoder,
             "autoencoder": self.autoencoder,
             "attributions": self.attributions,
-            "guard": self.bad_steps.guard.state_dict(),
+            **self.bad_steps.state_dict(),
         }
         self.saves.save(self.state, metadata)
 

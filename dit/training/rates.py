@@ -9,9 +9,8 @@ import torch.distributed as dist
 from dit.backends.device import StepTimer, describe, peak_flops, peak_memory
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.train_state import TrainState
-from dit.data_api import DataStream, SampleCounts
+from dit.data_api import DataStream
 from dit.monitoring.heartbeat import Phase
-from dit.monitoring.run_log import RunLog
 from dit.objectives.base import Objective
 from dit.step.device_batches import Consumed
 from dit.training.validate import named_losses
@@ -108,23 +107,6 @@ def counters(state: TrainState, skipped_updates: int) -> dict[str, float]:
         values["loss_scale"] = state.loss_scale.value
         values["overflowed_steps"] = state.loss_scale.overflowed_steps
     return values
-
-
-def report_drops(state: TrainState, total: int, groups: ProcessGroups, log: RunLog) -> None:
-    """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
-
-    Args:
-        total: number of samples dropped so far, equal on all ranks.
-    """
-    reported, log.drops.total = log.drops.total, total
-    if total == reported:
-        return
-    gathered = [SampleCounts() for _ in range(groups.dp_size)]
-    dist.all_gather_object(gathered, state.stream.sample_counts(), group=groups.dp)
-    counts = sum(gathered, SampleCounts())
-    log.incident("samples_dropped", state.step, samples=total - reported, total=total, by_reason=counts.by_reason())
-    for line in log.drops.lines(counts):
-        log.message(f"step {state.step}: {line}")
 
 
 def report_progress(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:

@@ -93,6 +93,7 @@ def ended(folder: Path) -> dict[str, Any]:
     last = {"checkpoint__interval": 0, "training__num_steps": 6, "training__sample_interval": 6}
     stuck = partial(faults.stuck_inside, f"{store}.newest_first", 9.0)
     add("last save", fault=partial(faults.together, inside(f"{store}.publish"), stuck), **last)
+    add("last save, again", at="last save", **last)
     add("looks fail", fault=partial(faults.out_of_memory, f"{loop}.Run.validate"))
     add("pictures fail", fault=partial(faults.out_of_memory, f"{loop}.Run.sample"), training__sample_interval=3)
     add("no pictures", sampling__num_steps=0)
@@ -140,20 +141,21 @@ def test_a_checkpoint_records_the_step_of_its_held_out_loss(ended: dict[str, Any
     assert [m.held_out_loss for m in manifests.values()] == [None, measured[6], None, measured[12]]
 
 
-def test_a_stop_signal_during_the_last_save_changes_nothing(ended: dict[str, Any], folder: Path) -> None:
-    """The save finishes and the run is complete; it skips validation and pictures."""
-    assert ended["last save"].code == 0, ended["last save"].err
+def test_a_stop_signal_during_the_last_save_defers_validation_and_pictures(ended: dict[str, Any], folder: Path) -> None:
+    """The save finishes, and the next start validates and draws without a step."""
+    assert [ended[name].code for name in ("last save", "last save, again")] == [75, 0], ended["last save"].err
+    assert "held-out loss" not in ended["last save"].out
     assert [outcome(folder / "last save")[key] for key in ("code", "reason", "step")] == [0, "completed", 6]
     assert checkpoints(folder / "last save") == ["iter_0000006"]
-    assert held_out(folder / "last save") == {}
-    assert not (folder / "last save" / "samples").exists()
+    assert list(held_out(folder / "last save")) == [6]
+    assert (folder / "last save" / "samples" / "step_0000006").is_dir()
 
 
 def test_a_hanging_start_writes_its_stacks(ended: dict[str, Any], folder: Path) -> None:
     """Here the search for a checkpoint is only slow, so the run continues normally."""
     stacks = (folder / "last save" / "stacks" / "rank_0.txt").read_text()
     assert " in resume\n" in stacks
-    assert ended["last save"].code == 0
+    assert ended["last save"].code == 75
 
 
 def test_a_stop_signal_before_the_first_step_stops_the_run_at_once(ended: dict[str, Any], folder: Path) -> None:

@@ -20,6 +20,7 @@ unless only flushing and publishing is left. The next attempt waits for the run 
 0 inherits (`dit.monitoring.run_lock`).
 """
 
+import errno
 import json
 import mmap
 import os
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from dit.checkpoint.background.process import BackgroundProcess, connection_and_settings, serve
 from dit.checkpoint.manifest import FileRecord, write_hashed
-from dit.checkpoint.store import CheckpointStore
+from dit.checkpoint.store import CheckpointStore, cure_of
 from dit.durable_files import write_atomic
 from dit.errors import CheckpointError
 from dit.safe_files import parse_json, read_bytes
@@ -111,7 +112,7 @@ class WriterProcess(BackgroundProcess):
     """
 
     def __init__(self, root: Path, rank: int, world_size: int, config: CheckpointConfig, lock: int = -1) -> None:
-        self.memory = SharedMemory()
+        self.root, self.memory = root, SharedMemory()
         self._step: Optional[int] = None
         settings = {
             "memory": self.memory.descriptor,
@@ -137,9 +138,10 @@ class WriterProcess(BackgroundProcess):
         try:
             self.memory.reserve(starts[-1])
         except OSError as error:
+            cure = f"{cure_of(error, self.root)}, or " if error.errno == errno.EFBIG else ""
             raise CheckpointError(
                 f"checkpoint of step {step} was not written: {error.strerror}, its copy needs {starts[-1]} bytes of "
-                "host memory; set checkpoint.async_save=False"
+                f"host memory; {cure}set checkpoint.async_save=False"
             ) from error
         for start, pieces in zip(starts, content):
             self.memory.write(start, pieces)
@@ -239,7 +241,7 @@ class Writer:
                     (folder / name).unlink()
             note["error"] = (
                 f"rank {rank}: checkpoint of step {order['step']} was not written: {error.strerror} at "
-                f"{error.filename or folder}; check the disk and the permissions of {self.store.root}; "
+                f"{error.filename or folder}; {cure_of(error, self.store.root)}; "
                 "earlier checkpoints are intact"
             )
         with suppress(FileNotFoundError):  # the folder is missing if rank 0 has aborted

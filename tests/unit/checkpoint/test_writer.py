@@ -13,6 +13,9 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,8 +23,9 @@ import torch
 from dit.checkpoint.background import writer as writer_module
 from dit.checkpoint.background.writer import ORDER, SharedMemory, Writer, WriterProcess
 from dit.checkpoint.manifest import verify_folder
+from dit.checkpoint.saves import Saves
 from dit.checkpoint.store import CheckpointStore
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, SaveError
 from dit.settings import CheckpointConfig
 from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step, newest_valid
 from tests.unit.checkpoint.test_checkpoint_crashes import CHANGING_CALLS, Trip
@@ -147,6 +151,7 @@ def test_a_full_disk_of_one_rank_fails_the_save_and_the_next_succeeds(world, ran
     error = saving.reply()["error"]
     assert "checkpoint of step 2 was not written" in error
     assert "File too large" in error
+    assert "the limit for a file is 50000 bytes (ulimit -f); raise it" in error
     assert (f"rank {rank}:" in error) == (rank > 0)
     assert "intact" in error
     assert newest_step(saving.store) == 1
@@ -156,6 +161,25 @@ def test_a_full_disk_of_one_rank_fails_the_save_and_the_next_succeeds(world, ran
         process.restart()  # as `Saves.poll` does on every rank
     assert saving.save(3) == [None] * RANKS
     assert_saved(saving.store, 3)
+
+
+def test_a_copy_above_the_limit_of_a_file_names_the_limit(world):
+    """The copy is in memory, but the limit applies to it, too."""
+    saving = world(ranks=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large.* 50000 bytes \(ulimit -f\); raise it, or set"):
+            saving.order(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("error", ["there is no earlier checkpoint", "no space."])
+def test_the_last_of_several_failures_in_a_row_is_a_sentence(error):
+    saves: Any = SimpleNamespace(failures=2, reports=Mock())
+    with pytest.raises(SaveError, match=rf"^{error.strip('.')}\. This is failure 3 in a row\.$"):
+        Saves._failed(saves, 3, error)
 
 
 def test_a_folder_deleted_during_a_save_fails_the_save(world):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dit.monitoring import run_lock
 from dit.planner.devices import DEVICES
 from dit.training.pretrain import pretrain
 from launch import cli, environment, train
@@ -149,6 +150,18 @@ def test_a_model_without_a_diffusers_class_is_named_before_the_first_step(monkey
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "first step"
     assert lines[-2].startswith("no export to diffusers: ")
+
+
+def test_a_single_rank_in_the_folder_of_another_run_writes_its_code_for_train_sh(tmp_path, monkeypatch, capsys):
+    """launch/train.sh would requeue an attempt without a code."""
+    (tmp_path / "code").touch()
+    monkeypatch.setenv("DIT_EXIT_CODE_FILE", str(tmp_path / "code"))
+    monkeypatch.setattr(run_lock, "WAIT_S", 0)
+    with run_lock.RunLock(tmp_path / "run"):
+        code = train.main(["--yes", "--factory", "tiny_dit", f"training.run_dir={tmp_path / 'run'}"])
+    assert (code, (tmp_path / "code").read_text()) == (2, "2")
+    assert "is in use by process" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
 
 
 def test_a_recipe_takes_arguments(capsys):

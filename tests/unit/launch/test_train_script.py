@@ -22,6 +22,7 @@ if [[ $1 == --help ]]; then cat "{folder}/help"; exit; fi
 printf '%s\\n' "$(printf '%q ' "$@")" >>"{folder}/started"  # one write: nodes start at the same time
 echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >"{folder}/timeout"
 cp "{folder}/record.json" "{folder}/run/exit.json" 2>/dev/null
+cat "{folder}/refused" 2>/dev/null >"$DIT_EXIT_CODE_FILE"
 exit "$(cat "{folder}/code")"
 """
 PYTHON = """#!/bin/bash
@@ -89,6 +90,16 @@ def test_a_job_ends_with_the_code_of_its_run(tmp_path, torchrun, recorded, resta
     ends_with(tmp_path, torchrun, recorded)
     ended = job(tmp_path, "--factory", "tiny_dit", restarts=restarts)
     assert (ended.code, ended.requeued) == (code, requeued), ended.log
+
+
+@pytest.mark.parametrize("recorded", [None, 70, 75])
+def test_a_job_in_the_folder_of_another_run_ends_with_its_own_code(tmp_path, recorded):
+    """A refused attempt writes no record; `exit.json` may be that of the other run, and its folder is not changed."""
+    ends_with(tmp_path, 1, recorded)
+    (tmp_path / "refused").write_text("2")
+    ended = job(tmp_path, "--factory", "tiny_dit")
+    assert (ended.code, ended.requeued) == (2, False), ended.log
+    assert {path.name for path in (tmp_path / "run").iterdir()} <= {"exit.json"}
 
 
 def test_unexpected_errors_are_counted_and_preemptions_are_not(tmp_path):

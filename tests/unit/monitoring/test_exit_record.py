@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from dit.errors import BatchError, CheckpointError, ConfigError, DataError, MachineError, NotFiniteError
+from dit.errors import BatchError, BusyError, CheckpointError, ConfigError, DataError, MachineError, NotFiniteError
 from dit.monitoring.exit_record import ExitRecord, Outcome, is_peer_lost, read_outcome, write_outcome
 from dit.verify.ranks import FORKS
 
@@ -129,6 +129,22 @@ def test_records_of_another_run_are_not_changed(tmp_path):
         with pytest.raises(ConfigError), ExitRecord(tmp_path, rank, lambda: False):
             raise ConfigError("in use")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("in use"), "2"), (BusyError("stops soon"), "70"), (SystemExit(75), "")]
+)
+def test_only_a_refused_attempt_writes_its_code_for_the_script_of_the_job(tmp_path, monkeypatch, error, code, is_ours):
+    """launch/train.sh reads it. A rank that is stopped before it has the lock has another cause."""
+    file = tmp_path / "code"
+    file.touch()
+    for name in (file, tmp_path / "on another node"):
+        monkeypatch.setenv("DIT_EXIT_CODE_FILE", str(name))
+        with pytest.raises(type(error)), ExitRecord(tmp_path / "run", 1, lambda: is_ours):
+            raise error
+    assert file.read_text() == ("" if is_ours else code)
+    assert not (tmp_path / "on another node").exists()
 
 
 def test_a_pipe_among_the_records_does_not_hang(tmp_path):

@@ -46,22 +46,55 @@ def test_the_clock_starts_with_the_job(monkeypatch):
     """The start of the Slurm job; otherwise of torchrun, the parent of a rank; otherwise of this process."""
     monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert job_start() == pytest.approx(started_at(os.getpid()), abs=0.1)
+    assert job_start() == (pytest.approx(started_at(os.getpid()), abs=0.1), "start of the process")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert job_start() == pytest.approx(started_at(os.getppid()), abs=0.1)
+    assert job_start() == (pytest.approx(started_at(os.getppid()), abs=0.1), "start of the torchrun")
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1700000000")
-    assert job_start() == 1700000000.0
+    assert job_start() == (1700000000.0, "SLURM_JOB_START_TIME")
 
 
 def test_a_run_without_limit_never_stops():
     assert not TimeLimit(None).is_near(1e9)
 
 
-def test_a_run_stops_while_three_steps_and_two_saves_fit(monkeypatch):
-    """The longest step so far counts, not the last step."""
+@pytest.fixture
+def now(monkeypatch):
+    """The wall clock (a list of one number) at the start of a job; the monotonic clock is 900 s behind."""
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
     now = [1000.0]
     monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
-    limit = TimeLimit("10", start=1000.0)
+    monkeypatch.setattr(time_limit.time, "monotonic", lambda: now[0] - 900.0)
+    return now
+
+
+@pytest.mark.parametrize("change_s", [-36_000.0, 36_000.0])
+def test_a_change_of_the_wall_clock_does_not_move_the_limit(now, monkeypatch, change_s):
+    limit = TimeLimit("10")
+    monkeypatch.setattr(time_limit.time, "time", lambda: now[0] + change_s)
+    now[0] += 599.0 - MARGIN_S - STEPS
+    assert not limit.is_near(0.0)
+    now[0] += 1.0
+    assert limit.is_near(0.0)
+
+
+def test_a_limit_that_is_over_at_the_start_is_refused_with_the_start_of_the_job(now, monkeypatch):
+    """Every attempt in a shell of an old job would train one step. A restart inside a job may: code 2 would end it."""
+    now[0] += 599.0
+    TimeLimit("10").check()
+    now[0] += 86_400.0
+    over = (
+        r"training\.time_limit=10 of the job that began 1d00h ago \(SLURM_JOB_START_TIME\) is over.*; raise .*, unset"
+    )
+    with pytest.raises(ConfigError, match=over):
+        TimeLimit("10").check()
+    TimeLimit(None).check()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    TimeLimit("10").check()
+
+
+def test_a_run_stops_while_three_steps_and_two_saves_fit(now):
+    """The longest step so far counts, not the last step."""
+    limit = TimeLimit("10")
     left = {}
     for step_s in (3.0, 30.0, 5.0, *[1.0] * 600):
         now[0] += step_s
@@ -70,6 +103,7 @@ def test_a_run_stops_while_three_steps_and_two_saves_fit(monkeypatch):
             break
     assert limit.longest_step_s == 30.0
     needed = STEPS * 30.0 + SAVES * 40.0 + MARGIN_S
+    assert "(SLURM_JOB_START_TIME), before which 190 s are reserved" in limit.reason()
     assert 1600.0 - needed <= now[0] < 1600.0 - needed + 1.0
     assert SAVES >= 1
     assert STEPS == 3

@@ -1,5 +1,6 @@
 """Runs that read the results of most steps one step late equal, to the bit, runs that read all at once."""
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from benchmarks.step import build_parser, config_of
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.errors import NotFiniteError
+from dit.errors import CheckpointError, ConfigError, NotFiniteError
 from dit.kernels.adamw import adamw
 from dit.monitoring.sinks import read_records
 from dit.optimizer.master_weights import SLOTS, get_step_count
@@ -162,9 +163,10 @@ def test_late_numbers_change_nothing(trainer: Trainer, case: str) -> None:
         assert late["counts"][:2] == (BAD - 1, BAD - 1)
 
 
-def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None:
-    """The state equals that of a run which ends at this step."""
+def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer, capsys: Any) -> None:
+    """The state equals that of a run which ends at this step. The console names the reason."""
     late = trainer(late=True, signal_in=BAD)
+    assert f"step {BAD + 1}: stops for SIGTERM\n" in capsys.readouterr().out
     early = trainer(f"training.stop_at_step={BAD + 1}", late=False)
     assert late["counts"][0] == BAD + 1
     assert f"iter_{BAD + 1:07d}" in late["saved"]
@@ -174,6 +176,34 @@ def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None
     assert_equal(late, early)
 
 
+def test_a_time_limit_that_is_over_is_refused_before_the_first_step(trainer: Trainer, monkeypatch: Any) -> None:
+    """A run whose steps are done ends as usual."""
+    trainer("training.num_steps=2", late=True)
+    trainer.calls = 0  # the same folder
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
+    trainer("training.num_steps=2", "training.time_limit=04:00:00", late=True)
+    with pytest.raises(ConfigError, match=r"04:00:00 of the job that began .* ago \(SLURM_JOB_START_TIME\) is over"):
+        trainer("training.time_limit=04:00:00", late=True)
+
+
+def test_a_run_without_its_checkpoints_is_refused_or_warns(trainer: Trainer, caplog: Any, tmp_path: Path) -> None:
+    """A link to a disk that is not mounted is refused; an empty folder may be intended."""
+    words = "training.num_steps=2", "training.log_interval=1", "schedule.warmup_steps=0"
+    warning = "metrics.jsonl records step 2, but the run has no checkpoint and starts at step 0"
+    trainer(*words, late=True)
+    shutil.rmtree(tmp_path / "1" / "checkpoints")
+    for resume, count in (("never", 0), ("auto", 1)):
+        assert caplog.text.count(warning) == 0
+        trainer.calls = 0  # the same folder
+        assert trainer(*words, f"checkpoint.resume={resume}", late=True)["counts"][0] == 2
+        assert caplog.text.count(warning) == count
+        shutil.rmtree(tmp_path / "1" / "checkpoints")
+    (tmp_path / "1" / "checkpoints").symlink_to("/nowhere/scratch")
+    trainer.calls = 0
+    with pytest.raises(CheckpointError, match=r"checkpoints links to /nowhere/scratch, which does not exist; mount"):
+        trainer(*words, late=True)
+
+
 def test_a_run_that_starts_at_its_last_requested_step_ends_at_once(trainer: Trainer) -> None:
     """A requeued run does not train past `stop_at_step`; code 75 would requeue it forever."""
     for taken, stopped in ((BAD, True), (0, False)):
@@ -181,6 +211,37 @@ def test_a_run_that_starts_at_its_last_requested_step_ends_at_once(trainer: Trai
         done = trainer(f"training.stop_at_step={BAD}", late=True)
         step, record_step, *_, stops_early = done["counts"]
         assert (step, record_step, stops_early) == (BAD, taken, stopped)
+
+
+@pytest.mark.parametrize(
+    ("words", "signal_in", "stopped"),
+    [
+        (["training.stop_at_step=2"], 0, False),
+        (["training.stop_at_step=2", "training.num_steps=3"], 0, True),
+        ([], 2, True),
+    ],
+    ids=["the last step is requested", "an earlier step is requested", "a signal in the last step"],
+)
+def test_the_next_start_validates_where_a_run_stopped(
+    trainer: Trainer, words: list[str], signal_in: int, stopped: bool
+) -> None:
+    """A request of the last step is no early stop."""
+    due = ["training.validation_interval=2", "training.sample_interval=2", "sampling.num_steps=1"]
+    words = ["training.num_steps=2", "schedule.warmup_steps=0", "data.validation_samples=2", *due, *words]
+    for signal, stops in ((signal_in, stopped), (0, False)):
+        trainer.calls = 0  # the same folder
+        done = trainer(*words, late=True, signal_in=signal)
+        assert (done["counts"][0], done["counts"][-1]) == (2, stops)
+        reported = [r["kind"] for r in done["records"] if r["kind"] == "image" or "held_out/loss" in r]
+        assert reported == ([] if stops else ["scalars", "image"])
+
+
+def test_a_resumed_run_continues_to_count_skipped_updates(trainer: Trainer) -> None:
+    words = SKIP, "training.num_steps=7", "training.log_interval=1", "schedule.warmup_steps=0"
+    for last_step, factors, skipped in ((4, {3: float("nan")}, [1, 1]), (6, {2: float("nan")}, [1, 1, 1, 2])):
+        trainer.calls = 0  # the same folder
+        done = trainer(*words, f"training.stop_at_step={last_step}", late=True, factors=factors)
+        assert [r["skipped_updates"] for r in done["records"] if "skipped_updates" in r] == skipped
 
 
 def test_a_bad_last_step_is_repeated_with_other_data(trainer: Trainer) -> None:

@@ -1,6 +1,8 @@
 """Rates and gradient norms that a step reports."""
 
+from collections import Counter
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,11 +10,14 @@ import torch
 from benchmarks.step import build_parser, config_of
 from dit.backends.device import peak_flops
 from dit.backends.process_groups import ProcessGroups
+from dit.data_api import SampleCounts
 from dit.optimizer.part_norms import part_of
 from dit.run_config import RunConfig
 from dit.step.forward_step import training_forward_step
 from dit.training import rates
+from dit.training.drops import report_drops
 from dit.training.pretrain import Run
+from energon_data.streams import StreamGroup
 
 pytestmark = pytest.mark.usefixtures("one_rank_world")
 
@@ -80,6 +85,29 @@ def test_peak_memory_is_that_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rates, "peak_memory", lambda: {"allocated": 5 << 40, "reserved": 7})
     peaks = rates.memory_peaks(torch.device("cpu"))
     assert peaks == {"peak_memory_allocated_bytes": 5 << 40, "peak_memory_reserved_bytes": 7}
+
+
+def test_drops_of_earlier_attempts_are_not_reported_again(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, one_rank_world: ProcessGroups
+) -> None:
+    """The positions of the data in a checkpoint include the counts."""
+    counts = SampleCounts(Counter(image=90), Counter({("damaged", "image"): 7}))
+    monkeypatch.setattr(StreamGroup, "sample_counts", lambda _: counts)
+    first = tiny_run(tmp_path, one_rank_world)
+    first.step(torch.zeros(2))
+    first.save()
+    first.saves.wait()
+    first.close()
+    run = tiny_run(tmp_path, one_rank_world)
+    run.log = Mock(drops=run.log.drops)
+    report_drops(run.state, 7, one_rank_world, run.log)
+    assert run.state.step == 1
+    run.log.incident.assert_not_called()
+    counts.dropped["damaged", "image"] += 1
+    report_drops(run.state, 8, one_rank_world, run.log)
+    run.close()
+    run.log.incident.assert_called_once_with("samples_dropped", 1, samples=1, total=8, by_reason={"damaged": 8})
+    run.log.message.assert_not_called()
 
 
 @pytest.mark.parametrize(
