@@ -53,6 +53,7 @@ class Row:
         parallel: settings of `ParallelConfig`.
         model: changes of the tiny model.
         micro_batches: of a step, over all replicas.
+        optimizer: changes of the optimizer that one rank does not have.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Row:
     parallel: dict[str, Any]
     model: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 4
+    optimizer: dict[str, Any] = field(default_factory=dict)
 
     @property
     def task(self) -> dict[str, Any]:
@@ -72,6 +74,8 @@ SMALL = [
     Row("distributed optimizer 2", 2, {}),
     Row("FSDP 2", 2, FSDP),
     Row("hybrid FSDP, 2 instances of 2", 4, HYBRID),
+    Row("distributed optimizer 2, offload", 2, {}, optimizer={"offload": True}),
+    Row("FSDP 2, offload", 2, FSDP, optimizer={"offload": True}),
     Row("TP 2", 2, {"tensor_model_parallel_size": 2}),
     Row("TP 2 + SP", 2, TP2SP),
     Row("TP 4 + SP", 4, TP4SP),
@@ -173,10 +177,11 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
         cases = [
             case
             for i, row in enumerate(group)
+            for task in [{**row.task, "optimizer": row.optimizer}]
             for case in (
-                *training(row.parallel, row.task),
-                moving("save", row.parallel, row.task, str(folder / f"row_{name}_{i}")),
-                moving("load", row.parallel, row.task, saved_alone[number[row.name]]),
+                *training(row.parallel, task),
+                moving("save", row.parallel, task, str(folder / f"row_{name}_{i}")),
+                moving("load", row.parallel, task, saved_alone[number[row.name]]),
             )
         ]
         results = run_world(world, cases, folder / name, timeout_s=1800.0)

@@ -20,7 +20,7 @@ from dit.models.registry import config_class
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import grid_positions
 from dit.verify import trial
-from dit.verify.trial import TRAINING, Built, Trial
+from dit.verify.trial import OPTIMIZER, TRAINING, Built, Trial
 
 ONE_TOKEN = (1, 1, 1)
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
@@ -105,6 +105,7 @@ def trial_of(case: dict[str, Any]) -> Trial:
         parallel=ParallelConfig(**case["parallel"]),
         stream=partial(packs, case),
         training=replace(TRAINING, global_batch_size=batch, **training, **case.get("recompute", {})),
+        optimizer=replace(OPTIMIZER, **case.get("optimizer", {})),
         alter=case.get("break"),
         **stated,
     )

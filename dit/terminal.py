@@ -3,12 +3,16 @@
 import logging
 import multiprocessing
 import os
+import shutil
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Optional, TextIO
 
 ALLOWED_CONTROLS = "\n\t"
 """Control characters that are printed unchanged."""
+CLEAR_LINE = "\r\x1b[K"
 
 
 def printable(text: str, allowed: str = ALLOWED_CONTROLS) -> str:
@@ -36,6 +40,23 @@ def announce(text: str) -> None:
     """Print the next action of a command to stderr, unbuffered; only the main process of rank 0 prints."""
     if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         echo(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints progress to stderr: a line that it rewrites on a terminal, otherwise new lines."""
+    if not sys.stderr.isatty():
+        yield announce
+        return
+
+    def rewrite(text: str) -> None:
+        line = printable(text, allowed="")[: shutil.get_terminal_size().columns - 1]
+        print(f"{CLEAR_LINE}{line}", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield rewrite
+    finally:
+        print(file=sys.stderr)
 
 
 def quiet_libraries() -> None:

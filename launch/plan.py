@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
 from dit.planner.devices import DEVICES
-from dit.terminal import announce, echo
+from dit.terminal import announce, echo, progress
 from launch import cli, environment
 
 if TYPE_CHECKING:
@@ -295,10 +295,11 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
         return Report(problem, rates(problem, sample), options, judged(problem, []), (0.0, 0.0), None, None)
     started, stages = time.perf_counter(), shapes(options.layouts)
 
-    def begin(shape: "Shape") -> None:
-        announce(f"tracing stage {stages.index(shape) + 1} of {len(stages)}: {stage_name(shape)}")
+    with TracerPool(min(len(stages), os.cpu_count() or 1)) as tracers, progress() as show:
 
-    with TracerPool(min(len(stages), os.cpu_count() or 1)) as tracers:
+        def begin(shape: "Shape") -> None:
+            show(f"tracing stage {stages.index(shape) + 1} of {len(stages)}: {stage_name(shape)}")
+
         traced = tracers.run({shape: costs(problem, shape, options.layouts) for shape in stages}, begin)
         end_of_traces = time.perf_counter()
         prices = Prices(problem, traced)
@@ -310,7 +311,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
             layout = problem.layout_of(candidate)
             training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
             parts = problem.model, problem.objective, problem.optimizer, layout, training
-            announce(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
+            show(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
             full = plan(*parts, sample.shape(dims), dims, tracer=tracers)
             first, *others = verdict.fitting
             verdict = judged(problem, [with_traced_memory(first, full.fullest), *others, *verdict.too_large])

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from dit.backends.device import capture_graph
 from dit.errors import BatchError
+from dit.kernels.graph_tables import Tables, graph_tables
 
 WARM_UP = 2
 """Runs before the capture, in which kernels are compiled, and tables and states are created on the device."""
@@ -45,9 +46,13 @@ class NoCopiesFromHost(TorchDispatchMode):
 
 def capture_on_gpu(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     """Capture a function as a CUDA graph."""
-    with capture_graph() as replay, NoCopiesFromHost():
+    with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost():
         result = compute()
-    return result, replay
+
+    def replay_with_tables(_tables: Tables = tables) -> None:  # the default keeps them allocated
+        replay()
+
+    return result, replay_with_tables
 
 
 class Graphed:

@@ -263,3 +263,14 @@ def use_updated_weights(wrapped: FullyShardedDataParallel) -> None:
     fsdp.install_optimized_model_weights()
     fsdp.synchronize_param_gather()
     wrapped.start_param_sync()
+
+
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: ParamAndGradBuffer.weight_alloc",
+    why="no public function returns the memory of gathered weights",
+)
+def gathered_bytes(wrapped: FullyShardedDataParallel) -> int:
+    """Return the bytes of gathered weights; between steps, these are the weights that the next step needs first."""
+    buckets = wrapped.param_and_grad_buffer.weight_alloc.buckets.values()
+    return sum(bucket.data.untyped_storage().nbytes() for bucket in buckets)

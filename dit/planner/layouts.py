@@ -135,13 +135,15 @@ def _powers(limit: int) -> list[int]:
 def _kinds(problem: Problem, tensor: int, context: int, pipeline: int) -> list[tuple[DataParallel, int]]:
     """Return kinds of data parallelism with numbers of instances.
 
-    FSDP is searched without pipelines, because each micro-batch gathers the weights again. FSDP inside each node is
-    searched if a ring over nodes is slower than NVLink, the job fills several nodes, and a node has several replicas.
+    FSDP inside each node is searched without pipelines, if a ring over nodes is slower than NVLink, the job fills
+    several nodes, and a node has several replicas.
     """
     kinds: list[tuple[DataParallel, int]] = [("distributed_optimizer", 1), ("ddp", 1)]
-    if tensor > FSDP_TENSOR or pipeline > 1:
+    if tensor > FSDP_TENSOR:
         return kinds
     kinds.append(("fsdp", 1))
+    if pipeline > 1:
+        return kinds
     layout = replace(problem.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
     ring = Cluster(problem.device, problem.world_size, layout).bandwidth("dp_cp")
     nodes, rest = divmod(problem.world_size, problem.device.node_size)

@@ -19,6 +19,7 @@ from dit.optimizer.master_weights import master_shards
 from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.update import Update, build_update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
+from dit.parallel.fsdp import gathered_bytes
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.planner.job import Job, steady_state
@@ -138,7 +139,9 @@ class Program:
         self._create_optimizer_state(wrapped, optimizer, update)
         if job.optimizer.offload:
             counter.live -= sum(master.slot(name).nbytes for master in shards for name in master.slots)
-        state = dict(zip(STATE, (weights, counter.live - weights - average, average)))
+        is_fsdp = job.parallel.data_parallel == "fsdp"
+        gathered = sum(map(gathered_bytes, wrapped)) if is_fsdp else 0  # temporary
+        state = dict(zip(STATE, (weights, counter.live - weights - average - gathered, average)))
         scale = loss_scale_of(optimizer)
         if scale is not None:
             scale.tokens = 1  # the traced step is not the first of its run

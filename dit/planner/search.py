@@ -214,7 +214,9 @@ class Prices:
         layers = self._sizes.num_layers / candidate.pipeline
         seconds, nbytes = costs.of(layers, candidate.micro_batch_size)
         shards = dims.world_size // (candidate.shape.tensor * candidate.pipeline)
-        if not candidate.shape.fsdp:
+        if candidate.shape.fsdp:
+            self._share_stage(candidate.pipeline, cluster, seconds, nbytes)
+        else:
             self._share_state(candidate, seconds, nbytes, costs.shards, shards)
             seconds[ONCE, [K_GATHER, K_REDUCE]] = [
                 cluster.seconds("dp_cp", nbytes[i], 1 + nbytes[i] / BUCKET_BYTES) if shards > 1 else 0.0
@@ -264,6 +266,16 @@ class Prices:
         nbytes[[B_OPTIMIZER, B_AVERAGE]] *= times
         seconds[UPDATE, [K_MEMORY, K_EXPERT]] *= times
         seconds[UPDATE, K_MATMUL] *= traced_shards / shards  # Muon's, shared also by ranks with copies
+
+    def _share_stage(self, pipeline: int, cluster: Cluster, seconds: Numbers, nbytes: Numbers) -> None:
+        """Adjust, in place, the costs of FSDP inside a stage, whose state fewer ranks share than that of one stage.
+
+        Every micro-batch gathers the weights of its stage in both passes and reduces its gradients, as traced.
+        """
+        nbytes[[B_WEIGHTS, B_OPTIMIZER, B_AVERAGE]] *= pipeline
+        seconds[UPDATE, [K_MEMORY, K_EXPERT, K_MATMUL]] *= pipeline
+        of_all = replace(cluster, parallel=replace(cluster.parallel, pipeline_model_parallel_size=1))
+        seconds[:UPDATE, [K_GATHER, K_REDUCE]] *= of_all.bandwidth("dp_cp") / cluster.bandwidth("dp_cp")
 
     def _add_sends(self, candidate: Candidate, cluster: Cluster, seconds: Numbers) -> None:
         """Add pipeline traffic: each chunk's output, and the gradient of its input."""

@@ -1,8 +1,15 @@
 """The fused addition to main gradients equals torch's, for any size and alignment."""
 
+import weakref
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
 import pytest
 import torch
 
+from dit.backends import graphs
+from dit.kernels.fused.gpu import gradients as gpu
 from dit.kernels.fused.gpu.gradients import BLOCK, CHUNK
 from dit.kernels.fused.gradients import add_gradients
 
@@ -26,3 +33,29 @@ def test_the_sums_are_bitwise_equal_to_torch(dtype, shift):
     add_gradients([main[:-1] for main in mains], gradients)
     for got, exact in zip(mains, want, strict=True):
         assert torch.equal(got, exact)
+
+
+def test_a_graph_contains_one_kernel_for_all_parameters_and_keeps_its_tables():
+    """A capture launches no kernel and keeps no tensor allocated."""
+    launches, launch = [], gpu.add_gradients
+
+    def captured_launch(*tables, **flags):
+        launches.append(([weakref.ref(table) for table in tables], flags))
+
+    @contextmanager
+    def capture_graph():
+        with mock.patch.object(gpu, "add_gradients", captured_launch):
+            yield lambda: [launch(*(table() for table in tables), **flags) for tables, flags in launches]
+
+    mains, gradients = drawn(torch.bfloat16)
+    mains = [main[:-1].clone() for main in mains]
+    want = [main.clone() for main in mains]
+    with mock.patch.object(graphs, "capture_graph", capture_graph):
+        _, replay = graphs.capture_on_gpu(partial(add_gradients, mains, gradients))
+    assert len(launches) == 1
+    assert all(map(torch.equal, mains, want))
+    for factor in (1, 3):
+        torch._foreach_mul_(gradients, factor)
+        torch._foreach_add_(want, gradients)
+        replay()
+        assert all(map(torch.equal, mains, want))

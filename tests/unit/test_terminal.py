@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from dit.errors import ConfigError, one_line_errors
-from dit.terminal import echo, log_to_stderr, printable
+from dit.terminal import echo, log_to_stderr, printable, progress
 from energon_data.inspect import main as inspect
 from energon_data.prepare.__main__ import main as prepare
 from launch.train import main as train
@@ -31,6 +31,21 @@ def test_only_visible_characters_are_printed(capsys: pytest.CaptureFixture[str])
     assert printable("two\nlines", allowed="") == "two lines"
     echo("a\x1b", 1, Path("b\x07"), sep="\n")
     assert capsys.readouterr().out == "a?\n1\nb?\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "expected"),
+    [(True, "\r\x1b[Kfirst ?[2J\r\x1b[K" + 79 * "x" + "\n"), (False, f"first ?[2J\n{100 * 'x'}\n")],
+)
+def test_progress_rewrites_one_line_of_a_terminal(
+    terminal: bool, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    with progress() as show:
+        show("first \x1b[2J")
+        show(100 * "x")
+    assert capsys.readouterr().err == expected
 
 
 def test_an_error_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dit.kernels.adamw import Elements, Rates
 from dit.kernels.fused.blocks import cdiv
-from dit.layout import to_device
+from dit.kernels.graph_tables import table_on
 
 VECTOR_BYTES = 16
 """Size of a vectorised memory access, which requires aligned addresses."""
@@ -68,7 +68,7 @@ def tables(rows: Addresses, chunk: int, device: torch.device) -> tuple[Tensor, T
     owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
     numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     chunks = torch.stack([owners, numbers], 1).int()
-    return to_device(torch.tensor(rows), device), to_device(chunks.contiguous(), device)
+    return table_on(torch.tensor(rows), device), table_on(chunks.contiguous(), device)
 
 
 _cached_tables = lru_cache(maxsize=TABLES)(tables)

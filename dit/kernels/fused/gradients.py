@@ -29,13 +29,9 @@ def _(mains, gradients):  # type: ignore[no-untyped-def]
 
 
 def add_gradients(mains: list[Tensor], gradients: list[Tensor]) -> None:
-    """Add each gradient to its main gradient in place, as `torch._foreach_add_` does.
-
-    A CUDA graph would read the table of addresses after its memory is reused, so torch adds the gradients in a capture.
-    """
+    """Add each gradient to its main gradient in place, as `torch._foreach_add_` does."""
     halves = {gradient.dtype for gradient in gradients} in ({torch.bfloat16}, {torch.float16})
-    is_plain = halves and all(g.is_contiguous() for g in gradients) and len({m.data_ptr() for m in mains}) == len(mains)
-    if is_plain and not (mains[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    if halves and all(g.is_contiguous() for g in gradients) and len({m.data_ptr() for m in mains}) == len(mains):
         _add(mains, gradients)
     else:
         torch._foreach_add_(mains, gradients)

@@ -1,11 +1,18 @@
 """Attention over packs: every sample attends only to itself, in every layout."""
 
+import ast
+import sys
 from functools import partial
+from importlib.util import find_spec
+from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dit.kernels.attention import _packed, attend_densely, reference_attention, segment_sdpa
+from dit.kernels.te_attention import TEAttention
 from dit.layout import SequenceLayout
 from tests.support.calls import CallCounter
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
@@ -183,6 +190,15 @@ def packed_reference(q, k, v, cu_q, cu_k, max_q, max_k):
     return torch.cat(parts)
 
 
+def test_the_packed_reference_has_the_signature_of_the_kernels() -> None:
+    """The segments are the positional arguments after q, k and v."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = [x.name for x in signature(varlen_attn).parameters.values() if x.default is x.empty]
+    short = {"query": "q", "key": "k", "value": "v", "cu_seq_q": "cu_q", "cu_seq_k": "cu_k"}
+    assert [short.get(name, name) for name in names] == list(signature(packed_reference).parameters)
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_packed_kernels_get_padding_as_separate_segments(case: AttentionCase):
     """No token is copied, and padding attends to nothing."""
@@ -199,3 +215,35 @@ def test_packed_kernels_get_padding_as_separate_segments(case: AttentionCase):
     layout_q, layout_k = case.layouts()
     if not (layout_q.uniform_length and layout_k.uniform_length):
         assert [len(x) for x in given[:3]] == [layout_q.total_tokens] + [layout_k.total_tokens] * 2
+
+
+def test_transformer_engine_gets_all_segments_by_arguments_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are compared with the source of Transformer Engine if it is installed."""
+    installed, calls = find_spec("transformer_engine"), {}
+
+    class Recorded:
+        def __init__(self, *sizes, **options):
+            calls["__init__"] = sizes, options
+
+        def __call__(self, *qkv, **options):
+            calls["forward"] = qkv, options
+            return torch.ones_like(qkv[0]).flatten(1)
+
+    monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Recorded))
+    case = AttentionCase("ragged", (4, 6), (5, 3), multiple_of_q=4)
+    (q, k, v), (layout_q, layout_k) = case.qkv(), case.layouts()
+    out = TEAttention()(q, k, v, layout_q, layout_k)
+    assert torch.equal(out, layout_q.valid_T[:, None, None].expand_as(q).to(q.dtype))
+    sizes, _ = calls["__init__"]
+    options = calls["forward"][1]
+    assert sizes == (q.shape[1], q.shape[2])
+    assert [options[f"cu_seqlens_{of}"].tolist() for of in ("q", "kv")] == [[0, 4, 10], [0, 5, 8]]
+    assert options["cu_seqlens_q_padded"].tolist() == [0, 4, 12]
+    assert (options["max_seqlen_q"], options["max_seqlen_kv"]) == (6, 5)
+    if installed is not None:
+        (folder,) = installed.submodule_search_locations
+        tree = ast.parse(next(Path(folder).rglob("dot_product_attention.py")).read_text())
+        (module,) = (x for x in ast.walk(tree) if isinstance(x, ast.ClassDef) and x.name == "DotProductAttention")
+        for method in (x for x in module.body if isinstance(x, ast.FunctionDef) and x.name in calls):
+            assert set(calls[method.name][1]) <= {x.arg for x in (*method.args.args, *method.args.kwonlyargs)}

@@ -1,5 +1,6 @@
 """Attention computed in blocks of keys: the merged blocks equal attention over all keys."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -63,6 +64,17 @@ def flash_on_cpu() -> FlashBlocks:
 
     blocks._forward, blocks._backward = forward, backward
     return blocks
+
+
+@pytest.mark.parametrize("direction", ["_forward", "_backward"])
+def test_the_stand_in_has_the_signature_of_the_packed_kernel(direction: str) -> None:
+    """Positional arguments have the order of torch's schema; the others are not used."""
+    short = {"query": "q", "key": "k", "value": "v", "grad_out": "grad", "out": "out", "logsumexp": "lse"}
+    short |= {"cum_seq_q": "cu_q", "cum_seq_k": "cu_k", "dropout_p": "dropout", "is_causal": "causal"}
+    short |= {"return_debug_mask": "debug", "rng_state": "seed"}
+    kernel, stand_in = (getattr(blocks, direction) for blocks in (FlashBlocks(), flash_on_cpu()))
+    names = [x.name for x in kernel.default._schema.arguments if not x.kwarg_only]
+    assert [short.get(name, name) for name in names] == list(inspect.signature(stand_in).parameters)
 
 
 KERNELS = {"eager": EagerBlocks, "flash_bookkeeping": flash_on_cpu}

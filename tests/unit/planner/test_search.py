@@ -284,9 +284,25 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
     for collective in ("all_gather", "reduce_scatter"):
         assert hybrid.sent_bytes[collective, "intra_dp_cp"] == node.sent_bytes[collective, "dp"] > 0
     shard = 4 * sum(p.numel() for p in build_on_meta(task.model).parameters()) / 8
+    assert node.state_bytes["optimizer"] == pytest.approx(2 * shard, rel=0.01)  # without gathered weights
     reduced = hybrid.sent_bytes["all_reduce", "inter_dist_opt"]
     assert shard <= reduced <= 1.01 * shard  # 2 (n - 1) / n of it, and padding; for one of four micro-batches
     assert not any(group == "inter_dist_opt" for _, group in hybrid.parts["micro-batch"].sent_bytes)
+
+
+def test_fsdp_with_pipeline_stages_has_the_costs_of_its_trace():
+    """A stage fills a node: its eight ranks shard its state, and exchange over NVLink instead of the network."""
+    task = replace(problem(64, num_layers=8, hidden_size=1024), device=replace(H100, nic=H100.nic / 8))
+    wanted = Candidate(Shape(1, False, 1, 1, "none", True), 8, None, "fsdp", 1)
+    ((candidate, dims),) = (found for found in allowed(task, candidates(task)).layouts if found[0] == wanted)
+    price = Prices(task, traced_costs(task, candidate.shape)).of(candidate, dims)
+    layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
+    exact = plan(task.model, task.objective, task.optimizer, layout, task.training, pack, dims)
+    for name, nbytes in exact.ranks[1].state_bytes.items():
+        assert price.memory[name] == pytest.approx(nbytes, rel=0.1)
+    assert price.peak == pytest.approx(exact.fullest.peak, rel=OF_MEMORY)
+    step = planned_step(exact, dims, Cluster(task.device, task.world_size, layout))
+    assert price.time.total == pytest.approx(step.total, rel=OF_TIME)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.host import wait_job
 from benchmarks.sequence import SequenceRecorder, differences, record_steps
-from benchmarks.waits import META, meta_device
+from benchmarks.waits import META, WaitCounter, meta_device
 from dit.backends import process_groups
 from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost
 from dit.errors import BatchError
@@ -34,6 +34,7 @@ from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.world import fake_world
 
 STEPS = 3  # the packs of a job repeat after three
+THIRD_TO_TENTH = 8  # graphs are captured in the third step
 KEYS = ("dit/objectives/addressed_noise.py",)
 """File that copies the number of the step from the host to the device."""
 DENSE = PackShape(((1, 16, 16),) * 4)
@@ -56,8 +57,9 @@ def differing_operations(packs: list[PackShape], recipe: str, kernels: Any) -> s
     if job.pack.text_lengths:
         packs = [replace(pack, text_lengths=(5, 6, 7, 8)) for pack in packs]
     job = replace(job, pack=packs[0], packs=tuple(packs))
-    first, *others = record_steps(job, STEPS)
+    first, *others = record_steps(job, THIRD_TO_TENTH)
     assert len(first) > 500
+    assert len(others) == THIRD_TO_TENTH - 1
     lines = sum((differences(first, other) for other in others), Counter[str]())
     return {line.partition(", ")[0] for line in lines if not line.partition(", ")[2].startswith(KEYS)}
 
@@ -76,6 +78,49 @@ def test_steps_of_dense_batches_are_equal(recipe: str, kernels: str, expected: s
 
 def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_attention() -> None:
     assert differing_operations(PACKS, "tiny_dit", "triton") == ATTENTION
+
+
+class NoWaits(WaitCounter):
+    """Raises an error for waits and copies that wait, once `is_strict`."""
+
+    is_strict = False
+
+    def _wait(self, copy: int) -> None:
+        if self.is_strict:
+            raise RuntimeError(f"the host waits: {self.line()}")
+        super()._wait(copy)
+
+
+def steps_without_waits_here(job: Job) -> int:
+    """Run steps in which a wait is an error; return their number."""
+    with fake_world(job.rank, job.world_size):
+        groups, counter = process_groups.initialize(job.parallel), NoWaits()
+        try:
+            with meta_device(counter):
+                program = Program(job, groups, counter, late=True)
+                program.run()
+                counter.is_strict = True
+                for _ in range(STEPS):
+                    program.run_again()
+        finally:
+            process_groups.release()
+    return STEPS
+
+
+@pytest.mark.parametrize(("recipe", "pack"), [("tiny_dit", "dense"), ("tiny_dit_cross", "packed")])
+def test_complete_steps_run_where_a_wait_is_an_error(recipe: str, pack: Any) -> None:
+    with Tracer() as tracer:
+        assert tracer.run(steps_without_waits_here, [wait_job(recipe, pack, "triton")]) == [STEPS]
+
+
+def test_each_kind_of_wait_is_an_error() -> None:
+    counter, values = NoWaits(), torch.ones(3, device=META)
+    counter.is_strict = True
+    waits = values.sum().item, values.cpu, values.nonzero, lambda: torch.ones(3).to(META), lambda: values[values > 0]
+    with meta_device(counter):
+        for wait in waits:
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"the host waits|nonzero"):
+                wait()
 
 
 def test_each_difference_is_detected() -> None:
