@@ -281,12 +281,12 @@ def build(
 
     Args:
         plan: everything that the result depends on, as plain values.
-        force: replace an older data set, and discard the unfinished work of another plan.
+        force: replace an older data set, and discard unfinished work. Unfinished work that an earlier call began with
+            `force` is continued without it.
         on_unit: called with the number and the record of every finished unit, earlier ones included.
         on_resume: called with the number of units that an interrupted run finished, unless it is 0.
     """
     if ranks.is_first:
-        check_replaceable(job.out, force=force)
         _open_partial(job, plan, force)
     ranks.wait()
     try:
@@ -358,14 +358,16 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
     """Create the folder for unfinished work, or check that an existing one belongs to this plan."""
     plan = parse_json(json.dumps(plan))  # normalised, for the comparison with the file
     file = job.partial / PLAN
+    try:
+        old_plan = parse_json(read_bytes(file))
+    except (OSError, ValueError):
+        old_plan = None
+    continues = old_plan == plan and not force
+    check_replaceable(job.out, force=force or continues)  # the call that began had permission to replace it
+    if continues:
+        job.data.mkdir(exist_ok=True)
+        return
     if job.partial.exists():
-        try:
-            old_plan = parse_json(read_bytes(file))
-        except (OSError, ValueError):
-            old_plan = None
-        if old_plan == plan:
-            job.data.mkdir(exist_ok=True)
-            return
         if not force and old_plan is not None:
             differing = sorted(k for k in {*plan, *old_plan} if old_plan.get(k) != plan.get(k))
             raise ConfigError(

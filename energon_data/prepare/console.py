@@ -62,7 +62,8 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, vi
             if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
                 error.filename = str(partial)
             if visible and partial.exists() and not isinstance(error, ConfigError):
-                bar.write(f"the same command continues from {partial}", file=sys.stderr)
+                command = "the same command without --force" if args.force else "the same command"
+                bar.write(f"{command} continues from {partial}", file=sys.stderr)
             raise
 
 

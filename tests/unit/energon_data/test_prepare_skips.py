@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import Dinov2Config
 
 from dit import media
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
@@ -17,9 +18,12 @@ from energon_data import media_files
 from energon_data.media_files import open_picture
 from energon_data.prepare import build, preparation
 from energon_data.prepare.__main__ import main
+from energon_data.prepare.media import Options
+from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 from recipes.finetune import finetune
+from tests.support.encoders import save_language_model, save_vae
 from tests.unit.energon_data.awkward_media import (
     AWKWARD,
     FOLLOWED,
@@ -259,6 +263,41 @@ def test_a_failed_preparation_continues_and_reports_this(tmp_path, capsys, monke
     assert prepare(source, out, "--samples-per-shard", "2") == EXIT_OK
     assert f"{out}: continues after 2 of 3 parts, which are in {partial}" in capsys.readouterr().err
     assert not partial.exists()
+
+
+def test_force_starts_over_and_its_own_work_continues_without_it(tmp_path, capsys, monkeypatch):
+    """Otherwise no flags would continue the replacement of an older data set."""
+    source, out, partial = pictures(tmp_path / "in"), tmp_path / "out", tmp_path / ".out.partial"
+    assert prepare(source, out, "--samples-per-shard", "3") == EXIT_OK
+    flags = ["--samples-per-shard", "2"]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            fail_at(patch, 1, KeyboardInterrupt())
+            assert prepare(source, out, *flags, "--force") == EXIT_INTERRUPTED
+        said = capsys.readouterr().err
+        assert f"the same command without --force continues from {partial}" in said
+        assert "continues after" not in said
+    assert prepare(source, out, *flags) == EXIT_OK
+    assert "continues after 1 of 3 parts" in capsys.readouterr().err
+    assert len(list(out.glob("*.tar"))) == 3
+    assert prepare(source, out, *flags) == EXIT_CONFIG
+
+
+def test_other_weights_of_an_encoder_are_other_work(tmp_path):
+    """An autoencoder trained again in its folder has the name of the first one."""
+    source, vae = pictures(tmp_path / "in", 1), save_vae(tmp_path / "vae")
+    text, teacher = save_language_model("qwen3", tmp_path / "text"), tmp_path / "teacher"
+    Dinov2Config().save_pretrained(teacher)
+    options = Options(vae=str(vae), text_encoder=f"text={text}:padded", teacher=str(teacher))
+
+    def encoders():
+        return Preparation.of("images", source, tmp_path / "out", options).plan["encoders"]
+
+    seen = [encoders()]
+    for path in (vae / "diffusion_pytorch_model.safetensors", text / "model.safetensors", teacher / "config.json"):
+        os.utime(path, ns=(0, 0))
+        seen.append(encoders())
+        assert seen[-1] == encoders() != seen[-2]
 
 
 def test_a_preparation_that_fails_before_its_first_shard_leaves_no_file(tmp_path, capsys, monkeypatch):
