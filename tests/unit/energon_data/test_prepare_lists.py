@@ -171,12 +171,18 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
         ("none.csv", "none.csv does not exist"),
         ("list.txt", "must end in .jsonl, .csv"),
         ("list.jsonl", "line 2 is not JSON"),
+        ("commas.csv", "commas.csv: row 2 has 4 fields, the header 2; put text with commas in double quotes"),
+        ("open.csv", "open.csv: unexpected end of data"),
+        ("pair.csv", "pair.csv: ',' expected after '\"'"),
     ],
 )
 def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
     source = downloaded(tmp_path, ["a.png"])
     (tmp_path / "list.txt").write_text("a.png")
     (tmp_path / "list.jsonl").write_text('{"file_name": "a.png", "text": "red"}\n{"file_name": \n')
+    (tmp_path / "commas.csv").write_text("file_name,text\nb.png,blue\na.png,a red fox, jumping, high\n")
+    (tmp_path / "open.csv").write_text('file_name,text\na.png,"a red fox\nb.png,blue\n')
+    (tmp_path / "pair.csv").write_text('file_name,text\na.png,"a red fox\nb.png,"blue"\n')
     assert prepare(source, tmp_path / "out", "--list", str(tmp_path / name), command="images") in (
         EXIT_CONFIG,
         EXIT_DATA,
