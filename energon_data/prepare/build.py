@@ -94,6 +94,8 @@ class UnitRecord:
 
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
+        files: number of files without an error.
+        partly_used: number of videos that are skipped from an error on, after one or more clips.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
         turned, enlarged: number of samples with these `Changes`.
@@ -104,6 +106,7 @@ class UnitRecord:
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: int = 0
+    partly_used: int = 0
     skips: list[Skipped] = field(default_factory=list)
     shapes: Counter[str] = field(default_factory=Counter)
     reference_shapes: Counter[str] = field(default_factory=Counter)
@@ -177,6 +180,7 @@ class UnitRecord:
         """Add another unit's counts to this one."""
         self.shards |= other.shards
         self.files += other.files
+        self.partly_used += other.partly_used
         self.skips += other.skips
         self.shapes += other.shapes
         self.reference_shapes += other.reference_shapes

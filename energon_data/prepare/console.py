@@ -89,8 +89,9 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
     if total.latents.number:
         lines.append(f"  latents: {total.latents.line()}")
-    if total.files:
-        lines.append(f"  used: {total.files:,} of {counted(total.files + len(total.skips), noun)}")
+    if used := total.files + total.partly_used:
+        partly = f", {total.partly_used:,} of them up to an error" if total.partly_used else ""
+        lines.append(f"  used: {used:,} of {counted(total.files + len(total.skips), noun)}{partly}")
         lines.append(f"  turned according to the file: {counted(total.turned, 'sample')}")
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")

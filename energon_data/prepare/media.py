@@ -13,6 +13,7 @@ from dit.encoders.teacher import load_teacher
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Encoder, Precision, encode_together, load_vae
+from dit.terminal import counted
 from energon_data.latent_scale import Moments
 from energon_data.media_files import (
     VIDEOS,
@@ -108,6 +109,7 @@ class MakeSamples:
             if isinstance(source, tuple):
                 record.skip(*source)
                 continue
+            clips = 0
             try:
                 _check_unicode(source)
                 source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
@@ -117,9 +119,14 @@ class MakeSamples:
                     raise SampleError(
                         "no_reference", "the text encoder reads the picture that it is edited from; see --reference"
                     )
-                yield from self._clips(source)
+                for clip in self._clips(source):
+                    yield clip
+                    clips += 1
                 record.files += 1
             except SampleError as error:
+                if clips:
+                    record.partly_used += 1
+                    error = SampleError(error.reason, f"after {counted(clips, 'clip')}, which are used: {error.detail}")
                 record.skip(source.address, error)
 
     @property

@@ -211,6 +211,18 @@ def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
         assert json.loads((tmp_path / command / "dataset.json").read_text())["shapes"] == shapes
 
 
+def test_a_video_with_an_error_after_its_first_clips_is_used_and_listed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "in").mkdir()
+    for name, count in (("long.mp4", 8), ("short.mp4", 4), ("still.mp4", 1)):
+        (tmp_path / "in" / name).write_bytes(mp4(marked(), count))
+    monkeypatch.setattr(media_files, "MAX_FRAMES", 5)
+    assert prepare(tmp_path / "in", tmp_path / "out", "--frames", "2", command="videos") == EXIT_OK
+    said = capsys.readouterr().out
+    assert "used: 2 of 3 files, 1 of them up to an error" in said
+    assert "skipped, too_long: 1; long.mp4: after 2 clips, which are used: more than 5 frames" in said
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["shapes"] == {"3x2x64x96": 4}
+
+
 def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, capsys, monkeypatch):
     for module in (media, media_files, preparation):
         monkeypatch.setattr(module, "reads_heic", lambda: False)
