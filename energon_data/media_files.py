@@ -79,8 +79,8 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
         paper: colour of transparent areas.
 
     Returns:
-        The picture; `info["turned"]` is whether its EXIF orientation was applied, `info["colours"]` are its `Colours`,
-        and `info["original"]` is the format of `data` if the pixels are unchanged.
+        The picture; `info["size"]` is its size, `info["turned"]` is whether its EXIF orientation was applied,
+        `info["colours"]` are its `Colours`, and `info["original"]` is the format of `data` if the pixels are unchanged.
     """
     try:
         with open_image(_TimedFile(data)) as opened:
@@ -99,7 +99,7 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
     except Exception as error:
         raise SampleError("bad_image", f"unreadable picture: {str(error).strip()}") from error
     original = None if colours == "converted" else original
-    picture.info = {"original": original, "turned": turned, "colours": colours}
+    picture.info = {"original": original, "size": picture.size, "turned": turned, "colours": colours}
     return picture
 
 
@@ -136,7 +136,7 @@ def sampled_frames(
 
     Yields:
         A frame as RGB, and the frames per second of the output. `info["turned"]` is whether the frame was rotated,
-        mirrored or stretched, `info["colours"]` are its `Colours`.
+        mirrored or stretched, `info["colours"]` are its `Colours`, and `info["size"]` is its size.
     """
     try:
         with open_video(io.BytesIO(data)) as container:
@@ -238,6 +238,7 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
         picture = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
     picture.info["colours"] = colours_of_frame(frame)
     picture.info["turned"] = aspect != 1 or (a, b, c, d) != (1, 0, 0, 1)
+    picture.info["size"] = picture.size
     return picture
 
 

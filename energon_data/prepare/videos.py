@@ -1,6 +1,6 @@
 """Cut videos into clips of one length."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Optional
 
@@ -48,12 +48,17 @@ class Cut:
 
 
 def clips_of(
-    data: bytes, cut: Cut, span: Optional[tuple[float, Optional[float]]] = None
+    data: bytes,
+    cut: Cut,
+    span: Optional[tuple[float, Optional[float]]] = None,
+    fit: Callable[[Image.Image], Image.Image] = lambda picture: picture,
 ) -> Iterator[tuple[list[Image.Image], float]]:
     """Cut a video into clips.
 
     Args:
         span: start and end in seconds of the part that is cut; None for the complete video.
+        fit: changes the size of each frame as soon as it is decoded, so that a clip of full-size frames is never in
+            memory.
 
     Yields:
         The frames of a clip, and frames per second.
@@ -62,7 +67,7 @@ def clips_of(
     rate, count = 0.0, 0
     deadline = Deadline()
     for picture, rate in sampled_frames(data, cut.fps, deadline, span):
-        frames.append(picture)
+        frames.append(fit(picture))
         if cut.frames is not None and len(frames) == cut.frames:
             yield frames, rate
             frames, count = [], count + 1
