@@ -37,7 +37,7 @@ MAX_SECONDS = 300
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
 _EMPTY = "the file is empty; copy it again"
-_ROUNDING = 1e-6  # seconds, of the times of frames
+_ROUNDING = 1e-6  # seconds, of the times of frames, in a container without ticks
 _CRF = 16  # of H.264: visually lossless
 
 
@@ -126,7 +126,7 @@ def is_animated(data: bytes) -> bool:
 
 def sampled_frames(
     data: bytes, fps: Optional[float], deadline: Deadline, span: Optional[tuple[float, Optional[float]]] = None
-) -> Iterator[tuple[Image.Image, float]]:
+) -> Iterator[tuple[Image.Image, float, float]]:
     """Decode the frames of a video's first video stream as players display them: rotated, with square pixels.
 
     Args:
@@ -135,8 +135,9 @@ def sampled_frames(
         span: start and end in seconds from the first frame; None for all of the video.
 
     Yields:
-        A frame as RGB, and the frames per second of the output. `info["turned"]` is whether the frame was rotated,
-        mirrored or stretched, `info["colours"]` are its `Colours`, and `info["size"]` is its size.
+        A frame as RGB, its time in seconds from the first frame of the video, and the frames per second of the output:
+        `fps`, or what the file states. `info["turned"]` is whether the frame was rotated, mirrored or stretched,
+        `info["colours"]` are its `Colours`, and `info["size"]` is its size.
     """
     try:
         with open_video(io.BytesIO(data)) as container:
@@ -152,8 +153,11 @@ def sampled_frames(
             aspect = stream.sample_aspect_ratio or Fraction(1)
             # Processes decode in parallel instead, and `Deadline` counts the time of one thread.
             stream.codec_context.thread_count = 1
-            decoded = _at_most_frames(_decoded(container, stream, deadline, span))
-            yield from _at_most_frames(_at_rate(decoded, fps, native, aspect))
+            # Matroska rounds times to milliseconds, half of a tick.
+            rounding = max(_ROUNDING, min(0.6 * float(stream.time_base), 0.1 / native))
+            decoded = _decoded(container, stream, deadline, native, span)
+            displayed = _at_most_frames(_in_span(decoded, span, 1 / (fps or native), rounding))
+            yield from _at_most_frames(_at_rate(displayed, fps, native, rounding, aspect))
     except (ConfigError, SampleError):
         raise
     except PictureTooLargeError as error:
@@ -172,30 +176,46 @@ def _why_unreadable(data: bytes, error: Exception) -> str:
 
 
 def _decoded(
-    container: Any, stream: Any, deadline: Deadline, span: Optional[tuple[float, Optional[float]]]
-) -> Iterator[Any]:
-    """Yield the frames of a span, from its start up to its end; decoding begins at the key frame before it."""
+    container: Any, stream: Any, deadline: Deadline, native: float, span: Optional[tuple[float, Optional[float]]]
+) -> Iterator[tuple[Any, float]]:
+    """Yield the frames from the key frame before a span, each with its time; then None, with the end of the video."""
     zero = 0.0 if stream.start_time is None else float(stream.start_time * stream.time_base)
-    start, end = (0.0, None) if span is None else span
-    if start:
-        container.seek(int((zero + start) / stream.time_base), stream=stream)
-    is_empty, last = True, 0.0
+    if span is not None and span[0]:
+        container.seek(int((zero + span[0]) / stream.time_base), stream=stream)
+    number, instant = 0, 0.0
     for packet in container.demux(stream):
         deadline.check()
         for frame in packet.decode():
             check_size(frame.width, frame.height)  # may differ from the size in the header
-            if span is not None:
-                if frame.time is None:
-                    raise SampleError("bad_video", "its frames have no times, which start and end need")
-                last = frame.time - zero
-                if end is not None and last >= end - _ROUNDING:
-                    return
-                if last < start - _ROUNDING:
-                    continue
+            if span is not None and frame.time is None:
+                raise SampleError("bad_video", "its frames have no times, which start and end need")
+            instant = number / native if frame.time is None else frame.time - zero
+            number += 1
+            yield frame, instant
+    yield None, instant + 1 / native
+
+
+def _in_span(
+    frames: Iterator[tuple[Any, float]], span: Optional[tuple[float, Optional[float]]], interval: float, rounding: float
+) -> Iterator[tuple[Any, float, float]]:
+    """Yield the frames of a span, each with the times at which its display begins and ends.
+
+    A frame that is already displayed at the start is included if the next one is at least an `interval` away.
+    Otherwise a start that is rounded down would include the last frame of another scene.
+    """
+    start, end = (0.0, None) if span is None else span
+    shown: Any = None
+    since, is_empty = 0.0, True
+    for frame, instant in frames:
+        if shown is not None and (since >= start - rounding or instant - start > interval - rounding):
             is_empty = False
-            yield frame
+            yield shown, max(since, start), instant if end is None else min(instant, end)
+        if end is not None and instant >= end - rounding:
+            return
+        if frame is not None:
+            shown, since = frame, instant
     if span is not None and is_empty:
-        raise SampleError("too_short", f"its last frame is at {last:.2f} s, before the start at {start} s")
+        raise SampleError("too_short", f"its last frame is at {since:.2f} s, before the start at {start} s")
 
 
 AnyFrame = TypeVar("AnyFrame")
@@ -243,25 +263,21 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
 
 
 def _at_rate(
-    frames: Iterator[Any], fps: Optional[float], native: float, aspect: Fraction
-) -> Iterator[tuple[Image.Image, float]]:
+    frames: Iterator[tuple[Any, float, float]], fps: Optional[float], native: float, rounding: float, aspect: Fraction
+) -> Iterator[tuple[Image.Image, float, float]]:
     """Yield the displayed frame at each instant of a constant rate; all frames if `fps` is None."""
-    shown: Optional[Image.Image] = None
-    count, start = 0, 0.0
-    for number, frame in enumerate(frames):
+    start: Optional[float] = None
+    count = 0
+    for frame, since, end in frames:
         if fps is None:
-            yield _displayed(frame, aspect), native
+            yield _displayed(frame, aspect), since, native
             continue
-        instant = frame.time if frame.time is not None else number / native
-        start = instant if number == 0 else start
-        while shown is not None and start + count / fps < instant - 1e-6:
-            yield shown, fps
+        start = since if start is None else start
+        shown: Optional[Image.Image] = None
+        while (instant := start + count / fps) < end - rounding:
+            shown = shown or _displayed(frame, aspect)
+            yield shown, instant, fps
             count += 1
-        shown = _displayed(frame, aspect)
-    end = 0.0 if shown is None else instant + 1 / native
-    while fps is not None and shown is not None and start + count / fps < end - 1e-6:
-        yield shown, fps
-        count += 1
 
 
 def picture_bytes(picture: Image.Image, image_format: Format, quality: int = 95) -> bytes:
@@ -300,7 +316,7 @@ def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
 def read_pixels(data: bytes, extension: str) -> Tensor:
     """Decode a picture or video to `[3, T, H, W]`, uint8; a picture has one frame."""
     if extension in VIDEOS:
-        frames = [frame for frame, _ in sampled_frames(data, None, Deadline())]
+        frames = [frame for frame, *_ in sampled_frames(data, None, Deadline())]
         if not frames:
             raise SampleError("bad_video", "the video has no frame")
         check_same_size(frames)

@@ -10,6 +10,8 @@ from dit.errors import ConfigError
 from energon_data.media_files import Deadline, sampled_frames
 from energon_data.samples import SampleError
 
+_SLOWEST, _FASTEST = 0.001, 1000.0  # frames per second
+
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
@@ -31,7 +33,7 @@ class Cut:
     clips: Optional[int] = None
 
     def __post_init__(self) -> None:
-        if self.fps is not None and not 0.001 <= self.fps <= 1000:
+        if self.fps is not None and not _SLOWEST <= self.fps <= _FASTEST:
             raise ConfigError(f"--fps {self.fps:g} must be between 0.001 and 1000 frames per second")
         if self.multiple_of < 1:
             raise ConfigError(f"--frames-multiple-of {self.multiple_of} must be at least 1")
@@ -64,19 +66,19 @@ def clips_of(
         The frames of a clip, and frames per second.
     """
     frames: list[Image.Image] = []
-    rate, count = 0.0, 0
+    stated, count = 0.0, 0
     deadline = Deadline()
-    for picture, rate in sampled_frames(data, cut.fps, deadline, span):
+    for picture, _, stated in sampled_frames(data, cut.fps, deadline, span):
         frames.append(fit(picture))
         if cut.frames is not None and len(frames) == cut.frames:
-            yield frames, rate
+            yield frames, stated
             frames, count = [], count + 1
             if count == cut.clips:
                 return
             deadline.restart()
     usable = cut.usable(len(frames)) if cut.frames is None else 0
     if usable:
-        yield frames[:usable], rate
+        yield frames[:usable], stated
     elif not count:
         needed = cut.frames or max(1, cut.first, cut.multiple_of if not cut.first else 0)
         raise SampleError("too_short", f"{len(frames)} frames, a clip needs {needed}")
