@@ -1,6 +1,6 @@
 """Cut videos into clips of one length."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -11,6 +11,7 @@ from energon_data.media_files import Deadline, sampled_frames
 from energon_data.samples import SampleError
 
 _SLOWEST, _FASTEST = 0.001, 1000.0  # frames per second
+_TOLERANCE, _TICK = 0.05, 0.001  # of the duration of a clip, relative and in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,19 +67,30 @@ def clips_of(
         The frames of a clip, and frames per second.
     """
     frames: list[Image.Image] = []
+    times: list[float] = []
     stated, count = 0.0, 0
     deadline = Deadline()
-    for picture, _, stated in sampled_frames(data, cut.fps, deadline, span):
+    for picture, instant, stated in sampled_frames(data, cut.fps, deadline, span):
         frames.append(fit(picture))
+        times.append(instant)
         if cut.frames is not None and len(frames) == cut.frames:
-            yield frames, stated
-            frames, count = [], count + 1
+            yield frames, _rate(times, stated)
+            frames, times, count = [], [], count + 1
             if count == cut.clips:
                 return
             deadline.restart()
     usable = cut.usable(len(frames)) if cut.frames is None else 0
     if usable:
-        yield frames[:usable], stated
+        yield frames[:usable], _rate(times[:usable], stated)
     elif not count:
         needed = cut.frames or max(1, cut.first, cut.multiple_of if not cut.first else 0)
         raise SampleError("too_short", f"{len(frames)} frames, a clip needs {needed}")
+
+
+def _rate(times: Sequence[float], stated: float) -> float:
+    """Return the frames per second of a clip: measured, if the file states another rate, as with variable rates."""
+    seconds, intervals = times[-1] - times[0], len(times) - 1
+    is_constant = abs(seconds - intervals / stated) <= _TOLERANCE * seconds + _TICK
+    if is_constant or not _SLOWEST * seconds <= intervals <= _FASTEST * seconds:
+        return stated
+    return intervals / seconds

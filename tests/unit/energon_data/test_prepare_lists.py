@@ -87,6 +87,15 @@ def test_a_span_of_uneven_frames_has_those_that_are_displayed_in_it(container, s
 
 
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_clips_of_uneven_frames_have_their_measured_rate(container):
+    """Matroska states a rate that such a video does not have; a constant rate stays as stated."""
+    data = film(container=container, times=UNEVEN, rate=30)
+    assert [rate for _, rate in clips_of(data, Cut())] == pytest.approx([9 / 4])
+    assert [rate for _, rate in clips_of(data, Cut(frames=5))] == pytest.approx([4 / 0.5, 4 / 3.1])
+    assert {rate for _, rate in clips_of(film(container=container, rate=30), Cut(frames=2))} == {30}
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_a_span_between_frames_is_exact_in_containers_that_round_times(container):
     data = film(container=container, times=[Fraction(i, 30) for i in range(20)], rate=30)
     for k in range(16):
