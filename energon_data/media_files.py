@@ -38,6 +38,7 @@ _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
 _EMPTY = "the file is empty; copy it again"
 _ROUNDING = 1e-6  # seconds, of the times of frames, in a container without ticks
+_LOST_SECONDS, _LOST_SHARE = 0.5, 0.05  # at the end of a video; more is an incomplete copy
 _CRF = 16  # of H.264: visually lossless
 
 
@@ -139,6 +140,10 @@ def sampled_frames(
         `fps`, or what the file states. `info["turned"]` is whether the frame was rotated, mirrored or stretched,
         `info["colours"]` are its `Colours`, and `info["size"]` is its size.
     """
+    # FFmpeg scales the duration of a truncated AVI file to its size.
+    size = int.from_bytes(data[4:8], "little") + 8 if data.startswith(b"RIFF") else 0
+    if len(data) < size < 1 << 32:  # a recorder that was stopped leaves 2**32 - 1 or 0 in the header
+        raise SampleError("bad_video", f"it ends early, after {len(data)} of {size} bytes; copy it again")
     try:
         with open_video(io.BytesIO(data)) as container:
             if not container.streams.video:
@@ -182,9 +187,13 @@ def _decoded(
     zero = 0.0 if stream.start_time is None else float(stream.start_time * stream.time_base)
     if span is not None and span[0]:
         container.seek(int((zero + span[0]) / stream.time_base), stream=stream)
-    number, instant = 0, 0.0
-    for packet in container.demux(stream):
+    number, instant, end = 0, 0.0, 0.0
+    for packet in container.demux():
         deadline.check()
+        if (tick := packet.dts if packet.pts is None else packet.pts) is not None:
+            end = max(end, float((tick + (packet.duration or 0)) * packet.time_base))
+        if packet.stream.index != stream.index:
+            continue
         for frame in packet.decode():
             check_size(frame.width, frame.height)  # may differ from the size in the header
             if span is not None and frame.time is None:
@@ -192,6 +201,9 @@ def _decoded(
             instant = number / native if frame.time is None else frame.time - zero
             number += 1
             yield frame, instant
+    length = (container.duration or 0) / 1e6
+    if length - end > max(_LOST_SECONDS, _LOST_SHARE * length):
+        raise SampleError("bad_video", f"its header says {length:.1f} s, and it ends at {end:.1f} s; copy it again")
     yield None, instant + 1 / native
 
 

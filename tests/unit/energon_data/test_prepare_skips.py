@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -114,6 +115,33 @@ def test_a_half_copied_video_is_named_as_such():
     expected = rf"ends early, after {length} bytes: its index \(moov\) is missing; copy it again"
     with pytest.raises(SampleError, match=expected):
         list(clips_of(data[:length], Cut()))
+
+
+@pytest.mark.parametrize(("container", "codec"), [("matroska", "libx264"), ("avi", "mpeg4")])
+def test_a_video_without_its_end_is_named_as_such(tmp_path, container, codec):
+    """A header states the duration of the complete file, which may be that of its sound, or its bytes."""
+    with av.open(str(tmp_path / "a"), "w", format=container) as file:
+        sound, picture = file.add_stream("mp3", rate=48000), file.add_stream(codec, rate=8)
+        picture.width, picture.height, picture.pix_fmt = 64, 64, "yuv420p"
+        for i in range(40):
+            noise = Image.effect_noise((64, 64), 50).convert("RGB")
+            file.mux(picture.encode(av.VideoFrame.from_image(noise)) if i < 30 else [])
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 6000), np.float32), format="flt", layout="mono")
+            frame.sample_rate, frame.pts = 48000, 6000 * i
+            file.mux(sound.encode(frame))
+        file.mux([*picture.encode(), *sound.encode()])
+    data = (tmp_path / "a").read_bytes()
+    [(frames, _)] = clips_of(data, Cut())
+    assert len(frames) == 30
+    half = data[: len(data) // 2]
+    expected = (
+        rf"after {len(half)} of {len(data)} bytes" if container == "avi" else r"says 5\.\d s, and it ends at [1-3]\.\d"
+    )
+    with pytest.raises(SampleError, match=f"{expected}.*; copy it again"):
+        list(clips_of(half, Cut()))
+    if container != "avi":  # the time of a span is complete
+        [(frames, _)] = clips_of(half, Cut(), (0.0, 0.5))
+        assert len(frames) == 4
 
 
 def test_an_empty_file_is_named_as_such():
