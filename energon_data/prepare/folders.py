@@ -113,7 +113,7 @@ class Entry:
             if name.lower().endswith(".json"):
                 row |= read_object(data, name)
             elif caption := read_text(data, name):
-                row["caption"] = caption
+                row |= {"captions": None, "caption": caption}
         return row
 
 
