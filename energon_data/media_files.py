@@ -35,6 +35,7 @@ MAX_FRAMES = 100_000
 MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
+_ANIMATED = ("PNG", "WEBP", "AVIF")  # formats that FFmpeg does not read
 _HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
 _EMPTY = "the file is empty; copy it again"
 _ROUNDING = 1e-6  # seconds, of the times of frames, in a container without ticks
@@ -81,13 +82,15 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
 
     Returns:
         The picture; `info["size"]` is its size, `info["turned"]` is whether its EXIF orientation was applied,
-        `info["colours"]` are its `Colours`, and `info["original"]` is the format of `data` if the pixels are unchanged.
+        `info["colours"]` are its `Colours`, `info["animated"]` is whether it is the first frame of an animated PNG,
+        WebP or AVIF, and `info["original"]` is the format of `data` if the pixels are unchanged.
     """
     try:
         with open_image(_TimedFile(data)) as opened:
             # The camera was rotated; the HEIC reader turns the pixels and moves the EXIF orientation to `info`.
             turned = (opened.info.get("original_orientation") or opened.getexif().get(0x0112, 1)) != 1
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
+            animated = opened.format in _ANIMATED and getattr(opened, "is_animated", False)
             opened.load()
             ImageOps.exif_transpose(opened, in_place=True)
             picture, colours = to_srgb(opened, paper)
@@ -101,6 +104,7 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
         raise SampleError("bad_image", f"unreadable picture: {str(error).strip()}") from error
     original = None if colours == "converted" else original
     picture.info = {"original": original, "size": picture.size, "turned": turned, "colours": colours}
+    picture.info["animated"] = animated
     return picture
 
 

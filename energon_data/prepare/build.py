@@ -52,12 +52,14 @@ class Changes(NamedTuple):
 
     Attributes:
         turned: the orientation, or the pixel aspect ratio, in the file was applied.
+        animated: it is the first frame of an animated picture.
     """
 
     turned: bool = False
     cut: float = 0.0
     enlarged: bool = False
     colours: Colours = "sRGB"
+    animated: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class UnitRecord:
         colours: number of samples by `Colours`, without sRGB.
         files_by_colours: the first file of each.
         largest_cut: share of a picture, and the name of its file.
+        animated: number of samples that are the first frame of an animated picture, and the name of one file.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -119,6 +122,7 @@ class UnitRecord:
     colours: Counter[str] = field(default_factory=Counter)
     files_by_colours: dict[str, str] = field(default_factory=dict)
     largest_cut: tuple[float, str] = (0.0, "")
+    animated: tuple[int, str] = (0, "")
     latents: Moments = field(default_factory=Moments)
 
     def count(self, sample: Sample) -> None:
@@ -136,6 +140,7 @@ class UnitRecord:
         self.latents = self.latents.plus(sample.latent)
         name = sample.metadata.get("source", sample.key)
         self._cut(sample.changes.cut, name)
+        self._animate(sample.changes.animated, name)
         if (colours := sample.changes.colours) != "sRGB":
             self.colours[colours] += 1
             self.files_by_colours.setdefault(colours, name)
@@ -144,6 +149,10 @@ class UnitRecord:
     def _cut(self, share: float, name: str) -> None:
         if share > self.largest_cut[0]:
             self.largest_cut = share, name
+
+    def _animate(self, count: int, name: str) -> None:
+        if count:
+            self.animated = self.animated[0] + count, self.animated[1] or name
 
     def _take(self, captions: Iterable[str]) -> None:
         different = {*self.captions, *captions}
@@ -193,6 +202,7 @@ class UnitRecord:
         self.colours += other.colours
         self.files_by_colours = other.files_by_colours | self.files_by_colours
         self._cut(*other.largest_cut)
+        self._animate(*other.animated)
         self.latents = self.latents.plus(other.latents)
 
 

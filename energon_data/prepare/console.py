@@ -96,6 +96,8 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
         lines.append(f"  enlarged: {counted(total.enlarged, 'sample')}")
+        if total.animated[0]:
+            lines.append(f"  first frame of an animation: {counted(total.animated[0], 'sample')} ({total.animated[1]})")
         if total.edited:
             lines.append(f"  edited from another picture: {counted(total.edited, 'sample')}")
         for colours, count in sorted(total.colours.items()):

@@ -272,7 +272,9 @@ def _has_surrogate(text: str) -> bool:
 def _changes(picture: Image.Image, target: Target) -> Changes:
     """Return the changes to a decoded picture or first frame that is fitted to `target`."""
     info = picture.info
-    return Changes(info["turned"], target.cut, target.enlarges(*info["size"]), info["colours"])
+    return Changes(
+        info["turned"], target.cut, target.enlarges(*info["size"]), info["colours"], info.get("animated", False)
+    )
 
 
 def _lengths(size: tuple[int, int], target: Target) -> list[int]:

@@ -251,6 +251,16 @@ def test_a_video_with_an_error_after_its_first_clips_is_used_and_listed(tmp_path
     assert json.loads((tmp_path / "out" / "dataset.json").read_text())["shapes"] == {"3x2x64x96": 4}
 
 
+def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys):
+    """FFmpeg has no reader for them; an animated GIF becomes a clip."""
+    (tmp_path / "in").mkdir()
+    for name, animated in (("a.webp", True), ("b.png", True), ("c.webp", False), ("d.gif", True)):
+        others = {"save_all": True, "append_images": [Image.new("RGB", (32, 32))]} if animated else {}
+        Image.new("RGB", (32, 32), "red").save(tmp_path / "in" / name, **others)
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "1") == EXIT_OK
+    assert "first frame of an animation: 2 samples (a.webp)" in capsys.readouterr().out
+
+
 def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, capsys, monkeypatch):
     for module in (media, media_files, preparation):
         monkeypatch.setattr(module, "reads_heic", lambda: False)
