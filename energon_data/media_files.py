@@ -35,9 +35,11 @@ MAX_FRAMES = 100_000
 MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
+_ANIMATED = ("PNG", "WEBP", "AVIF")  # formats that FFmpeg does not read
 _HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
 _EMPTY = "the file is empty; copy it again"
-_ROUNDING = 1e-6  # seconds, of the times of frames
+_ROUNDING = 1e-6  # seconds, of the times of frames, in a container without ticks
+_LOST_SECONDS, _LOST_SHARE = 0.5, 0.05  # at the end of a video; more is an incomplete copy
 _CRF = 16  # of H.264: visually lossless
 
 
@@ -79,14 +81,16 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
         paper: colour of transparent areas.
 
     Returns:
-        The picture; `info["turned"]` is whether its EXIF orientation was applied, `info["colours"]` are its `Colours`,
-        and `info["original"]` is the format of `data` if the pixels are unchanged.
+        The picture; `info["size"]` is its size, `info["turned"]` is whether its EXIF orientation was applied,
+        `info["colours"]` are its `Colours`, `info["animated"]` is whether it is the first frame of an animated PNG,
+        WebP or AVIF, and `info["original"]` is the format of `data` if the pixels are unchanged.
     """
     try:
         with open_image(_TimedFile(data)) as opened:
             # The camera was rotated; the HEIC reader turns the pixels and moves the EXIF orientation to `info`.
             turned = (opened.info.get("original_orientation") or opened.getexif().get(0x0112, 1)) != 1
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
+            animated = opened.format in _ANIMATED and getattr(opened, "is_animated", False)
             opened.load()
             ImageOps.exif_transpose(opened, in_place=True)
             picture, colours = to_srgb(opened, paper)
@@ -99,7 +103,8 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
     except Exception as error:
         raise SampleError("bad_image", f"unreadable picture: {str(error).strip()}") from error
     original = None if colours == "converted" else original
-    picture.info = {"original": original, "turned": turned, "colours": colours}
+    picture.info = {"original": original, "size": picture.size, "turned": turned, "colours": colours}
+    picture.info["animated"] = animated
     return picture
 
 
@@ -126,7 +131,7 @@ def is_animated(data: bytes) -> bool:
 
 def sampled_frames(
     data: bytes, fps: Optional[float], deadline: Deadline, span: Optional[tuple[float, Optional[float]]] = None
-) -> Iterator[tuple[Image.Image, float]]:
+) -> Iterator[tuple[Image.Image, float, float]]:
     """Decode the frames of a video's first video stream as players display them: rotated, with square pixels.
 
     Args:
@@ -135,9 +140,14 @@ def sampled_frames(
         span: start and end in seconds from the first frame; None for all of the video.
 
     Yields:
-        A frame as RGB, and the frames per second of the output. `info["turned"]` is whether the frame was rotated,
-        mirrored or stretched, `info["colours"]` are its `Colours`.
+        A frame as RGB, its time in seconds from the first frame of the video, and the frames per second of the output:
+        `fps`, or what the file states. `info["turned"]` is whether the frame was rotated, mirrored or stretched,
+        `info["colours"]` are its `Colours`, and `info["size"]` is its size.
     """
+    # FFmpeg scales the duration of a truncated AVI file to its size.
+    size = int.from_bytes(data[4:8], "little") + 8 if data.startswith(b"RIFF") else 0
+    if len(data) < size < 1 << 32:  # a recorder that was stopped leaves 2**32 - 1 or 0 in the header
+        raise SampleError("bad_video", f"it ends early, after {len(data)} of {size} bytes; copy it again")
     try:
         with open_video(io.BytesIO(data)) as container:
             if not container.streams.video:
@@ -152,8 +162,11 @@ def sampled_frames(
             aspect = stream.sample_aspect_ratio or Fraction(1)
             # Processes decode in parallel instead, and `Deadline` counts the time of one thread.
             stream.codec_context.thread_count = 1
-            decoded = _at_most_frames(_decoded(container, stream, deadline, span))
-            yield from _at_most_frames(_at_rate(decoded, fps, native, aspect))
+            # Matroska rounds times to milliseconds, half of a tick.
+            rounding = max(_ROUNDING, min(0.6 * float(stream.time_base), 0.1 / native))
+            decoded = _decoded(container, stream, deadline, native, span)
+            displayed = _at_most_frames(_in_span(decoded, span, 1 / (fps or native), rounding))
+            yield from _at_most_frames(_at_rate(displayed, fps, native, rounding, aspect))
     except (ConfigError, SampleError):
         raise
     except PictureTooLargeError as error:
@@ -172,30 +185,53 @@ def _why_unreadable(data: bytes, error: Exception) -> str:
 
 
 def _decoded(
-    container: Any, stream: Any, deadline: Deadline, span: Optional[tuple[float, Optional[float]]]
-) -> Iterator[Any]:
-    """Yield the frames of a span, from its start up to its end; decoding begins at the key frame before it."""
+    container: Any, stream: Any, deadline: Deadline, native: float, span: Optional[tuple[float, Optional[float]]]
+) -> Iterator[tuple[Any, float]]:
+    """Yield the frames from the key frame before a span, each with its time; then None, with the end of the video."""
     zero = 0.0 if stream.start_time is None else float(stream.start_time * stream.time_base)
-    start, end = (0.0, None) if span is None else span
-    if start:
-        container.seek(int((zero + start) / stream.time_base), stream=stream)
-    is_empty, last = True, 0.0
-    for packet in container.demux(stream):
+    if span is not None and span[0]:
+        container.seek(int((zero + span[0]) / stream.time_base), stream=stream)
+    number, instant, end = 0, 0.0, 0.0
+    for packet in container.demux():
         deadline.check()
+        if (tick := packet.dts if packet.pts is None else packet.pts) is not None:
+            end = max(end, float((tick + (packet.duration or 0)) * packet.time_base))
+        if packet.stream.index != stream.index:
+            continue
         for frame in packet.decode():
             check_size(frame.width, frame.height)  # may differ from the size in the header
-            if span is not None:
-                if frame.time is None:
-                    raise SampleError("bad_video", "its frames have no times, which start and end need")
-                last = frame.time - zero
-                if end is not None and last >= end - _ROUNDING:
-                    return
-                if last < start - _ROUNDING:
-                    continue
+            if span is not None and frame.time is None:
+                raise SampleError("bad_video", "its frames have no times, which start and end need")
+            instant = number / native if frame.time is None else frame.time - zero
+            number += 1
+            yield frame, instant
+    length = (container.duration or 0) / 1e6
+    if length - end > max(_LOST_SECONDS, _LOST_SHARE * length):
+        raise SampleError("bad_video", f"its header says {length:.1f} s, and it ends at {end:.1f} s; copy it again")
+    yield None, instant + 1 / native
+
+
+def _in_span(
+    frames: Iterator[tuple[Any, float]], span: Optional[tuple[float, Optional[float]]], interval: float, rounding: float
+) -> Iterator[tuple[Any, float, float]]:
+    """Yield the frames of a span, each with the times at which its display begins and ends.
+
+    A frame that is already displayed at the start is included if the next one is at least an `interval` away.
+    Otherwise a start that is rounded down would include the last frame of another scene.
+    """
+    start, end = (0.0, None) if span is None else span
+    shown: Any = None
+    since, is_empty = 0.0, True
+    for frame, instant in frames:
+        if shown is not None and (since >= start - rounding or instant - start > interval - rounding):
             is_empty = False
-            yield frame
+            yield shown, max(since, start), instant if end is None else min(instant, end)
+        if end is not None and instant >= end - rounding:
+            return
+        if frame is not None:
+            shown, since = frame, instant
     if span is not None and is_empty:
-        raise SampleError("too_short", f"its last frame is at {last:.2f} s, before the start at {start} s")
+        raise SampleError("too_short", f"its last frame is at {since:.2f} s, before the start at {start} s")
 
 
 AnyFrame = TypeVar("AnyFrame")
@@ -238,29 +274,26 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
         picture = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
     picture.info["colours"] = colours_of_frame(frame)
     picture.info["turned"] = aspect != 1 or (a, b, c, d) != (1, 0, 0, 1)
+    picture.info["size"] = picture.size
     return picture
 
 
 def _at_rate(
-    frames: Iterator[Any], fps: Optional[float], native: float, aspect: Fraction
-) -> Iterator[tuple[Image.Image, float]]:
+    frames: Iterator[tuple[Any, float, float]], fps: Optional[float], native: float, rounding: float, aspect: Fraction
+) -> Iterator[tuple[Image.Image, float, float]]:
     """Yield the displayed frame at each instant of a constant rate; all frames if `fps` is None."""
-    shown: Optional[Image.Image] = None
-    count, start = 0, 0.0
-    for number, frame in enumerate(frames):
+    start: Optional[float] = None
+    count = 0
+    for frame, since, end in frames:
         if fps is None:
-            yield _displayed(frame, aspect), native
+            yield _displayed(frame, aspect), since, native
             continue
-        instant = frame.time if frame.time is not None else number / native
-        start = instant if number == 0 else start
-        while shown is not None and start + count / fps < instant - 1e-6:
-            yield shown, fps
+        start = since if start is None else start
+        shown: Optional[Image.Image] = None
+        while (instant := start + count / fps) < end - rounding:
+            shown = shown or _displayed(frame, aspect)
+            yield shown, instant, fps
             count += 1
-        shown = _displayed(frame, aspect)
-    end = 0.0 if shown is None else instant + 1 / native
-    while fps is not None and shown is not None and start + count / fps < end - 1e-6:
-        yield shown, fps
-        count += 1
 
 
 def picture_bytes(picture: Image.Image, image_format: Format, quality: int = 95) -> bytes:
@@ -299,7 +332,7 @@ def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
 def read_pixels(data: bytes, extension: str) -> Tensor:
     """Decode a picture or video to `[3, T, H, W]`, uint8; a picture has one frame."""
     if extension in VIDEOS:
-        frames = [frame for frame, _ in sampled_frames(data, None, Deadline())]
+        frames = [frame for frame, *_ in sampled_frames(data, None, Deadline())]
         if not frames:
             raise SampleError("bad_video", "the video has no frame")
         check_same_size(frames)

@@ -71,11 +71,12 @@ def read_tar(
         root: folder that the archive's name is relative to; by default its parent folder.
 
     Yields:
-        A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair.
+        A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair, a complete one
+        with those of the first member of each extension that is not read.
     """
     where = path.name if root is None else name_within(path, root)
     names: set[str] = set()
-    for name, content in _members_by_sample(path, where, extensions | {"txt", "json", "cls"}):
+    for name, content in _members_by_sample(path, where, extensions | {*walk.COMPANIONS, "cls"}):
         if isinstance(content, SampleError):
             yield name, content
             continue
@@ -92,14 +93,17 @@ def _members_by_sample(
     path: Path, where: str, extensions: frozenset[str]
 ) -> Iterator[tuple[str, dict[str, bytes] | SampleError]]:
     """Yield the name of each sample of a tar file after `where/`, and its parts or why it cannot be used."""
-    name, parts = where, dict[str, bytes]()
+    name, parts, unread = where, dict[str, bytes](), dict[str, str]()
     try:
         with open_binary(path) as archive:
             for member, read in tar_index.read_tar(archive):
                 place = PurePosixPath(member.name)
                 stem, _, part = place.name.partition(".")
                 sample, part = f"{where}/{place.with_name(stem)}" if stem else "", part.lower()
-                if not stem or part.rpartition(".")[2] not in extensions:
+                if not stem:
+                    continue
+                if (extension := part.rpartition(".")[2]) not in extensions:
+                    unread.setdefault(extension, f"{where}/{member.name}")
                     continue
                 if parts and (sample != name or part in parts):
                     yield name, parts
@@ -116,6 +120,9 @@ def _members_by_sample(
         return
     if parts:
         yield name, parts
+    for extension, first in unread.items():
+        detail = f"members with the extension {extension!r} are not read; this is the first of the archive"
+        yield first, SampleError("other_format", detail)
 
 
 def _has_end(path: Path) -> bool:
@@ -138,12 +145,14 @@ def _from_parts(where: str, parts: Mapping[str, bytes], extensions: Iterable[str
         version = media[0].rpartition(".")[0]
 
         def companion(kind: str) -> Optional[bytes]:
-            return parts.get(f"{version}.{kind}", parts.get(kind)) if version else parts.get(kind)
+            names = (f"{version}.{kind}", kind, f"{media[0]}.{kind}")
+            return next((parts[name] for name in names if name in parts), None)
 
-        described, text, number = companion("json"), companion("txt"), companion("cls")
+        described, number = companion("json"), companion("cls")
         row = read_object(described, "json") if described is not None else {}
-        if text is not None and (caption := read_text(text, "txt")):
-            row["caption"] = caption
+        for kind in ("caption", "txt"):
+            if (text := companion(kind)) is not None and (caption := read_text(text, kind)):
+                row |= {"captions": None, "caption": caption}
         if number is not None:
             row["label"] = read_text(number, "cls")
         captions, label = captions_of(row), class_of(row.get("label"))

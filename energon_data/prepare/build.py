@@ -52,12 +52,14 @@ class Changes(NamedTuple):
 
     Attributes:
         turned: the orientation, or the pixel aspect ratio, in the file was applied.
+        animated: it is the first frame of an animated picture.
     """
 
     turned: bool = False
     cut: float = 0.0
     enlarged: bool = False
     colours: Colours = "sRGB"
+    animated: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,20 @@ class UnitRecord:
 
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
+        files: number of files without an error.
+        partly_used: number of videos that are skipped from an error on, after one or more clips.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
         turned, enlarged: number of samples with these `Changes`.
         colours: number of samples by `Colours`, without sRGB.
         files_by_colours: the first file of each.
         largest_cut: share of a picture, and the name of its file.
+        animated: number of samples that are the first frame of an animated picture, and the name of one file.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: int = 0
+    partly_used: int = 0
     skips: list[Skipped] = field(default_factory=list)
     shapes: Counter[str] = field(default_factory=Counter)
     reference_shapes: Counter[str] = field(default_factory=Counter)
@@ -116,6 +122,7 @@ class UnitRecord:
     colours: Counter[str] = field(default_factory=Counter)
     files_by_colours: dict[str, str] = field(default_factory=dict)
     largest_cut: tuple[float, str] = (0.0, "")
+    animated: tuple[int, str] = (0, "")
     latents: Moments = field(default_factory=Moments)
 
     def count(self, sample: Sample) -> None:
@@ -133,6 +140,7 @@ class UnitRecord:
         self.latents = self.latents.plus(sample.latent)
         name = sample.metadata.get("source", sample.key)
         self._cut(sample.changes.cut, name)
+        self._animate(sample.changes.animated, name)
         if (colours := sample.changes.colours) != "sRGB":
             self.colours[colours] += 1
             self.files_by_colours.setdefault(colours, name)
@@ -141,6 +149,10 @@ class UnitRecord:
     def _cut(self, share: float, name: str) -> None:
         if share > self.largest_cut[0]:
             self.largest_cut = share, name
+
+    def _animate(self, count: int, name: str) -> None:
+        if count:
+            self.animated = self.animated[0] + count, self.animated[1] or name
 
     def _take(self, captions: Iterable[str]) -> None:
         different = {*self.captions, *captions}
@@ -177,6 +189,7 @@ class UnitRecord:
         """Add another unit's counts to this one."""
         self.shards |= other.shards
         self.files += other.files
+        self.partly_used += other.partly_used
         self.skips += other.skips
         self.shapes += other.shapes
         self.reference_shapes += other.reference_shapes
@@ -189,6 +202,7 @@ class UnitRecord:
         self.colours += other.colours
         self.files_by_colours = other.files_by_colours | self.files_by_colours
         self._cut(*other.largest_cut)
+        self._animate(*other.animated)
         self.latents = self.latents.plus(other.latents)
 
 
@@ -281,12 +295,12 @@ def build(
 
     Args:
         plan: everything that the result depends on, as plain values.
-        force: replace an older data set, and discard the unfinished work of another plan.
+        force: replace an older data set, and discard unfinished work. Unfinished work that an earlier call began with
+            `force` is continued without it.
         on_unit: called with the number and the record of every finished unit, earlier ones included.
         on_resume: called with the number of units that an interrupted run finished, unless it is 0.
     """
     if ranks.is_first:
-        check_replaceable(job.out, force=force)
         _open_partial(job, plan, force)
     ranks.wait()
     try:
@@ -358,14 +372,16 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
     """Create the folder for unfinished work, or check that an existing one belongs to this plan."""
     plan = parse_json(json.dumps(plan))  # normalised, for the comparison with the file
     file = job.partial / PLAN
+    try:
+        old_plan = parse_json(read_bytes(file))
+    except (OSError, ValueError):
+        old_plan = None
+    continues = old_plan == plan and not force
+    check_replaceable(job.out, force=force or continues)  # the call that began had permission to replace it
+    if continues:
+        job.data.mkdir(exist_ok=True)
+        return
     if job.partial.exists():
-        try:
-            old_plan = parse_json(read_bytes(file))
-        except (OSError, ValueError):
-            old_plan = None
-        if old_plan == plan:
-            job.data.mkdir(exist_ok=True)
-            return
         if not force and old_plan is not None:
             differing = sorted(k for k in {*plan, *old_plan} if old_plan.get(k) != plan.get(k))
             raise ConfigError(

@@ -60,4 +60,4 @@ def add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, from a few samples")
-    parser.add_argument("--force", action="store_true", help="replace an older data set")
+    parser.add_argument("--force", action="store_true", help="replace an older data set, and start over")

@@ -62,7 +62,8 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, vi
             if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
                 error.filename = str(partial)
             if visible and partial.exists() and not isinstance(error, ConfigError):
-                bar.write(f"the same command continues from {partial}", file=sys.stderr)
+                command = "the same command without --force" if args.force else "the same command"
+                bar.write(f"{command} continues from {partial}", file=sys.stderr)
             raise
 
 
@@ -88,12 +89,15 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
     if total.latents.number:
         lines.append(f"  latents: {total.latents.line()}")
-    if total.files:
-        lines.append(f"  used: {total.files:,} of {counted(total.files + len(total.skips), noun)}")
+    if used := total.files + total.partly_used:
+        partly = f", {total.partly_used:,} of them up to an error" if total.partly_used else ""
+        lines.append(f"  used: {used:,} of {counted(total.files + len(total.skips), noun)}{partly}")
         lines.append(f"  turned according to the file: {counted(total.turned, 'sample')}")
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
         lines.append(f"  enlarged: {counted(total.enlarged, 'sample')}")
+        if total.animated[0]:
+            lines.append(f"  first frame of an animation: {counted(total.animated[0], 'sample')} ({total.animated[1]})")
         if total.edited:
             lines.append(f"  edited from another picture: {counted(total.edited, 'sample')}")
         for colours, count in sorted(total.colours.items()):

@@ -47,7 +47,7 @@ class Entry:
         companions: name, size and time of each of its `COMPANIONS`; empty if a list has the rows.
         repeats: number of reads in one pass over the data.
         caption: of its folder, for a file without one.
-        reference: the picture that it is edited from, in another folder; None if it is not edited.
+        references: the picture that it is edited from, in another folder, or several that could be it.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Entry:
     row: Optional[dict[str, Any]] = None
     repeats: int = 1
     caption: Optional[str] = None
-    reference: Optional["Entry"] = None
+    references: tuple["Entry", ...] = ()
 
     @property
     def group(self) -> str:
@@ -68,8 +68,8 @@ class Entry:
     @property
     def stamp(self) -> list[Any]:
         """Values by which a resumed preparation detects a changed file, caption or metadata."""
-        reference = [] if self.reference is None else self.reference.stamp
-        return [self.name, self.size, self.mtime_ns, *self.companions, *reference]
+        references = [value for reference in self.references for value in reference.stamp]
+        return [self.name, self.size, self.mtime_ns, *self.companions, *references]
 
     def source(self, folder: Path, *, follow_links: bool = False, references: Optional[Path] = None) -> Source:
         """Read the caption and metadata next to the file."""
@@ -78,10 +78,16 @@ class Entry:
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
         reference: Optional[Callable[[], bytes]] = None
         if references is not None:
-            if self.reference is None:
+            if not self.references:
                 description = f"called {named}" if (named := row.pop(REFERENCE, None)) else "of its name"
                 raise SampleError("no_reference", f"--reference {references} has no picture {description}")
-            reference = partial(self.reference._read, references / self.reference.name, root and references)
+            original, *others = self.references
+            if others:
+                names = ", ".join(entry.name for entry in self.references)
+                raise SampleError(
+                    "no_reference", f"--reference {references} has {names}; name one of them as `reference` in a list"
+                )
+            reference = partial(original._read, references / original.name, root and references)
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name,
@@ -107,7 +113,7 @@ class Entry:
             if name.lower().endswith(".json"):
                 row |= read_object(data, name)
             elif caption := read_text(data, name):
-                row["caption"] = caption
+                row |= {"captions": None, "caption": caption}
         return row
 
 
@@ -187,18 +193,22 @@ def _with_references(entries: Sequence[Entry], folder: Path, references: Path, f
     if not references.is_dir():
         raise ConfigError(f"--reference {references} is not a folder; name the one with the pictures before the edit")
     pictures, _ = _walk(references, PICTURES, follow_links)
-    by_name = {walk.composed(picture.name): picture for picture in pictures}
-    by_stem = {walk.stem_of(name): picture for name, picture in by_name.items()}
-    if references.samefile(folder):
-        by_stem = {}  # a picture is not its own reference
+    by_name = {walk.composed(picture.name): (picture,) for picture in pictures}
+    by_stem: dict[str, tuple[Entry, ...]] = {}
+    for name, picture in by_name.items():
+        by_stem[walk.stem_of(name)] = (*by_stem.get(walk.stem_of(name), ()), *picture)
+    is_same = references.samefile(folder)
 
-    def reference_of(entry: Entry) -> Optional[Entry]:
+    def references_of(entry: Entry) -> tuple[Entry, ...]:
         name = (entry.row or {}).get(REFERENCE)
         if name is not None:
-            return by_name.get(walk.composed(str(PurePosixPath(str(name)))))
-        return by_stem.get(walk.composed(walk.stem_of(entry.name)))
+            return by_name.get(walk.composed(str(PurePosixPath(str(name)))), ())
+        if is_same:
+            return ()  # a picture is not its own reference
+        name = walk.composed(entry.name)
+        return by_name.get(name, by_stem.get(walk.stem_of(name), ()))
 
-    return [replace(entry, reference=reference_of(entry)) for entry in entries]
+    return [replace(entry, references=references_of(entry)) for entry in entries]
 
 
 def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:

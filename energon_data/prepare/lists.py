@@ -104,8 +104,13 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
         return
     with _opened(path) as lines:
         if path.suffix == ".csv":
-            for row in csv.DictReader(lines):
-                fields = {k: v for k, v in row.items() if k is not None and v not in (None, "")}
+            for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
+                if None in row:
+                    raise ValueError(
+                        f"row {number} has {len(row) - 1 + len(row[None])} fields, the header {len(row) - 1}; put text "
+                        "with commas in double quotes"
+                    )
+                fields = {k: v for k, v in row.items() if v not in (None, "")}
                 yield {k: v if k in _TEXTS else _scalar(v) for k, v in fields.items()}
             return
         for number, line in enumerate(lines, 1):

@@ -14,6 +14,7 @@ from dit.encoders.teacher import Teacher, load_teacher
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Encoder, Precision, encode_together, load_vae
+from dit.terminal import counted
 from energon_data.latent_scale import Moments
 from energon_data.media_files import (
     VIDEOS,
@@ -109,6 +110,7 @@ class MakeSamples:
             if isinstance(source, tuple):
                 record.skip(*source)
                 continue
+            clips = 0
             try:
                 _check_unicode(source)
                 source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
@@ -118,9 +120,14 @@ class MakeSamples:
                     raise SampleError(
                         "no_reference", "the text encoder reads the picture that it is edited from; see --reference"
                     )
-                yield from self._clips(source)
+                for clip in self._clips(source):
+                    yield clip
+                    clips += 1
                 record.files += 1
             except SampleError as error:
+                if clips:
+                    record.partly_used += 1
+                    error = SampleError(error.reason, f"after {counted(clips, 'clip')}, which are used: {error.detail}")
                 record.skip(source.address, error)
 
     @property
@@ -141,19 +148,19 @@ class MakeSamples:
             yield _Decoded(source.key, source, [fitted], None, file, changes, lengths, *references)
             return
         cut = self.options.cut
-        for number, (frames, fps) in enumerate(clips_of(data, cut, source.span)):
-            fitted_frames = [fit.apply(frame) for frame in frames]
-            check_same_size(fitted_frames)
+        for number, (frames, fps) in enumerate(clips_of(data, cut, source.span, fit.apply)):
+            check_same_size(frames)
+            size = frames[0].info["size"]
             untouched = (
                 cut == Cut()
                 and source.span is None
                 and not frames[0].info["turned"]
-                and all(a is b for a, b in zip(frames, fitted_frames))
+                and all(frame.size == frame.info["size"] for frame in frames)
             )
             file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
-            target = fit.target(*frames[0].size)
-            changes, lengths = _changes(frames[0], target), _lengths(frames[0].size, target)
-            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, changes, lengths)
+            target = fit.target(*size)
+            changes, lengths = _changes(frames[0], target), _lengths(size, target)
+            yield _Decoded(f"{source.key}-{number:03d}", source, frames, fps, file, changes, lengths)
 
     def _reference(self, data: bytes) -> tuple[Image.Image, Image.Image]:
         """Return the fitted and the original picture."""
@@ -267,7 +274,10 @@ def _has_surrogate(text: str) -> bool:
 
 def _changes(picture: Image.Image, target: Target) -> Changes:
     """Return the changes to a decoded picture or first frame that is fitted to `target`."""
-    return Changes(picture.info["turned"], target.cut, target.enlarges(*picture.size), picture.info["colours"])
+    info = picture.info
+    return Changes(
+        info["turned"], target.cut, target.enlarges(*info["size"]), info["colours"], info.get("animated", False)
+    )
 
 
 def _lengths(size: tuple[int, int], target: Target) -> list[int]:

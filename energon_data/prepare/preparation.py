@@ -20,7 +20,7 @@ from energon_data.prepare.lists import list_stamp
 from energon_data.prepare.media import MakeSamples, Options
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.texts import text_record
-from energon_data.prepare.walk import Skipped, extension_of
+from energon_data.prepare.walk import Skipped, extension_of, seen_file
 from energon_data.samples import SampleError
 
 Command = Literal["images", "videos", "folder", "webdataset"]
@@ -111,6 +111,7 @@ class Preparation:
             "command": command,
             "in": str(source.resolve()),
             "options": asdict(options),
+            "encoders": _encoder_stamps(options),
             "labels": labels,
             "repeats": repeats,
             "follow_links": follow_links,
@@ -142,6 +143,7 @@ class Preparation:
         plan = {
             "command": command,
             "options": asdict(options),
+            "encoders": _encoder_stamps(options),
             **plan,
             "samples_per_shard": samples_per_shard,
             "validation": validation,
@@ -176,7 +178,7 @@ class Preparation:
     def _description(self, total: UnitRecord) -> dict[str, Any]:
         options = self.options
         shape = [int(side) for side in total.shapes.most_common(1)[0][0].split("x")]
-        prepared = {name: value for name, value in self.plan.items() if name != "files"}
+        prepared = {name: value for name, value in self.plan.items() if name not in ("files", "encoders")}
         return {
             **self.about,
             "latent_shape": shape,
@@ -216,6 +218,15 @@ def _check_readers(entries: Sequence[Entry]) -> None:
         names = [entry.name for entry in entries if extension_of(entry.name) in extensions]
         if names and not has_reader():
             raise ConfigError(f"{names[0]} and {counted(len(names) - 1, 'other file')}: {problem}, or move them away")
+
+
+def _encoder_stamps(options: Options) -> list[Any]:
+    """Return name, size and time of the files of encoders in folders, so that a resumed preparation detects others."""
+    texts = check_text_encoder(options.text_encoder).encoders if options.text_encoder else ()
+    names = {options.vae, options.teacher, *(encoder.name for encoder in texts)} - {None}
+    paths = [path for name in names for path in Path(str(name)).expanduser().rglob("*")]
+    files = {str(path): seen_file(path) for path in paths if path.suffix in (".json", ".safetensors")}
+    return sorted([path, *file[1:]] for path, file in files.items() if file is not None)
 
 
 def _check(options: Options, samples_per_shard: int, validation: float) -> None:

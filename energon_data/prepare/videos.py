@@ -1,6 +1,6 @@
 """Cut videos into clips of one length."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -9,6 +9,9 @@ from PIL import Image
 from dit.errors import ConfigError
 from energon_data.media_files import Deadline, sampled_frames
 from energon_data.samples import SampleError
+
+_SLOWEST, _FASTEST = 0.001, 1000.0  # frames per second
+_TOLERANCE, _TICK = 0.05, 0.001  # of the duration of a clip, relative and in seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,7 @@ class Cut:
     clips: Optional[int] = None
 
     def __post_init__(self) -> None:
-        if self.fps is not None and not 0.001 <= self.fps <= 1000:
+        if self.fps is not None and not _SLOWEST <= self.fps <= _FASTEST:
             raise ConfigError(f"--fps {self.fps:g} must be between 0.001 and 1000 frames per second")
         if self.multiple_of < 1:
             raise ConfigError(f"--frames-multiple-of {self.multiple_of} must be at least 1")
@@ -48,30 +51,46 @@ class Cut:
 
 
 def clips_of(
-    data: bytes, cut: Cut, span: Optional[tuple[float, Optional[float]]] = None
+    data: bytes,
+    cut: Cut,
+    span: Optional[tuple[float, Optional[float]]] = None,
+    fit: Callable[[Image.Image], Image.Image] = lambda picture: picture,
 ) -> Iterator[tuple[list[Image.Image], float]]:
     """Cut a video into clips.
 
     Args:
         span: start and end in seconds of the part that is cut; None for the complete video.
+        fit: changes the size of each frame as soon as it is decoded, so that a clip of full-size frames is never in
+            memory.
 
     Yields:
         The frames of a clip, and frames per second.
     """
     frames: list[Image.Image] = []
-    rate, count = 0.0, 0
+    times: list[float] = []
+    stated, count = 0.0, 0
     deadline = Deadline()
-    for picture, rate in sampled_frames(data, cut.fps, deadline, span):
-        frames.append(picture)
+    for picture, instant, stated in sampled_frames(data, cut.fps, deadline, span):
+        frames.append(fit(picture))
+        times.append(instant)
         if cut.frames is not None and len(frames) == cut.frames:
-            yield frames, rate
-            frames, count = [], count + 1
+            yield frames, _rate(times, stated)
+            frames, times, count = [], [], count + 1
             if count == cut.clips:
                 return
             deadline.restart()
     usable = cut.usable(len(frames)) if cut.frames is None else 0
     if usable:
-        yield frames[:usable], rate
+        yield frames[:usable], _rate(times[:usable], stated)
     elif not count:
         needed = cut.frames or max(1, cut.first, cut.multiple_of if not cut.first else 0)
         raise SampleError("too_short", f"{len(frames)} frames, a clip needs {needed}")
+
+
+def _rate(times: Sequence[float], stated: float) -> float:
+    """Return the frames per second of a clip: measured, if the file states another rate, as with variable rates."""
+    seconds, intervals = times[-1] - times[0], len(times) - 1
+    is_constant = abs(seconds - intervals / stated) <= _TOLERANCE * seconds + _TICK
+    if is_constant or not _SLOWEST * seconds <= intervals <= _FASTEST * seconds:
+        return stated
+    return intervals / seconds

@@ -41,6 +41,27 @@ def test_archives_and_samples_of_one_name_are_distinguished(tmp_path: Path) -> N
     assert found["skipped"] == {"duplicate": 1}
 
 
+def test_captions_of_an_archive_are_read_in_each_form_and_other_members_are_listed(tmp_path: Path) -> None:
+    """A text next to a picture precedes the captions in its .json, as in a folder."""
+    (tmp_path / "in").mkdir()
+    members = {f"{name}.png": PICTURE for name in "abcd"} | {"a.png.txt": b"sidecar", "b.caption": b"booru"}
+    members |= {"c.json": b'{"captions": ["of json", "another"]}', "c.txt": b"of text", "c.npy": b"", "d.npy": b""}
+    members |= {"d.json": b'{"captions": ["two", "texts"]}', "d.txt": b" ", "README": b""}
+    write_tar(tmp_path / "in" / "0.tar", dict(sorted(members.items())))
+    for name, data in members.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    expected = {"sidecar", "booru", "of text", "two"}
+    for command, captions in ((COMMAND, expected), (("images", *COMMAND[1:]), expected - {"sidecar"})):
+        out = tmp_path / command[0]
+        assert main([*command, "--in", str(tmp_path / "in"), "--out", str(out)]) == 0
+        assert set(json.loads((out / "dataset.json").read_text())["captions"]) == captions
+    skipped = [json.loads(line) for line in (tmp_path / "webdataset" / "skipped.jsonl").open()]
+    assert [(line["file"], line["reason"]) for line in skipped] == [
+        ("0.tar/README", "other_format"),
+        ("0.tar/c.npy", "other_format"),
+    ]
+
+
 def test_archives_below_a_linked_folder_are_read_with_follow_links_and_named_without(tmp_path: Path) -> None:
     for folder in ("in", "elsewhere"):
         (tmp_path / folder).mkdir()

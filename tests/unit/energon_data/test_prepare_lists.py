@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from fractions import Fraction
 from pathlib import Path
 
 import av
@@ -20,15 +21,23 @@ from tests.unit.energon_data.test_prepare_folder import metadata_of
 RATE, SECONDS, GAP = 8, 6, 8  # frames per second, duration, distance of key frames
 
 
-def film(offset: int = 0, container: str = "mp4") -> bytes:
-    """Return a video whose frame `i` has the shade 5 `i`; its first frame is at `offset` frames."""
+def film(offset: int = 0, container: str = "mp4", times: list[Fraction] | None = None, rate: int = RATE) -> bytes:
+    """Return a video whose frame `i` has the shade 5 `i`.
+
+    Args:
+        offset: time of its first frame, in frames.
+        times: of its frames, in seconds; None for a constant rate.
+    """
     buffer = io.BytesIO()
+    times = [Fraction(i + offset, rate) for i in range(rate * SECONDS)] if times is None else times
+    tick = Fraction(1, rate if all(time * rate % 1 == 0 for time in times) else 1000)
     with av.open(buffer, "w", format=container) as file:
-        stream = file.add_stream("libx264", rate=RATE, options={"g": str(GAP), "crf": "1"})
+        stream = file.add_stream("libx264", rate=rate, options={"g": str(GAP), "crf": "1"})
         stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv444p"
-        for i in range(RATE * SECONDS):
+        stream.codec_context.time_base = tick
+        for i, time in enumerate(times):
             frame = av.VideoFrame.from_image(Image.new("RGB", (16, 16), (5 * i,) * 3))
-            frame.pts = i + offset
+            frame.pts, frame.time_base = int(time / tick), tick
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
     return buffer.getvalue()
@@ -56,6 +65,43 @@ def test_a_clip_has_the_frames_of_its_times(span, first, last, offset):
     [(frames, rate)] = clips_of(film(offset, "matroska" if offset else "mp4"), Cut(), span)
     assert numbers(frames) == list(range(first, last + 1))
     assert rate == RATE
+
+
+UNEVEN = [Fraction(ms, 1000) for ms in (0, 33, 66, 100, 500, 900, 1000, 1020, 2500, 4000)]
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+@pytest.mark.parametrize(
+    ("span", "fps", "shown"),
+    [
+        ((0.1, 2.0), 10.0, [3] * 4 + [4] * 4 + [5, 6] + [7] * 9),
+        ((1.2, 2.4), 10.0, [7] * 12),
+        ((1.2, 2.4), None, [7]),
+        ((0.7, 1.0), 10.0, [4, 4, 5]),
+    ],
+)
+def test_a_span_of_uneven_frames_has_those_that_are_displayed_in_it(container, span, fps, shown):
+    """A frame that begins before the start, or that stays until after the end, is displayed in the span, too."""
+    [(frames, _)] = clips_of(film(container=container, times=UNEVEN, rate=30), Cut(fps=fps), span)
+    assert numbers(frames) == shown
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_clips_of_uneven_frames_have_their_measured_rate(container):
+    """Matroska states a rate that such a video does not have; a constant rate stays as stated."""
+    data = film(container=container, times=UNEVEN, rate=30)
+    assert [rate for _, rate in clips_of(data, Cut())] == pytest.approx([9 / 4])
+    assert [rate for _, rate in clips_of(data, Cut(frames=5))] == pytest.approx([4 / 0.5, 4 / 3.1])
+    assert {rate for _, rate in clips_of(film(container=container, rate=30), Cut(frames=2))} == {30}
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska"])
+def test_a_span_between_frames_is_exact_in_containers_that_round_times(container):
+    data = film(container=container, times=[Fraction(i, 30) for i in range(20)], rate=30)
+    for k in range(16):
+        for fps in (None, 30.0):
+            [(frames, _)] = clips_of(data, Cut(fps=fps), (k / 30, (k + 4) / 30))
+            assert numbers(frames) == list(range(k, k + 4))
 
 
 def test_clips_of_a_span_are_cut_like_those_of_a_video():
@@ -171,12 +217,18 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
         ("none.csv", "none.csv does not exist"),
         ("list.txt", "must end in .jsonl, .csv"),
         ("list.jsonl", "line 2 is not JSON"),
+        ("commas.csv", "commas.csv: row 2 has 4 fields, the header 2; put text with commas in double quotes"),
+        ("open.csv", "open.csv: unexpected end of data"),
+        ("pair.csv", "pair.csv: ',' expected after '\"'"),
     ],
 )
 def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
     source = downloaded(tmp_path, ["a.png"])
     (tmp_path / "list.txt").write_text("a.png")
     (tmp_path / "list.jsonl").write_text('{"file_name": "a.png", "text": "red"}\n{"file_name": \n')
+    (tmp_path / "commas.csv").write_text("file_name,text\nb.png,blue\na.png,a red fox, jumping, high\n")
+    (tmp_path / "open.csv").write_text('file_name,text\na.png,"a red fox\nb.png,blue\n')
+    (tmp_path / "pair.csv").write_text('file_name,text\na.png,"a red fox\nb.png,"blue"\n')
     assert prepare(source, tmp_path / "out", "--list", str(tmp_path / name), command="images") in (
         EXIT_CONFIG,
         EXIT_DATA,

@@ -103,6 +103,22 @@ def test_pictures_of_the_same_name_are_a_pair(tmp_path: Path, capsys: pytest.Cap
     assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
 
 
+def test_of_several_originals_of_a_stem_the_one_of_the_same_format_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Without it, the edited picture is skipped, and all of them are named."""
+    edited, originals = write_pairs(tmp_path)
+    for i in range(COUNT - 1):
+        (originals / f"{i}.png").write_bytes(as_file(noise(*SIZES[i % 2], seed=100 + i)))
+        (originals / f"{i}.webp").write_bytes(as_file(noise(16, 16), "WEBP"))
+    (originals / "2.png").rename(originals / "2.tif")
+    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals) == EXIT_OK
+    said = capsys.readouterr().out
+    names = "has 2.bmp, 2.tif, 2.webp; name one of them as `reference` in a list"
+    assert f"skipped, no_reference: 1; 2.png: --reference {originals} {names}" in said
+    assert numbers(pairs_of(tmp_path / "out"), PAIRS) == {0, 1, 3}
+
+
 def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The encoder reads the original file; a sample without one is skipped."""
     edited, originals = write_pairs(tmp_path)

@@ -1,15 +1,18 @@
 """Sizes and crops of prepared pictures: multiples, areas, ratios and limits."""
 
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparations import noise
 
-from dit.errors import EXIT_CONFIG, ConfigError
+from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.pictures import Fit, buckets
 from energon_data.samples import SampleError
+from tests.unit.energon_data.awkward_media import marked, mp4
 
 SIDES = st.integers(1, 3000)
 
@@ -130,3 +133,21 @@ def test_impossible_numbers_of_a_command_are_refused_by_name(tmp_path, capsys, s
     command = ["videos", "--in", str(tmp_path), "--out", str(tmp_path / "out"), f"--{setting}", str(value)]
     assert main(command) == EXIT_CONFIG
     assert f"--{setting} {value} must" in capsys.readouterr().err
+
+
+def test_frames_of_a_video_are_scaled_one_by_one(tmp_path, monkeypatch):
+    """A clip of full-size frames would fill the memory: the decoder and the clip hold two at most."""
+    apply, decoded, counts = Fit.apply, [], []
+
+    def counting(fit, picture):
+        decoded.append(weakref.ref(picture))
+        counts.append(sum(reference() is not None for reference in decoded))
+        return apply(fit, picture)
+
+    monkeypatch.setattr(Fit, "apply", counting)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.mp4").write_bytes(mp4(marked(), 12))
+    words = ["videos", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--size", "32"]
+    assert main([*words, "--validation", "0", "--processes", "1"]) == EXIT_OK
+    assert len(counts) == 12
+    assert max(counts) <= 2

@@ -7,9 +7,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
+from transformers import Dinov2Config
 
 from dit import media
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
@@ -17,9 +19,12 @@ from energon_data import media_files
 from energon_data.media_files import open_picture
 from energon_data.prepare import build, preparation
 from energon_data.prepare.__main__ import main
+from energon_data.prepare.media import Options
+from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 from recipes.finetune import finetune
+from tests.support.encoders import save_language_model, save_vae
 from tests.unit.energon_data.awkward_media import (
     AWKWARD,
     FOLLOWED,
@@ -110,6 +115,33 @@ def test_a_half_copied_video_is_named_as_such():
     expected = rf"ends early, after {length} bytes: its index \(moov\) is missing; copy it again"
     with pytest.raises(SampleError, match=expected):
         list(clips_of(data[:length], Cut()))
+
+
+@pytest.mark.parametrize(("container", "codec"), [("matroska", "libx264"), ("avi", "mpeg4")])
+def test_a_video_without_its_end_is_named_as_such(tmp_path, container, codec):
+    """A header states the duration of the complete file, which may be that of its sound, or its bytes."""
+    with av.open(str(tmp_path / "a"), "w", format=container) as file:
+        sound, picture = file.add_stream("mp3", rate=48000), file.add_stream(codec, rate=8)
+        picture.width, picture.height, picture.pix_fmt = 64, 64, "yuv420p"
+        for i in range(40):
+            noise = Image.effect_noise((64, 64), 50).convert("RGB")
+            file.mux(picture.encode(av.VideoFrame.from_image(noise)) if i < 30 else [])
+            frame = av.AudioFrame.from_ndarray(np.zeros((1, 6000), np.float32), format="flt", layout="mono")
+            frame.sample_rate, frame.pts = 48000, 6000 * i
+            file.mux(sound.encode(frame))
+        file.mux([*picture.encode(), *sound.encode()])
+    data = (tmp_path / "a").read_bytes()
+    [(frames, _)] = clips_of(data, Cut())
+    assert len(frames) == 30
+    half = data[: len(data) // 2]
+    expected = (
+        rf"after {len(half)} of {len(data)} bytes" if container == "avi" else r"says 5\.\d s, and it ends at [1-3]\.\d"
+    )
+    with pytest.raises(SampleError, match=f"{expected}.*; copy it again"):
+        list(clips_of(half, Cut()))
+    if container != "avi":  # the time of a span is complete
+        [(frames, _)] = clips_of(half, Cut(), (0.0, 0.5))
+        assert len(frames) == 4
 
 
 def test_an_empty_file_is_named_as_such():
@@ -207,6 +239,28 @@ def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
         assert json.loads((tmp_path / command / "dataset.json").read_text())["shapes"] == shapes
 
 
+def test_a_video_with_an_error_after_its_first_clips_is_used_and_listed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "in").mkdir()
+    for name, count in (("long.mp4", 8), ("short.mp4", 4), ("still.mp4", 1)):
+        (tmp_path / "in" / name).write_bytes(mp4(marked(), count))
+    monkeypatch.setattr(media_files, "MAX_FRAMES", 5)
+    assert prepare(tmp_path / "in", tmp_path / "out", "--frames", "2", command="videos") == EXIT_OK
+    said = capsys.readouterr().out
+    assert "used: 2 of 3 files, 1 of them up to an error" in said
+    assert "skipped, too_long: 1; long.mp4: after 2 clips, which are used: more than 5 frames" in said
+    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["shapes"] == {"3x2x64x96": 4}
+
+
+def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys):
+    """FFmpeg has no reader for them; an animated GIF becomes a clip."""
+    (tmp_path / "in").mkdir()
+    for name, animated in (("a.webp", True), ("b.png", True), ("c.webp", False), ("d.gif", True)):
+        others = {"save_all": True, "append_images": [Image.new("RGB", (32, 32))]} if animated else {}
+        Image.new("RGB", (32, 32), "red").save(tmp_path / "in" / name, **others)
+    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "1") == EXIT_OK
+    assert "first frame of an animation: 2 samples (a.webp)" in capsys.readouterr().out
+
+
 def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, capsys, monkeypatch):
     for module in (media, media_files, preparation):
         monkeypatch.setattr(module, "reads_heic", lambda: False)
@@ -259,6 +313,41 @@ def test_a_failed_preparation_continues_and_reports_this(tmp_path, capsys, monke
     assert prepare(source, out, "--samples-per-shard", "2") == EXIT_OK
     assert f"{out}: continues after 2 of 3 parts, which are in {partial}" in capsys.readouterr().err
     assert not partial.exists()
+
+
+def test_force_starts_over_and_its_own_work_continues_without_it(tmp_path, capsys, monkeypatch):
+    """Otherwise no flags would continue the replacement of an older data set."""
+    source, out, partial = pictures(tmp_path / "in"), tmp_path / "out", tmp_path / ".out.partial"
+    assert prepare(source, out, "--samples-per-shard", "3") == EXIT_OK
+    flags = ["--samples-per-shard", "2"]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            fail_at(patch, 1, KeyboardInterrupt())
+            assert prepare(source, out, *flags, "--force") == EXIT_INTERRUPTED
+        said = capsys.readouterr().err
+        assert f"the same command without --force continues from {partial}" in said
+        assert "continues after" not in said
+    assert prepare(source, out, *flags) == EXIT_OK
+    assert "continues after 1 of 3 parts" in capsys.readouterr().err
+    assert len(list(out.glob("*.tar"))) == 3
+    assert prepare(source, out, *flags) == EXIT_CONFIG
+
+
+def test_other_weights_of_an_encoder_are_other_work(tmp_path):
+    """An autoencoder trained again in its folder has the name of the first one."""
+    source, vae = pictures(tmp_path / "in", 1), save_vae(tmp_path / "vae")
+    text, teacher = save_language_model("qwen3", tmp_path / "text"), tmp_path / "teacher"
+    Dinov2Config().save_pretrained(teacher)
+    options = Options(vae=str(vae), text_encoder=f"text={text}:padded", teacher=str(teacher))
+
+    def encoders():
+        return Preparation.of("images", source, tmp_path / "out", options).plan["encoders"]
+
+    seen = [encoders()]
+    for path in (vae / "diffusion_pytorch_model.safetensors", text / "model.safetensors", teacher / "config.json"):
+        os.utime(path, ns=(0, 0))
+        seen.append(encoders())
+        assert seen[-1] == encoders() != seen[-2]
 
 
 def test_a_preparation_that_fails_before_its_first_shard_leaves_no_file(tmp_path, capsys, monkeypatch):
