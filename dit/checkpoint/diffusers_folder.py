@@ -70,6 +70,11 @@ class Network:
     notes: Sequence[str] = ()
 
     @property
+    def model(self) -> ModelConfig:
+        """The settings of the network."""
+        return self.trained.model
+
+    @property
     def base(self) -> None:
         """Adapters are not read from such a folder."""
 

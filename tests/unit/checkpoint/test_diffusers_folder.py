@@ -5,7 +5,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dit.boxes import Box, boxes_of_range
-from dit.checkpoint.base_model import find_start
+from dit.checkpoint.base_model import MAY_DIFFER, find_start, start_line
 from dit.checkpoint.diffusers_folder import FolderWeights, local_path, read_network
 from dit.checkpoint.full_weights import read_all
 from dit.checkpoint.state_files import read_full
@@ -25,7 +25,10 @@ from dit.convert.rules import ByHead, Chunks, Pointwise
 from dit.convert.state_files import INDEX, read_diffusers
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.lora_config import LoRAConfig
+from dit.models.registry import BACKBONES, config_class
 from dit.parallel.build import parameter_shapes
+from launch.config_file import built
+from recipes.finetune import finetune
 from tests.support.published import NETWORKS, save_network
 
 HEADS = "transformer_blocks.1.attn.to_q.weight"
@@ -275,6 +278,21 @@ def test_other_sizes_are_refused_in_one_line_with_both_sizes_and_the_cure(
     with pytest.raises(ConfigError, match=message) as raised:
         network.weights(replace(network.trained.model, **changes))
     assert f"--factory \"finetune(base='{folders / name}')\"" in str(raised.value)
+
+
+def test_settings_that_no_shape_depends_on_are_compared(folders: Path) -> None:
+    """In a dry run, too; tests/unit/checkpoint/test_train_state.py starts runs."""
+    config = built(finetune(base=str(folders / "flux")))
+    same = replace(config.model, guidance=1.0, context_dropout=0.5, control_channels=4, rope_factors=[1.0, 2.0, 2.0])
+    assert "parameters of" in start_line(replace(config, model=same))
+    message = r"has rope_axes=\[4, 6, 6\], but .* has rope_axes=\[8, 4, 4\]; .*accept_changes=\[\"model\.rope_axes\"\]"
+    with pytest.raises(ConfigError, match=message):
+        start_line(replace(config, model=replace(config.model, rope_axes=[8, 4, 4])))
+
+
+def test_the_settings_that_may_differ_exist() -> None:
+    names = {field.name for name in BACKBONES for field in fields(config_class(name))}
+    assert set(MAY_DIFFER) <= names
 
 
 def test_another_backbone_is_named(folders: Path) -> None:
