@@ -25,7 +25,7 @@ from dit.checkpoint.state_files import Weights
 from dit.checkpoint.verify_together import reads_together
 from dit.checkpoint.without_control import with_control
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
-from dit.convert.pipeline_import import PARTS, complete, network_folder
+from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
 from dit.convert.rules import RuleBook, some_of
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights
@@ -127,6 +127,7 @@ def is_network(path: Path) -> bool:
 
 def read_network(source: Path) -> Network:
     """Read the settings of a network, or of the network in a pipeline's folder."""
+    check_single(source)
     folder = network_folder(source)
     settings = read_json(folder / CONFIG)
     try:

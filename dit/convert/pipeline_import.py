@@ -27,6 +27,8 @@ from dit.pipeline_folder import PIPELINE_INDEX, TEXT_ENCODERS, text_encoders_of
 INDEX, PART = PIPELINE_INDEX, "unet"
 PARTS = ("transformer", PART)
 """Folders of the trained network in a pipeline."""
+LOW_NOISE = "transformer_2"
+"""Folder of the second network of Wan 2.2 A14B, for times below `boundary_ratio`."""
 BETA_SCHEDULERS = (
     *("DDIM", "DDIMInverse", "DDIMParallel", "DDPM", "DDPMParallel", "DEISMultistep", "DPMSolverMultistep"),
     *("DPMSolverMultistepInverse", "DPMSolverSDE", "DPMSolverSinglestep", "EulerAncestralDiscrete", "EulerDiscrete"),
@@ -57,6 +59,20 @@ def network_folder(source: Path) -> Path:
     return next((source / part for part in PARTS if (source / part / CONFIG).exists()), source)
 
 
+def check_single(source: Path) -> None:
+    """Check that a pipeline has one network, if a folder is a pipeline.
+
+    Raises:
+        ConfigError: it has two, each for some of the times.
+    """
+    index = read_json(source / INDEX) if (source / INDEX).exists() else {}
+    if index.get(LOW_NOISE) not in (None, [None, None]):
+        raise ConfigError(
+            f"{source} has two networks, for times above and below boundary_ratio={index.get('boundary_ratio')}; give "
+            f"the folder of one, {source / PARTS[0]} or {source / LOW_NOISE}"
+        )
+
+
 def complete(trained: TrainedModel, folder: Path) -> Completed:
     """Add the settings of the pipeline around a network.
 
@@ -64,7 +80,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         folder: of the network; the `model_index.json` of a pipeline is in the parent folder.
     """
     root, model = folder.resolve().parent, trained.model
-    if folder.resolve().name not in PARTS or not (root / INDEX).exists():
+    if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / INDEX).exists():
         return Completed(trained)
     index, vae = read_json(root / INDEX), root / "vae"
     folders = TEXT_ENCODERS.get(str(index.get("_class_name")))
@@ -77,7 +93,11 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     path, notes = root / "scheduler" / SCHEDULER_CONFIG, []
     if isinstance(trained.objective, FlowMatching) and path.exists():
         settings = read_json(path)
-        trained = replace(trained, objective=read_shift(settings, trained, str(path)))
+        objective = read_shift(settings, trained, str(path))
+        if isinstance(boundary := index.get("boundary_ratio"), float):
+            limit = "max_time" if folder.resolve().name == LOW_NOISE else "min_time"
+            objective = replace(objective, **{limit: boundary})
+        trained = replace(trained, objective=objective)
         if (name := settings.get("_class_name")) != (euler := "FlowMatchEulerDiscreteScheduler"):
             notes.append(f"the steps of our sampler are those of {euler}, not of {name} in {path}; the shift is read")
         return Completed(trained, autoencoder, True, notes)

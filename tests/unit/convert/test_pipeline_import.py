@@ -10,9 +10,10 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
+from dit.checkpoint.diffusers_folder import read_network
 from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
-from dit.convert.pipeline_import import Completed, complete, network_folder, read_schedule, read_shift
+from dit.convert.pipeline_import import Completed, check_single, complete, network_folder, read_schedule, read_shift
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
@@ -21,6 +22,7 @@ from dit.models.lumina2.config import Lumina2Config
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
+from dit.models.wan.config import WanConfig
 from dit.models.z_image.config import ZImageConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
@@ -113,6 +115,25 @@ def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
     found = complete(imported, root / "transformer")
     line = f"text={root}/text_encoder_2:padded,pooled={root}/text_encoder"
     assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"))
+
+
+def test_one_of_two_networks_has_its_times(tmp_path):
+    """Wan 2.2 A14B: the first one draws the times above the boundary. Source: diffusers, `pipeline_wan.py`."""
+    two = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
+    root = pipeline(tmp_path / "wan", _class_name="WanPipeline", **two)
+    (root / "scheduler").mkdir()
+    (root / "scheduler/scheduler_config.json").write_text(json.dumps({"flow_shift": 3.0}))
+    times = []
+    for name in ("transformer", "transformer_2"):
+        (root / name).mkdir()
+        found = complete(TrainedModel(WanConfig(), FlowMatching(), (1, 8, 8), {}), root / name)
+        assert found.trained.objective.time_shift == 3.0
+        times.append(found.trained.objective.trained_times)
+    assert times == [(0.875, 1.0), (0.0, 0.875)]
+    with pytest.raises(ConfigError, match=r"has two networks, .* boundary_ratio=0.875; give .*/transformer or .*_2"):
+        read_network(root)
+    (root / "model_index.json").write_text(json.dumps({"transformer_2": [None, None], "boundary_ratio": None}))
+    check_single(root)
 
 
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 4096}
