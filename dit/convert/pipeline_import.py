@@ -95,19 +95,18 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         settings = read_json(path)
         objective = read_shift(settings, trained, str(path))
         if isinstance(boundary := index.get("boundary_ratio"), float):
-            limit = "max_time" if folder.resolve().name == LOW_NOISE else "min_time"
-            objective = replace(objective, **{limit: boundary})
+            is_low = folder.resolve().name == LOW_NOISE
+            objective = replace(objective, max_time=boundary) if is_low else replace(objective, min_time=boundary)
         trained = replace(trained, objective=objective)
         if (name := settings.get("_class_name")) != (euler := "FlowMatchEulerDiscreteScheduler"):
             notes.append(f"the steps of our sampler are those of {euler}, not of {name} in {path}; the shift is read")
         return Completed(trained, autoencoder, True, notes)
-    if not isinstance(model, LDMUNetConfig):
-        return Completed(trained, autoencoder)
-    if model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
+    zeros = index.get("force_zeros_for_empty_prompt", True)
+    if isinstance(model, LDMUNetConfig) and model.pooled_size is not None and not zeros:
         trained = replace(trained, model=replace(model, null_text="empty"))
-    if path.exists():
+    if isinstance(trained.objective, DDPM) and path.exists():
         settings = read_json(path)
-        ddpm = read_schedule(settings, str(path))
+        ddpm = replace(read_schedule(settings, str(path)), variance=trained.objective.variance)
         trained = replace(trained, objective=ddpm)
         scheduler, same_steps = settings.get("_class_name"), DDIM.items() <= {**DDIM_DEFAULTS, **settings}.items()
         if scheduler != "DDIMScheduler" or not same_steps:
@@ -118,7 +117,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
                 f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes}), in a number of steps that divides "
                 f"{ddpm.discrete_steps}"
             )
-    return Completed(trained, autoencoder, path.exists(), notes)
+    return Completed(trained, autoencoder, isinstance(trained.objective, DDPM) and path.exists(), notes)
 
 
 def read_shift(settings: Mapping[str, Any], trained: TrainedModel, where: str) -> FlowMatching:

@@ -1,4 +1,4 @@
-"""Importing the schedule and the other parts of a Stable Diffusion pipeline."""
+"""Importing the schedule and the other parts of a pipeline."""
 
 import json
 from dataclasses import replace
@@ -22,9 +22,10 @@ from dit.models.lumina2.config import Lumina2Config
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
+from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.models.z_image.config import ZImageConfig
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
 
 PUBLISHED = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
@@ -98,6 +99,18 @@ def test_parts_are_read_from_the_folder_around_the_network(tmp_path, index, null
     assert "differ from those of DDIMScheduler" in found.notes[0]
 
 
+def test_the_schedule_of_a_transformer_is_read(tmp_path):
+    """PixArt has a learned variance, which no scheduler describes."""
+    root = pipeline(tmp_path / "pixart", _class_name="PixArtAlphaPipeline")
+    (root / "transformer").mkdir()
+    (root / "scheduler").mkdir()
+    (root / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler_config(OBJECTIVES[3])))
+    published = DDPM(discrete_steps=1000, variance=LearnedVariance())
+    found = complete(TrainedModel(STDiTConfig(), published, (1, 8, 8), {}), root / "transformer")
+    assert found.trained.objective == replace(OBJECTIVES[3], variance=LearnedVariance())
+    assert found.has_schedule
+
+
 def test_a_network_without_pipeline_and_other_pipelines_add_nothing(tmp_path):
     imported = TrainedModel(XL, PUBLISHED, (1, 8, 8), {})
     (tmp_path / "unet").mkdir()
@@ -114,7 +127,7 @@ def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
     imported = TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {})
     found = complete(imported, root / "transformer")
     line = f"text={root}/text_encoder_2:padded,pooled={root}/text_encoder"
-    assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"))
+    assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"), notes=[])
 
 
 def test_one_of_two_networks_has_its_times(tmp_path):
