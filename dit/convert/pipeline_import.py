@@ -36,6 +36,8 @@ BETA_SCHEDULERS = (
     "UniPCMultistep",
 )
 """Schedulers of diffusers with a table of betas, without the suffix `Scheduler`."""
+SCHEDULE = ("schedule", "prediction", "discrete_steps", "betas", "zero_terminal_snr")
+"""Settings of DDPM that a scheduler has."""
 DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False, "thresholding": False}
 """Settings of diffusers' DDIMScheduler that give the steps of our sampler `ddim`."""
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
@@ -106,8 +108,9 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         trained = replace(trained, model=replace(model, null_text="empty"))
     if isinstance(trained.objective, DDPM) and path.exists():
         settings = read_json(path)
-        ddpm = replace(read_schedule(settings, str(path)), variance=trained.objective.variance)
-        trained = replace(trained, objective=ddpm)
+        ddpm = read_schedule(settings, str(path))
+        read: dict[str, Any] = {name: getattr(ddpm, name) for name in SCHEDULE}
+        trained = replace(trained, objective=replace(trained.objective, **read))
         scheduler, same_steps = settings.get("_class_name"), DDIM.items() <= {**DDIM_DEFAULTS, **settings}.items()
         if scheduler != "DDIMScheduler" or not same_steps:
             changes = ", ".join(f"{name}={value!r}" for name, value in DDIM.items())

@@ -21,7 +21,9 @@ from dit.checkpoint.full_weights import read_all
 from dit.checkpoint.state_files import read_full
 from dit.convert import sliced_weights
 from dit.convert.diffusers_format import format_of_settings
+from dit.convert.diffusers_sampling import scheduler_config
 from dit.convert.rules import ByHead, Chunks, Pointwise
+from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import INDEX, read_diffusers
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.lora_config import LoRAConfig
@@ -318,6 +320,25 @@ def test_a_pipeline_has_its_network(folders: Path, tmp_path: Path) -> None:
     assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
     rewrite(shard_of(start.folder, HEADS), lambda tensors: tensors[HEADS].mul_(2))
     assert start.digest(None) != find_start(str(folders / "flux")).digest(None)
+
+
+def test_an_exported_pipeline_that_was_moved_has_its_own_encoders(folders: Path, tmp_path: Path) -> None:
+    """The options of the record are kept; a note says that a changed scheduler is not read."""
+    root, line = tmp_path / "pipe", "text={}/text_encoder_2:padded:max_tokens=40,pooled={}/text_encoder"
+    shutil.copytree(folders / "flux", root / "transformer")
+    trained = replace(read_network(root / "transformer").trained, text_encoder=line.format("/old", "/old"), notes=[])
+    edit(root / "transformer/config.json", lambda c: c.update({CONFIG_KEY: to_record(trained)}))
+    for name in ("text_encoder", "text_encoder_2", "scheduler"):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text("{}")
+    (root / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    scheduler = root / "scheduler/scheduler_config.json"
+    scheduler.write_text(json.dumps(scheduler_config(trained.objective)))
+    network = read_network(root)
+    assert (network.trained, network.notes) == (replace(trained, text_encoder=line.format(root, root)), [])
+    edit(scheduler, lambda c: c.update(shift=7.0, use_dynamic_shifting=False))
+    assert read_network(root).trained == network.trained
+    assert "time_shift=7.0" in read_network(root).notes[0]
 
 
 def test_a_dry_run_counts_the_parameters(folders: Path) -> None:
