@@ -43,6 +43,9 @@ DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample":
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
 """Values of these settings if `scheduler_config.json` does not have them."""
 
+SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "stochastic_sampling", "invert_sigmas")
+"""Settings of a scheduler of flow matching that change its steps, not the network."""
+
 
 @dataclass(frozen=True)
 class Completed:
@@ -102,6 +105,8 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         trained = replace(trained, objective=objective)
         if (name := settings.get("_class_name")) != (euler := "FlowMatchEulerDiscreteScheduler"):
             notes.append(f"the steps of our sampler are those of {euler}, not of {name} in {path}; the shift is read")
+        if spacings := [f"{name}=True" for name in SPACINGS if settings.get(name)]:
+            notes.append(f"the steps of our sampler are those without {', '.join(spacings)} in {path}")
         return Completed(trained, autoencoder, True, notes)
     zeros = index.get("force_zeros_for_empty_prompt", True)
     if isinstance(model, LDMUNetConfig) and model.pooled_size is not None and not zeros:
@@ -134,11 +139,14 @@ def read_shift(settings: Mapping[str, Any], trained: TrainedModel, where: str) -
             points = tuple(settings.get(name, value) for name, value in zip(SHIFT_BY_TOKENS, (0.5, 1.15, 256, 4096)))
     shift = 1.0 if points is not None else settings.get("flow_shift", settings.get("shift", 1.0))
     last, kind = settings.get("shift_terminal"), settings.get("time_shift_type", "exponential")
-    if kind != "exponential" or any(type(value) not in (int, float) for value in (shift, last or 0, *(points or ()))):
+    steps = settings.get("num_train_timesteps", REFERENCE_STEPS)
+    odd = kind != "exponential" or steps != REFERENCE_STEPS or (points is None and settings.get("use_dynamic_shifting"))
+    if odd or any(type(value) not in (int, float) for value in (shift, last or 0, *(points or ()))):
         raise ConfigError(
-            f"{where}: shift={shift!r:.20}, shift by tokens {points!r:.60}, shift_terminal={last!r:.20} and "
-            f"time_shift_type={kind!r:.20} have no counterpart; copy the network to another folder, import it from "
-            "there and give --objective"
+            f"{where}: shift={shift!r:.20}, shift by tokens {points!r:.60}, shift_terminal={last!r:.20}, "
+            f"time_shift_type={kind!r:.20}, num_train_timesteps={steps!r:.20} and use_dynamic_shifting="
+            f"{settings.get('use_dynamic_shifting')!r:.20} have no counterpart; copy the network to another folder, "
+            "import it from there and give --objective"
         )
     by_tokens = list(points) if isinstance(points, tuple) else None
     return replace(objective, time_shift=shift, shift_by_tokens=by_tokens, last_time=last)

@@ -187,13 +187,25 @@ def test_the_shift_of_another_solver_is_read(tmp_path):
     (root / "transformer").mkdir()
     (root / "scheduler").mkdir()
     settings = {"_class_name": "DPMSolverMultistepScheduler", "flow_shift": 4.0, "use_flow_sigmas": True}
+    settings["use_karras_sigmas"] = True
     (root / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
     found = complete(TrainedModel(SanaConfig(), FlowMatching(), (1, 8, 8), {}), root / "transformer")
     assert found.trained.objective == FlowMatching(time_shift=4.0)
     assert "not of DPMSolverMultistepScheduler" in found.notes[0]
+    assert "without use_karras_sigmas=True" in found.notes[1]
 
 
-@pytest.mark.parametrize("odd", [{"time_shift_type": "linear"}, {"max_shift": "x"}, {"shift_terminal": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "odd",
+    [{"time_shift_type": "linear"}, {"max_shift": "x"}, {"shift_terminal": "x"}, {"num_train_timesteps": 500}],
+    ids=str,
+)
 def test_a_shift_without_a_counterpart_is_refused(odd):
     with pytest.raises(ConfigError, match="have no counterpart; copy the network to another folder"):
         read_shift({**DYNAMIC, **odd}, TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {}), "here")
+
+
+def test_a_shift_by_other_tokens_is_refused():
+    """Lumina 2's pipeline in diffusers counts channels as tokens."""
+    with pytest.raises(ConfigError, match="use_dynamic_shifting=True have no counterpart"):
+        read_shift(DYNAMIC, TrainedModel(Lumina2Config(), FlowMatching(), (1, 8, 8), {}), "here")
