@@ -117,6 +117,15 @@ def test_a_published_network_of_control_pictures_is_read(folders: Path) -> None:
     assert (model.in_channels, model.control_channels, model.out_channels) == (4, 4, None)
 
 
+@pytest.mark.parametrize(("name", "inputs", "outputs"), [("flux", 96, 16), ("wan", 9, 4)])
+def test_networks_that_read_other_inputs_are_refused(folders: Path, name: str, inputs: int, outputs: int) -> None:
+    """FLUX.1 Fill, and Wan 2.2 A14B from pictures. Source: their `config.json`."""
+    settings = json.loads((folders / name / "config.json").read_text())
+    settings |= {"in_channels": inputs, "out_channels": outputs}
+    with pytest.raises(ConfigError, match=f"in_channels={inputs} is above out_channels={outputs}: this network also"):
+        format_of_settings(settings).read_settings(settings)
+
+
 def test_a_box_reads_only_its_slices() -> None:
     """Rows of its heads from a fused projection; two ranges from permuted chunks."""
     for form, rows, expected in (
