@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Optional
 
 from dit.errors import ConfigError
 from dit.safe_files import read_json
@@ -59,6 +60,23 @@ def text_encoders_of(folder: Path) -> list[str]:
     if absent := [part for part in parts if not (folder / part / "config.json").is_file()]:
         raise ConfigError(f"{name} in {folder} has no {', '.join(absent)}; copy or download it again")
     return [form.format(folder / part) for part, form in parts.items()]
+
+
+def with_folders_of(line: str, recorded: Optional[str]) -> str:
+    """Return recorded text encoders in the folders of a pipeline, which may have moved; their options are kept.
+
+    Args:
+        line: encoders of the pipeline; returned if the recorded ones make other entries.
+    """
+    folders, options, entries = [], [], []
+    for text in (line, recorded or ""):
+        parts = [part.partition(":") for part in text.split(",")]
+        folders.append([head.rpartition("=")[2] for head, _, _ in parts])
+        options.append([colon + rest for _, colon, rest in parts])
+        entries.append([head.rpartition("=")[0] or "text" for head, _, _ in parts])
+    if entries[0] != entries[1]:
+        return line
+    return ",".join(f"{entry}={name}{rest}" for entry, name, rest in zip(entries[0], folders[0], options[1]))
 
 
 def name_a_part(path: Path | str, *kinds: str) -> str:

@@ -290,8 +290,8 @@ class CheckpointConfig:
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
             diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those. With
             `model.lora`, the frozen weights, also when the run resumes.
-        accept_changes: settings or parts that may differ from the checkpoint; `data.path` and `data.blend` also accept
-            changed data, read from the beginning.
+        accept_changes: settings or parts that may differ from the checkpoint, or settings of the model from
+            `start_from`; `data.path` and `data.blend` also accept changed data, read from the beginning.
     """
 
     interval: int = 1000

@@ -237,9 +237,10 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
 def read_diffusers_folder(source: Path) -> Content:
     """Read a folder in the diffusers layout: of a network, or of a pipeline."""
     from dit.checkpoint.diffusers_folder import read_network
-    from dit.convert.pipeline_import import network_folder
+    from dit.convert.pipeline_import import check_single, network_folder
     from dit.convert.state_files import read_diffusers
 
+    check_single(source)
     _, tensors = read_diffusers(network_folder(source))
     network = read_network(source)
     trained = network.trained

@@ -3,13 +3,14 @@
 A recipe reads model, objective and sampling defaults from a run folder or a folder of diffusers, and starts from its
 weights. Its argument `base` names the folder (`--factory "finetune(base='runs/pixart')"`), or else
 `checkpoint.start_from`. `gpus` and `gpu_memory` select the first of `WAYS` in which weights, gradients, optimizer and
-average fit. Recipes of `PUBLISHED` models need no folder for `--dryrun`. docs/fine-tuning.md has the commands, and the
-planned memory and time.
+average fit. Recipes of `PUBLISHED` models read their default folder if it exists; `--dryrun` needs none.
+docs/fine-tuning.md has the commands, and the planned memory and time.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Literal, Optional
 
 import fiddle
@@ -202,6 +203,8 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 5.0, **published.sampling}
         recipe.sampling = run.Config(SamplingConfig, **sampling)
         recipe.data = run.Config(EnergonData, path="data/mine", **published.data)
+        if base is None and is_network(Path(published.folder)):
+            base = published.folder
     if base is not None:
         for part, settings in _settings(base, published=published is not None).items():
             setattr(recipe, part, _as_config(settings))

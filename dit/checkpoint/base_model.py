@@ -5,6 +5,7 @@ in their own checkpoint; the manifest records its folder and a digest of its fil
 """
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,16 @@ from torch import Tensor, nn
 
 from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.diffusers_folder import FolderWeights, is_network, local_path, read_network
+from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint, read_manifest
-from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint
+from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
 from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
 from dit.checkpoint.without_control import WithoutControl, with_control
+from dit.convert.rules import some_of
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
@@ -33,6 +35,17 @@ from dit.run_config import RunConfig
 
 INTERVAL = "conditioner.interval."
 """Name prefix of the embedding of time intervals, which starts at zero if a checkpoint lacks it."""
+MAY_DIFFER = (
+    *(*NOT_SIZES, "routing", "dropout", "base_width", "moe_capacity_factor", "moe_aux_loss_coeff", "stable_attention"),
+    *("guidance", "control_channels", "interval_conditioning", "rope_scaling", "rope_factors"),
+    *("scaling_factor", "shift_factor"),
+    *("ffn_hidden_size", "moe_ffn_hidden_size", "num_query_groups", "out_channels"),
+)
+"""Settings of a model that may differ from those of the weights that it starts from.
+
+They are settings of training, changes that fine-tuning makes on purpose, those of the latents that an export measures,
+and sizes, whose None has an equal value: shapes are compared separately.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +71,10 @@ class Start(Protocol):
     def folder(self) -> Path: ...
 
     @property
+    def model(self) -> ModelConfig:
+        """The settings with which the weights were trained."""
+
+    @property
     def base(self) -> Optional[Mapping[str, str]]:
         """The base weights if these are adapters, as in `Manifest.base`."""
 
@@ -80,6 +97,10 @@ class CheckpointStart:
     """The weights of a verified checkpoint."""
 
     folder: Path
+
+    @property
+    def model(self) -> ModelConfig:
+        return read_settings(self.folder)[0].model
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
@@ -152,6 +173,25 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
     check_same_model(_without_auxiliary(manifest), fingerprint)
 
 
+def check_settings(start: Start, config: RunConfig) -> None:
+    """Check the settings of the model that no shape depends on, such as the axes of rotary positions.
+
+    Raises:
+        ConfigError: a setting differs that neither `MAY_DIFFER` nor `checkpoint.accept_changes` lists.
+    """
+    ours, theirs, accepted = vars(config.model), vars(start.model), config.checkpoint.accept_changes or []
+    names = [name for name in ours if name in theirs and name not in MAY_DIFFER and f"model.{name}" not in accepted]
+    changed = [name for name in names if ours[name] != theirs[name]]
+    if changed and "model" not in accepted:
+        stored, new = (some_of([f"{name}={values[name]!r}" for name in changed]) for values in (theirs, ours))
+        accept = json.dumps([*accepted, *(f"model.{name}" for name in changed)], separators=(",", ":"))
+        raise ConfigError(
+            f"checkpoint.start_from: {start.folder} has {stored}, but the model of the run has {new}; set these "
+            f"settings of model to the former, as --factory \"finetune(base='{start.folder}')\" does, or accept the "
+            f"latter: 'checkpoint.accept_changes={accept}'"
+        )
+
+
 def _without_auxiliary(manifest: Manifest) -> Manifest:
     """Return the manifest without the parameters of auxiliary networks."""
     stored = manifest.meta.get("fingerprint")
@@ -188,6 +228,7 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
         fingerprint = model_fingerprint(global_shapes(frozen, groups))
         with reads_together(groups):
             weights = start.weights(config.model, fingerprint)
+            check_settings(start, config)
             log_start(weights, groups)
             load_weights(weights, chunks, groups, frozen=True)
         return {"folder": str(start.folder.resolve()), "digest": digest}
@@ -198,10 +239,14 @@ def start_line(config: RunConfig) -> str:
     path = str(config.checkpoint.start_from)
     folder = local_path(path)
     if is_network(folder):
-        return str(read_network(folder).weights(config.model))
+        network = read_network(folder)
+        weights = network.weights(config.model)
+        check_settings(network, config)
+        return str(weights)
     if not candidates(folder):
         return f"{path}, which has no checkpoint yet"
     newest = candidates(folder)[0]
+    check_settings(CheckpointStart(newest), config)
     stored = _without_auxiliary(read_manifest(newest)).meta.get("fingerprint", {}).get("parameters", {})
     return f"{sum(map(math.prod, stored.values())):,} parameters of {newest}"
 

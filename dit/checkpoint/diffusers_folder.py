@@ -25,7 +25,8 @@ from dit.checkpoint.state_files import Weights
 from dit.checkpoint.verify_together import reads_together
 from dit.checkpoint.without_control import with_control
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
-from dit.convert.pipeline_import import PARTS, complete, network_folder
+from dit.convert.diffusers_pipeline import pipeline_class
+from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
 from dit.convert.rules import RuleBook, some_of
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights
@@ -36,7 +37,7 @@ from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
 from dit.models.conditioned import ControlConditioned
 from dit.parallel.build import parameter_shapes
-from dit.pipeline_folder import PIPELINE_INDEX
+from dit.pipeline_folder import PIPELINE_INDEX, with_folders_of
 from dit.safe_files import parse_json
 
 WEIGHTS = (f"{STEM}.safetensors", f"{STEM}-*-of-*.safetensors", f"{STEM}.safetensors.index.json")
@@ -68,6 +69,11 @@ class Network:
     recorded: bool
     autoencoder: Optional[str] = None
     notes: Sequence[str] = ()
+
+    @property
+    def model(self) -> ModelConfig:
+        """The settings of the network."""
+        return self.trained.model
 
     @property
     def base(self) -> None:
@@ -122,6 +128,7 @@ def is_network(path: Path) -> bool:
 
 def read_network(source: Path) -> Network:
     """Read the settings of a network, or of the network in a pipeline's folder."""
+    check_single(source)
     folder = network_folder(source)
     settings = read_json(folder / CONFIG)
     try:
@@ -130,13 +137,21 @@ def read_network(source: Path) -> Network:
         if CONFIG_KEY in settings:
             trained = _exported(settings, form)
         of_pipeline = complete(trained, folder)
+        notes = list(of_pipeline.notes)
         if CONFIG_KEY not in settings:
             trained = of_pipeline.trained
+        else:
+            if (line := of_pipeline.trained.text_encoder) is not None:
+                trained = replace(trained, text_encoder=with_folders_of(line, trained.text_encoder))
+            pipeline, read = pipeline_class(form, trained.model), of_pipeline.trained.objective
+            # A scheduler that spaces its steps itself has another shift.
+            if pipeline is not None and pipeline.times != "none" and read != trained.objective:
+                notes.append(f"the objective is {trained.objective} of the record; that of scheduler/ is {read}")
         trained.model.validate()
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from error
     recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
-    return Network(folder, form, trained, recorded, of_pipeline.autoencoder, of_pipeline.notes)
+    return Network(folder, form, trained, recorded, of_pipeline.autoencoder, notes)
 
 
 def _exported(settings: Mapping[str, Any], form: DiffusersFormat[ModelConfig]) -> TrainedModel:

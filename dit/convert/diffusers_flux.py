@@ -103,6 +103,12 @@ class DiffusersFlux(Flux1Blocks[FluxConfig]):
         sizes = self.sizes(published)
         if sizes["in_channels"] == 2 * (channels := sizes["out_channels"] or 0):
             sizes |= {"in_channels": channels, "out_channels": None, "control_channels": channels}
+        elif sizes["in_channels"] > channels > 0:
+            raise ConfigError(
+                f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
+                "network also reads a mask or other pictures (inpainting), which FluxConfig does not; use the "
+                "text-to-image network"
+            )
         model = FluxConfig(**sizes, pooled_size=pooled, guidance=guidance)
         return self.trained(model, time_shift=3.0, num_steps=28)
 

@@ -213,7 +213,7 @@ PIPELINES = {
     "HunyuanVideo15Transformer3DModel": Pipeline(
         "HunyuanVideo15Pipeline",
         (
-            TextPart("text_encoder", ("qwen2_5_vl",), "a Qwen2.5-VL", cut=True),
+            TextPart("text_encoder", ("qwen2_5_vl_text", "qwen2_5_vl"), "a Qwen2.5-VL", cut=True),
             TextPart("text_encoder_2", ("t5",), "a byT5", cut=True),
         ),
         flow=True,

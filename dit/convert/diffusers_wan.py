@@ -64,6 +64,11 @@ class DiffusersWan(DiffusersTransformer[WanConfig]):
         patch_temporal, *patch = published["patch_size"]
         if len(patch) != 2 or patch[0] != patch[1]:
             raise ConfigError(f"patch_size={list(published['patch_size'])}: our patches are (t, p, p), as high as wide")
+        if published["in_channels"] > (published["out_channels"] or published["in_channels"]):
+            raise ConfigError(
+                f"in_channels={published['in_channels']} is above out_channels={published['out_channels']}: this "
+                "network also reads a picture or a control clip, which WanConfig does not; use the text-to-video one"
+            )
         model = WanConfig(
             **self.read_sizes(published),
             patch_temporal=patch_temporal,

@@ -27,6 +27,8 @@ from dit.pipeline_folder import PIPELINE_INDEX, TEXT_ENCODERS, text_encoders_of
 INDEX, PART = PIPELINE_INDEX, "unet"
 PARTS = ("transformer", PART)
 """Folders of the trained network in a pipeline."""
+LOW_NOISE = "transformer_2"
+"""Folder of the second network of Wan 2.2 A14B, for times below `boundary_ratio`."""
 BETA_SCHEDULERS = (
     *("DDIM", "DDIMInverse", "DDIMParallel", "DDPM", "DDPMParallel", "DEISMultistep", "DPMSolverMultistep"),
     *("DPMSolverMultistepInverse", "DPMSolverSDE", "DPMSolverSinglestep", "EulerAncestralDiscrete", "EulerDiscrete"),
@@ -34,10 +36,15 @@ BETA_SCHEDULERS = (
     "UniPCMultistep",
 )
 """Schedulers of diffusers with a table of betas, without the suffix `Scheduler`."""
+SCHEDULE = ("schedule", "prediction", "discrete_steps", "betas", "zero_terminal_snr")
+"""Settings of DDPM that a scheduler has."""
 DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False, "thresholding": False}
 """Settings of diffusers' DDIMScheduler that give the steps of our sampler `ddim`."""
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
 """Values of these settings if `scheduler_config.json` does not have them."""
+
+SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "stochastic_sampling", "invert_sigmas")
+"""Settings of a scheduler of flow matching that change its steps, not the network."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,20 @@ def network_folder(source: Path) -> Path:
     return next((source / part for part in PARTS if (source / part / CONFIG).exists()), source)
 
 
+def check_single(source: Path) -> None:
+    """Check that a pipeline has one network, if a folder is a pipeline.
+
+    Raises:
+        ConfigError: it has two, each for some of the times.
+    """
+    index = read_json(source / INDEX) if (source / INDEX).exists() else {}
+    if index.get(LOW_NOISE) not in (None, [None, None]):
+        raise ConfigError(
+            f"{source} has two networks, for times above and below boundary_ratio={index.get('boundary_ratio')}; give "
+            f"the folder of one, {source / PARTS[0]} or {source / LOW_NOISE}"
+        )
+
+
 def complete(trained: TrainedModel, folder: Path) -> Completed:
     """Add the settings of the pipeline around a network.
 
@@ -64,7 +85,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         folder: of the network; the `model_index.json` of a pipeline is in the parent folder.
     """
     root, model = folder.resolve().parent, trained.model
-    if folder.resolve().name not in PARTS or not (root / INDEX).exists():
+    if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / INDEX).exists():
         return Completed(trained)
     index, vae = read_json(root / INDEX), root / "vae"
     folders = TEXT_ENCODERS.get(str(index.get("_class_name")))
@@ -77,18 +98,24 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     path, notes = root / "scheduler" / SCHEDULER_CONFIG, []
     if isinstance(trained.objective, FlowMatching) and path.exists():
         settings = read_json(path)
-        trained = replace(trained, objective=read_shift(settings, trained, str(path)))
+        objective = read_shift(settings, trained, str(path))
+        if isinstance(boundary := index.get("boundary_ratio"), float):
+            is_low = folder.resolve().name == LOW_NOISE
+            objective = replace(objective, max_time=boundary) if is_low else replace(objective, min_time=boundary)
+        trained = replace(trained, objective=objective)
         if (name := settings.get("_class_name")) != (euler := "FlowMatchEulerDiscreteScheduler"):
             notes.append(f"the steps of our sampler are those of {euler}, not of {name} in {path}; the shift is read")
+        if spacings := [f"{name}=True" for name in SPACINGS if settings.get(name)]:
+            notes.append(f"the steps of our sampler are those without {', '.join(spacings)} in {path}")
         return Completed(trained, autoencoder, True, notes)
-    if not isinstance(model, LDMUNetConfig):
-        return Completed(trained, autoencoder)
-    if model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
+    zeros = index.get("force_zeros_for_empty_prompt", True)
+    if isinstance(model, LDMUNetConfig) and model.pooled_size is not None and not zeros:
         trained = replace(trained, model=replace(model, null_text="empty"))
-    if path.exists():
+    if isinstance(trained.objective, DDPM) and path.exists():
         settings = read_json(path)
         ddpm = read_schedule(settings, str(path))
-        trained = replace(trained, objective=ddpm)
+        read: dict[str, Any] = {name: getattr(ddpm, name) for name in SCHEDULE}
+        trained = replace(trained, objective=replace(trained.objective, **read))
         scheduler, same_steps = settings.get("_class_name"), DDIM.items() <= {**DDIM_DEFAULTS, **settings}.items()
         if scheduler != "DDIMScheduler" or not same_steps:
             changes = ", ".join(f"{name}={value!r}" for name, value in DDIM.items())
@@ -98,7 +125,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
                 f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes}), in a number of steps that divides "
                 f"{ddpm.discrete_steps}"
             )
-    return Completed(trained, autoencoder, path.exists(), notes)
+    return Completed(trained, autoencoder, isinstance(trained.objective, DDPM) and path.exists(), notes)
 
 
 def read_shift(settings: Mapping[str, Any], trained: TrainedModel, where: str) -> FlowMatching:
@@ -112,11 +139,14 @@ def read_shift(settings: Mapping[str, Any], trained: TrainedModel, where: str) -
             points = tuple(settings.get(name, value) for name, value in zip(SHIFT_BY_TOKENS, (0.5, 1.15, 256, 4096)))
     shift = 1.0 if points is not None else settings.get("flow_shift", settings.get("shift", 1.0))
     last, kind = settings.get("shift_terminal"), settings.get("time_shift_type", "exponential")
-    if kind != "exponential" or any(type(value) not in (int, float) for value in (shift, last or 0, *(points or ()))):
+    steps = settings.get("num_train_timesteps", REFERENCE_STEPS)
+    odd = kind != "exponential" or steps != REFERENCE_STEPS or (points is None and settings.get("use_dynamic_shifting"))
+    if odd or any(type(value) not in (int, float) for value in (shift, last or 0, *(points or ()))):
         raise ConfigError(
-            f"{where}: shift={shift!r:.20}, shift by tokens {points!r:.60}, shift_terminal={last!r:.20} and "
-            f"time_shift_type={kind!r:.20} have no counterpart; copy the network to another folder, import it from "
-            "there and give --objective"
+            f"{where}: shift={shift!r:.20}, shift by tokens {points!r:.60}, shift_terminal={last!r:.20}, "
+            f"time_shift_type={kind!r:.20}, num_train_timesteps={steps!r:.20} and use_dynamic_shifting="
+            f"{settings.get('use_dynamic_shifting')!r:.20} have no counterpart; copy the network to another folder, "
+            "import it from there and give --objective"
         )
     by_tokens = list(points) if isinstance(points, tuple) else None
     return replace(objective, time_shift=shift, shift_by_tokens=by_tokens, last_time=last)

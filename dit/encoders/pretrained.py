@@ -5,13 +5,15 @@ weight is an error, because the libraries would replace it by random numbers.
 """
 
 import logging
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from dit.errors import ConfigError
 from dit.terminal import announce
 
 _NAMED = 3  # weights that a message names
+_WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+)?\.safetensors")
 
 
 def load_without_code(kind: Any, what: str, **options: Any) -> Any:
@@ -25,6 +27,7 @@ def load_without_code(kind: Any, what: str, **options: Any) -> Any:
 def load_network(kind: Any, what: str, **options: Any) -> Any:
     """Load a network, frozen and in eval mode; see `load_without_code`."""
     source = options["pretrained_model_name_or_path"]
+    options = {"variant": _variant_of(Path(source)), **options}
     announce(f"loading {what} from {'folder' if Path(source).is_dir() else 'the Hugging Face hub:'} {source}")
     library = logging.getLogger(kind.__module__.partition(".")[0])
     level = library.level
@@ -46,3 +49,10 @@ def load_network(kind: Any, what: str, **options: Any) -> Any:
                 f"{', ...' if len(names) > _NAMED else ''}; copy or download them again"
             )
     return model.eval().requires_grad_(False)
+
+
+def _variant_of(folder: Path) -> Optional[str]:
+    """Return the variant of the weights, such as `fp16`, if a folder has only one."""
+    matches = [_WEIGHTS.fullmatch(path.name) for path in folder.glob("*.safetensors")]
+    variants = {match["variant"] for match in matches if match is not None}
+    return variants.pop() if len(variants) == 1 else None

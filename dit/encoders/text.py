@@ -251,6 +251,7 @@ def class_of(kind: str) -> Any:
         "clip_projected": "CLIPTextModelWithProjection",
         "qwen3": "Qwen3Model",
         "qwen2_5_vl": "Qwen2_5_VLModel",
+        "qwen2_5_vl_text": "Qwen2_5_VLTextModel",
         "mistral3": "Mistral3Model",
         "gemma2": "Gemma2Model",
     }

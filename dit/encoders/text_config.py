@@ -45,10 +45,11 @@ Kind = Literal[
     "clip_projected",
     "qwen3",
     "qwen2_5_vl",
+    "qwen2_5_vl_text",
     "mistral3",
     "gemma2",
 ]
-LANGUAGE_MODELS = ("qwen3", "qwen2_5_vl", "mistral3", "gemma2")
+LANGUAGE_MODELS = ("qwen3", "qwen2_5_vl", "qwen2_5_vl_text", "mistral3", "gemma2")
 """Causal models; their own padding is masked."""
 OF_ANY_LENGTH = ("t5", "umt5", "t5gemma", *LANGUAGE_MODELS)
 """Kinds with relative positions."""

@@ -5,7 +5,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dit.boxes import Box, boxes_of_range
-from dit.checkpoint.base_model import find_start
+from dit.checkpoint.base_model import MAY_DIFFER, find_start, start_line
 from dit.checkpoint.diffusers_folder import FolderWeights, local_path, read_network
 from dit.checkpoint.full_weights import read_all
 from dit.checkpoint.state_files import read_full
 from dit.convert import sliced_weights
 from dit.convert.diffusers_format import format_of_settings
+from dit.convert.diffusers_sampling import scheduler_config
 from dit.convert.rules import ByHead, Chunks, Pointwise
+from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import INDEX, read_diffusers
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.lora_config import LoRAConfig
+from dit.models.registry import BACKBONES, config_class
 from dit.parallel.build import parameter_shapes
+from launch.config_file import built
+from recipes.finetune import finetune
 from tests.support.published import NETWORKS, save_network
 
 HEADS = "transformer_blocks.1.attn.to_q.weight"
@@ -110,6 +115,15 @@ def test_a_published_network_of_control_pictures_is_read(folders: Path) -> None:
     settings = json.loads((folders / "flux" / "config.json").read_text()) | {"in_channels": 32, "out_channels": 16}
     model: Any = format_of_settings(settings).read_settings(settings).model
     assert (model.in_channels, model.control_channels, model.out_channels) == (4, 4, None)
+
+
+@pytest.mark.parametrize(("name", "inputs", "outputs"), [("flux", 96, 16), ("wan", 9, 4)])
+def test_networks_that_read_other_inputs_are_refused(folders: Path, name: str, inputs: int, outputs: int) -> None:
+    """FLUX.1 Fill, and Wan 2.2 A14B from pictures. Source: their `config.json`."""
+    settings = json.loads((folders / name / "config.json").read_text())
+    settings |= {"in_channels": inputs, "out_channels": outputs}
+    with pytest.raises(ConfigError, match=f"in_channels={inputs} is above out_channels={outputs}: this network also"):
+        format_of_settings(settings).read_settings(settings)
 
 
 def test_a_box_reads_only_its_slices() -> None:
@@ -331,6 +345,21 @@ def test_other_sizes_are_refused_in_one_line_with_both_sizes_and_the_cure(
     assert f"--factory \"finetune(base='{folders / name}')\"" in str(raised.value)
 
 
+def test_settings_that_no_shape_depends_on_are_compared(folders: Path) -> None:
+    """In a dry run, too; tests/unit/checkpoint/test_train_state.py starts runs."""
+    config = built(finetune(base=str(folders / "flux")))
+    same = replace(config.model, guidance=1.0, context_dropout=0.5, control_channels=4, rope_factors=[1.0, 2.0, 2.0])
+    assert "parameters of" in start_line(replace(config, model=same))
+    message = r"has rope_axes=\[4, 6, 6\], but .* has rope_axes=\[8, 4, 4\]; .*accept_changes=\[\"model\.rope_axes\"\]"
+    with pytest.raises(ConfigError, match=message):
+        start_line(replace(config, model=replace(config.model, rope_axes=[8, 4, 4])))
+
+
+def test_the_settings_that_may_differ_exist() -> None:
+    names = {field.name for name in BACKBONES for field in fields(config_class(name))}
+    assert set(MAY_DIFFER) <= names
+
+
 def test_another_backbone_is_named(folders: Path) -> None:
     with pytest.raises(
         ConfigError, match="is of WanTransformer3DModel, our WanConfig, but the model of the run is FluxC"
@@ -354,6 +383,25 @@ def test_a_pipeline_has_its_network(folders: Path, tmp_path: Path) -> None:
     assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
     rewrite(shard_of(start.folder, HEADS), lambda tensors: tensors[HEADS].mul_(2))
     assert start.digest(None) != find_start(str(folders / "flux")).digest(None)
+
+
+def test_an_exported_pipeline_that_was_moved_has_its_own_encoders(folders: Path, tmp_path: Path) -> None:
+    """The options of the record are kept; a note says that a changed scheduler is not read."""
+    root, line = tmp_path / "pipe", "text={}/text_encoder_2:padded:max_tokens=40,pooled={}/text_encoder"
+    shutil.copytree(folders / "flux", root / "transformer")
+    trained = replace(read_network(root / "transformer").trained, text_encoder=line.format("/old", "/old"), notes=[])
+    edit(root / "transformer/config.json", lambda c: c.update({CONFIG_KEY: to_record(trained)}))
+    for name in ("text_encoder", "text_encoder_2", "scheduler"):
+        (root / name).mkdir()
+        (root / name / "config.json").write_text("{}")
+    (root / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
+    scheduler = root / "scheduler/scheduler_config.json"
+    scheduler.write_text(json.dumps(scheduler_config(trained.objective)))
+    network = read_network(root)
+    assert (network.trained, network.notes) == (replace(trained, text_encoder=line.format(root, root)), [])
+    edit(scheduler, lambda c: c.update(shift=7.0, use_dynamic_shifting=False))
+    assert read_network(root).trained == network.trained
+    assert "time_shift=7.0" in read_network(root).notes[0]
 
 
 def test_a_dry_run_counts_the_parameters(folders: Path) -> None:

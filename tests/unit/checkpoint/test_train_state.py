@@ -127,6 +127,27 @@ def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_ra
         assert all(torch.equal(x, shard.main) for x, shard in zip(ema.values, first.state.shards, strict=True))
 
 
+def test_a_start_has_the_settings_that_no_shape_depends_on(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """So has the base of adapters; settings of training and accepted ones may differ."""
+
+    def start(name: str, *words: str) -> Run:
+        return tiny_run(tmp_path / name, one_rank_world, *words)
+
+    first = start("first")
+    first.step(torch.zeros(2))
+    first.save()
+    first.close()
+    words = f"checkpoint.start_from={tmp_path / 'first'}", "model.time_scale=7.0"
+    message = (
+        r'has time_scale=.*, but .* run has time_scale=7.0; .*"finetune\(base=.*accept_changes=\["model.time_scale"\]'
+    )
+    for adapters in ([], ["model.lora=lora"]):
+        with pytest.raises(ConfigError, match=message):
+            start(f"refused_{len(adapters)}", *words, *adapters)
+        accept = 'checkpoint.accept_changes=["model.time_scale"]'
+        start(f"accepted_{len(adapters)}", *words, *adapters, accept, "model.class_dropout=0.5").close()
+
+
 def test_adapters_resume_in_another_folder_on_their_base(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
     """`start_from` names the frozen weights, and `resume_from` the state; without adapters, only one may be set."""
 

@@ -1,4 +1,4 @@
-"""Importing the schedule and the other parts of a Stable Diffusion pipeline."""
+"""Importing the schedule and the other parts of a pipeline."""
 
 import json
 from dataclasses import replace
@@ -10,9 +10,10 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
+from dit.checkpoint.diffusers_folder import read_network
 from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
-from dit.convert.pipeline_import import Completed, complete, network_folder, read_schedule, read_shift
+from dit.convert.pipeline_import import Completed, check_single, complete, network_folder, read_schedule, read_shift
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
@@ -21,8 +22,10 @@ from dit.models.lumina2.config import Lumina2Config
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
+from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
 from dit.models.z_image.config import ZImageConfig
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
 
 PUBLISHED = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
@@ -96,6 +99,18 @@ def test_parts_are_read_from_the_folder_around_the_network(tmp_path, index, null
     assert "differ from those of DDIMScheduler" in found.notes[0]
 
 
+def test_the_schedule_of_a_transformer_is_read(tmp_path):
+    """PixArt has a learned variance, which no scheduler describes."""
+    root = pipeline(tmp_path / "pixart", _class_name="PixArtAlphaPipeline")
+    (root / "transformer").mkdir()
+    (root / "scheduler").mkdir()
+    (root / "scheduler/scheduler_config.json").write_text(json.dumps(scheduler_config(OBJECTIVES[3])))
+    published = DDPM(discrete_steps=1000, variance=LearnedVariance())
+    found = complete(TrainedModel(STDiTConfig(), published, (1, 8, 8), {}), root / "transformer")
+    assert found.trained.objective == replace(OBJECTIVES[3], variance=LearnedVariance())
+    assert found.has_schedule
+
+
 def test_a_network_without_pipeline_and_other_pipelines_add_nothing(tmp_path):
     imported = TrainedModel(XL, PUBLISHED, (1, 8, 8), {})
     (tmp_path / "unet").mkdir()
@@ -112,7 +127,26 @@ def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
     imported = TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {})
     found = complete(imported, root / "transformer")
     line = f"text={root}/text_encoder_2:padded,pooled={root}/text_encoder"
-    assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"))
+    assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"), notes=[])
+
+
+def test_one_of_two_networks_has_its_times(tmp_path):
+    """Wan 2.2 A14B: the first one draws the times above the boundary. Source: diffusers, `pipeline_wan.py`."""
+    two = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}
+    root = pipeline(tmp_path / "wan", _class_name="WanPipeline", **two)
+    (root / "scheduler").mkdir()
+    (root / "scheduler/scheduler_config.json").write_text(json.dumps({"flow_shift": 3.0}))
+    times = []
+    for name in ("transformer", "transformer_2"):
+        (root / name).mkdir()
+        found = complete(TrainedModel(WanConfig(), FlowMatching(), (1, 8, 8), {}), root / name)
+        assert found.trained.objective.time_shift == 3.0
+        times.append(found.trained.objective.trained_times)
+    assert times == [(0.875, 1.0), (0.0, 0.875)]
+    with pytest.raises(ConfigError, match=r"has two networks, .* boundary_ratio=0.875; give .*/transformer or .*_2"):
+        read_network(root)
+    (root / "model_index.json").write_text(json.dumps({"transformer_2": [None, None], "boundary_ratio": None}))
+    check_single(root)
 
 
 DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 4096}
@@ -153,13 +187,25 @@ def test_the_shift_of_another_solver_is_read(tmp_path):
     (root / "transformer").mkdir()
     (root / "scheduler").mkdir()
     settings = {"_class_name": "DPMSolverMultistepScheduler", "flow_shift": 4.0, "use_flow_sigmas": True}
+    settings["use_karras_sigmas"] = True
     (root / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
     found = complete(TrainedModel(SanaConfig(), FlowMatching(), (1, 8, 8), {}), root / "transformer")
     assert found.trained.objective == FlowMatching(time_shift=4.0)
     assert "not of DPMSolverMultistepScheduler" in found.notes[0]
+    assert "without use_karras_sigmas=True" in found.notes[1]
 
 
-@pytest.mark.parametrize("odd", [{"time_shift_type": "linear"}, {"max_shift": "x"}, {"shift_terminal": "x"}], ids=str)
+@pytest.mark.parametrize(
+    "odd",
+    [{"time_shift_type": "linear"}, {"max_shift": "x"}, {"shift_terminal": "x"}, {"num_train_timesteps": 500}],
+    ids=str,
+)
 def test_a_shift_without_a_counterpart_is_refused(odd):
     with pytest.raises(ConfigError, match="have no counterpart; copy the network to another folder"):
         read_shift({**DYNAMIC, **odd}, TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {}), "here")
+
+
+def test_a_shift_by_other_tokens_is_refused():
+    """Lumina 2's pipeline in diffusers counts channels as tokens."""
+    with pytest.raises(ConfigError, match="use_dynamic_shifting=True have no counterpart"):
+        read_shift(DYNAMIC, TrainedModel(Lumina2Config(), FlowMatching(), (1, 8, 8), {}), "here")

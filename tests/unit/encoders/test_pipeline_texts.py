@@ -184,8 +184,9 @@ HUNYUAN_VIDEO_VAE = diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, blo
 """The pipeline reads its number of channels."""
 
 
-def qwen_vl_chat(root: Path) -> tuple[Any, Any]:
-    return language_model("qwen2_5_vl", 4), byte_tokenizer(QWEN_CHAT)
+def qwen_vl_text(root: Path) -> tuple[Any, Any]:
+    """Without the network for pictures, as in the published HunyuanVideo 1.5."""
+    return language_model("qwen2_5_vl", 4).model.language_model, byte_tokenizer(QWEN_CHAT)
 
 
 def projected_clip(root: Path) -> tuple[Any, Any]:
@@ -200,7 +201,7 @@ CASES = {
     "qwen image": Case(diffusers.QwenImagePipeline, (qwen_vl,), of_a_mask),
     "hunyuan video": Case(
         diffusers.HunyuanVideo15Pipeline,
-        (qwen_vl_chat, byt5),
+        (qwen_vl_text, byt5),
         of_hunyuan_video,
         (),
         {"guider": None, "vae": HUNYUAN_VIDEO_VAE},

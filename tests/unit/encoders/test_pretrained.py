@@ -88,6 +88,19 @@ def test_weights_of_another_shape_are_named(tmp_path, name):
         load(folder)
 
 
+@pytest.mark.parametrize("shard", ["10GB", "1KB"])
+def test_the_only_variant_is_read(tmp_path, shard):
+    """In one file, or in shards with an index."""
+    encoders = VAE(str(save_vae(tmp_path / "vae"))), TextEncoders(str(save_t5(tmp_path / "t5"))).encoders[0]
+    for encoder, name in zip(encoders, ("vae", "t5")):
+        for path in (tmp_path / name).glob("*.safetensors*"):
+            path.unlink()
+        encoder._model.half().save_pretrained(tmp_path / name, variant="fp16", max_shard_size=shard)
+        reader = ENCODERS[name][1](tmp_path / name)
+        read = reader._model if name == "vae" else reader.encoders[0]._model
+        assert all(map(torch.equal, read.parameters(), encoder._model.float().parameters()))
+
+
 @pytest.mark.parametrize("name", ["t5", "clip", "clip for scores"])
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_code_of_an_encoder_is_neither_run_nor_offered(tmp_path, monkeypatch, name, file):

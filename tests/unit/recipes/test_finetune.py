@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -175,7 +176,9 @@ def test_recipes_of_published_models_have_their_objectives() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_folder_of_diffusers_changes_only_the_shift_of_a_published_model(tmp_path: Path, name: str) -> None:
+def test_a_folder_of_diffusers_changes_only_the_shift_of_a_published_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """A network without a pipeline changes nothing; the scheduler of a pipeline has a shift; so has `finetune`."""
     expected = built(_published(name, None, False, None, 80))
     form = format_of_model(expected.model)
@@ -194,6 +197,8 @@ def test_a_folder_of_diffusers_changes_only_the_shift_of_a_published_model(tmp_p
     shifted = FlowMatching(time_distribution="logit_normal", time_shift=2.5)
     assert (config.objective, config.sampling) == (shifted, expected.sampling)
     assert built(finetune(base=str(tmp_path))).objective == shifted
+    monkeypatch.setitem(PUBLISHED, name, replace(PUBLISHED[name], folder=str(tmp_path)))
+    assert built(_published(name, None, False, None, 80)).objective == shifted  # the default folder
 
 
 def test_a_base_with_adapters_is_refused_by_recipes_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
