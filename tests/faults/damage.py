@@ -1,4 +1,4 @@
-"""Random damage of files: flip bits, cut, swap, remove, or replace by hostile or nonsensical content."""
+"""Damage of files: flip bits, cut, swap, remove, or replace by hostile or nonsensical content."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def flip(path: Path, rng: random.Random) -> None:
 
 
 def cut(path: Path, rng: random.Random) -> None:
-    os.truncate(path, rng.randrange(path.stat().st_size + 1) // rng.choice((1, 1, 8)))
+    os.truncate(path, rng.randrange(max(1, path.stat().st_size)) // rng.choice((1, 1, 8)))
 
 
 def zeroed(path: Path, rng: random.Random) -> None:
@@ -46,47 +46,11 @@ def zeroed(path: Path, rng: random.Random) -> None:
     path.write_bytes(content)
 
 
-def longer(path: Path, rng: random.Random) -> None:
-    path.write_bytes(path.read_bytes() + rng.randbytes(rng.choice((1, 8, 512, 1024))))
-
-
 def moved(path: Path, rng: random.Random) -> None:
     """Move a piece of the file to another place in it."""
     content = path.read_bytes()
     a, b, c = sorted(rng.randrange(len(content) + 1) for _ in range(3))
     path.write_bytes(content[:a] + content[b:c] + content[a:b] + content[c:])
-
-
-def removed(path: Path, rng: random.Random) -> None:
-    path.unlink()
-
-
-def a_folder(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def a_link(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    path.symlink_to(rng.choice(("/dev/zero", "/etc/passwd", "nowhere", path.name)))
-
-
-def a_pipe(path: Path, rng: random.Random) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def unreadable_text(path: Path, rng: random.Random) -> None:
-    path.write_bytes(rng.randbytes(rng.choice((1, 100, 10_000))))
-
-
-def a_text(path: Path, rng: random.Random) -> None:
-    path.write_text(rng.choice(TEXTS))
-
-
-def hostile(path: Path, rng: random.Random) -> None:
-    """Replace a file by a pickle that makes a file when it is loaded."""
-    path.write_bytes(pickle.dumps(Trap(path.parent / SPRUNG), protocol=rng.randrange(2, 6)))
 
 
 def swapped(path: Path, rng: random.Random) -> None:
@@ -97,16 +61,45 @@ def swapped(path: Path, rng: random.Random) -> None:
     other.write_bytes(content)
 
 
-BYTES: tuple[Callable[[Path, random.Random], None], ...] = (
-    *(flip, flip, flip, cut, zeroed, longer, moved, removed, a_folder, a_link, a_pipe, unreadable_text, a_text),
-    *(hostile, swapped),
-)
+def stale(path: Path, rng: random.Random) -> None:
+    """Replace a file of a checkpoint by the same file of the run's oldest checkpoint."""
+    folder = next(parent for parent in path.parents if parent.name.startswith("iter_"))
+    shutil.copy(min(folder.parent.glob("iter_*")) / path.relative_to(folder), path)
 
 
-def _places(value: Any) -> list[tuple[Any, Any]]:
+DAMAGES: dict[str, Callable[[Path, random.Random], Any]] = {
+    "flip": flip,
+    "cut": cut,
+    "zeroed": zeroed,
+    "longer": lambda path, rng: path.write_bytes(path.read_bytes() + rng.randbytes(rng.choice((1, 8, 512, 1024)))),
+    "moved": moved,
+    "removed": lambda path, rng: path.unlink(),
+    "a folder": lambda path, rng: (path.unlink(), path.mkdir()),
+    "a link": lambda path, rng: (
+        path.unlink(),
+        path.symlink_to(rng.choice(("/dev/zero", "/etc/passwd", "nowhere", path.name))),
+    ),
+    "a pipe": lambda path, rng: (path.unlink(), os.mkfifo(path)),
+    "random bytes": lambda path, rng: path.write_bytes(rng.randbytes(rng.choice((1, 100, 10_000)))),
+    "a text": lambda path, rng: path.write_text(rng.choice(TEXTS)),
+    # A pickle that makes a file when it is loaded.
+    "hostile": lambda path, rng: path.write_bytes(
+        pickle.dumps(Trap(path.parent / SPRUNG), protocol=rng.randrange(2, 6))
+    ),
+    "swapped": swapped,
+}
+OF_CHECKPOINTS = {
+    **{name: DAMAGES[name] for name in ("flip", "cut", "removed", "a folder", "hostile")},
+    "emptied": lambda path, rng: os.truncate(path, 0),
+    "stale": stale,
+}
+"""Damages that always change a file of a checkpoint."""
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
     """Return every entry of nested lists and mappings as its container and key."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, inner in items for place in ((value, key), *_places(inner))]
+    return [place for key, inner in items for place in ((value, key), *places_in(inner))]
 
 
 def restated(path: Path, rng: random.Random) -> str:
@@ -115,7 +108,7 @@ def restated(path: Path, rng: random.Random) -> str:
     content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     said = []
     for _ in range(rng.choice((1, 1, 2))):
-        if not (places := _places(content)):
+        if not (places := places_in(content)):
             break
         container, key = rng.choice(places)
         if rng.random() < 0.25:
@@ -133,6 +126,6 @@ def damage(path: Path, rng: random.Random) -> str:
     if path.suffix in (".json", ".yaml") and rng.random() < 0.6:
         with suppress(ValueError, yaml.YAMLError):  # an earlier damage made the text invalid
             return restated(path, rng)
-    done = rng.choice(BYTES)
-    done(path, rng)
-    return f"{path.name}: {done.__name__}"
+    done = rng.choice(("flip", "flip", *DAMAGES))
+    DAMAGES[done](path, rng)
+    return f"{path.name}: {done}"

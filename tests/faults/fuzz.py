@@ -1,22 +1,19 @@
-"""Random input for commands, and the check of each outcome: success, or one screen that names the cause.
+"""Commands with random command lines or damaged files, and the check of each outcome.
 
-A case depends only on a seed and a number, so a failure can be repeated:
-`python -m tests.faults.fuzz overrides SEED NUMBER` (or `shards`, `checkpoints`) prints the case and its outcome.
+A command succeeds, or prints one screen that names the cause. A case depends only on a seed and a number:
+`failures(fuzz_shards.attempt, SEED, [NUMBER])` repeats it.
 """
 
 import contextlib
 import io
 import logging
-import os
-import random
 import resource
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 SEED = 14
 SCREEN_LINES, SCREEN_CHARACTERS = 24, 24 * 100
@@ -31,32 +28,15 @@ class Hang(BaseException):
     """A case takes too long; commands do not catch it."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One random input.
-
-    Attributes:
-        words: description of the input; its command line if it has one.
-        causes: an error message must contain at least one of these; empty accepts any message.
-    """
-
-    words: tuple[str, ...]
-    causes: tuple[str, ...] = ()
-
-
 @dataclass
 class Ended:
-    """Outcome of a case: exit code, output, and violations of the rules."""
+    """Outcome of a case: command line or damages, exit code, output, and violations of the rules."""
 
-    code: int
-    out: str
-    err: str
+    words: Sequence[str]
+    code: int = -1
+    out: str = ""
+    err: str = ""
     wrong: list[str] = field(default_factory=list)
-
-
-def rng_of(kind: str, seed: int, number: int) -> random.Random:
-    """Return the random generator of one case."""
-    return random.Random(f"{kind} {seed} {number}")
 
 
 @contextlib.contextmanager
@@ -90,43 +70,29 @@ def memory_limited(more_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-@contextlib.contextmanager
-def printed_to(out: io.TextIOWrapper, err: io.TextIOWrapper) -> Iterator[None]:
-    """Redirect prints and log messages to two consoles."""
+def run(main: Callable[[Sequence[str]], int], words: Sequence[str], folder: Path) -> Ended:
+    """Run a command's `main` in an empty folder, with consoles that have Python's usual error handlers."""
+    ended, printed = Ended(words), (io.BytesIO(), io.BytesIO())
+    handlers = ("strict", "backslashreplace")
+    out, err = (io.TextIOWrapper(to, "utf-8", errors, write_through=True) for to, errors in zip(printed, handlers))
     messages = logging.StreamHandler(err)
     logging.getLogger().addHandler(messages)
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield
-    finally:
-        logging.getLogger().removeHandler(messages)
-
-
-def _console(errors: str) -> io.TextIOWrapper:
-    return io.TextIOWrapper(io.BytesIO(), "utf-8", errors=errors, write_through=True)
-
-
-def _text(stream: io.TextIOWrapper) -> str:
-    assert isinstance(stream.buffer, io.BytesIO)
-    return stream.buffer.getvalue().decode("utf-8")
-
-
-def run(main: Callable[[Sequence[str]], int], words: Sequence[str], folder: Path) -> Ended:
-    """Run a command's `main` in an empty folder, with consoles that have Python's usual error handlers."""
-    out, err = _console("strict"), _console("backslashreplace")
-    here = Path.cwd()
-    os.chdir(folder)
-    ended = Ended(-1, "", "")
-    try:
-        with printed_to(out, err), memory_limited(MEMORY_BYTES), ending_within(HANGS_AFTER_S):
+        with (
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+            contextlib.chdir(folder),
+            memory_limited(MEMORY_BYTES),
+            ending_within(HANGS_AFTER_S),
+        ):
             ended.code = main(list(words))
     except Hang as late:
         ended.wrong.append(str(late))
     except BaseException as error:
         ended.wrong.append(f"{type(error).__name__} escapes: {error}")
     finally:
-        os.chdir(here)
-    ended.out, ended.err = _text(out), _text(err)
+        logging.getLogger().removeHandler(messages)
+    ended.out, ended.err = (stream.getvalue().decode("utf-8") for stream in printed)
     return ended
 
 
@@ -136,7 +102,7 @@ def judge(ended: Ended, folder: Path, *, codes: Sequence[int], causes: Sequence[
     Args:
         folder: folder in which executed code would leave a mark.
         codes: documented exit codes of possible failures.
-        causes: see `Case`.
+        causes: an error message must contain at least one of these; empty accepts any message.
     """
     wrong = ended.wrong
     if list(folder.rglob(f"{SPRUNG}*")):
@@ -155,7 +121,7 @@ def judge(ended: Ended, folder: Path, *, codes: Sequence[int], causes: Sequence[
         wrong.append(f"none of {causes} is named")
 
 
-Attempt = Callable[[int, int, Path], tuple[Case, Ended]]
+Attempt = Callable[[int, int, Path], Ended]
 """Makes the case of a seed and a number in an empty folder, and runs it."""
 
 
@@ -164,30 +130,8 @@ def failures(attempt: Attempt, seed: int, numbers: Sequence[int]) -> list[str]:
     found = []
     for number in numbers:
         with tempfile.TemporaryDirectory() as folder:
-            case, ended = attempt(seed, number, Path(folder))
+            ended = attempt(seed, number, Path(folder))
         if ended.wrong:
             end = ended.err[-1500:] or ended.out[-300:]
-            found.append(f"case {number} of seed {seed}: {case.words}\n  {'; '.join(ended.wrong)}\n{end}")
+            found.append(f"case {number} of seed {seed}: {ended.words}\n  {'; '.join(ended.wrong)}\n{end}")
     return found
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Repeat cases and print their outcomes."""
-    from tests.faults import fuzz_checkpoints, fuzz_overrides, fuzz_shards
-
-    kinds: dict[str, Attempt] = {
-        "overrides": fuzz_overrides.attempt,
-        "shards": fuzz_shards.attempt,
-        "checkpoints": fuzz_checkpoints.attempt,
-    }
-    kind, seed, *numbers = sys.argv[1:] if argv is None else argv
-    for number in map(int, numbers):
-        with tempfile.TemporaryDirectory() as folder:
-            case, ended = kinds[kind](int(seed), number, Path(folder))
-        print(*case.words, sep="\n  ")
-        print(f"exit code {ended.code}; {'; '.join(ended.wrong) or 'as it should be'}\n{ended.err}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

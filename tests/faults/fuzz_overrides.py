@@ -3,14 +3,14 @@
 import contextlib
 import random
 import re
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from launch import dry_run, train
 from launch.overrides import all_keys, value_of
-from tests.faults.fuzz import SPRUNG, Case, Ended, judge, rng_of, run
+from tests.faults.fuzz import SPRUNG, Ended, judge, run
 
 RECIPES = (
     *("tiny_dit", "tiny_dit_cross", "tiny_ecdit", "tiny_flux", "tiny_imagen", "tiny_imagen_sr", "tiny_ldm_unet"),
@@ -72,14 +72,7 @@ TRACED_EVERY = 20
 def settings_of(recipe: str) -> dict[str, Any]:
     """Return every setting of a recipe with its value."""
     task = train.call_recipe(recipe)
-    return {key: _value_at(task, key) for key in all_keys(task)}
-
-
-def _value_at(task: Any, key: str) -> Any:
-    *parents, name = key.split(".")
-    for parent in parents:
-        task = value_of(task, parent)
-    return value_of(task, name)
+    return {key: reduce(value_of, key.split("."), task) for key in all_keys(task)}
 
 
 def misspelt(key: str, rng: random.Random) -> str:
@@ -137,9 +130,9 @@ def layout(rng: random.Random) -> list[str]:
     return words + rng.choice(([], [], ["--world-size", rng.choice(("1", "2", "4", "6", "8", "64", "0", "x"))]))
 
 
-def case(seed: int, number: int) -> Case:
-    """Return the command line for a number."""
-    rng = rng_of("overrides", seed, number)
+def attempt(seed: int, number: int, folder: Path) -> Ended:
+    """Check the run of a random command line; one in twenty is also traced, as `--dryrun` does."""
+    rng = random.Random(f"overrides {seed} {number}")
     recipe = rng.choice(RECIPES)
     if rng.random() < 0.3:
         words = layout(rng)
@@ -149,16 +142,10 @@ def case(seed: int, number: int) -> Case:
     # An error about a path may name only its first step that does not exist.
     causes = {step for name in names for step in re.split(r"[.\[\]]", name)}
     causes |= {"unknown flag" if word.startswith("-") else repr(word)[1:20] for word in words}
-    return Case(("--factory", recipe, "--dryrun", *words), tuple(sorted(causes - {""})))
-
-
-def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
-    """Check the run of a random command line; one in twenty is also traced, as `--dryrun` does."""
-    made = case(seed, number)
     untraced = mock.patch.object(dry_run, "cost_lines", return_value=[])
     with contextlib.nullcontext() if number % TRACED_EVERY == 0 else untraced:
-        ended = run(train.main, made.words, folder)
-    judge(ended, folder, codes=(2,), causes=made.causes)
+        ended = run(train.main, ("--factory", recipe, "--dryrun", *words), folder)
+    judge(ended, folder, codes=(2,), causes=sorted(causes - {""}))
     if list(folder.iterdir()):
         ended.wrong.append(f"a plan leaves {[path.name for path in folder.iterdir()]}")
-    return made, ended
+    return ended

@@ -1,5 +1,6 @@
 """Random damage of a data set (shards, indices, `.nv-meta`), read by training, validation and `inspect`."""
 
+import random
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dit.errors import one_line_errors
 from energon_data import inspect
 from energon_data.dataset import EnergonData
 from tests.faults.damage import damage
-from tests.faults.fuzz import Case, Ended, judge, rng_of, run
+from tests.faults.fuzz import Ended, judge, run
 from tests.unit.energon_data.small_data import clips, spec, write_dataset
 
 SAMPLES, HELD_OUT = 40, 8
@@ -72,9 +73,9 @@ def look(words: Sequence[str]) -> int:
 READERS: tuple[Callable[[Sequence[str]], int], ...] = (train, train, validate, look)
 
 
-def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
+def attempt(seed: int, number: int, folder: Path) -> Ended:
     """Damage a copy of the data set one to three times, and read it."""
-    rng = rng_of("shards", seed, number)
+    rng = random.Random(f"shards {seed} {number}")
     data = Path(shutil.copytree(sound(), folder / "data"))
     done = []
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -85,4 +86,5 @@ def attempt(seed: int, number: int, folder: Path) -> tuple[Case, Ended]:
     words = [str(data), str(rng.choice((0, 0, 3, 1000)))]
     ended = run(reader, words, folder)
     judge(ended, folder, codes=(3,), causes=(str(data), ".tar", *(one.partition(":")[0] for one in done)))
-    return Case((reader.__name__, *words, *done)), ended
+    ended.words = (reader.__name__, *words, *done)
+    return ended

@@ -1,91 +1,126 @@
-"""500 random command lines and 500 randomly damaged data sets and checkpoints: success, or one screen with the cause.
+"""Random command lines, and data sets and checkpoints with directed and random damage.
 
-The message of a failed case has its seed and number; `python -m tests.faults.fuzz KIND SEED NUMBER` repeats it.
+A command succeeds with an unchanged result, or prints one screen with the cause. The message of a failed random case
+has its seed and number.
 """
 
-from collections.abc import Iterator
+import os
+import pickle
+import random
+import re
+import shutil
+import time
 from itertools import pairwise
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import pytest
 
 from tests.faults import fuzz, fuzz_checkpoints, fuzz_overrides, fuzz_shards
-from tests.support.ranks import rows
+from tests.faults.damage import DAMAGES, OF_CHECKPOINTS
+from tests.integration import actions, runs
+from tests.support.ranks import Job, rows, run_jobs
 
-QUICK, CASES, BATCH = 40, 500, 100
+QUICK, BATCH = 40, 100
+COUNTS = {fuzz_overrides: 500, fuzz_shards: 250, fuzz_checkpoints: 250}
+RANDOM = [
+    (module, range(*ends))
+    for module, count in COUNTS.items()
+    for ends in pairwise([0, QUICK, *range(BATCH, count + 1, BATCH)])
+]
+STEPS, BEFORE = 6, 4
+FILES = (
+    *("rank_00000.safetensors", "rank_00001.safetensors", "state.json", "manifest.json"),
+    *("config.yaml", "metadata.json", "loader/dp_00000.pt", "loader/dp_00001.pt"),
+)
+SAME_IN_ALL = ("config.yaml", "metadata.json")  # equal in the checkpoints of all steps
+DIRECTED = [(f, d) for f in FILES for d in OF_CHECKPOINTS if not (d == "stale" and f in SAME_IN_ALL)]
 
 
-def batches(count: int) -> Iterator[tuple[range]]:
-    """Yield the numbers of the cases in batches; the first batch runs with the quick tests."""
-    yield (range(QUICK),)
-    yield from ((range(*ends),) for ends in pairwise([QUICK, *range(BATCH, count + 1, BATCH)]))
-
-
-def is_quick(numbers: range) -> bool:
-    return numbers.start == 0
-
-
-OVERRIDES = rows(batches(CASES), is_quick)
-DAMAGES = rows(batches(CASES // 2), is_quick)
-
-
-@pytest.mark.parametrize("numbers", OVERRIDES, ids=str)
-def test_a_random_command_line_is_planned_or_refused_by_name(numbers: range) -> None:
-    found = fuzz.failures(fuzz_overrides.attempt, fuzz.SEED, numbers)
+@pytest.mark.parametrize(("module", "numbers"), rows(RANDOM, lambda module, numbers: numbers.start == 0), ids=str)
+def test_random_input_is_read_unchanged_or_refused_by_name(module: Any, numbers: range) -> None:
+    found = fuzz.failures(module.attempt, fuzz.SEED, numbers)
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("numbers", DAMAGES, ids=str)
-def test_a_damaged_data_set_is_read_unchanged_or_refused_by_name(numbers: range) -> None:
-    found = fuzz.failures(fuzz_shards.attempt, fuzz.SEED, numbers)
-    assert not found, "\n".join(found)
+def damaged(arguments: list[str], source: Path, run: Path, file: str, damage: str) -> actions.Ended:
+    """Copy a run, damage a file of its newest checkpoint, and resume."""
+    if int(os.environ["RANK"]) == 0:
+        shutil.copytree(source, run)
+        OF_CHECKPOINTS[damage](runs.checkpoint(run, STEPS) / file, random.Random(f"{file} {damage}"))
+        (run / "copied").touch()
+    while not (run / "copied").exists():
+        time.sleep(0.01)
+    return actions.train(arguments)
 
 
-@pytest.mark.parametrize("numbers", DAMAGES, ids=str)
-def test_a_damaged_run_resumes_unchanged_or_is_refused_by_name(numbers: range) -> None:
-    found = fuzz.failures(fuzz_checkpoints.attempt, fuzz.SEED, numbers)
-    assert not found, "\n".join(found)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("damage")
 
 
-class TestTheLaw:
-    """`run` and `judge` detect violations."""
+def run_dir(folder: Path, file: str, damage: str) -> Path:
+    return folder / f"{file} {damage}".translate(str.maketrans("/ ", "__"))
 
-    @pytest.mark.parametrize(
-        ("program", "wrong"),
-        [
-            ("raise KeyError('x')", "escapes"),
-            ("sys.exit(2)", "escapes"),
-            ("print('Traceback', file=sys.stderr); code = 2", "a traceback"),
-            ("print('error: x' * 999, file=sys.stderr); code = 2", "more than a screen"),
-            ("print('error: x\\n' * 99, file=sys.stderr); code = 2", "more than a screen"),
-            ("print('error: y', file=sys.stderr); code = 2", "is named"),
-            ("print('bad x', file=sys.stderr); code = 2", "no line says error"),
-            ("print('error: x', file=sys.stderr); code = 70", "exit code 70"),
-            ("(folder / 'deep').mkdir(); (folder / 'deep' / 'sprung').touch()", "code was run"),
-            ("print('\\udcff')", "escapes"),
-        ],
-    )
-    def test_a_wrong_ending_is_reported(self, tmp_path: Path, program: str, wrong: str) -> None:
-        def main(words: object) -> int:
-            scope = {"folder": tmp_path, "code": 0}
-            exec(f"import sys\n{program}", scope)
-            return int(str(scope["code"]))
 
-        ended = fuzz.run(main, [], tmp_path)
-        fuzz.judge(ended, tmp_path, codes=(2,), causes=("x",))
-        assert wrong in "; ".join(ended.wrong)
+@pytest.fixture(scope="module")
+def resumed(folder: Path) -> dict[str, Any]:
+    usual = {"training__num_steps": STEPS, "training__log_interval": 1, "checkpoint__interval": 2}
+    usual |= {"checkpoint__keep_last": 3, "data__dataset_size": 64}
+    jobs = {"sound": Job(actions.train, {"arguments": runs.mock(folder / "sound", **usual)}, 2)}
+    for file, damage in DIRECTED:
+        run = run_dir(folder, file, damage)
+        case = {"source": folder / "sound", "run": run, "file": file, "damage": damage}
+        jobs[f"{file} {damage}"] = Job(damaged, {"arguments": runs.mock(run, **usual), **case}, 2)
+    return run_jobs(folder / "world", jobs)
 
-    def test_a_correct_ending_passes(self, tmp_path: Path) -> None:
-        for code in (0, 2):
-            ended = fuzz.Ended(code, "", "error: x is wrong\n" if code else "")
-            fuzz.judge(ended, tmp_path, codes=(2,), causes=("x",))
-            assert not ended.wrong
 
-    def test_an_endless_call_is_stopped(self, tmp_path: Path) -> None:
-        def main(words: object) -> int:
-            while True:
-                pass
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "damage"), DIRECTED)
+def test_the_previous_checkpoint_is_used(resumed: dict[str, Any], folder: Path, file: str, damage: str) -> None:
+    """Two ranks resume before the damaged checkpoint, and the log names the damaged file."""
+    ranks, run = resumed[f"{file} {damage}"], run_dir(folder, file, damage)
+    assert [one.code for one in ranks] == [0, 0], ranks
+    log = (folder / "world" / "rank_0.log").read_text().partition(f"--- {file} {damage}\n")[2].partition("--- ")[0]
+    reason = re.search(rf"skipping checkpoint iter_{STEPS:07d}: (.*)", log)
+    assert reason is not None
+    assert file in reason[1] or ("loader" in reason[1] and damage == "a folder"), reason[1]
+    assert f"resumed at step {BEFORE}" in ranks[0].out
+    assert not list(run.rglob(f"{fuzz.SPRUNG}*"))
+    assert runs.losses(run).keys() == runs.losses(folder / "sound").keys()
+    fuzz_checkpoints.assert_unchanged(run, folder / "sound", STEPS)
 
-        with mock.patch.object(fuzz, "HANGS_AFTER_S", 1):
-            assert fuzz.run(main, [], tmp_path).wrong == ["no end after 1 s"]
+
+@pytest.mark.parametrize(
+    ("program", "wrong"),
+    [
+        ("code = 0", ""),
+        ("print('error: x is wrong', file=sys.stderr); code = 2", ""),
+        ("raise KeyError('x')", "escapes"),
+        ("sys.exit(2)", "escapes"),
+        ("print('Traceback', file=sys.stderr); code = 2", "a traceback"),
+        ("print('error: x' * 999, file=sys.stderr); code = 2", "more than a screen"),
+        ("print('error: x\\n' * 99, file=sys.stderr); code = 2", "more than a screen"),
+        ("print('error: y', file=sys.stderr); code = 2", "is named"),
+        ("print('bad x', file=sys.stderr); code = 2", "no line says error"),
+        ("print('error: x', file=sys.stderr); code = 70", "exit code 70"),
+        ("(folder / 'deep').mkdir(); file = folder / 'deep' / 'x'; hostile(file); load(file)", "code was run"),
+        ("print('\\udcff')", "escapes"),
+        ("while True: pass", "no end after 1 s"),
+    ],
+)
+def test_run_and_judge_report_a_wrong_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, wrong: str
+) -> None:
+    def main(words: object) -> int:
+        scope: dict[str, Any] = {"folder": tmp_path, "code": 0}
+        scope["hostile"] = lambda file: DAMAGES["hostile"](file, random.Random(0))
+        scope["load"] = lambda file: pickle.loads(file.read_bytes())
+        exec(f"import sys\n{program}", scope)
+        return int(scope["code"])
+
+    monkeypatch.setattr(fuzz, "HANGS_AFTER_S", 1)
+    ended = fuzz.run(main, [], tmp_path)
+    fuzz.judge(ended, tmp_path, codes=(2,), causes=("x",))
+    assert wrong in "; ".join(ended.wrong)
+    assert bool(wrong) == bool(ended.wrong)

@@ -1,55 +1,60 @@
-"""Find the tests that detect known mistakes: `python -m tests.mutants [--only TEXT] [--write tests/mutants/README.md]`.
+"""Find the tests that detect known mistakes: `python -m tests.mutants [--only TEXT] [--rest] [--write]`.
 
 Each mutant changes one line of the source in a temporary copy of the tree; its tests run there up to the first failure.
-A mutant that no test detects is a gap in the suite. All mutants take about two hours on one core. `--shipped` selects
-mistakes that public projects shipped; `--write` also writes the page about them.
+A mutant that no test detects is a gap in the suite. All mutants take about two hours on one core. `--write` stores the
+results in `results.tsv` and writes the pages about them; alone, it runs no mutant.
 """
 
 import argparse
 import ast
 import functools
+import hashlib
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.mutants.listed import MUTANTS
+from tests.mutants.listed import MUTANTS, TABLES, rows_of
 from tests.mutants.runner import ROOT, VERIFY, Mutant, Verdict, adopt_orphans, copy_tree, judge, run_tests
 
-PAGE, SHIPPED = ROOT / "tests/mutants/README.md", ROOT / "docs/faults-others-shipped.md"
+RESULTS, PAGE = ROOT / "tests/mutants/results.tsv", ROOT / "tests/mutants/README.md"
+SHIPPED = ROOT / "docs/faults-others-shipped.md"
 
 TITLE = """# Mutants
 
-One wrong line at a time in the core, the first test that fails because of it, and the seconds that took: CPU seconds of
-all processes, and in older rows wall time. Written by `python -m tests.mutants --write tests/mutants/README.md`;
-after a change of a test or a line, `--only` runs a part again.
+A mutant is one wrong line in the core. The [tables](listed) have the wrong lines and the tests that should fail;
+[results.tsv](results.tsv) has the first test that failed, the CPU seconds until then (in older rows wall time) and a
+hash of the wrong line.
 
-{counts}
+* `python -m tests.mutants --rest --write` runs mutants without a valid result: a new or changed line, or a lost test.
+* `python -m tests.mutants --only TEXT --write` runs mutants whose name or file contains a text; `--only ""` runs all.
+* `python -m tests.mutants --write` runs no mutant. It sorts `results.tsv` and writes this page and
+  [faults that others shipped](../../docs/faults-others-shipped.md). Run it after a merge of branches; it also resolves
+  a conflict in `results.tsv`.
 
-| mutant | line | seen by | s |
-| --- | --- | --- | --- |"""
+| area | mutants | seen by a test | survived | not run |
+| --- | --- | --- | --- | --- |"""
 SHIPPED_TITLE = """# Faults that others shipped
 
 This page shows which check of this project finds each fault of public trainers. A fault is listed under the first check
 that fails when one changed line repeats it here, with the CPU seconds of the check. Checks are commands, which also
-accept your recipe and layout, or tests (`pytest tests/CHECK`). [The list of mutants](../tests/mutants/README.md) has
-the changed lines; `python -m tests.mutants --shipped --write tests/mutants/README.md` measures again.
+accept your recipe and layout, or tests (`pytest tests/CHECK`). [The list of mutants](../tests/mutants/listed) has
+the changed lines; `python -m tests.mutants --shipped --write` measures again.
 
 {counts}"""
 LIMIT_S = 60
-NOT_RUN = "not run | |"
+NOT_RUN = "not run"
 SURVIVED = "**SURVIVED**"
 
 
-def head(mutant: Mutant) -> str:
-    """Return the start of a mutant's row: its name and its change."""
-    change = f"{mutant.file}: `{mutant.old}` to `{mutant.new}`".replace("|", "\\|")
-    return f"| {mutant.name} | {change} | "
+def hash_of(mutant: Mutant) -> str:
+    """Return a short hash of a mutant's change."""
+    return hashlib.sha256("\t".join((mutant.file, mutant.old, mutant.new)).encode()).hexdigest()[:8]
 
 
 def row(mutant: Mutant, verdict: Verdict) -> str:
-    """Return a mutant's row of the table."""
-    return f"{head(mutant)}{verdict.seen_by or SURVIVED} | {verdict.seconds:.0f} |"
+    """Return a mutant's row of `results.tsv`."""
+    return "\t".join((mutant.name, verdict.seen_by or SURVIVED, f"{verdict.seconds:.0f}", hash_of(mutant)))
 
 
 def exists(test: str) -> bool:
@@ -82,56 +87,67 @@ def argument_of(seen_by: str) -> str:
     return seen_by if seen_by.startswith(VERIFY) else f"tests/{seen_by}"
 
 
-def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, str]:
-    """Read the valid rows of a written table, by name of the mutant.
+def read_results(path: Path = RESULTS, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, Verdict]:
+    """Read the valid results, by name of the mutant.
 
-    A row is invalid if its mutant was not run, has changed since, or was detected by a test that no longer exists.
+    A result is invalid if its mutant has changed since, or was detected by a test that no longer exists.
     """
     lines = path.read_text().splitlines() if path.exists() else []
-    rows = {}
+    # Markers of a merge conflict have fewer cells.
+    stored = {(c[0], c[3]): (c[1], float(c[2])) for line in lines[1:] if len(c := line.split("\t")) == 4}
+    results = {}
     for mutant in mutants:
-        for line in lines:
-            seen_by = line.removeprefix(head(mutant)).partition(" | ")[0]
-            if line.startswith(head(mutant)) and (seen_by == SURVIVED or exists(seen_by)):
-                rows[mutant.name] = line
-    return rows
+        seen_by, seconds = stored.get((mutant.name, hash_of(mutant)), ("", 0.0))
+        if seen_by == SURVIVED or exists(seen_by):
+            results[mutant.name] = Verdict(None if seen_by == SURVIVED else seen_by, seconds)
+    return results
 
 
-def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> None:
-    """Write the table: survivors, mutants that were not run, and the others, each in the order of the list."""
-    path.parent.mkdir(exist_ok=True)
-    lines = [rows.get(mutant.name, head(mutant) + NOT_RUN) for mutant in mutants]
-    survivors = [line for line in lines if SURVIVED in line]
-    not_run = [line for line in lines if line.endswith(NOT_RUN)]
-    seen = [line for line in lines if line not in survivors and line not in not_run]
-    counts = f"{len(lines)} mutants: {len(survivors)} survived, {len(not_run)} not run, {len(seen)} seen by a test."
-    path.write_text("\n".join([TITLE.format(counts=counts), *survivors, *not_run, *seen, ""]))
+def results_text(results: Mapping[str, Verdict], mutants: Sequence[Mutant] = MUTANTS) -> str:
+    """Return the text of `results.tsv`, in the order of the mutants."""
+    lines = [row(mutant, results[mutant.name]) for mutant in mutants if mutant.name in results]
+    return "\n".join(["name\tseen by\ts\thash", *lines, ""])
 
 
-def shipped_page(rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> str:
-    """Return the page of mistakes that public projects shipped, from the rows of the table of all mutants."""
+def page(results: Mapping[str, Verdict]) -> str:
+    """Return the page with the counts of every table of mutants."""
+    areas = {table: [mutant.name for mutant in rows_of(table)] for table in TABLES}
+    lines = []
+    for area, names in (areas | {"all": [mutant.name for mutant in MUTANTS]}).items():
+        seen = [results[name].seen_by is not None for name in names if name in results]
+        counts = (len(names), sum(seen), len(seen) - sum(seen), len(names) - len(seen))
+        lines.append(f"| {' | '.join([area, *map(str, counts)])} |")
+    return "\n".join([TITLE, *lines, ""])
+
+
+def shipped_page(results: Mapping[str, Verdict], mutants: Sequence[Mutant] = MUTANTS) -> str:
+    """Return the page of mistakes that public projects shipped."""
     faults: dict[str, list[str]] = {}
     quick = 0
     for mutant in (mutant for mutant in mutants if mutant.source):
         *_, project, _, number = mutant.source.split("/")
-        result = rows.get(mutant.name, head(mutant) + NOT_RUN).removeprefix(head(mutant))
-        check, _, seconds = result.removesuffix(" |").partition(" | ")
-        if check != SURVIVED and seconds:
-            check = f"`{'python -m ' if check.startswith(VERIFY) else ''}{check}`"
-            quick += int(seconds) <= LIMIT_S
-        time = f", {seconds} s" if seconds else ""
+        check, time = NOT_RUN, ""
+        if verdict := results.get(mutant.name):
+            check, time = verdict.seen_by or SURVIVED, f", {verdict.seconds:.0f} s"
+            if check != SURVIVED:
+                check = f"`{'python -m ' if check.startswith(VERIFY) else ''}{check}`"
+                quick += verdict.seconds <= LIMIT_S
         line = f"* {mutant.fault.removesuffix('.')} ([{project} {number}]({mutant.source})){time}"
-        faults.setdefault(check.removesuffix(" |"), []).append(line)
+        faults.setdefault(check, []).append(line)
     counts = f"{sum(map(len, faults.values()))} faults, {quick} seen within {LIMIT_S} CPU seconds."
     blocks = (f"{check}:\n\n{chr(10).join(lines)}" for check, lines in faults.items())
     return "\n\n".join([SHIPPED_TITLE.format(counts=counts), *blocks]) + "\n"
 
 
-def save(path: Path, rows: Mapping[str, str]) -> None:
-    """Write the table, and the page of mistakes that public projects shipped if it is the table of the repository."""
-    write(path, rows)
-    if path.resolve() == PAGE:
-        SHIPPED.write_text(shipped_page(rows))
+def texts(results: Mapping[str, Verdict]) -> dict[Path, str]:
+    """Return the texts of the files that `--write` writes."""
+    return {RESULTS: results_text(results), PAGE: page(results), SHIPPED: shipped_page(results)}
+
+
+def save(results: Mapping[str, Verdict]) -> None:
+    """Write the results and the pages about them."""
+    for path, text in texts(results).items():
+        path.write_text(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,19 +155,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose name or file contains one of these")
     parser.add_argument("--shipped", action="store_true", help="only mistakes that public projects shipped")
-    parser.add_argument("--write", type=Path, help="put the rows into this Markdown table, after each mutant")
-    parser.add_argument("--rest", action="store_true", help="only mutants that have no valid row in that table")
+    parser.add_argument("--write", action="store_true", help="write results.tsv and the pages; alone, run no mutant")
+    parser.add_argument("--rest", action="store_true", help="only mutants that have no valid result")
     args = parser.parse_args(argv)
-    if args.rest and args.write is None:
-        parser.error("--rest needs --write")
     wanted = args.only or [""]
     chosen = [mutant for mutant in MUTANTS if any(text in mutant.name + mutant.file for text in wanted)]
     chosen = [mutant for mutant in chosen if mutant.source or not args.shipped]
     if not chosen:
         parser.error("no mutant has such a name or file")
-    if args.write is not None:
-        save(args.write, rows := written_rows(args.write))
-        chosen = [mutant for mutant in chosen if not (args.rest and mutant.name in rows)]
+    results = read_results()
+    if args.rest:
+        chosen = [mutant for mutant in chosen if mutant.name not in results]
+    if args.write:
+        save(results)
+        chosen = chosen if args.rest or args.only or args.shipped else []
     survived = 0
     adopt_orphans()
     with tempfile.TemporaryDirectory() as folder:
@@ -167,8 +184,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             passing.add(seen_by)
             survived += seen_by is None
             print(row(mutant, verdict), flush=True)
-            if args.write is not None:
-                save(args.write, written_rows(args.write) | {mutant.name: row(mutant, verdict)})
+            if args.write:
+                save(read_results() | {mutant.name: verdict})
     print(f"{len(chosen)} mutants, {survived} survived")
     return int(survived > 0)
 

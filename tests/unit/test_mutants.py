@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from tests.mutants import runner
-from tests.mutants.__main__ import PAGE, SHIPPED, exists, shipped_page, write, written_rows
+from tests.mutants.__main__ import exists, read_results, results_text, texts
 from tests.mutants.listed import MUTANTS
-from tests.mutants.runner import ROOT, Mutant, judge
+from tests.mutants.runner import ROOT, Mutant, Verdict, judge
 
 
 @cache
@@ -44,12 +44,23 @@ def test_mutants_have_distinct_names():
     assert len(MUTANTS) >= 60
 
 
-def test_the_page_has_one_row_for_each_mutant_and_names_tests_that_exist(tmp_path):
-    """If not: `python -m tests.mutants --rest --write tests/mutants/README.md`."""
-    rows = written_rows(PAGE)
-    assert [mutant.name for mutant in MUTANTS if mutant.name not in rows] == []
-    write(tmp_path / "README.md", rows)
-    assert PAGE.read_text() == (tmp_path / "README.md").read_text()
+def test_every_mutant_has_a_result_that_names_a_test_and_the_pages_have_the_results():
+    """If not: `python -m tests.mutants --rest --write`; after a merge, `--write` is enough."""
+    results = read_results()
+    assert [mutant.name for mutant in MUTANTS if mutant.name not in results] == []
+    for path, text in texts(results).items():
+        assert path.read_text() == text, path
+
+
+def test_results_are_read_from_both_sides_of_a_conflict_unless_the_mutant_or_its_test_changed(tmp_path):
+    path, file = tmp_path / "results.tsv", "unit/test_mutants.py"
+    mutants = [Mutant(name, file, "old", "new", ()) for name in ("survived", "changed", "seen", "lost")]
+    results = {name: Verdict(file, 1) for name in ("changed", "seen")}
+    results |= {"survived": Verdict(None, 7), "lost": Verdict(f"{file}::test_x", 1)}
+    title, survived, *others = results_text(results, mutants).splitlines()
+    path.write_text("\n".join([title, "<<<<<<< HEAD", *others, "=======", survived, ">>>>>>> branch"]))
+    mutants[1] = Mutant("changed", file, "old", "newer", ())
+    assert read_results(path, mutants) == {"survived": Verdict(None, 7), "seen": Verdict(file, 1)}
 
 
 def test_every_shipped_mistake_has_a_distinct_sentence_and_public_thread():
@@ -58,11 +69,6 @@ def test_every_shipped_mistake_has_a_distinct_sentence_and_public_thread():
     assert [mutant.name for mutant in shipped if not thread.fullmatch(mutant.source)] == []
     assert [mutant.name for mutant in shipped if not re.fullmatch(r"[A-Z][^|]+\.", mutant.fault)] == []
     assert len({mutant.source for mutant in shipped}) == len(shipped) >= 20
-
-
-def test_the_page_of_shipped_mistakes_has_the_rows_of_the_table():
-    """If not: `python -m tests.mutants --rest --write tests/mutants/README.md`."""
-    assert SHIPPED.read_text() == shipped_page(written_rows(PAGE))
 
 
 def test_a_mutant_is_detected_or_survives_and_the_tree_is_restored(tmp_path, monkeypatch):
