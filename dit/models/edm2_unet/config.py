@@ -59,6 +59,8 @@ class EDM2UNetConfig(ClassConditioned):
         if not levels:
             raise ConfigError("model.block_out_channels=[] needs at least one resolution; [192,384,576,768] is EDM2-S")
         check_ranges("model", self, {"dropout": SHARE_BELOW_1, "attention_levels": whole(0, levels - 1)})
+        if len(set(self.attention_levels)) < len(self.attention_levels):
+            raise ConfigError(f"model.attention_levels={self.attention_levels} names a level twice; name each once")
         # The first block on the way up has attention at the lowest resolution.
         attending = sorted({*self.attention_levels, levels - 1})
         if any(self.block_out_channels[level] % self.head_size for level in attending):
