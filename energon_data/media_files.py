@@ -35,10 +35,10 @@ MAX_FRAMES = 100_000
 MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
-_ANIMATED = ("PNG", "WEBP", "AVIF")  # formats that FFmpeg does not read
+_ANIMATED = ("PNG", "WEBP", "AVIF")  # only the first frame is used; GIF can be read as a video
 _HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
 _EMPTY = "the file is empty; copy it again"
-_ROUNDING = 1e-6  # seconds, of the times of frames, in a container without ticks
+_ROUNDING = 1e-6  # seconds; smallest tolerance when times of frames are compared
 _LOST_SECONDS, _LOST_SHARE = 0.5, 0.05  # at the end of a video; more is an incomplete copy
 _CRF = 16  # of H.264: visually lossless
 
@@ -50,7 +50,7 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Start the time of the next sample."""
+        """Start the limit of the next sample."""
         self._end = time.thread_time() + MAX_SECONDS
 
     def check(self) -> None:
@@ -87,10 +87,11 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
     """
     try:
         with open_image(_TimedFile(data)) as opened:
-            # The camera was rotated; the HEIC reader turns the pixels and moves the EXIF orientation to `info`.
-            turned = (opened.info.get("original_orientation") or opened.getexif().get(0x0112, 1)) != 1
-            original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
+            # Orientations 2 to 8 turn or mirror the pixels. The HEIC reader has done so and moved the value to `info`.
+            turned = (opened.info.get("original_orientation") or opened.getexif().get(0x0112)) in range(2, 9)
             animated = opened.format in _ANIMATED and getattr(opened, "is_animated", False)
+            changed = turned or animated or opened.mode != "RGB" or "transparency" in opened.info
+            original = None if changed else _ORIGINAL.get(opened.format or "")
             opened.load()
             ImageOps.exif_transpose(opened, in_place=True)
             picture, colours = to_srgb(opened, paper)
@@ -117,7 +118,7 @@ def _why_unidentified(data: bytes) -> str:
         return HEIC_IS_MISSING
     if kind is not None:
         return f"a {kind} file that is damaged or ends early, after {len(data)} bytes; copy it again"
-    return f"{len(data)} bytes in none of the formats {', '.join(IMAGE_FORMATS)}, HEIC"
+    return f"{len(data)} bytes in none of the formats {', '.join(IMAGE_FORMATS)}, HEIC, or damaged at the start"
 
 
 def is_animated(data: bytes) -> bool:
@@ -144,7 +145,7 @@ def sampled_frames(
         `fps`, or what the file states. `info["turned"]` is whether the frame was rotated, mirrored or stretched,
         `info["colours"]` are its `Colours`, and `info["size"]` is its size.
     """
-    # FFmpeg scales the duration of a truncated AVI file to its size.
+    # The header of an AVI file has its size; FFmpeg computes the duration of a truncated one from what is left.
     size = int.from_bytes(data[4:8], "little") + 8 if data.startswith(b"RIFF") else 0
     if len(data) < size < 1 << 32:  # a recorder that was stopped leaves 2**32 - 1 or 0 in the header
         raise SampleError("bad_video", f"it ends early, after {len(data)} of {size} bytes; copy it again")
@@ -162,7 +163,7 @@ def sampled_frames(
             aspect = stream.sample_aspect_ratio or Fraction(1)
             # Processes decode in parallel instead, and `Deadline` counts the time of one thread.
             stream.codec_context.thread_count = 1
-            # Matroska rounds times to milliseconds, half of a tick.
+            # Matroska rounds times to ticks of a millisecond: errors are up to half a tick, and 0.6 leaves a margin.
             rounding = max(_ROUNDING, min(0.6 * float(stream.time_base), 0.1 / native))
             decoded = _decoded(container, stream, deadline, native, span)
             displayed = _at_most_frames(_in_span(decoded, span, 1 / (fps or native), rounding))
@@ -187,7 +188,7 @@ def _why_unreadable(data: bytes, error: Exception) -> str:
 def _decoded(
     container: Any, stream: Any, deadline: Deadline, native: float, span: Optional[tuple[float, Optional[float]]]
 ) -> Iterator[tuple[Any, float]]:
-    """Yield the frames from the key frame before a span, each with its time; then None, with the end of the video."""
+    """Yield each frame, from the key frame before a span, with its seconds from the start; then None, with the end."""
     zero = 0.0 if stream.start_time is None else float(stream.start_time * stream.time_base)
     if span is not None and span[0]:
         container.seek(int((zero + span[0]) / stream.time_base), stream=stream)
@@ -216,17 +217,19 @@ def _in_span(
 ) -> Iterator[tuple[Any, float, float]]:
     """Yield the frames of a span, each with the times at which its display begins and ends.
 
-    A frame that is already displayed at the start is included if the next one is at least an `interval` away.
-    Otherwise a start that is rounded down would include the last frame of another scene.
+    The frame displayed at the start is included if it began there, or is displayed for more than an `interval` after it
+    or up to the end. A start that was rounded down would otherwise include the last frame of the previous scene.
     """
     start, end = (0.0, None) if span is None else span
     shown: Any = None
     since, is_empty = 0.0, True
     for frame, instant in frames:
-        if shown is not None and (since >= start - rounding or instant - start > interval - rounding):
+        ends = end is not None and instant >= end - rounding
+        shows = since >= start - rounding or instant - start > interval - rounding or (ends and is_empty)
+        if shown is not None and shows:
             is_empty = False
             yield shown, max(since, start), instant if end is None else min(instant, end)
-        if end is not None and instant >= end - rounding:
+        if ends:
             return
         if frame is not None:
             shown, since = frame, instant

@@ -43,8 +43,8 @@ MAY_DIFFER = (
 )
 """Settings of a model that may differ from those of the weights that it starts from.
 
-They are settings of training, changes that fine-tuning makes on purpose, those of the latents that an export measures,
-and sizes, whose None has an equal value: shapes are compared separately.
+They are settings of training, changes that fine-tuning makes on purpose, statistics of latents that an export measures,
+and sizes, of which None is a default: `check_start` compares the shapes.
 """
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class Start(Protocol):
 
         Args:
             model: settings of the run.
-            fingerprint: see `check_start`; None for no check, because the digest was compared.
+            fingerprint: see `check_start`; None for no check of the shapes.
+            adapters: whether to open adapters, not the weights that they belong to.
         """
 
 
@@ -221,8 +222,8 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
         digest = start.digest(groups)
         if base is not None and digest != base["digest"]:
             raise CheckpointError(
-                f"checkpoint.start_from: {start.folder} has other weights than those that the adapters of "
-                f"{config.checkpoint.start_from} belong to; restore them"
+                f"checkpoint.start_from: {start.folder} has changed since the adapters of "
+                f"{config.checkpoint.start_from} were trained on it; restore its files"
             )
         frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
         fingerprint = model_fingerprint(global_shapes(frozen, groups))
@@ -252,7 +253,7 @@ def start_line(config: RunConfig) -> str:
 
 
 def log_start(weights: Weights, groups: ProcessGroups) -> None:
-    """Log on rank 0 what a run reads from a folder of diffusers."""
+    """Log on rank 0 what a run reads from a folder of diffusers, or for a model with control pictures."""
     stored = weights.weights if isinstance(weights, WithoutControl) else weights
     if groups.rank == 0 and (stored is not weights or isinstance(stored, FolderWeights)):
         logger.info("checkpoint.start_from reads %s", weights)

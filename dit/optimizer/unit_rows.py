@@ -1,12 +1,12 @@
-"""Scaling of weights to rows of unit mean square after every update (forced weight normalisation).
+"""Forced weight normalisation: after every update, each row of a weight is scaled to a mean square of 1.
 
-A row has the elements of one output. Its length has no effect on a network that normalises its weights, but a longer
-row turns less with an update of the same size. A rank may have a part of a row, so squares are summed over the ranks:
+A row has the weights of one output. Its norm has no effect on a network that normalises its weights, but an update of
+the same size rotates a row of larger norm less. A rank may have a part of a row, so squares are summed over the ranks:
 
     rank 0   a a a a | b b          rank 1   b b | c c c c        squares  a of rank 0, b of both, c of rank 1
 
-Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, section 2.3 and algorithm 1, which scales before a step: gradients
-are the same, but averages here are those of scaled weights.
+Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, section 2.3 and algorithm 1. The paper scales before each step:
+gradients are equal, but here the average of the weights (EMA) is that of scaled ones.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from dit.optimizer.master_weights import MasterShard
 
 
 class UnitRows:
-    """Scales the rows of parameters with the initialisation `UNIT_ROWS`; every rank creates and calls it.
+    """Scales the rows of parameters with the initialisation `UNIT_ROWS`; all ranks of the group of shards call it.
 
     Args:
         shards: this rank's master shards; those of other parameters are ignored.
@@ -39,10 +39,10 @@ class UnitRows:
         """Scale the local parts of all rows.
 
         Args:
-            changes: whether weights may change, `[]`, bool.
+            changes: False if the step is skipped because of a bad number, `[]`, bool.
         """
         squares = torch.cat([_squares(shard) for shard in self.shards])
-        group = self.shards[0].group  # dense parameters have the same ranks
+        group = self.shards[0].group  # all dense parameters are sharded over the same ranks
         if group is not None:
             dist.all_reduce(squares, group=group)
         counts = [shard.parameter.shape[0] for shard in self.shards]
@@ -54,8 +54,8 @@ class UnitRows:
 
 
 def _rows(shard: MasterShard) -> tuple[int, slice, slice]:
-    """Return the elements of a row, the rows that have local elements, and these elements within the rows."""
-    size = shard.parameter.shape[1:].numel()  # Megatron-FSDP may have freed the values
+    """Return the number of elements of a row, the rows with local elements, and these elements within these rows."""
+    size = shard.parameter.shape[1:].numel()  # of the shape, because Megatron-FSDP may have freed the values
     first, last = shard.start // size, -(-shard.stop // size)
     return size, slice(first, last), slice(shard.start - first * size, shard.stop - first * size)
 

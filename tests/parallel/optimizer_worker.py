@@ -20,7 +20,8 @@ from tests.parallel.fsdp_worker import config_of
 def rates(num_steps: int, peak: float, schedule: TorchOneCycle) -> list[tuple[float, float]]:
     """Return the learning rate and beta1 of every update, from torch's `OneCycleLR` and AdamW."""
     group = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=peak)
-    reference = torch.optim.lr_scheduler.OneCycleLR(group, peak, total_steps=num_steps, **vars(schedule))
+    shape = {name: getattr(schedule, name) for name in ("pct_start", "div_factor", "final_div_factor")}
+    reference = torch.optim.lr_scheduler.OneCycleLR(group, peak, total_steps=num_steps, **shape)
     found = []
     for _ in range(num_steps):
         found.append((group.param_groups[0]["lr"], group.param_groups[0]["betas"][0]))
