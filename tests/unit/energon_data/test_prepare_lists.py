@@ -86,6 +86,12 @@ def test_a_span_of_uneven_frames_has_those_that_are_displayed_in_it(container, s
     assert numbers(frames) == shown
 
 
+def test_a_span_within_the_display_time_of_a_frame_has_this_frame():
+    for fps, shown in ((None, [1]), (10.0, [1] * 6)):
+        [(frames, _)] = clips_of(film(times=[Fraction(i) for i in range(4)], rate=1), Cut(fps=fps), (1.2, 1.8))
+        assert numbers(frames) == shown
+
+
 @pytest.mark.parametrize("container", ["mp4", "matroska"])
 def test_clips_of_uneven_frames_have_their_measured_rate(container):
     """Matroska states a rate that such a video does not have; a constant rate stays as stated."""
