@@ -76,4 +76,4 @@ def test_a_record_of_another_revision_is_not_checked(tmp_path, capsys):
     text = dict.fromkeys(Record.__dataclass_fields__, "x")
     claim.write_text(json.dumps(text | {"overrides": [], "revision": "000000000000"} | numbers))
     assert race.main(["--check", str(claim), "--out", str(tmp_path / "out")]) == EXIT_CONFIG
-    assert "is from revision 000000000000, this is" in capsys.readouterr().err
+    assert "is from revision 000000000000, which" in capsys.readouterr().err
