@@ -5,6 +5,8 @@
 
 import re
 import sys
+from collections.abc import Sequence
+from typing import Optional
 
 from launch import dry_run
 from launch.train import call_recipe
@@ -43,5 +45,10 @@ def page() -> str:
     return "\n".join([before + HEAD, "|---" * 6 + "|", *map(row, ROWS)]) + after[after.index("\n\n") :]
 
 
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command."""
+    return write_or_print("tests.support.published_table", page, PAGE, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(write_or_print("tests.support.published_table", page, PAGE, None))
+    sys.exit(main())
