@@ -161,7 +161,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
         beat: called after every step.
 
     Returns:
-        Whether the run stopped early, also in its last step before the validation.
+        True if the run stopped early, or in its last step without the validation that was due.
     """
     config, state, training = run.config, run.state, run.config.training
     if any_rank(preemption.requested):

@@ -37,7 +37,7 @@ class STDiTConfig(CrossAttentionModelConfig):
 
     @property
     def has_temporal(self) -> bool:
-        """Whether any layer has temporal attention, which has rotary positions for every `position_embedding`."""
+        """True if a layer has temporal attention. Its positions are always rotary."""
         return any("temporal" in pattern for pattern in self.layer_pattern)
 
     @property

@@ -66,21 +66,21 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     `sandwich`: each of two streams attends to itself (refiners, the text's without modulation), a single block has
     attention, then the MLP; both are between two RMSNorms and have a scale and a tanh gate."""
     text_output: ClassVar[bool] = True
-    """Whether the last joint block computes the text, for single blocks."""
+    """The last joint block also computes the text, which single blocks need."""
     shared_modulation: ClassVar[bool] = False
-    """Whether blocks share their modulations."""
+    """All blocks use the same modulations."""
     add_bias: ClassVar[bool] = True
-    """Whether linear layers have biases; of `sandwich`, those of attention and MLPs (all others always have)."""
+    """Linear layers have biases; in `sandwich` blocks, this applies to attention and MLPs only, and others have biases."""
     text_norm: ClassVar[bool] = False
-    """Whether text embeddings have an RMSNorm before their projection."""
+    """An RMSNorm normalises text embeddings before their projection."""
     condition_limit: ClassVar[Optional[int]] = None
     """Largest width of the conditioning vector; None for that of the tokens."""
     reversed_time: ClassVar[bool] = False
-    """Whether the network embeds 1 - t instead of t."""
+    """The network embeds 1 - t instead of t."""
     time_hidden_size: ClassVar[Optional[int]] = None
     """Inner width of the time's embedder; None for that of the conditioning vector."""
     modulation_silu: ClassVar[bool] = True
-    """Whether the modulations of `sandwich` blocks get the SiLU of the conditioning vector."""
+    """The modulations of `sandwich` blocks are computed from the SiLU of the conditioning vector."""
     learned_padding: ClassVar[int] = 1
     """`sandwich` extends the text and the image of each sample to multiples of this number, with learned tokens that
     are attended to."""
@@ -88,7 +88,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     """Positions of text tokens: 0, an index on a fourth axis, or one after the image's. `before_image`: an index on t,
     where the image follows."""
     centred_positions: ClassVar[bool] = False
-    """Whether h and w count from the centre of each picture."""
+    """Positions h and w are counted from the centre of each picture."""
 
     num_joint_layers: int
     num_single_layers: int

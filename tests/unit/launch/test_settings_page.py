@@ -24,7 +24,7 @@ def test_a_setting_without_a_meaning_is_named():
 
 
 def test_a_setting_of_two_classes_is_listed_once():
-    """A class shows a default or values of its own in the line about shared settings."""
+    """If a default or the values of a class differ, its line about shared settings shows them."""
 
     @dataclass
     class One:
