@@ -70,7 +70,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     shared_modulation: ClassVar[bool] = False
     """All blocks use the same modulations."""
     add_bias: ClassVar[bool] = True
-    """Linear layers have biases; in `sandwich` blocks, this applies to attention and MLPs only, and others have biases."""
+    """Linear layers have biases. In `sandwich` blocks, this is a choice of attention and MLPs only."""
     text_norm: ClassVar[bool] = False
     """An RMSNorm normalises text embeddings before their projection."""
     condition_limit: ClassVar[Optional[int]] = None
