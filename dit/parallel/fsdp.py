@@ -270,7 +270,8 @@ def use_updated_weights(wrapped: FullyShardedDataParallel) -> None:
     "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: ParamAndGradBuffer.weight_alloc",
     why="no public function returns the memory of gathered weights",
 )
-def gathered_bytes(wrapped: FullyShardedDataParallel) -> int:
-    """Return the bytes of gathered weights; between steps, these are the weights that the next step needs first."""
-    buckets = wrapped.param_and_grad_buffer.weight_alloc.buckets.values()
+def gathered_bytes(wrapped: Sequence[nn.Module]) -> int:
+    """Return the bytes of the weights that FSDP gathered; between steps, the next step needs these first."""
+    chunks = [chunk for chunk in wrapped if isinstance(chunk, FullyShardedDataParallel)]
+    buckets = [bucket for c in chunks for bucket in c.param_and_grad_buffer.weight_alloc.buckets.values()]
     return sum(bucket.data.untyped_storage().nbytes() for bucket in buckets)

@@ -139,9 +139,8 @@ class Program:
         self._create_optimizer_state(wrapped, optimizer, update)
         if job.optimizer.offload:
             counter.live -= sum(master.slot(name).nbytes for master in shards for name in master.slots)
-        is_fsdp = job.parallel.data_parallel == "fsdp"
-        gathered = sum(map(gathered_bytes, wrapped)) if is_fsdp else 0  # temporary
-        state = dict(zip(STATE, (weights, counter.live - weights - average - gathered, average)))
+        optimizer_state = counter.live - weights - average - gathered_bytes(wrapped)
+        state = dict(zip(STATE, (weights, optimizer_state, average)))
         scale = loss_scale_of(optimizer)
         if scale is not None:
             scale.tokens = 1  # the traced step is not the first of its run

@@ -102,7 +102,7 @@ class StepTrace:
 
     @property
     def live(self) -> int:
-        """Bytes allocated before the step, in total."""
+        """Bytes of state before the step, without weights that FSDP gathered early."""
         return sum(self.state_bytes.values())
 
     @property

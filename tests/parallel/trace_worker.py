@@ -12,6 +12,7 @@ from dit.backends import process_groups
 from dit.models.base import ModelConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.fsdp import gathered_bytes
 from dit.planner.job import Job
 from dit.run_config import RunConfig
 from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
@@ -68,7 +69,7 @@ def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Make two steps; return live bytes before the second, and the peak memory, FLOPs and traffic of the second."""
+    """Make two steps; return the bytes of state before the second, and the second's peak memory, FLOPs and traffic."""
     work = job(case, process_groups.world_size_from_environment())
     folder = case["folder"]
     config = RunConfig(
@@ -87,8 +88,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         run.batches._stream = (batch_of(work.model, work.pack) for _ in itertools.count())  # type: ignore[assignment]
         sums = torch.zeros(2)
         run.step(sums)
-        before = live.total()
-        live.peak = before
+        live.peak = live.total()
+        before = live.peak - gathered_bytes(run.state.wrapped)
         run.step(sums)
         peak = live.peak
     custom = {op: formula for op, formula in flop_formulas().items() if "for_cpu" in str(op)}
