@@ -127,30 +127,10 @@ def test_a_status_accepts_damaged_files(tmp_path: Path) -> None:
     """The lock is a pipe, and the number of steps is infinite."""
     written(tmp_path / "metrics.jsonl", '{"kind": "scalars", "step": 3, "time": 1, "attempt": 1, "samples_per_s": 1}\n')
     os.mkfifo(tmp_path / "run.lock")
-    for steps in (".inf", "1" + "0" * 400, DEEP, "[1]"):
+    for steps in (".inf", DEEP, "[1]"):
         written(tmp_path / "config.yaml", f"training: {{num_steps: {steps}}}")
         status = bounded(lambda: read_status(tmp_path))
         assert (status.step, status.num_steps, status.running) == (3, None, None)
-
-
-def nine_aliases(number: int) -> str:
-    return ", ".join([f"*a{number}"] * 9)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{nine_aliases(i - 1)}]" for i in range(1, 12))]),
-        "\n".join(["a0: &a0 {k: v}", *(f"a{i}: &a{i} {{<<: [{nine_aliases(i - 1)}]}}" for i in range(1, 12))]),
-        "&a [*a]",
-        "a: " + ":".join(["1"] * 300_000),
-        "a: 0x" + "f" * 900_000,
-    ],
-    ids=["aliases", "merged aliases", "an alias of itself", "a number to base 60", "a hexadecimal number"],
-)
-def test_yaml_that_expands_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"aliases|alias inside|a number of"):
-        bounded(lambda: parse_yaml(text))
 
 
 @pytest.mark.parametrize(
@@ -159,14 +139,6 @@ def test_yaml_that_expands_is_refused(text: str) -> None:
 def test_yaml_with_impossible_tags_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_yaml(text)
-
-
-def test_yaml_may_repeat_parts_by_aliases() -> None:
-    assert parse_yaml("a: &a {k: [1]}\nb: *a\nc: {<<: *a, d: 2.5}") == {
-        "a": {"k": [1]},
-        "b": {"k": [1]},
-        "c": {"k": [1], "d": 2.5},
-    }
 
 
 def index(folder: Path, shape: list[int], boxes: list[list[Any]]) -> Path:
