@@ -28,11 +28,10 @@ from typing import Any, Optional
 from unittest import mock
 
 from dit.checkpoint.background.writer import ORDER
-from dit.verify.ranks import FORKS, free_port
-from tests.integration import actions
+from dit.verify.ranks import FORKS
 from tests.integration.runs import assert_same_bits, checkpoint, losses, read_tensors
-from tests.integration.test_kill_nine import arguments, prepare_media
 from tests.support import faults
+from tests.support.attempts import Files, arguments, attempt, children, finish, prepare_media
 from tests.support.repository import REPOSITORY
 
 RANKS, NUM_STEPS, KILLS, SEED = 2, 120, 68, 14
@@ -103,69 +102,22 @@ def phases_noted(file: Path) -> Iterator[None]:
         yield
 
 
-class Files:
-    """Files of one attempt of a run, next to the run folder."""
-
-    def __init__(self, run_dir: Path, number: int) -> None:
-        self.run_dir, self.number = run_dir, number
-
-    def of(self, kind: str, rank: int) -> Path:
-        return self.run_dir.with_name(f"{self.run_dir.name}_{kind}_{self.number}_{rank}")
-
-    def steps(self, rank: int) -> dict[int, list[str]]:
-        """Return the sample keys by step on one rank, without a line that the kill cut off."""
-        file = self.of("steps", rank)
-        lines = file.read_text().split("\n")[:-1] if file.exists() else []
-        return {record["step"]: record["keys"] for record in map(json.loads, lines)}
-
-    def entered(self, phase: str) -> int:
-        """Return the number of times that the ranks have entered a phase."""
-        files = [self.of("phases", rank) for rank in range(RANKS)]
-        return sum(file.read_text().split("\n").count(phase) for file in files if file.exists())
-
-    def log(self) -> str:
-        files = [self.of("log", rank) for rank in range(RANKS)]
-        return "\n".join(file.read_text()[-2500:] for file in files if file.exists())
+def phases_of(files: Files, rank: int) -> faults.Fault:
+    return partial(phases_noted, files.of("phases", rank))
 
 
-def _train(words: list[str], files: Files, rank: int, world: dict[str, str]) -> None:
-    """Run one rank in a new session, so that a kill can include its workers and its writer."""
-    os.setsid()
-    out = os.open(files.of("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(out, stream)
-    os.environ |= {"DIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **world}
-    noted = partial(faults.samples_noted, files.of("steps", rank)), partial(phases_noted, files.of("phases", rank))
-    sys.exit(actions.train(words, partial(faults.together, *noted)).code)
-
-
-@contextmanager
-def attempt(words: list[str], files: Files) -> Iterator[list[BaseProcess]]:
-    """Start all ranks; at the end kill the remaining ones."""
-    port, ranks = str(free_port()), []
-    for rank in range(RANKS):
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "MASTER_PORT": port}
-        named = {name: str(value) for name, value in world.items()}
-        ranks.append(FORKS.Process(target=_train, args=(words, files, rank, named)))
-    for process in ranks:
-        process.start()
-    try:
-        yield ranks
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+def entered(files: Files, phase: str) -> int:
+    """Return the number of times that the ranks have entered a phase."""
+    notes = [files.of("phases", rank) for rank in range(files.ranks)]
+    return sum(note.read_text().split("\n").count(phase) for note in notes if note.exists())
 
 
 def writer_of(rank: BaseProcess) -> Optional[int]:
     """Return the process id of a rank's checkpoint writer; None if there is none."""
-    for thread in Path(f"/proc/{rank.pid}/task").glob("*/children"):
+    for child in children(rank):
         with suppress(FileNotFoundError, ProcessLookupError):
-            for child in map(int, thread.read_text().split()):
-                if b"dit.checkpoint.background.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return child
+            if b"dit.checkpoint.background.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
     return None
 
 
@@ -175,7 +127,7 @@ def is_in(phase: str, files: Files, before: int, since: float) -> bool:
     If `before` is -1, only the checkpoint folder is inspected, because the writer process enters the phase.
     """
     if phase in ENTERED and before >= 0:
-        return files.entered(phase) > before
+        return entered(files, phase) > before
     for folder in (files.run_dir / "checkpoints").glob("*.tmp"):
         with suppress(FileNotFoundError):
             if folder.stat().st_mtime < since:
@@ -193,14 +145,14 @@ def is_in(phase: str, files: Files, before: int, since: float) -> bool:
 def kill_at(words: list[str], files: Files, phase: str, what: str, rng: random.Random, *, beside: bool) -> str:
     """Start the run and kill some of its processes in a phase; return the phase."""
     skip = rng.randrange(1, 4) if phase not in RESUME else 0
-    with attempt(words, files) as ranks:
+    with attempt(words, files, phases_of) as ranks:
         deadline, before = time.monotonic() + 240, 0
         if phase not in RESUME:
             while len(files.steps(0)) < skip:
                 assert all(rank.is_alive() for rank in ranks), files.log()
                 assert time.monotonic() < deadline, files.log()
                 time.sleep(0.002)
-            before = -1 if phase == "sealing" and beside else files.entered(phase)
+            before = -1 if phase == "sealing" and beside else entered(files, phase)
         since = time.time()
         while not is_in(phase, files, before, since):
             assert all(rank.is_alive() for rank in ranks), files.log()
@@ -229,14 +181,6 @@ def kill_at(words: list[str], files: Files, phase: str, what: str, rng: random.R
     return phase
 
 
-def finish(words: list[str], files: Files) -> None:
-    """Run to the last step."""
-    with attempt(words, files) as ranks:
-        for rank in ranks:
-            rank.join(400)
-            assert rank.exitcode == 0, files.log()
-
-
 def moments(beside: bool, kills: int) -> list[tuple[str, str]]:
     """Return phases and processes to kill: every pair, repeated up to the number of kills."""
     pairs = [(phase, what) for phase in (*(ASYNC if beside else SYNC), *RESUME) for what in KINDS]
@@ -253,8 +197,8 @@ def campaign(folder: Path, kills: int, seed: int = SEED) -> list[Row]:
     """
     prepare_media(folder)
     calm = folder / "calm"
-    finish(arguments(folder, calm, **SETTINGS), Files(calm, 0))
-    expected = [Files(calm, 0).steps(rank) for rank in range(RANKS)]
+    finish(arguments(folder, calm, **SETTINGS), Files(calm, 0, RANKS))
+    expected = [Files(calm, 0, RANKS).steps(rank) for rank in range(RANKS)]
     assert all(list(steps) == list(range(1, NUM_STEPS + 1)) for steps in expected)
     rows = []
     for beside in (False, True):
@@ -265,11 +209,11 @@ def campaign(folder: Path, kills: int, seed: int = SEED) -> list[Row]:
         plan.sort(key=lambda moment: moment[0] != "training")  # the first kills cannot hit a resume
         struck = []
         for number, (phase, what) in enumerate(plan):
-            struck.append(kill_at(words, Files(run_dir, number), phase, what, rng, beside=beside))
-            if max(_reached(Files(run_dir, number)), default=0) >= NUM_STEPS - 20:
+            struck.append(kill_at(words, Files(run_dir, number, RANKS), phase, what, rng, beside=beside))
+            if max(_reached(Files(run_dir, number, RANKS)), default=0) >= NUM_STEPS - 20:
                 raise AssertionError(f"the run is too short: {number + 1} of {len(plan)} kills")
-        finish(words, Files(run_dir, len(plan)))
-        attempts = [Files(run_dir, number) for number in range(len(plan) + 1)]
+        finish(words, Files(run_dir, len(plan), RANKS))
+        attempts = [Files(run_dir, number, RANKS) for number in range(len(plan) + 1)]
         for one in attempts:
             for rank in range(RANKS):
                 assert one.steps(rank).items() <= expected[rank].items(), (beside, one.number)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kill_campaign import RANKS, RESUME, SETTINGS, Files, attempt, finish, is_in
+from tests.faults.kill_campaign import RANKS, RESUME, SETTINGS, entered, is_in, phases_of
 from tests.integration.runs import assert_same_bits, checkpoint, checkpoints, losses, outcome, read_tensors
-from tests.integration.test_kill_nine import arguments, prepare_media
+from tests.support.attempts import Files, arguments, attempt, finish, prepare_media
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ MOMENTS = (*RESUME, "training", "beginning a save", "copying to the host", "writ
 
 def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random.Random) -> tuple[list[int], int]:
     """Start the run and signal all ranks in a phase; return their exit codes, and the newest step at that moment."""
-    with attempt(words, files) as ranks:
+    with attempt(words, files, phases_of) as ranks:
         deadline, since, skip = time.monotonic() + 240, time.time(), rng.randrange(1, 3)
         if phase == "starting":
             time.sleep(0.3 * rng.random())
@@ -30,7 +30,7 @@ def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random
                 assert all(rank.is_alive() for rank in ranks), files.log()
                 assert time.monotonic() < deadline, files.log()
                 time.sleep(0.002)
-            before = files.entered(phase)
+            before = entered(files, phase)
             while not is_in(phase, files, before, since) and len(files.steps(0)) < skip + 4:
                 assert all(rank.is_alive() for rank in ranks), files.log()
                 assert time.monotonic() < deadline, files.log()
@@ -51,12 +51,12 @@ def test_a_signalled_run_saves_within_a_step_and_resumes(tmp_path: Path) -> None
     prepare_media(tmp_path)
     settings = {**SETTINGS, "training__num_steps": STEPS, "checkpoint__async_save": True}
     calm, run_dir = tmp_path / "calm", tmp_path / "asked"
-    finish(arguments(tmp_path, calm, **settings), Files(calm, 0))
+    finish(arguments(tmp_path, calm, **settings), Files(calm, 0, RANKS))
     words, reached = arguments(tmp_path, run_dir, **settings), 0
     moments = [MOMENTS[i % len(MOMENTS)] for i in range(SIGNALS)]
     rng.shuffle(moments)
     for number, phase in enumerate(moments):
-        files = Files(run_dir, number)
+        files = Files(run_dir, number, RANKS)
         codes, done = stop_at(words, files, phase, rng.choice([signal.SIGTERM, signal.SIGUSR1]), rng)
         steps = files.steps(0)
         if not steps:  # there was nothing to save; before Python installs the handler, the signal kills the rank
@@ -69,7 +69,7 @@ def test_a_signalled_run_saves_within_a_step_and_resumes(tmp_path: Path) -> None
         assert checkpoints(run_dir)[-1] == checkpoint(run_dir, reached).name
         assert (outcome(run_dir)["code"], outcome(run_dir)["step"]) == (75, reached)
     assert 20 < reached < STEPS
-    finish(words, Files(run_dir, SIGNALS))
+    finish(words, Files(run_dir, SIGNALS, RANKS))
     assert losses(run_dir) == losses(calm)
     assert all(len(values) == 1 for values in losses(run_dir).values())
     assert_same_bits(*(read_tensors(checkpoint(path, STEPS)) for path in (run_dir, calm)))

@@ -212,3 +212,12 @@ def held_out(run_dir: Path) -> dict[int, set[float]]:
         if "held_out/loss" in record:
             found.setdefault(record["step"], set()).add(record["held_out/loss"])
     return found
+
+
+def same(a: Any, b: Any) -> bool:
+    """Compare nested containers of tensors."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b

@@ -23,8 +23,8 @@ from tests.integration.runs import (
     read_tensors,
     scalars,
 )
-from tests.integration.test_kill_nine import prepare_media
 from tests.support import faults
+from tests.support.attempts import prepare_media
 from tests.support.ranks import Job, run_jobs
 
 pytestmark = pytest.mark.slow

@@ -63,6 +63,11 @@ def done(folder: Path) -> dict[str, Any]:
     add("no average", training__ema_decay=None)
     add("stopped", **LOOP, training__stop_at_step=4)
     add("goes on", at="stopped", **LOOP, training__ema_offload=True)
+    half = {"training__precision": "bf16", "training__num_steps": 8, "training__log_interval": 3}
+    half["checkpoint__interval"] = 4
+    add("bf16", **half)
+    add("bf16 stopped", **half, training__stop_at_step=4)
+    add("bf16 goes on", at="bf16 stopped", **half)
     named = checkpoint(folder / "options", 4)
     add("named", **LOOP, checkpoint__resume_from=named)
     add("named again", at="named", **LOOP, checkpoint__resume_from=named, training__num_steps=NUM_STEPS + 1)
@@ -124,6 +129,24 @@ def test_a_stopped_run_resumes_bitwise_equal(done: dict[str, Any], folder: Path)
     assert (done["stopped"].code, done["goes on"].code) == (75, 0), done["goes on"].err
     assert_same_bits(state(folder / "stopped", NUM_STEPS), state(folder / "options", NUM_STEPS))
     assert losses(folder / "stopped") == losses(folder / "options")
+
+
+def test_bf16_resumes_bitwise_equal_with_its_fp32_masters(done: dict[str, Any], folder: Path) -> None:
+    assert [done[name].code for name in ("bf16", "bf16 stopped", "bf16 goes on")] == [0, 75, 0]
+    end = state(folder / "bf16", 8)
+    assert_same_bits(state(folder / "bf16 stopped", 8), end)
+    assert losses(folder / "bf16 stopped") == losses(folder / "bf16")
+    for name, tensor in end.items():
+        # Weights that are updated in bf16 would still be bf16 numbers after eight steps.
+        if name.startswith(("weight.", "ema.")) and tensor.numel() > 1000:
+            assert not torch.equal(tensor, tensor.bfloat16().float()), name
+
+
+def test_counts_between_two_log_lines_survive_a_stop(done: dict[str, Any], folder: Path) -> None:
+    """There is a log line every three steps and before each checkpoint."""
+    counts = scalars(folder / "bf16", "consumed_samples")
+    assert counts == {step: counts[3] // 3 * step for step in (3, 4, 6, 8)}
+    assert scalars(folder / "bf16 stopped", "consumed_samples") == counts
 
 
 def test_validation_and_hooks_change_no_number(done: dict[str, Any], folder: Path) -> None:

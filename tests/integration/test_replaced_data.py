@@ -12,8 +12,7 @@ import pytest
 from dit.checkpoint.checkpointer import read_loader_state
 from dit.checkpoint.manifest import DATA, MANIFEST, read_manifest
 from tests.integration import actions
-from tests.integration.runs import checkpoint, letters
-from tests.integration.test_resume import same
+from tests.integration.runs import checkpoint, letters, same
 from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.small_data import npy, write_dataset
 

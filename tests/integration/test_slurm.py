@@ -55,14 +55,3 @@ def test_a_preempted_job_of_two_nodes_is_requeued_and_resumes(tmp_path):
     again = slurm.sbatch(tmp_path, FLAGS, more, environ(), restarts=1)
     assert (ended(again, tmp_path), slurm.is_requeued(tmp_path)) == (0, False)
     assert len(loss_values(run_dir)) == stopped + 2
-
-
-@pytest.mark.parametrize(
-    ("settings", "code"),
-    [({"training__num_stepz": 3}, 2), ({"data": "energon", "data__path": "/nowhere"}, 3)],
-    ids=["a misspelt setting", "no data"],
-)
-def test_a_job_that_must_not_run_again_is_not_requeued(tmp_path, settings, code):
-    slurm.commands(tmp_path)
-    job = slurm.sbatch(tmp_path, FLAGS, arguments(tmp_path / "run", **settings), environ())
-    assert (ended(job, tmp_path), slurm.is_requeued(tmp_path)) == (code, False)

@@ -31,9 +31,9 @@ from dit.verify.report import Verdict
 from dit.verify.trial import Trial, disturb_constants
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Pair, check_case, compare, tiny_pair
+from launch.verify import Pair, check_case, tiny_pair
 from tests.conftest import BuildModel
-from tests.laws.backbones import BACKBONES, CONDITIONED, NAMES, OTHER, REQUIRES, config_of, pack, run_of
+from tests.laws.backbones import BACKBONES, CONDITIONED, NAMES, OTHER, REQUIRES, compared, config_of, pack, run_of
 from tests.support.ranks import rows, selected
 
 
@@ -281,17 +281,8 @@ def supported(name: str, layout: str) -> bool:
 @pytest.fixture(scope="module")
 def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Verdict]:
     """Verdict of each selected case; each world size starts once."""
-    folder = tmp_path_factory.mktemp("layouts")
     pairs = {row: pair_of(*row) for row in sorted(selected(request, LAYOUT_ROW)) if supported(*row)}
-    references = {repr(pair.one): pair.one for pair in pairs.values()}
-
-    def trained(ranks: int, trials: Iterable[Trial]) -> list[dict[str, Any]]:
-        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
-        return run_world(ranks, cases, folder / str(ranks))
-
-    alone = dict(zip(references, trained(1, references.values())))
-    many = trained(2, [pair.many for pair in pairs.values()])
-    return {row: compare(pair, alone[repr(pair.one)], found) for (row, pair), found in zip(pairs.items(), many)}
+    return compared(pairs, tmp_path_factory.mktemp("layouts"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Worker functions of the pipeline tests: deliberate faults, sends, predictions and checkpoints."""
+"""Worker functions of the pipeline tests: sends, predictions and checkpoints."""
 
 import json
 from pathlib import Path
@@ -15,25 +15,6 @@ from dit.objectives.losses import UncertaintyWeighting
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.verify.trial import Built, global_values, global_weights, of_all_stages
-
-
-def forget_conditioners(chunks: list) -> None:
-    """Do not sum the gradients of the replicated embedders over stages."""
-    chunks[0].config.has_cond_embedder = False
-
-
-def share_buckets(chunks: list) -> None:
-    """Let the distributed optimizer shard the copies of an embedder differently on every stage."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.shared_embedding = False
-
-
-def count_copies(chunks: list) -> None:
-    """Count every copy of an embedder in the gradient norm."""
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.shared = False
 
 
 def watch_sends(case: dict) -> dict:

@@ -14,7 +14,8 @@ from dit.verify.report import Verdict
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
-from launch.verify import Pair, check_case, compare, tiny_pair
+from launch.verify import Pair, check_case, tiny_pair
+from tests.laws.backbones import compared
 from tests.support.ranks import rows, selected
 
 PART = Adversarial(start_step=0, num_layers=2, hidden_size=8, lr_factor=0.25)
@@ -42,17 +43,8 @@ def verdicts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str], Verdict]:
     """Verdict of each selected row; each world size starts once."""
-    folder = tmp_path_factory.mktemp("adversarial")
     pairs = {row: pair_of(row[0], LAYOUTS[row[1]]) for row in sorted(selected(request, ROW))}
-    recipes = {recipe: pair.one for (recipe, _), pair in pairs.items()}
-
-    def trained(ranks: int, trials: Any) -> list[dict[str, Any]]:
-        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
-        return run_world(ranks, cases, folder / str(ranks))
-
-    one = dict(zip(recipes, trained(1, recipes.values())))
-    many = trained(2, [pair.many for pair in pairs.values()])
-    return {row: compare(pair, one[row[0]], found) for (row, pair), found in zip(pairs.items(), many)}
+    return compared(pairs, tmp_path_factory.mktemp("adversarial"))
 
 
 @pytest.mark.parametrize(ROW, rows([(r, n) for r in RECIPES for n in LAYOUTS], lambda *case: case in QUICK))

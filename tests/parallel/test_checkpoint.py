@@ -1,4 +1,4 @@
-"""Checkpoints: ranks write equal shares, copy at most one parameter, and keep the name of every parameter."""
+"""Checkpoints: ranks write equal shares, copy at most one parameter, and move experts to other layouts."""
 
 import pytest
 import torch
@@ -11,19 +11,38 @@ from dit.errors import DataError
 
 DDP = {"data_parallel": "ddp"}
 FSDP = {"data_parallel": "fsdp"}
+EP2 = {"expert_model_parallel_size": 2}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"hidden_size": 96, "num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 192, "moe_capacity_factor": 1.5}
 DENSE = {"hidden_size": 64}
 LAYOUTS = {
-    2: {"ddp2": DDP, "fsdp2": FSDP, "distributed2": {}, "ep2": {"expert_model_parallel_size": 2}},
     4: {
         "distributed4": {},
-        "ep2_ddp4": {"expert_model_parallel_size": 2, **DDP},
+        "ep2_ddp4": {**EP2, **DDP},
         "tp2_pp2": {"pipeline_model_parallel_size": 2, **TP2SP},
         "tp2_fsdp2": {**FSDP, **TP2SP},
         "pp2_distributed2": {"pipeline_model_parallel_size": 2},
     },
+    1: {},
+    2: {"ddp2": DDP, "fsdp2": FSDP, "distributed2": {}, "ep2": EP2},
 }
+MOVED_EXPERTS = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+MOVED = {
+    4: {
+        "saved_on_four": ("save", {**EP2, **TP2SP}, "from_four"),
+        "saved_on_fsdp4": ("save", {**EP2, **FSDP}, "from_fsdp4"),
+    },
+    1: {
+        "loaded_on_one": ("load", DDP, "from_four"),
+        "fsdp4_on_one": ("load", DDP, "from_fsdp4"),
+        "saved_on_one": ("save", DDP, "from_one"),
+    },
+    2: {
+        "loaded_on_two": ("load", EP2, "from_one"),
+        "loaded_on_two_pp": ("load", {"pipeline_model_parallel_size": 2}, "from_four"),
+    },
+}
+"""Task, layout and folder of checkpoints of experts, by ranks and name."""
 NAMES = [name for named in LAYOUTS.values() for name in named]
 ERRORS = (OSError(5, "Input/output error", "/data/mine"), DataError("no shard"))
 SHARE_RTOL = 0.1  # headers and names; stages of one layer also have the head or the embedding
@@ -31,6 +50,7 @@ SHARE_RTOL = 0.1  # headers and names; stages of one layer also have the head or
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    """Results by name; each world size starts once. Experts move from four ranks to one, and from one to two."""
     folder = tmp_path_factory.mktemp("checkpoints")
     found = {}
     for world, named in LAYOUTS.items():
@@ -53,6 +73,9 @@ def results(tmp_path_factory):
             }
             failing = {"task": "tests.parallel.checkpoint_tasks:fail_on_the_first_rank"}
             cases |= {f"fails with {type(error).__name__}": {**failing, "error": error} for error in ERRORS}
+        for name, (task, parallel, moved) in MOVED[world].items():
+            moving = {"task": f"benchmarks.parallel_checkpoints:{task}", "parallel": parallel, "packed": True}
+            cases[name] = {**moving, "model": MOVED_EXPERTS, "folder": folder / moved}
         found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world_{world}")))
     return found
 
@@ -119,3 +142,26 @@ def test_parameters_of_two_precisions_keep_their_names(results):
             "layernorm" in name and torch.equal(loaded[name.replace("weight.", "model.", 1)], value)
         ), name
     assert saved["step"] == loaded["step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("saved_on_four", "loaded_on_one"),
+        ("saved_on_one", "loaded_on_two"),
+        ("saved_on_four", "loaded_on_two_pp"),
+        ("saved_on_four", "saved_on_one"),
+        ("saved_on_fsdp4", "fsdp4_on_one"),
+    ],
+)
+def test_checkpoints_move_experts_between_layouts_bitwise_unchanged(results, written, read):
+    """Weights, average, Adam's state, fingerprint and the weights in the model are equal."""
+    before, after = results[written], results[read]
+    for name, value in before.items():
+        equal = torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value
+        assert equal, name
+        model = after.get(name.replace("weight.", "model.", 1)) if name.startswith("weight.") else None
+        assert model is None or torch.equal(model, value), name
+    assert before["step"] == 7
+    assert before["drifted"] == []
+    assert any("mlp.experts.3." in name for name in before)

@@ -1,6 +1,6 @@
-"""Megatron-FSDP computes the numbers of one rank, and other layouts can resume its checkpoints.
+"""Megatron-FSDP: runs, shards, reductions, and checkpoints that other layouts resume.
 
-Runs train on packs of samples of three sizes.
+`test_layouts.py` compares its gradients with one rank. Runs train on packs of samples of three sizes.
 """
 
 import pytest
@@ -9,7 +9,6 @@ import torch
 from benchmarks.parallel_world import run_world
 from tests.parallel.fsdp_worker import MICRO_BATCHES
 from tests.support.ranks import rows, selected
-from tests.support.reference import assert_equal_training
 
 FSDP = {"data_parallel": "fsdp"}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -18,42 +17,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 DDP = {"data_parallel": "ddp"}
 HYBRID = {**FSDP, "num_distributed_optimizer_instances": 2}
-
-LAYOUTS = {
-    1: {"fsdp1": FSDP},  # nothing is sharded: the same recipe on a single device
-    2: {
-        "fsdp2": FSDP,
-        "fsdp2_optim_grads": {**FSDP, "fsdp_sharding": "optim_grads"},
-        "fsdp2_optim": {**FSDP, "fsdp_sharding": "optim"},
-        "cp2_fsdp": {**FSDP, "context_parallel_size": 2},
-    },
-    4: {
-        "tp2_sp_fsdp2": {**FSDP, **TP2SP},
-        "hybrid2x2": HYBRID,
-        "hybrid2x2_optim_grads": {**HYBRID, "fsdp_sharding": "optim_grads"},
-        "hybrid2x2_optim": {**HYBRID, "fsdp_sharding": "optim"},
-        "cp2_hybrid2x2": {**HYBRID, "context_parallel_size": 2},
-        "pp2_fsdp2": {**FSDP, **PP2},
-        "pp2_fsdp2_optim_grads": {**FSDP, **PP2, "fsdp_sharding": "optim_grads"},
-        "pp2_fsdp2_optim": {**FSDP, **PP2, "fsdp_sharding": "optim"},
-        "pp2_vpp2_fsdp2": {**FSDP, **PP2, "virtual_pipeline_model_parallel_size": 2},
-        "pp2_vpp2_fsdp2_optim": {**FSDP, **PP2, "virtual_pipeline_model_parallel_size": 2, "fsdp_sharding": "optim"},
-        "cp2_pp2_fsdp": {**FSDP, **PP2, **CP2},
-    },
-    8: {"pp2_hybrid2x2": {**HYBRID, **PP2}},
-}
-EXPERTS = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
-EP2 = {**FSDP, "expert_model_parallel_size": 2}
-EXPERT_LAYOUTS = {
-    2: {"ep2_fsdp_optim2": {**EP2, "fsdp_sharding": "optim"}},  # each expert on one rank, dense parameters on two
-    4: {"ep2_fsdp4": EP2, "ep2_tp2_sp_fsdp2": {**EP2, **TP2SP}, "experts_hybrid2x2": HYBRID},
-    8: {"ep2_pp2_fsdp4": {**EP2, **PP2}},
-}
-CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
-ROW, EXPERT_ROW, RESUMED_ROW = ("name", "packed"), ("expert_layout",), ("resumed", "saved")
-QUICK = {("fsdp1", False), *((name, True) for name in ("fsdp1", "fsdp2", "fsdp2_optim_grads", "fsdp2_optim"))}
-QUICK |= {(name, True) for name in ("tp2_sp_fsdp2", "hybrid2x2", "pp2_fsdp2", "pp2_vpp2_fsdp2_optim")}
-QUICK_EXPERTS = ("ep2_fsdp_optim2", "experts_hybrid2x2")
+RESUMED_ROW = ("resumed", "saved")
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 SMALL = ("awkward", "frozen", "joined")
 SHAPES = ["1x8x8", "1x6x6", "1x4x6"]  # 16, 9 and 6 tokens: their padding depends on the layout
@@ -69,9 +33,8 @@ NOISE_RTOL = 1e-3  # after steps on two layouts: the gradient of the keys' bias 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """Numbers of each selected case; each world size starts once."""
-    folder, wanted = tmp_path_factory.mktemp("fsdp"), selected(request, ROW)
+    folder = tmp_path_factory.mktemp("fsdp")
     resumed = {name for name, _ in selected(request, RESUMED_ROW)}
-    expert_layouts = {name for (name,) in selected(request, EXPERT_ROW)}
     saves = {"steps": 2, "look_after": True, "save": True, "steps_after": 2}
 
     def run(name, parallel, **options):
@@ -80,10 +43,6 @@ def results(request, tmp_path_factory):
 
     def resumes(name, parallel):  # and saves nothing
         return run(name, parallel, steps=2, look_before=True)
-
-    def experts(task, parallel):
-        task = f"benchmarks.parallel_checkpoints:{task}"
-        return {"task": task, "parallel": parallel, "packed": True, "model": EXPERTS, "folder": folder / "experts"}
 
     def small(backbone, parallel):
         return {"task": "tests.parallel.fsdp_worker:gradients", "backbone": backbone, "parallel": parallel}
@@ -109,7 +68,6 @@ def results(request, tmp_path_factory):
             "instance_hybrid_optim": shards(kinds["optim"]),
         },
         4: {
-            "saved_experts": experts("save", EP2),
             "fsdp2_to_fsdp4": resumes("fsdp2", FSDP),
             "fsdp2_to_tp2_sp_fsdp2": resumes("fsdp2", {**FSDP, **TP2SP}),
             "fsdp2_to_hybrid2x2": resumes("fsdp2", HYBRID),
@@ -137,23 +95,12 @@ def results(request, tmp_path_factory):
             "run_one": run("one", DDP, **saves),
             **{f"{backbone}_one": small(backbone, DDP) for backbone in SMALL},
             "frozen_fsdp1": small("frozen", FSDP),
-            "one_experts": {"parallel": DDP, "packed": True, "model": EXPERTS},
-            "loaded_experts": experts("load", DDP),
-            **{f"one_{packed}": {"parallel": DDP, "packed": packed} for packed in (False, True)},
         },
-        8: {},
     }
     found = {}
     for world, named in more.items():  # in this order: some cases read checkpoints of earlier ones
         cases = {name: case for name, case in named.items() if name in resumed or name not in RESUMED}
-        for name, parallel in LAYOUTS[world].items():
-            packings = (packed for packed in (False, True) if (name, packed) in wanted)
-            cases |= {f"{name}_{packed}": {"parallel": parallel, "packed": packed} for packed in packings}
-        for name, parallel in EXPERT_LAYOUTS.get(world, {}).items():
-            if name in expert_layouts:
-                cases[name] = {"parallel": parallel, "packed": True, "model": EXPERTS}
-        if cases:
-            found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world{world}")))
+        found |= zip(cases, run_world(world, list(cases.values()), folder / f"world{world}"))
     return found
 
 
@@ -167,28 +114,6 @@ def assert_close(given, expected, rtol):
 def assert_same(given, expected):
     assert given.keys() == expected.keys()
     assert [name for name in expected if not torch.equal(given[name], expected[name])] == []
-
-
-@pytest.mark.parametrize(ROW, rows(CASES, lambda *case: case in QUICK))
-def test_fsdp_equals_one_rank(results, name, packed):
-    assert_equal_training(results[f"one_{packed}"], results[f"{name}_{packed}"])
-
-
-@pytest.mark.parametrize(
-    EXPERT_ROW,
-    rows([(name,) for named in EXPERT_LAYOUTS.values() for name in named], lambda name: name in QUICK_EXPERTS),
-)
-def test_fsdp_with_experts_equals_one_rank(results, expert_layout):
-    """Weights of an expert are sharded over the ranks that have it, other weights over all ranks."""
-    assert_equal_training(results["one_experts"], results[expert_layout])
-
-
-def test_experts_move_to_one_rank_bitwise_unchanged(results):
-    saved, loaded = results["saved_experts"], results["loaded_experts"]
-    assert saved["fingerprint"] == loaded["fingerprint"]
-    tensors = {name: value for name, value in saved.items() if isinstance(value, torch.Tensor)}
-    assert any("mlp.experts.3." in name for name in tensors)
-    assert_same({name: loaded[name] for name in tensors}, tensors)
 
 
 @pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS])

@@ -10,6 +10,8 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -288,6 +290,13 @@ def test_the_lock_of_the_run_is_kept_by_the_writer(tmp_path):
     process.close(30.0)
     fcntl.flock(probe, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(probe)
+
+
+@pytest.mark.parametrize("module", ["writer", "copies"])
+def test_writers_start_without_torch(module):
+    """Importing it takes seconds."""
+    code = f"import sys, dit.checkpoint.background.{module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_a_killed_writer_is_named_and_replaced(world):
