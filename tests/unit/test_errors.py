@@ -24,7 +24,6 @@ from dit.errors import (
     one_line_errors,
 )
 from dit.terminal import printable
-from launch import train
 
 
 def test_only_long_words_are_shortened():
@@ -122,17 +121,6 @@ def test_a_full_disk_at_the_end_of_the_output_is_reported_in_one_line(command: t
         process = ended(command, full)
     assert process.stderr == f"error: {os.strerror(errno.ENOSPC)}; {DISK_ERRORS[errno.ENOSPC]}\n"
     assert process.returncode == EXIT_CONFIG
-
-
-def test_a_full_disk_during_a_configuration_write_is_reported_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    def write(task: object, path: str) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-
-    monkeypatch.setattr("launch.config_file.write", write)
-    assert train.main(["--factory", "tiny_dit", "--to-yaml", "run.yaml"]) == EXIT_CONFIG
-    assert capsys.readouterr().err == f"error: run.yaml: {os.strerror(errno.ENOSPC)}; {DISK_ERRORS[errno.ENOSPC]}\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -194,32 +194,6 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
     assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
 
 
-@pytest.mark.parametrize(
-    ("packing", "before", "after"),
-    [({}, True, False), ({}, False, True), (PACKED, True, True)],
-    ids=["dense on-off", "dense off-on", "packed on-on"],
-)
-def test_background_reads_the_same_and_resumes_anywhere(
-    mixed_folder: Path, packing: dict[str, Any], before: bool, after: bool
-) -> None:
-    mbs = 1 if packing else 4
-    common: dict[str, Any] = {"path": str(mixed_folder), "num_streams": 2, "shuffle_buffer": 10, **packing}
-    expected = take(build(EnergonData(**common), mbs=mbs), 15)
-    stream = build(EnergonData(**common, background=before), mbs=mbs)
-    resumed = build(EnergonData(**common, background=after), mbs=mbs)
-    try:
-        same(expected[:5], take(stream, 5))
-        resumed.load_state_dict(through_disk(stream.state_dict()))
-        same(expected[5:], take(resumed, 10))
-        # States taken before and after the first micro-batch of a resumed run are equivalent.
-        third = build(EnergonData(**common), mbs=mbs)
-        third.load_state_dict(through_disk(resumed.state_dict()))
-        same(take(resumed, 4), take(third, 4))
-    finally:
-        stream.close()
-        resumed.close()
-
-
 def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
     data = EnergonData(path=str(mixed_folder), num_streams=3, shuffle_buffer=0)
     keys = [key for batch in take(build(data, mbs=5), 15) for key in batch.keys]

@@ -91,11 +91,6 @@ def test_offsets_that_no_shard_has_are_refused(tmp_path: Path, offsets: tuple[in
         read_offsets(tmp_path / "a.tar")
 
 
-def test_valid_offsets_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.tar.idx").write_bytes(struct.pack("<3Q", 0, 1024, 2**62))
-    assert read_offsets(tmp_path / "a.tar").tolist() == [0, 1024, 2**62]
-
-
 def _edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
     def do(folder: Path) -> None:
         file = folder / ".nv-meta" / name

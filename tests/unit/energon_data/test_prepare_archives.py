@@ -25,22 +25,6 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
     return path
 
 
-def test_archives_and_samples_of_one_name_are_distinguished(tmp_path: Path) -> None:
-    """Equal names in two folders are two samples; the second of the same name in an archive is counted as skipped."""
-    for folder in ("a", "b"):
-        (tmp_path / "in" / folder).mkdir(parents=True)
-        write_tar(tmp_path / "in" / folder / "0.tar", {"1.png": PICTURE, "2.png": PICTURE})
-    with tarfile.open(tmp_path / "in" / "a" / "0.tar", "a") as tar:
-        member = tarfile.TarInfo("1.png")
-        member.size = len(PICTURE)
-        tar.addfile(member, io.BytesIO(PICTURE))
-    out = tmp_path / "out"
-    assert main([*COMMAND, "--in", str(tmp_path / "in"), "--out", str(out)]) == 0
-    found = json.loads((out / "dataset.json").read_text())
-    assert found["samples"] == {"train": 4}
-    assert found["skipped"] == {"duplicate": 1}
-
-
 def test_captions_of_an_archive_are_read_in_each_form_and_other_members_are_listed(tmp_path: Path) -> None:
     """A text next to a picture precedes the captions in its .json, as in a folder."""
     (tmp_path / "in").mkdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dit.batch import PackedBatch
-from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK, ConfigError
+from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_folder
 from energon_data.prepare.__main__ import main
@@ -187,8 +187,3 @@ def test_shuffled_captions_are_stored_with_their_embeddings(tmp_path):
 def test_impossible_orders_are_refused_by_name(settings):
     with pytest.raises(ConfigError, match=r"--(shuffle|keep)-tags"):
         Wording(**settings)
-
-
-def test_keep_tags_without_orders_is_one_line(tmp_path, capsys):
-    assert prepare(kohya_folder(tmp_path), tmp_path / "out", "--keep-tags", "1") == EXIT_CONFIG
-    assert "--keep-tags 1 has no effect without --shuffle-tags" in capsys.readouterr().err

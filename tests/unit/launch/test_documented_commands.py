@@ -1,7 +1,7 @@
 """Commands of the pages: each recipe plans at the world size of its command, and no two runs share a port.
 
-Some test checks every line of a fenced block, runs every Python block and follows every link. Pages are found by a
-search, so a new page or command is checked automatically.
+Some test checks every line of a fenced block and runs every Python block. Pages are found by a search, so a new page
+or command is checked automatically.
 """
 
 import io
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from launch import cli
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
@@ -76,7 +78,7 @@ def parsed(page: Path, line: str) -> Optional[Command]:
     recipe, *rest = text.split() if page.suffix == ".py" else shlex.split(text)  # lines of Python contain prose, too
     if PLACEHOLDER.fullmatch(recipe) or "." in recipe:  # the reader's own: tests/unit/launch/test_extending_pages.py
         return None
-    # Arguments name folders of the reader, which contain the objective: test_fine_tuning_page.py.
+    # Arguments name folders of the reader, which contain the objective: tests/integration/test_fine_tuning_page.py.
     recipe, has_base, _ = recipe.partition("(")
     rest = [word for word in rest if not (has_base and word.startswith("objective."))]
     planned = re.search(r"--world-size (\d+)", line)
@@ -137,6 +139,19 @@ def test_two_runs_on_one_machine_use_two_ports():
                 if "--standalone" not in command and "--nnodes" not in command:
                     sharing.append(f"{page}: torchrun {command}")
     assert not sharing, "\n".join(sharing)
+
+
+def test_torchrun_and_the_launcher_accept_their_flags():
+    """Recipes and settings are checked by test_a_documented_command_plans_at_its_world_size."""
+    lines = [
+        line for page in MARKDOWN for block in blocks(page) for line in block.text.replace("\\\n", " ").splitlines()
+    ]
+    commands = [line[line.index("torchrun") :] for line in lines if re.search(r"torchrun .*-m launch\.train", line)]
+    assert len(commands) >= 6
+    for command in commands:
+        options = get_args_parser().parse_args(shlex.split(command, comments=True)[1:])
+        assert (options.module, options.training_script) == (True, "launch.train")
+        cli.parse(options.training_script_args)
 
 
 def module_lines(page: Path) -> Iterator[tuple[str, str]]:
@@ -309,30 +324,6 @@ def test_clean_removes_the_output_of_all_demos_and_no_other_data_or_runs():
     assert len(written) > 40
     assert written <= removed
     assert {name for name in removed if name.startswith(("data", "runs"))} <= written
-
-
-def anchors(page: Path) -> set[str]:
-    """Return what links may point to in a page: its headings, as GitHub spells them."""
-    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", MARKDOWN, ids=str)
-def test_the_links_of_a_page_exist(page):
-    """Files, folders and headings of this repository."""
-    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        file, _, heading = target.partition("#")
-        if "://" in target:
-            continue
-        found = (ROOT / page.parent / file).resolve() if file else ROOT / page
-        assert found.exists(), f"{page}: {target}"
-        assert not heading or heading in anchors(found.relative_to(ROOT)), f"{page}: {target}"
-
-
-def test_every_page_of_docs_is_in_its_list():
-    listed = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs/README.md").read_text())
-    assert {path.name for path in MARKDOWN if path.parts[0] == "docs"} - {"README.md"} <= set(listed)
 
 
 RUNS_THE_PYTHON = {

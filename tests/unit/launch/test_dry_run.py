@@ -9,7 +9,6 @@ from dit.convert.diffusers_format import export_line
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.monitoring.flops import PackFlops
-from dit.objectives.ddpm import DDPM
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelDims
 from launch import dry_run
@@ -82,11 +81,6 @@ def test_networks_of_the_objective_are_counted():
     assert f"checkpoint  {16 * (count + added) / dry_run.GIB:,.3f} GiB" in text
 
 
-def test_a_world_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="global_batch_size=64"):
-        dry_run.report(call_recipe("letters_dit"), world_size=3)
-
-
 def test_the_micro_batch_is_the_largest_that_fits():
     """It is the largest divisor of a replica's share of 256 that is at most 32."""
     task = call_recipe("dit_xl2_imagenet")
@@ -118,12 +112,6 @@ def test_a_global_batch_that_no_micro_batch_divides_is_refused(world_size, inter
     with pytest.raises(ConfigError) as caught:
         dry_run.report(task, world_size)
     assert all(word in str(caught.value) for word in words)
-
-
-def test_a_short_run_reports_its_changed_warm_up():
-    task = call_recipe("letters_dit")
-    task.training.num_steps = 50
-    assert "a warm-up of 50 steps, not schedule.warmup_steps=" in laid_out(task)
 
 
 def test_the_default_is_the_smallest_number_of_ranks():
@@ -207,14 +195,6 @@ def test_a_plan_refuses_settings_that_training_refuses(part, setting, value):
     task = call_recipe("tiny_dit")
     setattr(getattr(task, part), setting, value)
     with pytest.raises(ConfigError, match=re.escape(f"{part}.{setting}={value!r}")):
-        dry_run.report(task, None)
-
-
-def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
-    task = call_recipe("tiny_dit")
-    task.objective = fiddle.Config(DDPM, discrete_steps=30)
-    task.sampling.num_steps = 31
-    with pytest.raises(ConfigError, match="31 sampling steps"):
         dry_run.report(task, None)
 
 

@@ -231,6 +231,7 @@ DAMAGED = (
     '{"kind": "scalars", "step": 3, "attempt": 1, "time": 1, "samples_per_s": ' + "9" * 400 + "}",
     '{"kind": "incident", "step": 3, "incident": "rewind"}',
     '{"kind": "incident", "step": 3, "incident": "rewind", "details": {"to_step": null}}',
+    '{"kind": "incident", "step": 3, "time": 1, "attempt": 1, "incident": "rewind", "details": {"to_step": "x"}}',
     '{"kind": "incident", "step": 3, "time": 1, "attempt": 1, "incident": "rewind", "details": {"to_step": 1e999}}',
     '{"kind": "incident", "step": 3, "incident": "spike", "details": [1]}',
     '{"kind": "scalars", "step": ' + "[" * 100_000 + "}",

@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,12 +165,6 @@ def test_the_command_has_its_exit_codes(
     assert main(["letters", "--out", str(precious), "--fonts", str(one_font), "--force"]) == 2
     assert (precious / "thesis.txt").exists()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "fonts", "out", "precious"]
-
-
-def test_the_module_runs_as_a_command() -> None:
-    run = subprocess.run([sys.executable, "-m", "energon_data.prepare", "--help"], capture_output=True, text=True)
-    assert run.returncode == 0
-    assert "letters" in run.stdout
 
 
 def test_a_failed_run_leaves_no_file(bundled_fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
