@@ -45,14 +45,6 @@ def case(request: pytest.FixtureRequest, mixed_folder: Path, picture_folder: Pat
     return CASES[request.param](mixed_folder, picture_folder)
 
 
-def test_order_does_not_depend_on_data_parallel_size(case: tuple[DataConfig, int]) -> None:
-    data, mbs = case
-    alone = take(build(data, mbs=mbs), 24)
-    for dp in (2, 3, 8):  # 3 ranks share all four streams, ranks r and r + 4 of 8 one of them
-        ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
-        same(alone, [next(ranks[j % dp]) for j in range(24)])
-
-
 def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) -> None:
     """The k-th sample of stream s is draw k * 4 + s of four streams, in whatever micro-batch it comes."""
     data, mbs = case
@@ -82,9 +74,9 @@ def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: 
     same(rest, take(twice, 13))
 
 
-@pytest.mark.parametrize("worlds", [(1, 2, 3, 8), (8, 1, 6)])
+@pytest.mark.parametrize("worlds", [(2, 1, 3, 8), (8, 1, 6)])
 def test_a_stream_resumes_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
-    """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn."""
+    """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn, and all have one order."""
     data, mbs = case
     alone, state = build(data, mbs=mbs), None
     for dp in worlds:

@@ -44,24 +44,13 @@ from tests.unit.energon_data.awkward_media import (
     turned_mp4,
 )
 
-# Sizes.
-
-
 # Files.
 
 
-def test_transparent_pixels_are_white_and_rotated_pictures_upright():
+def test_transparent_pixels_are_white():
     see_through = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     see_through.putpixel((1, 0), (10, 20, 30, 255))
     assert np.asarray(open_picture(as_file(see_through))).tolist() == [[[255, 255, 255], [10, 20, 30]]]
-    exif = Image.Exif()
-    exif[0x0112] = 6  # turned by a quarter
-    assert open_picture(as_file(noise(40, 20), exif=exif)).size == (20, 40)
-
-
-def test_sixteen_bit_grey_is_converted_exactly():
-    grey = Image.fromarray(np.array([[0, 32768, 65535]], np.uint16))
-    assert np.asarray(open_picture(as_file(grey)))[0, :, 0].tolist() == [0, 128, 255]
 
 
 # From folder to training and back.

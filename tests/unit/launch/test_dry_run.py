@@ -129,20 +129,6 @@ def test_the_layout_names_the_instances_of_hybrid_sharding():
     assert "data 4, data_parallel=fsdp, 2 instances\n" in laid_out(task, world_size=4)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}, {"model.out_channels": 2}],
-    ids=str,
-)
-def test_a_dry_run_refuses_settings_that_training_refuses(change):
-    task = call_recipe("letters_dit")
-    for path, value in change.items():
-        part, _, field = path.partition(".")
-        setattr(getattr(task, part), field, value)
-    with pytest.raises(ConfigError):
-        dry_run.report(task, world_size=None)
-
-
 def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
     """A clip of 24 x 32 x 32 patches; attention in frames and columns leaves out most pairs of its tokens."""
     task = call_recipe("mock_stdit_xl")
@@ -181,11 +167,8 @@ def test_a_pack_holds_as_many_samples_as_fit():
 @pytest.mark.parametrize(
     ("part", "setting", "value"),
     [
+        ("optimizer", "lr", -1.0),
         ("sampling", "num_steps", 0),
-        ("sampling", "num_steps", -1),
-        ("sampling", "samples_per_class", -1),
-        ("sampling", "guidance_scale", float("inf")),
-        ("sampling", "guidance_scale", float("nan")),
         ("sampling", "solver", "rk45"),
         ("logging", "profile_steps", [5, 2]),
     ],

@@ -105,16 +105,6 @@ def test_a_run_that_failed_before_its_first_step_has_all_lines(tmp_path: Path) -
     assert (said["step"], said["loss"], said["incidents"]) == ("0, attempt 1", "none yet", "none")
 
 
-def test_steps_discarded_by_a_rewind_do_not_count(tmp_path: Path) -> None:
-    """After a rewind, the run's step is not the largest step of the log, and losses of later steps are dropped."""
-    back = record("incident", 21, incident="rewind", details={"to_step": 8})
-    again = [scalars(9, loss=0.5), scalars(10, loss=0.25)]
-    status = read_status(run_folder(tmp_path / "run", *map(scalars, range(1, 21)), back, *again))
-    assert status.step == 10
-    assert max(status.series["loss"]) == 10
-    assert status.series["loss"][10] == 0.25
-
-
 def publish(folder: Path, step: int, published: float) -> None:
     saved = folder / "checkpoints" / f"iter_{step:07d}"
     saved.mkdir(parents=True)

@@ -2,16 +2,13 @@
 
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from dit.batch import PackedBatch
 from dit.data_api import BatchSpec
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import ENCODERS
@@ -100,11 +97,6 @@ def described(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> 
         (folder / "fonts" / name).write_bytes((bundled_fonts / name).read_bytes())
     prepare_letters(folder / "data", fonts=[folder / "fonts"], variations=1, text_encoder=ENCODER)
     return folder / "data"
-
-
-def stream_of(stream: Any) -> Iterator[PackedBatch]:
-    while True:
-        yield next(stream)
 
 
 def spec(context_size: int) -> BatchSpec:
