@@ -1,6 +1,5 @@
-"""docs/fine-tuning.md: all commands work as shown, in order, on a tiny PixArt; training and sampling take few steps."""
+"""Pages of fine-tuning and FLUX.2: all commands work as shown, in order; training and sampling take few steps."""
 
-import shlex
 from pathlib import Path
 
 import pytest
@@ -10,18 +9,11 @@ from PIL import Image
 
 from tests.parity.convert_cases import random_weights
 from tests.support.encoders import T5_WIDTH, save_stable_diffusion, save_t5, save_vae
-from tests.support.ranks import Job, run_jobs
-from tests.unit.launch.pages import run_line, shown_commands
+from tests.unit.launch import pages
 
 pytestmark = pytest.mark.slow
 
-LINES = shown_commands(Path("docs/fine-tuning.md"))
-SHORT = {
-    "launch.train": "training.num_steps=2 training.precision=fp32 logging.tensorboard=False",
-    "launch.sample": "--count 3 --steps 2",
-    "energon_data.prepare": "--multiple-of 16 --processes 1",
-}
-"""Words added to a command; later words override earlier ones."""
+TRAINING = "training.num_steps=2 training.precision=fp32 logging.tensorboard=False"
 MADE = (
     *("runs/pixart", "data/mine", "runs/direct", "runs/finetune_lora", "runs/finetune", "lora.png", "lora.safetensors"),
     *("lora/pytorch_lora_weights.safetensors", "lora/adapter_config.json", "lora/adapter_model.safetensors"),
@@ -50,19 +42,19 @@ def models_and_pictures(folder: Path) -> None:
                 (folder / name / f"{i}.txt").write_text("a red circle")
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("page")
-    models_and_pictures(folder)
-    jobs = {
-        line: Job(run_line, {"line": f"{line} {SHORT.get(shlex.split(line)[2], '')}", "folder": folder})
-        for line in LINES
-    }
-    ended = run_jobs(folder / "world", jobs)
-    assert {line: end.err for line, end in ended.items() if end.code} == {}
-    return folder
+def test_every_command_of_fine_tuning_works(tmp_path: Path) -> None:
+    """On a tiny PixArt and a tiny Stable Diffusion XL."""
+    models_and_pictures(tmp_path)
+    words = {"launch.train": TRAINING, "launch.sample": "--count 3 --steps 2"}
+    words["energon_data.prepare"] = "--multiple-of 16 --processes 1"
+    ended = pages.follow(pages.shortened("docs/fine-tuning.md", words), tmp_path)
+    assert len(ended) == 24
+    assert [name for name in MADE if not (tmp_path / name).exists()] == []
 
 
-def test_every_command_of_the_page_works(followed: Path) -> None:
-    assert len(LINES) == 24
-    assert [name for name in MADE if not (followed / name).exists()] == []
+def test_every_command_of_flux2_works(tmp_path: Path) -> None:
+    """The last command compares the pictures of both code bases."""
+    words = {"launch.train": TRAINING, "launch.sample": "--steps 2", "energon_data.prepare": "--count 4"}
+    ended = pages.follow(pages.shortened("examples/flux2/README.md", words), tmp_path)
+    assert "examples.flux2.compare" in list(ended)[-1]
+    assert (tmp_path / "both.png").exists()

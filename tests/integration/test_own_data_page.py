@@ -18,8 +18,8 @@ from pyarrow import parquet
 from energon_data.media_files import video_bytes
 from tests.integration.actions import Ended
 from tests.support.encoders import save_vae
-from tests.support.ranks import Job, run_jobs
-from tests.unit.launch.pages import run_line, shown_commands
+from tests.unit.launch import pages
+from tests.unit.launch.pages import shown_commands
 
 LINES = [line for line in shown_commands(Path("docs/own-data.md")) if line.startswith("python")]
 TRAINING = "training.num_steps=2 logging.tensorboard=False schedule.warmup_steps=0"
@@ -60,15 +60,12 @@ def own_files(folder: Path) -> None:
 
 
 def follow(folder: Path, lines: list[str]) -> dict[str, Ended]:
-    def shortened(line: str) -> str:
+    def added(line: str) -> str:
         words = shlex.split(line)
         more = (AUTOENCODER if "pictogram_autoencoder" in words else OWN) if "launch.train" in words else ""
-        return f"{line} {more or SHORT.get(words[2], '')}"
+        return more or SHORT.get(words[2], "")
 
-    jobs = {line: Job(run_line, {"line": shortened(line), "folder": folder}) for line in lines}
-    ended = run_jobs(folder / "world", jobs)
-    assert {line: end.err for line, end in ended.items() if end.code} == {}
-    return ended
+    return pages.follow({line: added(line) for line in lines}, folder)
 
 
 def grid(folder: Path, name: str) -> Image.Image:

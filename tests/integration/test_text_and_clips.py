@@ -93,7 +93,8 @@ def test_clips_are_written_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, d
     folder, done = clips
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
     metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
-    assert metadata.pop("guard")["bad_steps"] == [] and metadata.pop("skipped_updates") == 0
+    assert metadata.pop("guard")["bad_steps"] == []
+    assert metadata.pop("skipped_updates") == 0
     # Packs mix stills and clips; samples are clips.
     unnamed = {"text_encoder": None, "autoencoder": None, "attributions": []}
     assert metadata == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, **unnamed}

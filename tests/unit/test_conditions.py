@@ -309,17 +309,6 @@ def test_shards_have_every_condition_and_missing_or_unused_ones_are_named(tmp_pa
     assert match_conditions([sized(POOLED)], None) == []
 
 
-def test_texts_of_two_encoders_are_dropped_together() -> None:
-    """Each text has its own lengths and layout, and both are dropped together."""
-    first, second = (make_batch().conditions[name] for name in ("context", "context_2"))
-    assert first.layout.lengths != second.layout.lengths
-    half = torch.tensor([0.1, 0.9] * 3)
-    batch = make_batch()
-    found = batch.conditions.drop(WANTED, lambda purpose: half, batch.layout)
-    flags = [found[name].dropped_S.tolist() for name in ("context", "context_2", "pooled")]
-    assert flags == [[True, False] * 3] * 3
-
-
 @pytest.mark.parametrize(("tokens", "lengths"), [(1, [2, 5, 1]), (2, [2, 4, 5]), (4, [4, 4, 4])])
 def test_a_dropped_text_becomes_the_embedding_of_the_empty_text(tokens: int, lengths: list[int]) -> None:
     """The tokens of the empty text are repeated to the length of the text."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo, log_to_stderr, printable, progress
 from energon_data.inspect import main as inspect
 from energon_data.prepare.__main__ import main as prepare
@@ -48,15 +47,6 @@ def test_progress_rewrites_one_line_of_a_terminal(
     assert capsys.readouterr().err == expected
 
 
-def test_an_error_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    @one_line_errors
-    def command() -> int:
-        raise ConfigError(f"{ATTACK} is no setting")
-
-    assert command() == 2
-    assert capsys.readouterr().err == "error: ?]0;title??[2J?31m? is no setting\n"
-
-
 def test_the_log_is_printed_without_control_characters() -> None:
     """In a separate process, because pytest captures the log of this one."""
     program = (
@@ -92,23 +82,18 @@ def pictures(folder: Path) -> Path:
     return folder
 
 
-def test_control_characters_in_file_names_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, out = pictures(tmp_path / "in"), tmp_path / "out"
-    words = ["--in", str(source), "--out", str(out), "--size", "32", "--processes", "1"]
+def test_control_characters_in_file_names_and_data_sets_are_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ["--in", str(pictures(tmp_path / "in")), "--out", str(out), "--size", "32", "--processes", "1"]
     assert prepare(["images", *words]) == 0
     shown = "".join(capsys.readouterr())
     assert "broken?]0;title" in shown
     assert is_safe(shown)
-
-
-def test_control_characters_in_data_sets_are_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    words = ["--in", str(pictures(tmp_path / "in")), "--out", str(out), "--size", "32", "--processes", "1"]
-    assert prepare(["images", *words]) == 0
     described = json.loads((out / "dataset.json").read_text())
     described |= {"class_names": [ATTACK], "text_encoder": ATTACK, "latent_shape": ATTACK}
     (out / "dataset.json").write_text(json.dumps(described))
-    capsys.readouterr()
     inspect([str(out)])
     shown = "".join(capsys.readouterr())
     assert "?]0;title" in shown

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.kernels import CHIPS, LATENCY_S, OTHERWISE, Traffic, kind_of, occupancy
+from benchmarks.kernels import CHIPS, LATENCY_S, OTHERWISE, Traffic, occupancy
 from tests.integration import actions
 from tests.support.ranks import Job, run_jobs
 
@@ -76,22 +76,6 @@ def test_an_operator_of_torch_is_not_counted():
     with Traffic() as traffic:
         torch.ones(3) + 1
     assert (traffic.read, traffic.written) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA A100-SXM4-80GB", None),
-        ("CPU", None),
-    ],
-)
-def test_a_measurement_is_compared_with_the_model_of_its_device(name, kind):
-    assert kind_of(name) == kind
-    assert OTHERWISE in CHIPS
 
 
 def test_the_present_device_is_modelled_unless_another_is_requested(monkeypatch, capsys):

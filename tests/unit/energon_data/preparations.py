@@ -1,6 +1,7 @@
 """Preparation of pictures for tests, and access to the shards and samples that it writes."""
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from energon_data.cookers import cook_clip
 from energon_data.decoder import decode_sample
+from energon_data.prepare.__main__ import main
 from energon_data.prepare.media import Options
 from energon_data.prepare.pictures import Fit
 from energon_data.prepare.preparation import Preparation
@@ -41,6 +43,39 @@ def prepare(source: Path, out: Path, command: str = "images", processes: int = 1
     options = kwargs.pop("options", Options(fit=Fit(multiple_of=16)))
     arguments = {"samples_per_shard": 5, "validation": 0.3, **kwargs}
     return Preparation.of(command, source, out, options, **arguments).run(processes=processes, force=force)
+
+
+def run(source: object, out: Path, *words: str, command: str = "images") -> int:
+    """Run a command of `energon_data.prepare` without held-out samples, and return its exit code."""
+    return main([command, "--in", str(source), "--out", str(out), "--validation", "0", "--processes", "1", *words])
+
+
+def described(source: object, out: Path, *words: str, command: str = "images") -> dict:
+    """Run a command and return its `dataset.json`."""
+    assert run(source, out, *words, command=command) == 0
+    return json.loads((out / "dataset.json").read_text())
+
+
+def metadata_of(folder: Path) -> dict[str, dict]:
+    """Return the metadata of each sample in the shards, by its source."""
+    found = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.name.endswith(".json"):
+                    about = json.loads(archive.extractfile(member).read())
+                    found[about["source"]] = about
+    return found
+
+
+def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
 
 
 def shards(folder: Path) -> dict[str, bytes]:

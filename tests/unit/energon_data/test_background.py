@@ -180,6 +180,10 @@ def test_every_position_resumes_bitwise_equal(
         assert [again["streams"][s]["behind"] for s in (0, 1)] == behind[n]
         same(expected[n + 1 : n + 8], take(resumed, 7))
         resumed.close()
+        other = build(EnergonData(**common, background=n % 2 == 1), mbs=mbs)
+        other.load_state_dict(again)
+        same(expected[n + 1 : n + 5], take(other, 4))
+        other.close()
     stream.close()
 
 

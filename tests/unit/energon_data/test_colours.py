@@ -1,17 +1,14 @@
 """Preparation converts pictures of wider colour spaces to sRGB, or counts and names those that it cannot convert."""
 
 import io
-import json
 
 import av
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from dit.errors import EXIT_OK
 from dit.media import reads_heic
-from energon_data.media_files import open_picture, read_pixels
-from energon_data.prepare.__main__ import main
+from energon_data.media_files import open_picture
 from tests.unit.energon_data.colour_profiles import (
     ADOBE_RGB,
     DISPLAY_P3,
@@ -22,7 +19,7 @@ from tests.unit.energon_data.colour_profiles import (
     rgb_profile,
     srgb_curve,
 )
-from tests.unit.energon_data.preparations import as_file
+from tests.unit.energon_data.preparations import as_file, described
 
 ROUNDING = 1.5  # of 255: rounding of the conversion in 16 bits, and of the result in 8
 
@@ -140,19 +137,10 @@ def test_the_preparation_counts_colours_and_names_a_file_of_each_kind(tmp_path, 
     clips = {"hlg": (18, 9), "pq": (16, 9), "wide": (1, 12), "bt709": (1, 1), "unstated": (2, 2)}
     for name, (transfer, primaries) in clips.items():
         (source / f"{name}.mkv").write_bytes(clip(transfer, primaries))
-    words = ("--in", str(source), "--out", str(tmp_path / "out"), "--validation", "0", "--processes", "1")
-    assert main(["folder", *words]) == EXIT_OK
+    found = described(source, tmp_path / "out", command="folder")
     summary = capsys.readouterr().out
     assert "  colours converted to sRGB: 1 sample (phone.png)" in summary
     assert "  colour profile not readable, taken as sRGB: 1 sample (damaged.png)" in summary
     assert "  HDR or wide-gamut clips, colours not converted: 3 samples (hlg.mkv)" in summary
     counts = {"converted": 1, "bad_profile": 1, "not_converted": 3}
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["colours"] == counts
-
-
-def test_training_reads_a_stored_file_with_its_profile():
-    """Older data sets contain files with their profiles."""
-    chart = colour_chart()
-    pixels = read_pixels(as_file(chart, icc_profile=rgb_profile(DISPLAY_P3)), "png")
-    expected = in_srgb(np.asarray(chart), DISPLAY_P3)
-    assert np.abs(pixels[:, 0].numpy().transpose(1, 2, 0) - expected).max() < ROUNDING
+    assert found["colours"] == counts

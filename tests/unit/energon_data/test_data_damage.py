@@ -17,7 +17,6 @@ from energon_data.dataset import EnergonData
 from energon_data.decoder import decode_sample, read_npy
 from energon_data.prepare.shards import ShardWriter, write_energon_metadata
 from energon_data.samples import SampleError, checksum, seal, unseal
-from energon_data.skip_log import Skip, SkipCounter, TooManyDroppedError
 
 Copy = Callable[[Path], Path]
 
@@ -387,18 +386,6 @@ def test_dropping_everything_ends_instead_of_looping(mixed_folder: Path, monkeyp
     monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 150)
     with pytest.raises(DataError, match=r"too many samples were dropped.*'aesthetic_score': 150"):
         run(mixed_folder, min_aesthetic_score=2.0)
-
-
-def test_the_skip_counter_returns_each_entry_once() -> None:
-    ledger = SkipCounter(1)
-    drop = Skip("too_long", "k", "s", "d", lost=False)
-    loss = Skip("checksum", "k", "s", "d", lost=True)
-    ledger.skip(drop)
-    ledger.skip(loss)
-    assert ledger.drain() == [drop, loss]
-    assert ledger.drain() == []
-    with pytest.raises(TooManyDroppedError):
-        ledger.skip(loss)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -28,9 +28,10 @@ from energon_data.skip_log import GIVE_UP_AFTER
 from launch import cli
 from launch.train import resolve
 from tests.support import encoders
+from tests.unit.launch import pages
+from tests.unit.launch.pages import ROOT
 
-ROOT = Path(__file__).parents[3]
-PAGE = ROOT / "energon_data" / "README.md"
+PAGE = Path("energon_data/README.md")
 LOADER_PAGE = ROOT / "docs" / "data.md"
 
 
@@ -42,15 +43,14 @@ def spec(**changes) -> BatchSpec:
 
 def command(start: str) -> list[str]:
     """Return the words of the only command of the page with this start."""
-    lines = PAGE.read_text().replace("\\\n", "").splitlines()
-    (line,) = (line for line in lines if line.startswith(start))
+    (line,) = (line for line in pages.shown_commands(PAGE) if line.startswith(start))
     return shlex.split(line)
 
 
 @pytest.fixture
 def written(tmp_path, monkeypatch) -> Path:
     """Run the page's example in an empty folder, as a script."""
-    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (example,) = (block.text for block in pages.blocks(PAGE) if block.language == "python")
     script = tmp_path / "example.py"
     script.write_text(example)
     monkeypatch.chdir(tmp_path)

@@ -45,14 +45,6 @@ def case(request: pytest.FixtureRequest, mixed_folder: Path, picture_folder: Pat
     return CASES[request.param](mixed_folder, picture_folder)
 
 
-def test_order_does_not_depend_on_data_parallel_size(case: tuple[DataConfig, int]) -> None:
-    data, mbs = case
-    alone = take(build(data, mbs=mbs), 24)
-    for dp in (2, 3, 8):  # 3 ranks share all four streams, ranks r and r + 4 of 8 one of them
-        ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
-        same(alone, [next(ranks[j % dp]) for j in range(24)])
-
-
 def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) -> None:
     """The k-th sample of stream s is draw k * 4 + s of four streams, in whatever micro-batch it comes."""
     data, mbs = case
@@ -82,9 +74,9 @@ def test_a_resumed_stream_is_bitwise_equal(case: tuple[DataConfig, int], steps: 
     same(rest, take(twice, 13))
 
 
-@pytest.mark.parametrize("worlds", [(1, 2, 3, 8), (8, 1, 6)])
+@pytest.mark.parametrize("worlds", [(2, 1, 3, 8), (8, 1, 6)])
 def test_a_stream_resumes_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
-    """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn."""
+    """A step has 24 micro-batches; four streams are read by more and by fewer ranks in turn, and all have one order."""
     data, mbs = case
     alone, state = build(data, mbs=mbs), None
     for dp in worlds:
@@ -192,32 +184,6 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
     order = [key for batch in take(build(dense, mbs=1), len(read) + 24) for key in batch.keys]
     # All samples that were read from disk, except for the buffer of 24, each once for every time that it was read.
     assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
-
-
-@pytest.mark.parametrize(
-    ("packing", "before", "after"),
-    [({}, True, False), ({}, False, True), (PACKED, True, True)],
-    ids=["dense on-off", "dense off-on", "packed on-on"],
-)
-def test_background_reads_the_same_and_resumes_anywhere(
-    mixed_folder: Path, packing: dict[str, Any], before: bool, after: bool
-) -> None:
-    mbs = 1 if packing else 4
-    common: dict[str, Any] = {"path": str(mixed_folder), "num_streams": 2, "shuffle_buffer": 10, **packing}
-    expected = take(build(EnergonData(**common), mbs=mbs), 15)
-    stream = build(EnergonData(**common, background=before), mbs=mbs)
-    resumed = build(EnergonData(**common, background=after), mbs=mbs)
-    try:
-        same(expected[:5], take(stream, 5))
-        resumed.load_state_dict(through_disk(stream.state_dict()))
-        same(expected[5:], take(resumed, 10))
-        # States taken before and after the first micro-batch of a resumed run are equivalent.
-        third = build(EnergonData(**common), mbs=mbs)
-        third.load_state_dict(through_disk(resumed.state_dict()))
-        same(take(resumed, 4), take(third, 4))
-    finally:
-        stream.close()
-        resumed.close()
 
 
 def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:

@@ -28,53 +28,13 @@ def restate(file: Path, **entries: object) -> None:
 
 
 def linked(name: str, target: str) -> Callable[[Path], object]:
-    def act(folder: Path) -> None:
-        (folder / name).unlink()
-        (folder / name).symlink_to(target)
-
-    return act
+    """Replace a file by a link to `target`."""
+    return lambda folder: [(folder / name).unlink(), (folder / name).symlink_to(target)]
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a shard that links to itself": (linked(SHARD, SHARD), rf"{SHARD} is missing"),
-    "metadata without end": (
-        linked(".nv-meta/dataset.yaml", "/dev/zero"),
-        r"dataset\.yaml cannot be read.*regular file",
-    ),
-    "an index without end": (linked(f"{SHARD}.idx", "/dev/zero"), rf"{SHARD} has no index"),
-    "numbers for names": (
-        lambda folder: restate(folder / ".nv-meta" / "split.yaml", split_parts={"train": [SHARD], "val": [3]}),
-        r"'val' in .*split\.yaml is \[3\], and must be a list of shards",
-    ),
-    "not a list": (
-        lambda folder: restate(folder / ".nv-meta" / "split.yaml", split_parts={"train": 0.5}),
-        r"'train' in .*split\.yaml is 0\.5",
-    ),
-    "shards without end": (
-        lambda folder: restate(folder / ".nv-meta" / "split.yaml", exclude=["{0..99999}{a,b}{0..99999}"]),
-        r"'exclude' in .*split\.yaml names more than 10,000,000 shards",
-    ),
-    "a number of ten thousand digits": (
-        lambda folder: restate(folder / ".nv-meta" / "split.yaml", exclude=["{0.." + "9" * 10_000 + "}"]),
-        r"'exclude' in .*split\.yaml: ",
-    ),
-    "no description": (
-        lambda folder: (folder / "dataset.json").write_text("[]"),
-        r"dataset\.json is not a valid description of a data set",
-    ),
-    "a shard of no size": (
-        lambda folder: restate(folder / "dataset.json", shards={SHARD: 3}),
-        rf"dataset\.json has no valid entry for shard '{SHARD}'",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_nonsense_is_refused_by_name(mixed_folder: Path, copy_of: Copy, damage: str) -> None:
-    folder, (act, words) = copy_of(mixed_folder), DAMAGE[damage]
-    act(folder)
-    with pytest.raises(DataError, match=words):
-        EnergonData(path=str(folder)).validate(spec(), 1, 1)
+def split(**entries: object) -> Callable[[Path], None]:
+    """Change entries of `split.yaml`."""
+    return lambda folder: restate(folder / ".nv-meta" / "split.yaml", **entries)
 
 
 def test_a_folder_that_energon_cannot_open_is_refused_with_its_message(mixed_folder: Path, copy_of: Copy) -> None:
@@ -89,19 +49,6 @@ def test_offsets_that_no_shard_has_are_refused(tmp_path: Path, offsets: tuple[in
     (tmp_path / "a.tar.idx").write_bytes(struct.pack(f"<{len(offsets)}Q", *offsets))
     with pytest.raises(DataError, match="do not ascend from 0"):
         read_offsets(tmp_path / "a.tar")
-
-
-def test_valid_offsets_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.tar.idx").write_bytes(struct.pack("<3Q", 0, 1024, 2**62))
-    assert read_offsets(tmp_path / "a.tar").tolist() == [0, 1024, 2**62]
-
-
-def _edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
-    def do(folder: Path) -> None:
-        file = folder / ".nv-meta" / name
-        file.write_text(change(file.read_text()))
-
-    return do
 
 
 def _link_out(folder: Path) -> None:
@@ -157,11 +104,23 @@ def test_the_error_for_a_missing_folder_names_a_rendering_command_or_the_page(
         (_write(".nv-meta/dataset.yaml", "!!python/object/apply:os.getcwd []"), "cannot be read"),
         (_write(".nv-meta/.info.json", "{"), "info.json cannot be read"),
         (_write(".nv-meta/.info.json", "{}"), "no valid .info.json"),
-        (_edit(".info.json", lambda s: s.replace("train-000001", "other")), "lacks the number of samples"),
+        (lambda f: restate(f / ".nv-meta/.info.json", shard_counts={SHARD: 16}), "lacks the number of samples"),
         (_write(".nv-meta/split.yaml", "split_parts: {val: []}"), r"no split 'train', only \['val'\]"),
         (_write(".nv-meta/split.yaml", "split_parts: {train: []}"), "is empty"),
         (_write(".nv-meta/split.yaml", "split_parts: {train: [../evil.tar]}"), "outside the data set"),
         (_write(".nv-meta/split.yaml", "split_parts: {train: [/tmp/evil.tar]}"), "outside the data set"),
+        (linked(SHARD, SHARD), f"{SHARD} is missing"),
+        (linked(".nv-meta/dataset.yaml", "/dev/zero"), r"dataset\.yaml cannot be read.*regular file"),
+        (linked(f"{SHARD}.idx", "/dev/zero"), f"{SHARD} has no index"),
+        (split(split_parts={"train": [SHARD], "val": [3]}), r"'val' in .*split\.yaml is \[3\], and must be a list of"),
+        (split(split_parts={"train": 0.5}), r"'train' in .*split\.yaml is 0\.5"),
+        (split(exclude=["{0..99999}{a,b}{0..99999}"]), r"'exclude' in .*split\.yaml names more than 10,000,000 shards"),
+        (split(exclude=["{0.." + "9" * 10_000 + "}"]), r"'exclude' in .*split\.yaml: "),
+        (_write("dataset.json", "[]"), r"dataset\.json is not a valid description of a data set"),
+        (
+            lambda f: restate(f / "dataset.json", shards={SHARD: 3}),
+            f"dataset.json has no valid entry for shard '{SHARD}'",
+        ),
     ],
 )
 def test_a_damaged_folder_is_refused_before_reading(

@@ -36,12 +36,6 @@ ATTACKS = {
     "postscript": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n",
     "svg": b'<svg xmlns="http://www.w3.org/2000/svg" width="32" height="32"><image href="private.png"/></svg>',
 }
-COMMANDS = {
-    "images": {"bad_image": len(ATTACKS), "other_kind": len(ATTACKS) + 1},
-    "videos": {"bad_video": len(ATTACKS), "other_kind": len(ATTACKS) + 1},
-    "folder": {"bad_image": len(ATTACKS), "bad_video": len(ATTACKS)},
-    "webdataset": {"bad_image": len(ATTACKS), "bad_video": len(ATTACKS)},
-}
 
 
 def film(count: int = 6) -> list[Image.Image]:
@@ -93,7 +87,7 @@ def test_the_port_check_detects_an_open_port():
 
 
 @pytest.mark.usefixtures("traps")
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", ["folder", "webdataset"])
 def test_prepare_refuses_files_that_only_claim_to_be_media(tmp_path: Path, command: str):
     source = tmp_path / "in"
     source.mkdir()
@@ -110,8 +104,8 @@ def test_prepare_refuses_files_that_only_claim_to_be_media(tmp_path: Path, comma
     words = ["--in", str(source), "--out", str(tmp_path / "out"), "--validation", "0", "--processes", "1"]
     assert main([command, *words]) == 0
     about = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    assert about["skipped"] == COMMANDS[command]
-    assert about["samples"] == {"train": 1 if "other_kind" in COMMANDS[command] else 2}
+    assert about["skipped"] == {"bad_image": len(ATTACKS), "bad_video": len(ATTACKS)}
+    assert about["samples"] == {"train": 2}
 
 
 def read(folder: Path, parts: dict[str, bytes], log_dir: Path) -> dict[str, str]:

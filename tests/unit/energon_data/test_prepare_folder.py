@@ -1,7 +1,6 @@
 """Pictures and videos of one folder or archive, their captions, and their description in `dataset.json`."""
 
 import hashlib
-import io
 import json
 import os
 import tarfile
@@ -19,7 +18,7 @@ from energon_data.prepare.build import CAPTIONS
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
 from energon_data.samples import SampleError
-from tests.unit.energon_data.preparations import png
+from tests.unit.energon_data.preparations import as_file, described, metadata_of, png, run, write_tar
 
 
 def mixed(folder: Path, pictures: int = 6, videos: int = 4) -> Path:
@@ -33,22 +32,16 @@ def mixed(folder: Path, pictures: int = 6, videos: int = 4) -> Path:
     return folder
 
 
-def described(source: Path, out: Path, command: str, *words: str) -> dict:
-    common = ["--in", str(source), "--out", str(out), "--validation", "0", "--processes", "1"]
-    assert main([command, *common, *words]) == 0
-    return json.loads((out / "dataset.json").read_text())
-
-
 def test_a_folder_of_files_and_archives_is_read_in_one_command(tmp_path, capsys):
     """Clips have 3 frames: two come from the video with 6 frames, and one from each other video."""
-    found = described(mixed(tmp_path / "in"), tmp_path / "out", "folder", "--frames", "3")
+    found = described(mixed(tmp_path / "in"), tmp_path / "out", "--frames", "3", command="folder")
     assert found["shapes"] == {"3x1x16x32": 6, "3x3x16x16": 5}
     assert "skipped" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("command", "count", "first"), [("images", 4, "v0.mp4"), ("videos", 6, "p00.png")])
 def test_files_of_another_kind_are_counted(tmp_path, capsys, command, count, first):
-    described(mixed(tmp_path / "in"), tmp_path / "out", command)
+    described(mixed(tmp_path / "in"), tmp_path / "out", command=command)
     expected = f"skipped, other_kind: {count}; {first}: `prepare folder` takes pictures and videos"
     assert expected in capsys.readouterr().out
 
@@ -58,14 +51,14 @@ def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, 
     """Files that the command would otherwise read are counted; a complete list prints nothing."""
     source = mixed(tmp_path / "in")
     (source / "metadata.jsonl").write_text('{"file_name": "p00.png"}\n')
-    described(source, tmp_path / "out", command)
+    described(source, tmp_path / "out", command=command)
     expected = f"skipped, not_listed: {count}; p01.png: not in metadata.jsonl; only files that it names are read"
     assert expected in capsys.readouterr().out
     for path in source.glob("*.mp4"):
         path.unlink()
     rows = [json.dumps({"file_name": path.name}) for path in sorted(source.glob("*.png"))]
     (source / "metadata.jsonl").write_text("\n".join(rows))
-    described(source, tmp_path / "all", command)
+    described(source, tmp_path / "all", command=command)
     assert "skipped" not in capsys.readouterr().out
 
 
@@ -87,31 +80,19 @@ def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):
     captions = {f"picture {i}" for i in range(39)}
     expected = sorted(captions, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
     for number, size in enumerate(("1000", "7")):
-        found = described(source, tmp_path / f"out{number}", "images", "--samples-per-shard", size)
+        found = described(source, tmp_path / f"out{number}", "--samples-per-shard", size)
         assert found["captions"] == expected
 
 
 def test_classes_are_counted_by_the_largest_label(tmp_path):
     source = mixed(tmp_path / "in", videos=0)
-    assert described(source, tmp_path / "none", "images")["num_classes"] == 0
+    assert described(source, tmp_path / "none")["num_classes"] == 0
     rows = [{"file_name": f"p{i:02d}.png", "label": (4, 0, 2)[i % 3]} for i in range(6)]
     (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert described(source, tmp_path / "some", "images", "--samples-per-shard", "2")["num_classes"] == 5
+    assert described(source, tmp_path / "some", "--samples-per-shard", "2")["num_classes"] == 5
 
 
 # Captions and lists.
-
-
-def metadata_of(folder: Path) -> dict[str, dict]:
-    """Return the metadata of each sample in the shards, by its source."""
-    found = {}
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if member.name.endswith(".json"):
-                    about = json.loads(archive.extractfile(member).read())
-                    found[about["source"]] = about
-    return found
 
 
 def test_numeric_captions_of_a_csv_are_texts(tmp_path):
@@ -119,7 +100,7 @@ def test_numeric_captions_of_a_csv_are_texts(tmp_path):
     captions = ["7", "nan", "1_000", "-inf", "1e3", "plain"]
     rows = [f"p{i:02d}.png,{caption},{i},0.5" for i, caption in enumerate(captions)]
     (source / "metadata.csv").write_text("\n".join(["file_name,text,label,score", *rows]))
-    assert described(source, tmp_path / "out", "images")["skipped"] == {}
+    assert described(source, tmp_path / "out")["skipped"] == {}
     found = metadata_of(tmp_path / "out")
     assert [found[f"p{i:02d}.png"]["caption"] for i in range(6)] == captions
     assert [found[f"p{i:02d}.png"]["label"] for i in range(6)] == list(range(6))
@@ -138,7 +119,7 @@ def test_an_empty_caption_does_not_hide_another(tmp_path, command):
             for path in sorted(source.iterdir()):
                 archive.add(path, path.name)
         source = tmp_path / "in.tar"
-    described(source, tmp_path / "out", command)
+    described(source, tmp_path / "out", command=command)
     found = metadata_of(tmp_path / "out")
     assert [found[name]["caption"] for name in sorted(found)] == ["a dog", "a cat", "a bird"]
 
@@ -150,7 +131,7 @@ def test_a_caption_in_capitals_is_read_and_samples_without_one_are_counted(tmp_p
     (source / "p01.txt").rename(source / "UPPER.TXT")
     (source / "p02.txt").unlink()
     (source / "p03.TXT").write_text("not this one")
-    described(source, tmp_path / "out", "images")
+    described(source, tmp_path / "out")
     found = {name: about.get("caption") for name, about in metadata_of(tmp_path / "out").items()}
     assert found == {"p00.png": "picture 0", "UPPER.PNG": "picture 1", "p02.png": None, "p03.png": "picture 3"}
     assert "\n  without a caption: 1 of 4\n" in capsys.readouterr().out
@@ -172,7 +153,7 @@ def test_a_caption_matches_in_both_unicode_forms_of_an_accent(tmp_path, kind, pi
     else:
         row = {"file_name": f"{text}.png", "text": "a bar"}
         (source / "metadata.jsonl").write_text(json.dumps(row, ensure_ascii=False))
-    assert described(source, tmp_path / "out", "images")["skipped"] == {}
+    assert described(source, tmp_path / "out")["skipped"] == {}
     assert metadata_of(tmp_path / "out")[f"{picture}.png"]["caption"] == "a bar"
 
 
@@ -186,7 +167,7 @@ def test_files_in_both_unicode_forms_of_an_accent_have_separate_captions(tmp_pat
     if kind == "list":
         rows = [{"file_name": f"{name}.png", "text": f"picture {i}"} for i, name in enumerate(names)]
         (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    described(source, tmp_path / "out", "images")
+    described(source, tmp_path / "out")
     found = {name: about["caption"] for name, about in metadata_of(tmp_path / "out").items()}
     assert found == {f"{COMPOSED}.png": "picture 0", f"{DECOMPOSED}.png": "picture 1"}
 
@@ -203,7 +184,7 @@ def test_two_unicode_forms_of_one_file_in_a_list_are_refused(tmp_path, capsys):
 def test_a_class_of_only_some_samples_is_reported(tmp_path, capsys):
     source = mixed(tmp_path / "in", pictures=4, videos=0)
     (source / "p02.json").write_text('{"label": "3"}')
-    found = described(source, tmp_path / "out", "images")
+    found = described(source, tmp_path / "out")
     assert (found["num_classes"], found["labelled"]) == (4, 1)
     said = capsys.readouterr().out
     assert "without a class: 3 of 4" in said
@@ -252,20 +233,10 @@ def test_an_interrupted_preparation_does_not_continue_with_other_captions_or_fil
 # WebDatasets.
 
 
-def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as archive:
-        for name, data in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return path
-
-
 def test_archives_of_one_name_in_two_folders_are_different_samples(tmp_path):
     for folder, shade in (("a", 10), ("b", 20)):
         write_tar(tmp_path / "in" / folder / "000.tar", ("0001.png", png(shade)), ("0001.txt", folder.encode()))
-    assert described(tmp_path / "in", tmp_path / "out", "webdataset")["samples"] == {"train": 2}
+    assert described(tmp_path / "in", tmp_path / "out", command="webdataset")["samples"] == {"train": 2}
     found = metadata_of(tmp_path / "out")
     assert {name: about["caption"] for name, about in found.items()} == {
         "a/000.tar/0001.png": "a",
@@ -277,7 +248,7 @@ def test_archives_of_one_name_in_two_folders_are_different_samples(tmp_path):
 def test_a_name_that_an_archive_has_twice_is_counted(tmp_path, between):
     """The first `1` is complete when another sample, or the next picture named `1`, follows."""
     archive = write_tar(tmp_path / "in" / "0.tar", ("1.png", png(1)), between, ("1.png", png(2)))
-    found = described(archive, tmp_path / "out", "webdataset")
+    found = described(archive, tmp_path / "out", command="webdataset")
     assert found["skipped"]["duplicate"] == 1
     assert found["skipped_examples"]["duplicate"][0].startswith("0.tar/1.png: ")
     assert metadata_of(tmp_path / "out").keys() == {"0.tar/1.png"}
@@ -296,7 +267,7 @@ def test_pictures_with_a_second_dot_are_samples_and_skipped_files_are_counted(tm
         ("two.v2.png", png(6)),
         ("._plain.png", b"of another system"),
     ]
-    found = described(write_tar(tmp_path / "in" / "0.tar", *members), tmp_path / "out", "webdataset")
+    found = described(write_tar(tmp_path / "in" / "0.tar", *members), tmp_path / "out", command="webdataset")
     captions = {name: about.get("caption") for name, about in metadata_of(tmp_path / "out").items()}
     assert captions == {
         "0.tar/plain.png": None,
@@ -307,6 +278,47 @@ def test_pictures_with_a_second_dot_are_samples_and_skipped_files_are_counted(tm
     assert found["skipped"] == {"missing_part": 1}
     (example,) = found["skipped_examples"]["missing_part"]
     assert "two: 2 pictures or videos among ['v1.png', 'v2.png'], expected one" in example
+
+
+def test_captions_of_an_archive_are_read_in_each_form_and_other_members_are_listed(tmp_path: Path) -> None:
+    """A text next to a picture precedes the captions in its .json, as in a folder."""
+    (tmp_path / "in").mkdir()
+    members = {f"{name}.png": png(0) for name in "abcd"} | {"a.png.txt": b"sidecar", "b.caption": b"booru"}
+    members |= {"c.json": b'{"captions": ["of json", "another"]}', "c.txt": b"of text", "c.npy": b"", "d.npy": b""}
+    members |= {"d.json": b'{"captions": ["two", "texts"]}', "d.txt": b" ", "README": b""}
+    write_tar(tmp_path / "in" / "0.tar", *sorted(members.items()))
+    for name, data in members.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    expected = {"sidecar", "booru", "of text", "two"}
+    for command, captions in (("webdataset", expected), ("images", expected - {"sidecar"})):
+        found = described(tmp_path / "in", tmp_path / command, command=command)
+        assert set(found["captions"]) == captions
+    skipped = [json.loads(line) for line in (tmp_path / "webdataset" / "skipped.jsonl").open()]
+    assert [(line["file"], line["reason"]) for line in skipped] == [
+        ("0.tar/README", "other_format"),
+        ("0.tar/c.npy", "other_format"),
+    ]
+
+
+def test_links_to_archives_and_folders_outside_are_read_with_follow_links_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    for folder in ("in", "elsewhere", "linked"):
+        (tmp_path / folder).mkdir()
+        write_tar(tmp_path / folder / f"{folder}.tar", ("1.png", png(0)))
+    (tmp_path / "in" / "inside.tar").symlink_to("in.tar")
+    (tmp_path / "in" / "outside.tar").symlink_to("../elsewhere/elsewhere.tar")
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "linked")
+    for out, flags, count, skipped in (
+        ("without", [], 2, {"path_escape": 1, "linked_folder": 1}),
+        ("with", ["--follow-links"], 4, {}),
+    ):
+        found = described(tmp_path / "in", tmp_path / out, *flags, command="webdataset")
+        assert (found["samples"], found["skipped"]) == ({"train": count}, skipped)
+    for name in ("in.tar", "inside.tar", "more"):
+        (tmp_path / "in" / name).unlink()
+    assert run(tmp_path / "in", tmp_path / "none", command="webdataset") == EXIT_DATA
+    assert "1 path_escape (outside.tar: a link to a file outside of" in capsys.readouterr().err
 
 
 # Pictures.
@@ -320,23 +332,21 @@ def test_an_invalid_picture_has_the_same_error_text_in_every_run(tmp_path):
     assert "0x" not in str(caught.value)
     source = mixed(tmp_path / "in", videos=0)
     (source / "p00.png").write_bytes(b"no picture")
-    described(source, tmp_path / "one", "images")
-    described(source, tmp_path / "two", "images")
+    described(source, tmp_path / "one")
+    described(source, tmp_path / "two")
     assert (tmp_path / "one" / "dataset.json").read_bytes() == (tmp_path / "two" / "dataset.json").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("values", "shades"),
-    [([0.0, 0.5, 1.0], [0, 128, 255]), ([0.0, 127.5, 255.0], [0, 128, 255]), ([0.0, 32768.0, 65535.0], [0, 128, 255])],
+    ("values", "dtype"),
+    [([0, 0.5, 1], "f4"), ([0, 127.5, 255], "f4"), ([0, 32768, 65535], "f4"), ([0, 32768, 65535], "u2")],
 )
-def test_floating_point_grey_is_converted_exactly(values, shades):
-    buffer = io.BytesIO()
-    Image.fromarray(np.array([values], np.float32)).save(buffer, "TIFF")
-    assert np.asarray(open_picture(buffer.getvalue()))[0, :, 0].tolist() == shades
+def test_grey_of_more_than_eight_bits_is_converted_exactly(values, dtype):
+    picture = as_file(Image.fromarray(np.array([values], dtype)), "TIFF")
+    assert np.asarray(open_picture(picture))[0, :, 0].tolist() == [0, 128, 255]
 
 
 def test_pictures_with_nonfinite_values_are_refused():
-    buffer = io.BytesIO()
-    Image.fromarray(np.array([[0.5, np.nan]], np.float32)).save(buffer, "TIFF")
+    picture = as_file(Image.fromarray(np.array([[0.5, np.nan]], np.float32)), "TIFF")
     with pytest.raises(SampleError, match="not finite"):
-        open_picture(buffer.getvalue())
+        open_picture(picture)

@@ -5,6 +5,7 @@ import json
 import pickle
 import tarfile
 import urllib.error
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -15,13 +16,13 @@ from PIL import Image
 from pyarrow import parquet
 
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
-from energon_data.prepare.__main__ import main
 from energon_data.prepare.huggingface import Table, prepare_huggingface
 from energon_data.prepare.media import Options
-from tests.unit.energon_data.preparations import png
-from tests.unit.energon_data.test_prepare_folder import metadata_of
+from tests.unit.energon_data import preparations
+from tests.unit.energon_data.preparations import metadata_of, png
 
 COUNT = 6
+prepare, described = (partial(f, command="huggingface") for f in (preparations.run, preparations.described))
 
 
 @pytest.fixture(autouse=True)
@@ -43,16 +44,6 @@ def write_parquet(path: Path, columns: dict[str, list]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.table(columns), path)
     return path
-
-
-def prepare(source: object, out: Path, *words: str) -> int:
-    common = ["--out", str(out), "--validation", "0", "--processes", "1"]
-    return main(["huggingface", "--in", str(source), *common, *words])
-
-
-def described(source: object, out: Path, *words: str) -> dict:
-    assert prepare(source, out, *words) == EXIT_OK
-    return json.loads((out / "dataset.json").read_text())
 
 
 def stored(folder: Path) -> dict[str, bytes]:

@@ -10,14 +10,13 @@ from pathlib import Path
 import pytest
 
 from dit.batch import PackedBatch
-from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK, ConfigError
+from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_folder
-from energon_data.prepare.__main__ import main
 from energon_data.prepare.wording import Wording
-from tests.unit.energon_data.preparations import png
+from tests.unit.energon_data.preparations import metadata_of, png
+from tests.unit.energon_data.preparations import run as prepare
 from tests.unit.energon_data.small_data import spec
-from tests.unit.energon_data.test_prepare_folder import metadata_of
 
 
 def kohya_folder(root: Path) -> Path:
@@ -33,11 +32,6 @@ def kohya_folder(root: Path) -> Path:
     (folder / "1_dog" / "1.caption").write_text("not this one")
     (folder / "1_dog" / "1.txt").write_text("this one")
     return folder
-
-
-def prepare(source: Path, out: Path, *words: str, command: str = "images") -> int:
-    common = ["--in", str(source), "--out", str(out), "--validation", "0", "--processes", "1"]
-    return main([command, *common, *words])
 
 
 def captions(folder: Path) -> dict[str, list[str]]:
@@ -187,8 +181,3 @@ def test_shuffled_captions_are_stored_with_their_embeddings(tmp_path):
 def test_impossible_orders_are_refused_by_name(settings):
     with pytest.raises(ConfigError, match=r"--(shuffle|keep)-tags"):
         Wording(**settings)
-
-
-def test_keep_tags_without_orders_is_one_line(tmp_path, capsys):
-    assert prepare(kohya_folder(tmp_path), tmp_path / "out", "--keep-tags", "1") == EXIT_CONFIG
-    assert "--keep-tags 1 has no effect without --shuffle-tags" in capsys.readouterr().err

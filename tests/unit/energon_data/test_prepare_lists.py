@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import av
@@ -12,13 +13,12 @@ import pytest
 from PIL import Image
 
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
-from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
-from tests.unit.energon_data.preparations import png, samples
-from tests.unit.energon_data.test_prepare_folder import metadata_of
+from tests.unit.energon_data.preparations import metadata_of, png, run, samples
 
 RATE, SECONDS, GAP = 8, 6, 8  # frames per second, duration, distance of key frames
+prepare = partial(run, command="videos")
 
 
 def film(offset: int = 0, container: str = "mp4", times: list[Fraction] | None = None, rate: int = RATE) -> bytes:
@@ -45,11 +45,6 @@ def film(offset: int = 0, container: str = "mp4", times: list[Fraction] | None =
 
 def numbers(frames: list[Image.Image]) -> list[int]:
     return [round(float(np.asarray(frame).mean()) / 5) for frame in frames]
-
-
-def prepare(source: Path, out: Path, *words: str, command: str = "videos") -> int:
-    common = ["--in", str(source), "--out", str(out), "--validation", "0", "--processes", "1"]
-    return main([command, *common, *words])
 
 
 # Clips by start and end.

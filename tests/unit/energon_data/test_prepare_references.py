@@ -193,16 +193,6 @@ def test_a_list_names_the_original_of_each_picture(tmp_path: Path, capsys: pytes
     assert numbers(pairs_of(tmp_path / "out"), [(tall[i], tall[0]) for i in range(1, COUNT)]) == {0, 1, 2}
 
 
-def test_an_autoencoder_encodes_both(tmp_path: Path) -> None:
-    edited, originals = write_pairs(tmp_path)
-    vae = save_vae(tmp_path / "vae")
-    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals, "--vae", vae) == EXIT_OK
-    encode = VAE(str(vae)).encode
-    latents = [tuple(encode(x[None])[0] for x in pair) for pair in PAIRS]
-    spec = BatchSpec(patch_temporal=1, patch_spatial=1, latent_channels=4, conditions=(), micro_batch_size=1)
-    assert numbers(pairs_of(tmp_path / "out", spec), latents) == set(range(COUNT))
-
-
 def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns are those of published sets of edits on the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")

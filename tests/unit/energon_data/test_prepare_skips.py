@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import av
@@ -18,7 +19,6 @@ from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
 from energon_data import media_files
 from energon_data.media_files import open_picture
 from energon_data.prepare import build, preparation
-from energon_data.prepare.__main__ import main
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
@@ -40,10 +40,9 @@ from tests.unit.energon_data.awkward_media import (
     marked_corner,
     mp4,
 )
+from tests.unit.energon_data.preparations import run
 
-
-def prepare(source: Path, out: Path, *words: str, command: str = "folder") -> int:
-    return main([command, "--in", str(source), "--out", str(out), "--validation", "0", "--processes", "1", *words])
+prepare = partial(run, command="folder")
 
 
 def outcomes(out: Path) -> dict[str, str]:

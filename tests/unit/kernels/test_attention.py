@@ -41,17 +41,6 @@ def test_the_reference_is_a_separate_softmax_per_segment(case: AttentionCase):
             torch.testing.assert_close(out[rows_q, head].double(), expected, rtol=RTOL, atol=RTOL)
 
 
-@pytest.mark.parametrize("attention", [reference_attention, segment_sdpa])
-def test_order_of_tokens_inside_a_sample_does_not_matter(attention):
-    """Attention is bidirectional and uses no positions: permuting a sample's rows permutes its output."""
-    case = AttentionCase("ragged", (9, 6))
-    q, k, v = case.qkv()
-    layout, _ = case.layouts()
-    rows = torch.cat([torch.randperm(9, generator=torch.Generator().manual_seed(0)), torch.arange(9, 15)])
-    expected = attention(q, k, v, layout, layout)[rows]
-    torch.testing.assert_close(attention(q[rows], k[rows], v[rows], layout, layout), expected)
-
-
 def test_padding_values_do_not_matter():
     """NaN in padding rows of q, k and v reaches no output row and no gradient."""
     case = AttentionCase("padded", (5, 3), multiple_of_q=4, tail_q=4)

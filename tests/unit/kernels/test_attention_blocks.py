@@ -114,19 +114,6 @@ def test_blocks_sum_to_full_attention(kernel: str):
         torch.testing.assert_close(total, exact, rtol=RTOL, atol=5 * RTOL)
 
 
-def test_merge_with_no_keys_changes_nothing():
-    """The neutral element is (0, -inf), on either side; merging two of them returns it without NaN."""
-    some = Attended(torch.randn(3, 2, 4), torch.randn(3, 2))
-    nothing = Attended(torch.zeros(3, 2, 4), torch.full((3, 2), -torch.inf))
-    for a, b in ((some, nothing), (nothing, some)):
-        merged = merge(a, b)
-        assert torch.equal(merged.out_TNH, some.out_TNH)
-        assert torch.equal(merged.lse_TN, some.lse_TN)
-    merged = merge(nothing, nothing)
-    assert not merged.out_TNH.any()
-    assert (merged.lse_TN == -torch.inf).all()
-
-
 def test_padding_values_do_not_matter():
     """NaN in padding rows of any input reaches no output and no gradient."""
     layout = SequenceLayout.from_lengths([5, 3], multiple_of=4, total_tokens=16)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from tests.integration.actions import Ended, command
+from tests.support.ranks import Job, run_jobs
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("benchmarks", "dit", "docs", "energon_data", "examples", "launch", "recipes", "tests", ".github", ".ci")
@@ -63,3 +64,20 @@ def run_line(line: str, folder: Path) -> Ended:
             return Ended(0, "", "")
         name = f"{words[0]}.__main__" if hasattr(import_module(words[0]), "__path__") else words[0]
         return command(import_module(name).main, words[1:])
+
+
+def follow(lines: dict[str, str], folder: Path) -> dict[str, Ended]:
+    """Run commands in order in a folder, in one process, and require that all succeed.
+
+    Args:
+        lines: commands of a page, and the words that are added to each; later words override earlier ones.
+    """
+    jobs = {line: Job(run_line, {"line": f"{line} {more}", "folder": folder}) for line, more in lines.items()}
+    ended = run_jobs(folder / "world", jobs)
+    assert {line: end.err for line, end in ended.items() if end.code} == {}
+    return ended
+
+
+def shortened(page: str, words: dict[str, str]) -> dict[str, str]:
+    """Return the commands of a page with the words that are added for the module of each."""
+    return {line: words.get(shlex.split(line)[2], "") for line in shown_commands(Path(page))}

@@ -1,7 +1,7 @@
 """Commands of the pages: each recipe plans at the world size of its command, and no two runs share a port.
 
-Some test checks every line of a fenced block, runs every Python block and follows every link. Pages are found by a
-search, so a new page or command is checked automatically.
+Some test checks every line of a fenced block and runs every Python block. Pages are found by a search, so a new page
+or command is checked automatically.
 """
 
 import io
@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 import pytest
+from torch.distributed.run import get_args_parser
 
+from launch import cli
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
-from tests.integration.runs import environment
 from tests.support import slurm
-from tests.unit.launch.pages import FILES, MARKDOWN, ROOT, blocks, shown_commands, without_assignments
+from tests.unit.launch.pages import FILES, MARKDOWN, ROOT, blocks, follow, shown_commands, without_assignments
 
 PAGES = [
     path
@@ -76,7 +76,7 @@ def parsed(page: Path, line: str) -> Optional[Command]:
     recipe, *rest = text.split() if page.suffix == ".py" else shlex.split(text)  # lines of Python contain prose, too
     if PLACEHOLDER.fullmatch(recipe) or "." in recipe:  # the reader's own: tests/unit/launch/test_extending_pages.py
         return None
-    # Arguments name folders of the reader, which contain the objective: test_fine_tuning_page.py.
+    # Arguments name folders of the reader, which contain the objective: tests/integration/test_fine_tuning_page.py.
     recipe, has_base, _ = recipe.partition("(")
     rest = [word for word in rest if not (has_base and word.startswith("objective."))]
     planned = re.search(r"--world-size (\d+)", line)
@@ -139,6 +139,19 @@ def test_two_runs_on_one_machine_use_two_ports():
     assert not sharing, "\n".join(sharing)
 
 
+def test_torchrun_and_the_launcher_accept_their_flags():
+    """Recipes and settings are checked by test_a_documented_command_plans_at_its_world_size."""
+    lines = [
+        line for page in MARKDOWN for block in blocks(page) for line in block.text.replace("\\\n", " ").splitlines()
+    ]
+    commands = [line[line.index("torchrun") :] for line in lines if re.search(r"torchrun .*-m launch\.train", line)]
+    assert len(commands) >= 6
+    for command in (one for one in commands if "..." not in one):
+        options = get_args_parser().parse_args(shlex.split(command, comments=True)[1:])
+        assert (options.module, options.training_script) == (True, "launch.train")
+        cli.parse(options.training_script_args)
+
+
 def module_lines(page: Path) -> Iterator[tuple[str, str]]:
     """Yield the module and the text of each `python -m MODULE ...` in the blocks and sentences of a page.
 
@@ -149,7 +162,7 @@ def module_lines(page: Path) -> Iterator[tuple[str, str]]:
     for line in (*(line for block in blocks(page) for line in block.text.replace("\\\n", " ").splitlines()), *in_text):
         if "--factory" not in line:
             line = re.sub(r"torchrun -.*? -m ", "python -m ", line)
-        if match := re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(python -m (\S+).*)", line):
+        if match := re.match(r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?(python -m (?!pytest)(\S+).*)", line):
             yield match[2], match[1]
 
 
@@ -311,30 +324,6 @@ def test_clean_removes_the_output_of_all_demos_and_no_other_data_or_runs():
     assert {name for name in removed if name.startswith(("data", "runs"))} <= written
 
 
-def anchors(page: Path) -> set[str]:
-    """Return what links may point to in a page: its headings, as GitHub spells them."""
-    headings = re.findall(r"^#+ (.+)$", (ROOT / page).read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("page", MARKDOWN, ids=str)
-def test_the_links_of_a_page_exist(page):
-    """Files, folders and headings of this repository."""
-    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        file, _, heading = target.partition("#")
-        if "://" in target:
-            continue
-        found = (ROOT / page.parent / file).resolve() if file else ROOT / page
-        assert found.exists(), f"{page}: {target}"
-        assert not heading or heading in anchors(found.relative_to(ROOT)), f"{page}: {target}"
-
-
-def test_every_page_of_docs_is_in_its_list():
-    listed = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs/README.md").read_text())
-    assert {path.name for path in MARKDOWN if path.parts[0] == "docs"} - {"README.md"} <= set(listed)
-
-
 RUNS_THE_PYTHON = {
     "README.md": "test_documented_commands.py",
     "energon_data/README.md": "test_data_page.py",
@@ -355,13 +344,9 @@ def test_every_python_block_is_run():
 
 
 def test_the_python_of_the_readme_trains_and_draws(tmp_path):
-    """The example runs as a reader would paste it: in a new process, from an empty folder."""
+    """The example runs as a reader would paste it: in another process, from an empty folder."""
     [program] = [block.text for block in blocks(Path("README.md")) if block.language == "python"]
     assert len(program.splitlines()) <= 10
-    program += "\nprint(tuple(latents.shape))\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1] == "(3, 4, 1, 16, 16)"
+    (tmp_path / "first.py").write_text(f"{program}\nassert tuple(latents.shape) == (3, 4, 1, 16, 16)\n")
+    follow({"python first.py": ""}, tmp_path)
     assert (tmp_path / "runs" / "first" / "metrics.jsonl").exists()

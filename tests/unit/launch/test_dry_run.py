@@ -9,7 +9,6 @@ from dit.convert.diffusers_format import export_line
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.monitoring.flops import PackFlops
-from dit.objectives.ddpm import DDPM
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelDims
 from launch import dry_run
@@ -82,11 +81,6 @@ def test_networks_of_the_objective_are_counted():
     assert f"checkpoint  {16 * (count + added) / dry_run.GIB:,.3f} GiB" in text
 
 
-def test_a_world_that_does_not_fit_is_refused():
-    with pytest.raises(ConfigError, match="global_batch_size=64"):
-        dry_run.report(call_recipe("letters_dit"), world_size=3)
-
-
 def test_the_micro_batch_is_the_largest_that_fits():
     """It is the largest divisor of a replica's share of 256 that is at most 32."""
     task = call_recipe("dit_xl2_imagenet")
@@ -120,12 +114,6 @@ def test_a_global_batch_that_no_micro_batch_divides_is_refused(world_size, inter
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_short_run_reports_its_changed_warm_up():
-    task = call_recipe("letters_dit")
-    task.training.num_steps = 50
-    assert "a warm-up of 50 steps, not schedule.warmup_steps=" in laid_out(task)
-
-
 def test_the_default_is_the_smallest_number_of_ranks():
     task = call_recipe("tiny_dit")
     task.parallel.tensor_model_parallel_size = 4
@@ -139,20 +127,6 @@ def test_the_layout_names_the_instances_of_hybrid_sharding():
     assert "data 4, data_parallel=fsdp\n" in laid_out(task, world_size=4)
     task.parallel.num_distributed_optimizer_instances = 2
     assert "data 4, data_parallel=fsdp, 2 instances\n" in laid_out(task, world_size=4)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}, {"model.out_channels": 2}],
-    ids=str,
-)
-def test_a_dry_run_refuses_settings_that_training_refuses(change):
-    task = call_recipe("letters_dit")
-    for path, value in change.items():
-        part, _, field = path.partition(".")
-        setattr(getattr(task, part), field, value)
-    with pytest.raises(ConfigError):
-        dry_run.report(task, world_size=None)
 
 
 def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
@@ -193,11 +167,8 @@ def test_a_pack_holds_as_many_samples_as_fit():
 @pytest.mark.parametrize(
     ("part", "setting", "value"),
     [
+        ("optimizer", "lr", -1.0),
         ("sampling", "num_steps", 0),
-        ("sampling", "num_steps", -1),
-        ("sampling", "samples_per_class", -1),
-        ("sampling", "guidance_scale", float("inf")),
-        ("sampling", "guidance_scale", float("nan")),
         ("sampling", "solver", "rk45"),
         ("logging", "profile_steps", [5, 2]),
     ],
@@ -207,14 +178,6 @@ def test_a_plan_refuses_settings_that_training_refuses(part, setting, value):
     task = call_recipe("tiny_dit")
     setattr(getattr(task, part), setting, value)
     with pytest.raises(ConfigError, match=re.escape(f"{part}.{setting}={value!r}")):
-        dry_run.report(task, None)
-
-
-def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
-    task = call_recipe("tiny_dit")
-    task.objective = fiddle.Config(DDPM, discrete_steps=30)
-    task.sampling.num_steps = 31
-    with pytest.raises(ConfigError, match="31 sampling steps"):
         dry_run.report(task, None)
 
 

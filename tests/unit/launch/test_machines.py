@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu_stages import STAGES
 from dit.errors import EXIT_CONFIG
 from dit.parallel.dims import ParallelConfig
 from launch import environment
@@ -51,6 +52,21 @@ def test_the_default_command_of_the_image_lists_the_recipes(capsys: pytest.Captu
     module, _, function = scripts[program].partition(":")
     assert getattr(import_module(module), function)(arguments) == 0
     assert "dit_xl2_imagenet" in capsys.readouterr().out
+
+
+def test_the_image_contains_every_program_of_on_gpu():
+    """The folders of the modules and tests that benchmarks/on_gpu.sh runs, of those that they start, and pytest."""
+    images = (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[1:]
+    assert [image.splitlines()[0].rpartition(" AS ")[2] for image in images] == ["cpu", "cuda"]
+    assert all(image.count("\nCMD ") == image.count("\nWORKDIR ") == 1 for image in images)
+    words = [command.words for stage in STAGES.values() for command in stage.commands]
+    started = {w[1].partition("/")[0] if w[0] == "pytest" else w[0].partition(".")[0] for w in words} | {"launch"}
+    assert started == {"benchmarks", "launch", "tests"}
+    for image in images:
+        copied = set(re.findall(r"^COPY (\w+) ", image, re.MULTILINE))
+        assert started <= copied
+        assert copied == {"dit", "recipes", "energon_data", "launch", "benchmarks", "examples", "tests"}
+    assert "pytest" in images[1]
 
 
 BASE_PYTHON = """#!/bin/sh

@@ -198,11 +198,6 @@ def test_a_wrong_argument_of_a_part_is_refused_with_its_key():
         overridden("objective=edm()()")
 
 
-def test_a_run_folder_named_like_a_function_is_a_string():
-    """nemo-run first looks a word up as a factory, and would call `main` of the main module."""
-    assert overridden("training.run_dir=main").training.run_dir == "main"
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 
 from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
-from dit.errors import CheckpointError, ConfigError
+from dit.errors import CheckpointError
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
 from launch import evaluate, sample, sample_requests
 from launch.cascade import read_stages
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+WITH_COMMAS = ["tench", "tench, Tinca tinca", "goldfish, Carassius auratus"]
 
 
 @dataclass
@@ -162,9 +163,20 @@ def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys
     assert "--inpaint keeps a part of a picture, --init and --first-frame begin with one" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("text", "labels"), [("a,B", [0, 1]), ("25, 0", [25, 0]), ("Z", [25])])
-def test_labels_are_names_or_numbers(text, labels):
-    assert sample_requests.read_labels(text, NAMES) == labels
+@pytest.mark.parametrize(
+    ("text", "names", "labels"),
+    [
+        ("a,B", NAMES, [0, 1]),
+        ("25, 0", NAMES, [25, 0]),
+        ("1,b,B", ["2", "b", "B", "1"], [3, 1, 2]),
+        ("tench, Tinca tinca", WITH_COMMAS, [1]),
+        ("tench,goldfish, carassius auratus, 0", WITH_COMMAS, [0, 2, 0]),
+        ("Tench, tinca tinca,tench", WITH_COMMAS, [1, 0]),
+    ],
+)
+def test_labels_are_names_or_numbers(text, names, labels):
+    """Names precede numbers and names in another case, and may have commas."""
+    assert sample_requests.read_labels(text, names) == labels
 
 
 def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
@@ -200,24 +212,8 @@ def test_a_run_that_never_trained_with_such_pictures_is_refused(generator, tmp_p
     assert message in capsys.readouterr().err
 
 
-def test_class_names_take_precedence_over_numbers_and_other_cases():
-    assert sample_requests.read_labels("1,b,B", ["2", "b", "B", "1"]) == [3, 1, 2]
-
-
-def test_a_class_name_may_have_commas():
-    names = ["tench", "tench, Tinca tinca", "goldfish, Carassius auratus"]
-    for text, labels in (
-        ("tench, Tinca tinca", [1]),
-        ("tench,goldfish, carassius auratus, 0", [0, 2, 0]),
-        ("Tench, tinca tinca,tench", [1, 0]),
-    ):
-        assert sample_requests.read_labels(text, names) == labels
-    with pytest.raises(ConfigError, match="no class 'goldfish'"):
-        sample_requests.read_labels("0, goldfish, Carassius", names)
-
-
 def test_an_unknown_class_exits_with_code_2_and_lists_the_classes(generator, tmp_path, capsys):
-    for label in ("26", "ß", "-1"):
+    for label in ("26", "ß", "-1", "goldfish"):
         assert draw(tmp_path, f"--label={label}") == 2
         err = capsys.readouterr().err
         assert repr(label) in err
@@ -356,12 +352,10 @@ def test_a_text_model_refuses_labels(generator, tmp_path, capsys):
     assert "takes no class" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ending", ["gif", "mp4"])
-def test_the_file_extension_selects_a_film(generator, tmp_path, ending):
-    if ending == "mp4":
-        pytest.importorskip("av")
+def test_the_file_extension_selects_a_film(generator, tmp_path):
+    pytest.importorskip("av")
     generator.frames = 3
-    out = tmp_path / f"x.{ending}"
+    out = tmp_path / "x.mp4"
     assert sample.main(["--checkpoint", "run", "--labels", "A,B", "--fps", "10", "--out", str(out)]) == 0
     assert out.stat().st_size > 100
 

@@ -135,12 +135,12 @@ def test_the_watchdog_writes_stacks_only_during_a_hang(tmp_path):
     done = threading.Event()
     thread = threading.Thread(target=done.wait, name="waiting")
     thread.start()
-    with StackWatchdog(path, timeout_s=1.0) as watchdog:
-        for _ in range(24):
+    with StackWatchdog(path, timeout_s=0.6) as watchdog:
+        for _ in range(16):
             time.sleep(0.05)
             watchdog.beat()
         assert path.read_text() == ""
-        time.sleep(1.3)
+        time.sleep(0.9)
     done.set()
     thread.join()
     text = path.read_text()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from dit.monitoring.exit_record import Outcome, read_outcome
+from dit.monitoring.exit_record import read_outcome
 from dit.monitoring.heartbeat import Beat, Heartbeat, machine, read_beats, verdict
 
 
@@ -112,7 +112,7 @@ def test_heartbeats_name_their_machine_and_other_files_are_ignored(tmp_path):
     for name in ("rank_x.json", "rank_1.json"):
         (tmp_path / "heartbeats" / name).write_text("{}")
     with Heartbeat(tmp_path, 0, 1, None, end=pytest.fail):
-        assert read_beats(tmp_path)[0].machine == machine()
+        assert (read_beats(tmp_path)[0].machine, read_beats(tmp_path)[0].pid) == (machine(), os.getpid())
     assert not (tmp_path / "heartbeats" / "rank_1.json").exists(), "of an attempt on more ranks"
 
 
@@ -169,14 +169,14 @@ def test_the_clock_of_another_machine_does_not_matter(tmp_path, skew_s):
 
 
 def test_a_rank_of_another_machine_that_fell_silent_ends_the_start(tmp_path):
-    """During the start, only silence counts: the rank ends after its limit of 6 s, and within 3 s after that."""
+    """During the start, only silence counts: the rank ends after its limit of 3 s, and within 3 s after that."""
     write_beat(tmp_path, time.time() + 3600)
     ended = threading.Event()
-    with Heartbeat(tmp_path, 0, 2, 6.0, end=lambda code: ended.set()):
+    with Heartbeat(tmp_path, 0, 2, 3.0, end=lambda code: ended.set()):
         assert ended.wait(30)
     error = read_outcome(tmp_path).error
     assert "has been silent for " in error
-    assert 6 <= int(re.search(r"rank 0 starts for (\d+)s", error)[1]) < 9
+    assert 3 <= int(re.search(r"rank 0 starts for (\d+)s", error)[1]) < 6
 
 
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
@@ -215,9 +215,3 @@ def test_a_rank_with_a_dead_launcher_gets_a_stop_request(tmp_path, launched):
         finally:
             with suppress(ProcessLookupError):
                 os.kill(rank, signal.SIGKILL)
-
-
-def test_a_heartbeat_without_a_limit_ends_no_process(tmp_path):
-    with Heartbeat(tmp_path, 0, 1, None, end=pytest.fail):
-        assert read_beats(tmp_path)[0].pid == os.getpid()
-    assert Outcome(70, "hang", 1, 0).precedence < Outcome(70, "peer_lost", 1, 1).precedence

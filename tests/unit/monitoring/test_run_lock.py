@@ -98,7 +98,7 @@ def _hold_with_a_writer(run_dir, seconds):
 
 def test_a_new_run_waits_for_the_save_of_a_dead_process(tmp_path, no_wait, caplog):
     """The writer of the dead process has the lock and ends after the save."""
-    holder = multiprocessing.get_context("fork").Process(target=_hold_with_a_writer, args=(tmp_path, 2))
+    holder = multiprocessing.get_context("fork").Process(target=_hold_with_a_writer, args=(tmp_path, 0.5))
     holder.start()
     holder.join()
     with caplog.at_level(logging.WARNING):

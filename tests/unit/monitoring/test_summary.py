@@ -31,21 +31,6 @@ def test_a_run_that_was_longer_before_tells_that_no_step_was_trained(tmp_path):
     assert line.startswith("no step was trained, because this run has 9 steps and training.num_steps=8; give a larger")
 
 
-def test_losses_of_discarded_steps_do_not_count(tmp_path):
-    """The run was killed after step 8, resumed after step 4, and stopped at step 6."""
-    path = tmp_path / "metrics.jsonl"
-    for start, held_out in ((0, {4: 0.5, 8: 0.125}), (4, {6: 0.75})):
-        sink = JsonlSink(path)
-        sink.start(start)
-        for step, loss in held_out.items():
-            sink.scalars(step, {"loss": step / 16, "held_out/loss": loss}, 8 * step)
-        sink.close()
-    assert how_it_went(path, 6, 8, 1.0) == (
-        "stopped at step 6 of 8 after 1s, loss 0.3750, best held-out loss 0.5000 at step 4, "
-        "the same command continues the run"
-    )
-
-
 DAMAGED = {
     "zeros": b"\0" * 200,
     "no table": b"[1]",
@@ -77,18 +62,6 @@ def test_a_damaged_line_does_not_end_a_run(tmp_path, name, place, caplog):
     losses = "loss 0.5000, best held-out loss 0.1250 at step 8"
     assert how_it_went(path, 8, 8, 1.0) == f"finished step 8 of 8 after 1s, {losses}"
     assert "skipped 1 damaged lines of 3" in caplog.text
-
-
-@pytest.mark.parametrize("to_step", ["1e999", "null", '"x"', "[]"])
-def test_a_rewind_to_no_step_is_ignored(tmp_path, to_step):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(
-        '{"kind": "scalars", "step": 9, "time": 1, "attempt": 1, "loss": 0.5}\n'
-        '{"kind": "incident", "step": 9, "time": 1, "attempt": 1, "incident": "rewind", "details": {"to_step": '
-        + to_step
-        + "}}\n"
-    )
-    assert how_it_went(path, 9, 9, 1.0) == "finished step 9 of 9 after 1s, loss 0.5000"
 
 
 def test_a_loss_that_is_not_a_number_is_skipped(tmp_path):
