@@ -1,8 +1,7 @@
 """Time attention, forward and backward, on every path of this machine: `python -m benchmarks.attention`.
 
 Each case is first compared with the float32 reference on random inputs, then timed; a path that refuses a case is a row
-with the reason. Rates count 4 n m N H operations forward and 2.5 times that backward per segment of n queries and m
-keys.
+with the reason. Rates count 4 n^2 N H operations forward and 2.5 times that backward per segment of n tokens.
 """
 
 import argparse
@@ -17,12 +16,11 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.clock import DRY, append, fake_tensors, medians
 from dit.backends.device import local_device, use_cuda
 from dit.errors import EXIT_OK
-from dit.kernels.attention import Attention, attend_densely, reference_attention, segment_sdpa, varlen_attention
+from dit.kernels.attention import Attention, reference_attention, segment_sdpa, varlen_attention
 from dit.layout import SequenceLayout
 from dit.terminal import echo
 
@@ -39,7 +37,6 @@ CPU_CASES = {
     "dense 16 x 32, head 32": ([16] * 32, 4, 32),
     "dense 256 x 4, head 64": ([256] * 4, 4, 64),
     "packed 16..256, head 64": ([16, 64, 256, 128, 48], 4, 64),
-    "16 x 16, texts of 18..33, head 32": ([16] * 16, 4, 32, list(range(18, 34))),
 }
 Context = Callable[[], AbstractContextManager[None]]
 REFERENCE_TOKENS = 8192
@@ -49,9 +46,7 @@ REFERENCE_TOKENS = 8192
 def paths(full_size: bool) -> Iterator[tuple[str, Attention, Context]]:
     """Yield (name, attention, context to run it in): those of a GPU for its cases, or that of a CPU."""
     yield "segment_sdpa", segment_sdpa, nullcontext
-    if not full_size:
-        yield "a call per pair of lengths", partial(attend_densely, scaled_dot_product_attention), nullcontext
-    else:
+    if full_size:
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield f"segment_sdpa {backend.name.lower()}", segment_sdpa, partial(sdpa_kernel, backend)
         yield "varlen", varlen_attention, nullcontext
@@ -61,34 +56,30 @@ def measure(attention: Attention, context: Context, case: Sequence[Any], repeats
     """Check one path on one case and time it; a refusal is a result.
 
     Args:
-        case: lengths of segments, heads, head size, and lengths of the keys if they differ.
+        case: lengths of segments, heads, head size.
     """
-    lengths, heads, head_size, *texts = case
-    lengths_k = texts[0] if texts else lengths
+    lengths, heads, head_size = case
     device = local_device()
     dtype = torch.bfloat16 if use_cuda() or dry else torch.float32
     layout = SequenceLayout.from_lengths(lengths, device=device)
-    layout_k = SequenceLayout.from_lengths(lengths_k, device=device) if texts else layout
-    q, k, v = (
-        torch.randn(x.total_tokens, heads, head_size, device=device, dtype=dtype, requires_grad=True)
-        for x in (layout, layout_k, layout_k)
-    )
+    shape = layout.total_tokens, heads, head_size
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     gradient = torch.randn_like(q)
 
     def forward() -> Tensor:
-        return attention(q, k, v, layout, layout_k)
+        return attention(q, k, v, layout, layout)
 
     try:
         with context():
             error = None
             if layout.total_tokens <= REFERENCE_TOKENS and not dry:
-                expected = reference_attention(q, k, v, layout, layout_k)
+                expected = reference_attention(q, k, v, layout, layout)
                 error = ((forward() - expected).float().norm() / expected.float().norm()).item()
             both = {"forward": forward, "forward_backward": lambda: forward().backward(gradient)}
             seconds = medians(both, repeats, dry=dry)
     except RuntimeError as refusal:
         return {"status": "refused", "why": str(refusal).splitlines()[0]}
-    operations = 4 * sum(n * m for n, m in zip(lengths, lengths_k)) * heads * head_size
+    operations = 4 * sum(n * n for n in lengths) * heads * head_size
     row: dict[str, Any] = {"status": DRY if dry else "ok", "relative_error": error}
     for name, factor in () if dry else (("forward", 1.0), ("forward_backward", 3.5)):
         row[f"{name}_ms"] = 1e3 * seconds[name]

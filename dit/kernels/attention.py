@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from dit.kernels.segment_groups import grouped, padded_keys
+from dit.kernels.segment_groups import grouped
 from dit.layout import SequenceLayout
 
 Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
@@ -58,16 +58,9 @@ def segment_sdpa(
 ) -> Tensor:
     """Run scaled-dot-product attention on groups of segments of equal length, each group as one dense batch.
 
-    Runs on every device of torch. A dense batch needs one call and no copy of the tokens. Its keys, such as short texts
-    of different lengths, are padded if that is faster than several calls.
+    Runs on every device of torch. A dense batch needs one call and no copy of the tokens.
     """
     kernel = partial(sdpa, enable_gqa=q_TNH.shape[1] != k_KNH.shape[1])
-    full_q, full_k = layout_q.gathered, layout_k.gathered
-    if full_q.uniform_length and not (full_k.uniform_length or full_k.is_fixed):
-        padded = padded_keys(full_q, full_k, q_TNH[0].numel())
-        if padded is not None:
-            (k,), (v,) = padded.rows.gather(k_KNH), padded.rows.gather(v_KNH)
-            return _dense(partial(kernel, attn_mask=padded.mask_S11M), q_TNH, k, v, full_q.num_samples)
     return attend_densely(kernel, q_TNH, k_KNH, v_KNH, layout_q, layout_k)
 
 

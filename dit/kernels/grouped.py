@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 from torch.utils.flop_counter import register_flop_formula
 
-from dit.kernels.fused.operators import operator, results_of
+from dit.kernels.fused.operators import operator
 
 ONES = 8
 """Columns of ones in the product that sums rows; a grouped product needs a multiple of 8."""
 
 
-@operator("grouped_product")
+@operator("grouped_product", lambda x, matrices, _: x.new_empty(x.shape[0], matrices.shape[2]))
 def grouped_product(x_PK: Tensor, matrices_EKN: Tensor, ends_E: Tensor) -> Tensor:
     """Return each group of rows times its matrix, `[P, N]`.
 
@@ -36,7 +36,7 @@ def grouped_product(x_PK: Tensor, matrices_EKN: Tensor, ends_E: Tensor) -> Tenso
     return torch.cat([rows @ matrix for rows, matrix in groups])
 
 
-@operator("grouped_gradient")
+@operator("grouped_gradient", lambda grad, x, ends: x.new_empty(ends.shape[0], grad.shape[1], x.shape[1]))
 def grouped_gradient(grad_PN: Tensor, x_PK: Tensor, ends_E: Tensor) -> Tensor:
     """Return the gradient of the transposed matrices, `[E, N, K]`: sums over the rows of each group."""
     if _is_supported(x_PK, x_PK.shape[1], grad_PN.shape[1]):
@@ -45,25 +45,10 @@ def grouped_gradient(grad_PN: Tensor, x_PK: Tensor, ends_E: Tensor) -> Tensor:
     return torch.stack([grad.mT @ rows for grad, rows in zip(grad_PN.split(sizes), x_PK.split(sizes), strict=True)])
 
 
-@operator("grouped_sums")
+@operator("grouped_sums", lambda x, ends: x.new_empty(ends.shape[0], x.shape[1]))
 def grouped_sums(x_PN: Tensor, ends_E: Tensor) -> Tensor:
     """Sum the rows of each group, `[E, N]`: their product with ones."""
     return grouped_gradient(x_PN, x_PN.new_ones(len(x_PN), ONES), ends_E)[..., 0].contiguous()
-
-
-@results_of("grouped_product")
-def _(x, matrices, ends):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape[0], matrices.shape[2])
-
-
-@results_of("grouped_gradient")
-def _(grad, x, ends):  # type: ignore[no-untyped-def]
-    return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
-
-
-@results_of("grouped_sums")
-def _(x, ends):  # type: ignore[no-untyped-def]
-    return x.new_empty(ends.shape[0], x.shape[1])
 
 
 @register_flop_formula([torch.ops.dit.grouped_product, torch.ops.dit.grouped_gradient])

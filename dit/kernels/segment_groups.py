@@ -4,8 +4,6 @@ Samples a, b, c of 3, 4 and 3 tokens (`.` is padding):
 
     pack    a0 a1 a2 . b0 b1 b2 b3 c0 c1 c2 .
     rows    a0 a1 a2 c0 c1 c2 | b0 b1 b2 b3         two groups, of 2 and of 1 segments
-
-Many small groups cost more than one group with a mask, so short keys are padded to the longest segment.
 """
 
 from collections import defaultdict
@@ -67,10 +65,6 @@ class _Move(torch.autograd.Function):
         return ctx.rows.move(grads[0], not ctx.to_tokens), None, None  # type: ignore[attr-defined]
 
 
-CALL_PRODUCTS = 1 << 20
-"""Multiply-adds that take about as long as the call of a kernel (0.1 ms on a CPU core)."""
-
-
 @dataclass(frozen=True, eq=False)
 class Groups:
     """All segments of a pack that have queries and keys.
@@ -101,51 +95,13 @@ def _grouped(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Groups:
     return Groups([len(group) for group in segments], queries, keys)
 
 
-@dataclass(frozen=True, eq=False)
-class PaddedKeys:
-    """Keys of a pack whose segments are padded to the longest one by their own last key.
-
-    Attributes:
-        rows: rows of the keys, one group.
-        mask_S11M: True for real keys, `[S, 1, 1, longest]`.
-    """
-
-    rows: Rows
-    mask_S11M: Tensor
-
-
-def padded_keys(layout_q: SequenceLayout, layout_k: SequenceLayout, width: int) -> Optional[PaddedKeys]:
-    """Return the padded keys for a dense batch of queries, or None if groups are faster, or a segment has no keys.
-
-    Args:
-        width: size of all heads together.
-    """
-    longest, calls = layout_k.max_seqlen, len(set(layout_k.lengths)) - 1
-    padding = longest * layout_k.num_samples - layout_k.valid_tokens
-    if not all(layout_k.lengths) or padding * layout_q.max_seqlen * width >= calls * CALL_PRODUCTS:
-        return None
-    return layout_k.table(_padded_keys)
-
-
-def _padded_keys(layout: SequenceLayout) -> PaddedKeys:
-    lengths_S1, starts_S1 = np.array(layout.lengths)[:, None], np.array(layout.starts)[:, None]
-    index_M = np.arange(layout.max_seqlen)
-    token_R = (starts_S1 + np.minimum(index_M, lengths_S1 - 1)).ravel()
-    mask_SM = torch.from_numpy(index_M < lengths_S1)
-    return PaddedKeys(_mapping(layout, token_R, [len(token_R)]), to_device(mask_SM, layout.device)[:, None, None])
-
-
 def _rows(layout: SequenceLayout, groups: list[list[int]]) -> Rows:
-    spans = [np.arange(layout.lengths[i]) + layout.starts[i] for group in groups for i in group]
-    return _mapping(layout, np.concatenate(spans), [sum(layout.lengths[i] for i in group) for group in groups])
-
-
-def _mapping(layout: SequenceLayout, token_R: np.ndarray, sizes: list[int]) -> Rows:
+    token_R = np.concatenate([np.arange(layout.lengths[i]) + layout.starts[i] for group in groups for i in group])
     row_T = np.zeros(layout.total_tokens, dtype=np.int64)
-    tokens, rows = np.unique(token_R, return_index=True)  # the first row of a token that is repeated
-    row_T[tokens] = rows
-    absent = np.setdiff1d(np.arange(layout.total_tokens), tokens)
+    row_T[token_R] = np.arange(len(token_R))
+    absent = np.setdiff1d(np.arange(layout.total_tokens), token_R)
     tables = [to_device(torch.from_numpy(x), layout.device) for x in (token_R, row_T, absent)]
+    sizes = [sum(layout.lengths[i] for i in group) for group in groups]
     return Rows(tables[0], tables[1], tables[2] if len(absent) else None, sizes)
 
 

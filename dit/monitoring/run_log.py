@@ -1,6 +1,8 @@
 """Reports of rank 0: the records in the run folder, their mirrors, and the console."""
 
 import logging as log
+import math
+import shlex
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,31 +10,33 @@ from typing import Any, Optional
 
 import yaml
 
+from dit.backends.device import describe
 from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.run_identity import RUN_FILE
 from dit.checkpoint.train_state import TrainState
 from dit.config_record import trust_prefix
 from dit.durable_files import write_record
-from dit.monitoring.dropped import DropReport
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
-from dit.monitoring.headline import headline
-from dit.monitoring.progress import ConsoleProgress
+from dit.monitoring.progress import ConsoleProgress, format_duration
 from dit.monitoring.sinks import (
+    LOSS,
     METRICS_FILE,
     FanOut,
     JsonlSink,
     Sink,
     TensorBoardSink,
+    as_number,
     read_records,
     scalars_by_step,
 )
-from dit.monitoring.summary import drawing_command, exporting_command, how_it_went
 from dit.monitoring.wandb_sink import WandbSink, has_wandb_key
 from dit.parallel.dims import ParallelDims
-from dit.parallel.implementations import implementations
+from dit.parallel.implementations import fp8_of, implementations
 from dit.run_config import RunConfig
 
 logger = log.getLogger(__name__)
+
+HELD_OUT = "held_out/loss"
 
 
 class RunLog:
@@ -40,7 +44,6 @@ class RunLog:
 
     def __init__(self, sinks: Optional[Sink] = None, progress: Optional[ConsoleProgress] = None) -> None:
         self._sinks, self._progress = sinks, progress
-        self.drops = DropReport()
 
     @property
     def is_silent(self) -> bool:
@@ -175,3 +178,79 @@ def mirrors_of(config: RunConfig, record: Mapping[str, Any], step: int) -> dict[
             epoch_samples=config.data.epoch_samples() if logging.wandb_artifacts else None,
         )
     return mirrors
+
+
+def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> str:
+    """Return the first line of a run: model, objective, device, parallel layout."""
+    parallel, training = config.parallel, config.training
+    count = sum(shard.parameter.numel() for shard in state.shards)
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
+    selections = implementations(config.model, training)
+    context = ""
+    if parallel.context_parallel_size > 1:
+        context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
+    ep = parallel.expert_model_parallel_size
+    sharing = parallel.named_data_parallel() + (f", EP {ep}" if ep > 1 else "")
+    return (
+        f"{type(config.model).__name__} {count:,} parameters on rank 0 | {type(config.objective).__name__} | "
+        f"{dims.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
+        f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {dims.data_parallel_size} "
+        f"({sharing}) | {training.precision}{fp8_of(training, selections)}, attention {selections['attention'].name} | "
+        f"global batch {training.global_batch_size} | {training.run_dir}"
+        + (f" | resumed at step {state.step}" if resumed else "")
+        + (", the target" if state.step >= training.num_steps else "")
+    )
+
+
+def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_at_step: Optional[int] = None) -> str:
+    """Return a line with the last step of a run, the duration of this attempt, and the losses.
+
+    Args:
+        metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
+        stop_at_step: see `TrainingConfig`.
+    """
+    if step > num_steps:
+        return (
+            f"no step was trained, because this run has {step} steps and training.num_steps={num_steps}; give a larger "
+            "number, or another training.run_dir"
+        )
+    steps = scalars_by_step(read_records(metrics))
+    losses, held_out = (
+        {n: number for n, values in steps.items() if (number := as_number(values.get(name))) is not None}
+        for name in (LOSS, HELD_OUT)
+    )
+    held_out = {n: value for n, value in held_out.items() if not math.isnan(value)}
+    ended = "finished" if step == num_steps else "stopped at"
+    parts = [f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"]
+    if losses:
+        parts.append(f"loss {losses[max(losses)]:.4f}")
+    if held_out:
+        best = min(held_out, key=lambda n: held_out[n])
+        parts.append(f"best held-out loss {held_out[best]:.4f} at step {best}")
+    if step < num_steps:
+        is_reached = stop_at_step is not None and step >= stop_at_step
+        command = "a later training.stop_at_step, or none," if is_reached else "the same command"
+        parts.append(f"{command} continues the run")
+    return ", ".join(parts)
+
+
+def exporting_command(run_dir: str) -> str:
+    """Return the shell command that writes a run's weights for other programs."""
+    return shlex.join(
+        ["python", "-m", "launch.export", "--checkpoint", run_dir, "--format", "diffusers", "--out", f"{run_dir}_vae"]
+    )
+
+
+def drawing_command(run_dir: str, frames: int, text_encoder: Optional[str], prompts: Optional[list[str]]) -> str:
+    """Return the shell command that samples from a run.
+
+    Args:
+        prompts: in the settings of the run; the command uses them by default.
+    """
+    words = ["python", "-m", "launch.sample", "--checkpoint", run_dir]
+    if text_encoder is not None and not prompts:
+        words += ["--prompt", "a text"]
+    if frames > 1:
+        words += ["--out", "samples.gif"]
+    return shlex.join(words)

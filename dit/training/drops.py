@@ -8,26 +8,45 @@ from dit.data_api import SampleCounts
 from dit.monitoring.run_log import RunLog
 
 
-def report_drops(state: TrainState, total: int, groups: ProcessGroups, log: RunLog) -> None:
-    """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
+class DropReport:
+    """Reports the first dropped sample of each reason, and each doubling of its count."""
 
-    Args:
-        total: number of samples dropped so far, equal on all ranks.
-    """
-    reported, log.drops.total = log.drops.total, total
-    if total == reported:
-        return
-    counts = _all_counts(state, groups)
-    log.incident("samples_dropped", state.step, samples=total - reported, total=total, by_reason=counts.by_reason())
-    for line in log.drops.lines(counts):
-        log.message(f"step {state.step}: {line}")
+    def __init__(self) -> None:
+        self._total = 0
+        self._printed: dict[str, int] = {}
 
+    def restore(self, state: TrainState, groups: ProcessGroups) -> None:
+        """Mark the drops of earlier attempts as reported; every rank calls this at the start."""
+        counts = _all_counts(state, groups)
+        self._total = counts.dropped.total()
+        self.lines(counts)
 
-def restore_drops(state: TrainState, groups: ProcessGroups, log: RunLog) -> None:
-    """Mark the drops of earlier attempts as reported; every rank calls this at the start."""
-    counts = _all_counts(state, groups)
-    log.drops.total = counts.dropped.total()
-    log.drops.lines(counts)
+    def report(self, state: TrainState, total: int, groups: ProcessGroups, log: RunLog) -> None:
+        """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
+
+        Args:
+            total: number of samples dropped so far, equal on all ranks.
+        """
+        reported, self._total = self._total, total
+        if total == reported:
+            return
+        counts = _all_counts(state, groups)
+        log.incident("samples_dropped", state.step, samples=total - reported, total=total, by_reason=counts.by_reason())
+        for line in self.lines(counts):
+            log.message(f"step {state.step}: {line}")
+
+    def lines(self, counts: SampleCounts) -> list[str]:
+        """Return a line for each reason whose count is new or has doubled since its last line."""
+        lines = []
+        read = counts.used.total() + counts.dropped.total()
+        for reason, count in counts.by_reason().items():
+            if count < 2 * self._printed.get(reason, 0):
+                continue
+            self._printed[reason] = count
+            lines.append(f"{count:,} of {read:,} samples dropped so far, {counts.examples.get(reason, reason)}")
+        unused = [(kind, n) for kind, n in counts.dropped_by_kind().items() if kind and not counts.used[kind]]
+        everything = "".join(f"; no {kind} was used, all {n:,} were dropped" for kind, n in unused)
+        return [line + everything for line in lines]
 
 
 def _all_counts(state: TrainState, groups: ProcessGroups) -> SampleCounts:

@@ -63,7 +63,7 @@ from dit.step_checks.bad_steps import BadSteps
 from dit.step_checks.recheck import Recheck
 from dit.step_checks.run_checks import RunChecks
 from dit.step_checks.wiring import FirstSteps
-from dit.training.drops import report_drops, restore_drops
+from dit.training.drops import DropReport
 from dit.training.hooks import load_hooks
 from dit.training.late import may_be_late
 from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_progress
@@ -317,7 +317,8 @@ class Run:
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
-        restore_drops(self.state, groups, self.log)
+        self.drops = DropReport()
+        self.drops.restore(self.state, groups)
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
         checked = self.batches, Recheck(self.state, config.training, self.bad_steps.drop_counts), self.bad_steps
         self.checks = RunChecks(*checked, self.part_norms, self.learning_rate, self.timer, self.phase, self.log)
@@ -429,7 +430,7 @@ class Run:
             **memory_peaks(self.device),
             **expert_load(state.chunks, self.device),
         }
-        report_drops(state, int(counted["dropped_samples"]), self.groups, self.log)
+        self.drops.report(state, int(counted["dropped_samples"]), self.groups, self.log)
         self.log.scalars(state, values)
 
     def save(self) -> None:

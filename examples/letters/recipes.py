@@ -4,60 +4,35 @@ import nemo_run as run
 
 from dit.models.dit.config import DiTConfig
 from dit.models.stdit.config import STDiTConfig
-from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.schedules import Cosine
-from dit.parallel.dims import ParallelConfig
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from examples.letters.moving import DIRECTIONS, SPEEDS, caption, still_caption
 from recipes.ddpm import ddpm_cifar10
-from recipes.small import small_text_dit
+from recipes.small import small_run, small_text_dit
 
 STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 
 
 def letters_run() -> run.Partial:
     """Return a run of a class-conditional DiT on letters by AdamW, which other examples start from."""
-    return run.Partial(
-        pretrain,
-        model=run.Config(
-            DiTConfig,
-            hidden_size=128,
-            num_layers=6,
-            num_attention_heads=4,
-            in_channels=1,
-            patch_spatial=4,
-            num_classes=26,
-            class_dropout=0.1,
-        ),
-        data=run.Config(EnergonData, path="data/letters", num_streams=2),
-        objective=run.Config(FlowMatching),
-        optimizer=run.Config(OptimizerConfig, lr=1e-3),
-        schedule=run.Config(Cosine, warmup_steps=100, min_lr=1e-5),
-        parallel=run.Config(ParallelConfig),
-        training=run.Config(
-            TrainingConfig,
-            run_dir="runs/letters_dit",
-            num_steps=2100,
-            micro_batch_size=32,
-            global_batch_size=64,
-            precision="fp32",
-            ema_decay=0.995,
-            log_interval=50,
-            validation_interval=300,
-            sample_interval=700,
-        ),
-        checkpoint=run.Config(CheckpointConfig, interval=300),
-        logging=run.Config(LoggingConfig),
-        sampling=run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=2.0),
+    model = run.Config(
+        DiTConfig,
+        hidden_size=128,
+        num_layers=6,
+        num_attention_heads=4,
+        in_channels=1,
+        patch_spatial=4,
+        num_classes=26,
+        class_dropout=0.1,
     )
+    recipe = small_run("runs/letters_dit", model, run.Config(EnergonData, path="data/letters", num_streams=2))
+    recipe.training.num_steps = 2100
+    recipe.training.micro_batch_size, recipe.training.global_batch_size = 32, 64
+    recipe.training.log_interval, recipe.training.validation_interval = 50, 300
+    recipe.training.sample_interval = 700
+    recipe.checkpoint.interval = 300
+    return recipe
 
 
 @run.cli.factory(target=pretrain)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from dit.kernels.fused import ops
+from dit.kernels.fused import blocks
 from dit.verify.ranks import FORKS
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -20,4 +20,4 @@ else:
 @pytest.fixture(autouse=True)
 def _short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use blocks of 32 rows instead of 128: the interpreter runs every row, and a few tokens fill several blocks."""
-    monkeypatch.setattr(ops, "ROWS_OF_TILES", 32)
+    monkeypatch.setattr(blocks, "ROWS_OF_TILES", 32)

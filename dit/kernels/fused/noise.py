@@ -6,11 +6,11 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.kernels.fused.operators import operator, results_of
+from dit.kernels.fused.operators import launched_by
 from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise, Mixture
 
 
-@operator("mix")
+@launched_by("noise.mix")
 def mix_op(
     x0_TC: Tensor,
     segments_T: Tensor,
@@ -28,20 +28,7 @@ def mix_op(
         seeds_S: seed of each sample; None if the key contains one seed for the pack.
         step: number of the step, int64, one element.
     """
-    from dit.kernels.fused.gpu import noise as gpu
-
-    outputs = _outputs(x0_TC, pairs_K2S)
-    gpu.mix(x0_TC, segments_T, token_index_T, ids_S, seeds_S, pairs_K2S, (key0, key1), step, outputs)
-    return outputs
-
-
-def _outputs(x0: Tensor, pairs: Tensor) -> list[Tensor]:
-    return [torch.empty_like(x0, dtype=torch.float32) for _ in range(len(pairs))]
-
-
-@results_of("mix")
-def _(x0, segments, token_index, ids, seeds, pairs, key0, key1, step):  # type: ignore[no-untyped-def]
-    return _outputs(x0, pairs)
+    return [torch.empty_like(x0_TC, dtype=torch.float32) for _ in range(len(pairs_K2S))]
 
 
 def mix(noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offset_SC: Optional[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ _LIBRARY = torch.library.Library("dit", "FRAGMENT")
 _TENSORS = torch.Tensor, torch.nn.Parameter
 
 
-def operator(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def operator(name: str, empty_results: Callable[..., object]) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that registers a function of tensors as the operator `dit::name`.
 
     The decorated function calls the operator if the compiler, a profiler, fake tensors or another dispatch mode trace
@@ -21,11 +22,15 @@ def operator(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     The function changes none of its arguments and is called inside of autograd functions only.
     `torch.library.custom_op` supports more than that, and takes longer in each call.
+
+    Args:
+        empty_results: returns uninitialised results for the same arguments, for fake tensors.
     """
 
     def register(function: Callable[P, R]) -> Callable[P, R]:
         _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
         _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"dit::{name}", empty_results, lib=_LIBRARY)
         registered: Callable[P, R] = getattr(torch.ops.dit, name).default
 
         @wraps(function)
@@ -33,6 +38,28 @@ def operator(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             return (registered if _is_traced(args) else function)(*args, **kwargs)
 
         return call
+
+    return register
+
+
+def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator for a function that returns the uninitialised results of a kernel, and its operator.
+
+    The operator calls the function, then the launcher with the same arguments and the results, which it writes.
+
+    Args:
+        launcher: `module.name` in `dit.kernels.fused.gpu`; the operator is `dit::name`.
+    """
+    module, name = f"dit.kernels.fused.gpu.{launcher}".rsplit(".", 1)
+
+    def register(empty_results: Callable[P, R]) -> Callable[P, R]:
+        @wraps(empty_results)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            results = empty_results(*args, **kwargs)
+            getattr(import_module(module), name)(*args, results, **kwargs)  # the module needs Triton
+            return results
+
+        return operator(name, empty_results)(run)
 
     return register
 
@@ -45,8 +72,3 @@ def _is_traced(args: tuple[object, ...]) -> bool:
         if value is not None:
             return type(value) not in _TENSORS
     return False
-
-
-def results_of(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that registers a function which returns empty results of `dit::name`, for fake tensors."""
-    return torch.library.register_fake(f"dit::{name}", lib=_LIBRARY)

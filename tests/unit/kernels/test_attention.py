@@ -119,24 +119,10 @@ def test_samples_of_equal_lengths_share_a_call(lengths_q, lengths_k, calls):
 
 
 @pytest.mark.parametrize(
-    ("lengths_q", "lengths_k", "calls"),
-    [((4, 4, 4), (2, 3, 5), [3]), ((512, 512), (1, 600), [1, 1])],
-    ids=["short texts", "too much padding"],
-)
-def test_short_texts_of_all_samples_share_a_call(monkeypatch: pytest.MonkeyPatch, lengths_q, lengths_k, calls):
-    batches = []
-    monkeypatch.setattr("dit.kernels.attention.sdpa", lambda q, *_, **__: batches.append(len(q)) or torch.zeros_like(q))
-    case = AttentionCase("texts", lengths_q, lengths_k)
-    segment_sdpa(*case.qkv(), *case.layouts())
-    assert batches == calls
-
-
-@pytest.mark.parametrize(
     "case",
     [
         AttentionCase("self", (4, 6, 14, 3), multiple_of_q=4),
         AttentionCase("groups", (4, 6, 14, 3), (4, 2, 2, 3), multiple_of_q=4),
-        AttentionCase("padded keys", (4, 4, 4, 4), (4, 2, 5, 3)),
     ],
     ids=lambda case: case.name,
 )

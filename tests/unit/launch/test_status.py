@@ -11,7 +11,7 @@ import pytest
 
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.run_lock import RunLock
-from dit.monitoring.summary import how_it_went
+from dit.monitoring.run_log import how_it_went
 from launch.status import lines, main, read_status
 
 NOW = 1_800_000_000.0

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dit.monitoring.headline import headline
+from dit.monitoring.run_log import headline
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from launch.config_file import built
 from launch.train import call_recipe

@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
+from dit.monitoring.run_log import drawing_command, how_it_went
 from dit.monitoring.sinks import JsonlSink
-from dit.monitoring.summary import drawing_command, how_it_went
 
 
 def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):

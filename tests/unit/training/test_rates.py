@@ -15,7 +15,6 @@ from dit.optimizer.part_norms import part_of
 from dit.run_config import RunConfig
 from dit.step.forward_step import training_forward_step
 from dit.training import rates
-from dit.training.drops import report_drops
 from dit.training.pretrain import Run
 from energon_data.streams import StreamGroup
 
@@ -99,12 +98,12 @@ def test_drops_of_earlier_attempts_are_not_reported_again(
     first.saves.wait()
     first.close()
     run = tiny_run(tmp_path, one_rank_world)
-    run.log = Mock(drops=run.log.drops)
-    report_drops(run.state, 7, one_rank_world, run.log)
+    run.log = Mock()
+    run.drops.report(run.state, 7, one_rank_world, run.log)
     assert run.state.step == 1
     run.log.incident.assert_not_called()
     counts.dropped["damaged", "image"] += 1
-    report_drops(run.state, 8, one_rank_world, run.log)
+    run.drops.report(run.state, 8, one_rank_world, run.log)
     run.close()
     run.log.incident.assert_called_once_with("samples_dropped", 1, samples=1, total=8, by_reason={"damaged": 8})
     run.log.message.assert_not_called()

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from dit.kernels.fused import blocks
 from dit.kernels.fused.blocks import cdiv
 
 COLUMNS, FORWARD_ROWS = 1024, 16
@@ -120,11 +121,11 @@ def activation(x_TF: Tensor, bias_F: Optional[Tensor], gate: int, out: Tensor) -
 
 
 def activation_backward(
-    grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gate: int, rows: int, outputs: tuple[Tensor, Tensor]
+    grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gate: int, outputs: tuple[Tensor, Tensor]
 ) -> None:
     """Launch the backward kernel; `outputs` are the gradient of x and the sums of the blocks."""
     tokens, width = x_TF.shape
-    columns = COLUMNS << (gate > 0)
+    rows, columns = blocks.ROWS_OF_TILES, COLUMNS << (gate > 0)
     activation_backward_kernel[cdiv(tokens, rows), cdiv(width, columns)](
         *(grad, x_TF, bias_F, *outputs, tokens, width, rows),
         GATED=gate,

@@ -12,6 +12,7 @@ value of the channel, which avoids cancellation if the mean is large.
 
 from typing import Optional
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -293,9 +294,11 @@ def group_sums(x_NPC: Tensor, rows: int, sums: Tensor) -> None:
 
 def group_factors(
     sums: Tensor,
-    weights: tuple[Tensor, Tensor],
+    weight: Tensor,
+    bias: Tensor,
     scale_NC: Optional[Tensor],
     shift_NC: Optional[Tensor],
+    pictures: int,
     positions: int,
     groups: int,
     rows: int,
@@ -303,9 +306,9 @@ def group_factors(
     factors_N4C: Tensor,
 ) -> None:
     """Launch the kernel that computes each channel's factors from the sums."""
-    pictures, _, channels = factors_N4C.shape
+    channels = sums.shape[2]
     group_factors_kernel[(pictures * groups,)](
-        *(sums, *weights, scale_NC, shift_NC, factors_N4C, _stride(scale_NC), _stride(shift_NC)),
+        *(sums, weight, bias, scale_NC, shift_NC, factors_N4C, _stride(scale_NC), _stride(shift_NC)),
         *(positions, channels, groups, rows, cdiv(positions, rows), eps),
         SCALE=scale_NC is not None,
         **_members(channels, groups),
@@ -335,11 +338,12 @@ def group_gradient_sums(
 def group_gradients(
     sums: Tensor,
     factors_N4C: Tensor,
-    weights: tuple[Tensor, Tensor],
+    weight: Tensor,
+    bias: Tensor,
     scale_NC: Optional[Tensor],
     positions: int,
     groups: int,
-    blocks: int,
+    dtype: torch.dtype,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Launch the kernel between the passes.
@@ -347,8 +351,9 @@ def group_gradients(
     `outputs` are the terms of the second pass, and the gradients of scale, of shift, and of weight and bias.
     """
     pictures, _, channels = factors_N4C.shape
+    blocks = len(sums) // pictures
     group_gradients_kernel[(pictures * groups,)](
-        *(sums, factors_N4C, *weights, scale_NC, *outputs, _stride(scale_NC), positions, channels, groups, blocks),
+        *(sums, factors_N4C, weight, bias, scale_NC, *outputs, _stride(scale_NC), positions, channels, groups, blocks),
         SCALE=scale_NC is not None,
         **_members(channels, groups),
     )

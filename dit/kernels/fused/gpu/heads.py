@@ -8,13 +8,14 @@ A projection's outputs are ordered by group: P query heads, then optionally a ke
 Each head is processed as two halves, because rotary positions rotate features i and i + H / 2. Arithmetic is float32.
 """
 
-from collections.abc import Sequence
 from typing import Any, Optional
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from dit.kernels.fused import blocks
 from dit.kernels.fused.blocks import GROUPS, cdiv
 
 TOKENS = 16
@@ -200,55 +201,62 @@ def _sizes(head: int) -> dict[str, Any]:
 
 def heads(
     x_TGMH: Tensor,
-    weights: Sequence[Optional[Tensor]],
-    rotation: Sequence[Optional[Tensor]],
+    weight_q: Optional[Tensor],
+    weight_k: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    keys: bool,
     eps: float,
     outputs: tuple[Tensor, Tensor],
 ) -> None:
     """Launch the forward kernel; x contains only query and key heads, and `outputs` are the queries and keys."""
     tokens, groups, parts, size = x_TGMH.shape
-    key = int(outputs[1].numel() > 0)
     heads_kernel[cdiv(tokens, TOKENS), cdiv(groups, GROUPS)](
-        *(x_TGMH, *weights, *rotation, *outputs, x_TGMH.stride(0), x_TGMH.stride(1)),
+        *(x_TGMH, weight_q, weight_k, cos, sin, *outputs, x_TGMH.stride(0), x_TGMH.stride(1)),
         *(tokens, groups, size, cdiv(size, 2), eps),
-        P=parts - key,
-        KEY=key,
-        NORM=any(w is not None for w in weights),
-        ROPE=rotation[0] is not None,
+        P=parts - keys,
+        KEY=int(keys),
+        NORM=weight_q is not None or weight_k is not None,
+        ROPE=cos is not None,
         **_sizes(size),
     )
 
 
 def heads_backward(
-    grads: Sequence[Optional[Tensor]],
+    grad_q: Optional[Tensor],
+    grad_k: Optional[Tensor],
+    grad_v: Optional[Tensor],
     x_TGMH: Optional[Tensor],
-    weights: Sequence[Optional[Tensor]],
-    rotation: Sequence[Optional[Tensor]],
+    weight_q: Optional[Tensor],
+    weight_k: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    groups: int,
     eps: float,
-    rows: int,
     bias: bool,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Launch the backward kernel; `outputs` are the gradient of the projection `[T, G, M, H]` and both sums."""
-    tokens, groups, parts, size = outputs[0].shape
+    tokens, _, parts, size = outputs[0].shape
+    rows, grads = blocks.ROWS_OF_TILES, (grad_q, grad_k, grad_v)
     key, value = (int(g is not None) for g in grads[1:])
     strides = [0 if g is None else s for g in grads for s in ((0, 0) if g is None else g.stride()[:2])]
     x_strides = (0, 0) if x_TGMH is None else x_TGMH.stride()[:2]
     heads_backward_kernel[cdiv(tokens, rows), cdiv(groups, GROUPS)](
-        *(*grads, x_TGMH, *weights, *rotation, *outputs, *strides, *x_strides),
+        *(*grads, x_TGMH, weight_q, weight_k, cos, sin, *outputs, *strides, *x_strides),
         *(tokens, groups, size, cdiv(size, 2), rows, eps),
         P=parts - key - value,
         KEY=key,
         VALUE=value,
         NORM=x_TGMH is not None,
-        ROPE=rotation[0] is not None,
+        ROPE=cos is not None,
         BIAS=bias,
         maxnreg=MAX_REGISTERS,
         **_sizes(size),
     )
 
 
-def column_sums(sums: Tensor, out: Tensor) -> None:
+def column_sums(sums: Tensor, dtype: torch.dtype, out: Tensor) -> None:
     """Launch the kernel that sums rows."""
     rows, size = sums.shape
     column_sums_kernel[cdiv(size, 64),](sums, out, rows, size, COLUMNS=64, ROWS=32, num_warps=4)

@@ -129,7 +129,8 @@ def mix(
     ids_S: Tensor,
     seeds_S: Optional[Tensor],
     pairs: Tensor,
-    key: tuple[int, int],
+    key0: int,
+    key1: int,
     step: Tensor,
     outputs: Sequence[Tensor],
 ) -> None:
@@ -137,7 +138,7 @@ def mix(
     tokens, channels = x0_TC.shape
     blocks = cdiv(channels, 4)
     mix_any_seed[(cdiv(tokens * blocks, COUNTERS),)](
-        *(x0_TC, outputs[0], outputs[-1], segments_T, token_index_T, ids_S, seeds_S, pairs, *key, step),
+        *(x0_TC, outputs[0], outputs[-1], segments_T, token_index_T, ids_S, seeds_S, pairs, key0, key1, step),
         *(tokens, pairs.shape[2]),
         CHANNELS=channels,
         BLOCKS=blocks,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dit.kernels.fused.blocks import Blocks, cdiv
+from dit.kernels.fused.blocks import cdiv
 
 ROWS_OF_TABLE = tl.constexpr(3)
 COLUMNS = 512
@@ -348,15 +348,16 @@ def residual_norm(
     shift_SD: Optional[Tensor],
     scale_SD: Optional[Tensor],
     weight_D: Optional[Tensor],
-    blocks: Blocks,
+    table_B3: Tensor,
+    offsets_S: Tensor,
     eps: float,
     rms: bool,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Launch the forward kernel; `outputs` are the residual, the modulated tokens, mean and 1 / std of each token."""
     width, rest = tiles(x_TD.shape[1])
-    residual_norm_kernel[(len(blocks.table),)](
-        *(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, *outputs, blocks.table),
+    residual_norm_kernel[(len(table_B3),)](
+        *(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, *outputs, table_B3),
         *map(stride, (gate_SD, shift_SD, scale_SD)),
         *(x_TD.shape[1], eps),
         **flags(gate_SD, bias_D, scale_SD, weight_D),
@@ -379,18 +380,19 @@ def residual_norm_backward(
     weight_D: Optional[Tensor],
     mean: Optional[Tensor],
     rstd: Optional[Tensor],
-    blocks: Blocks,
+    table_B3: Tensor,
+    offsets_S: Tensor,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Launch the backward kernel; `outputs` are the gradients of x and y and the sums of the blocks."""
     size = outputs[2].shape[2]
     if scale_SD is None:
-        grid, width, rest = (len(blocks.table), cdiv(size, COLUMNS)), COLUMNS, 0
+        grid, width, rest = (len(table_B3), cdiv(size, COLUMNS)), COLUMNS, 0
     else:
-        grid, (width, rest) = (len(blocks.table), 1), tiles(size)
+        grid, (width, rest) = (len(table_B3), 1), tiles(size)
     tokens = [x for x in (grad_normed, grad_out, x_TD, y_TD) if x is not None]
     residual_norm_backward_kernel[grid](
-        *(grad_normed, grad_out, x_TD, y_TD, gate_SD, scale_SD, weight_D, mean, rstd, *outputs, blocks.table),
+        *(grad_normed, grad_out, x_TD, y_TD, gate_SD, scale_SD, weight_D, mean, rstd, *outputs, table_B3),
         *map(stride, (gate_SD, scale_SD)),
         size,
         **flags(gate_SD, bias_D, scale_SD, weight_D),

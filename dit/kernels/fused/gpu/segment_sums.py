@@ -2,11 +2,12 @@
 
 from typing import Optional
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from dit.kernels.fused.blocks import Blocks, cdiv
+from dit.kernels.fused.blocks import cdiv
 from dit.kernels.fused.gpu.residual_norm import ROWS_OF_TABLE, flags, stride
 
 COLUMNS, BLOCKS = 64, 32
@@ -96,14 +97,16 @@ def segment_sums(
     bias_D: Optional[Tensor],
     scale_SD: Optional[Tensor],
     weight_D: Optional[Tensor],
-    blocks: Blocks,
+    table_B3: Tensor,
+    offsets_S: Tensor,
+    dtype: torch.dtype,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Launch the sums kernel; `outputs` are the gradients of shift, scale, gate, bias and weight."""
-    size, segments = sums.shape[-1], len(blocks.offsets) - 1
+    size, segments = sums.shape[-1], len(offsets_S) - 1
     grid = segments + (bias_D is not None or weight_D is not None), cdiv(size, COLUMNS)
     segment_sums_kernel[grid](
-        *(sums, blocks.offsets, blocks.table, gate_SD, bias_D, scale_SD, weight_D, *outputs),
+        *(sums, offsets_S, table_B3, gate_SD, bias_D, scale_SD, weight_D, *outputs),
         *map(stride, (gate_SD, scale_SD)),
         *(size, segments),
         **flags(gate_SD, bias_D, scale_SD, weight_D),

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from dit.data_api import SampleCounts
-from dit.monitoring.dropped import DropReport
+from dit.training.drops import DropReport
 
 LONG = {"too_long": "sample 'k' in shard 's': too_long: 2048 tokens with padding, at most 1024 fit"}
 
