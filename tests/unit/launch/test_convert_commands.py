@@ -4,7 +4,6 @@ import argparse
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora import merge_adapters
 from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.wan.config import WanConfig
 from dit.objective_checks import check_outputs
 from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM, LearnedVariance
@@ -37,6 +37,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.run_config import RunConfig, check_sampling
 from dit.settings import SamplingConfig
+from energon_data.dataset import EnergonData
 from launch import export, import_weights
 from recipes import registry
 from tests.parity.public_dit import random_state
@@ -190,8 +191,8 @@ def with_record(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fps": ...}, "must have class_names, fps,"),
-        ({"extra": 1}, "must have class_names, fps,"),
+        ({"fps": ...}, "must have class_names, clean_parts, fps,"),
+        ({"extra": 1}, "must have class_names, clean_parts, fps,"),
         ({"model": {**MODEL, "hidden_size": "48"}}, "cannot have hidden_size='48'"),
         ({"model": {**MODEL, "add_bias": 1}}, "cannot have add_bias=1"),
         ({"model": {**MODEL, "num_layers": True}}, "cannot have num_layers=True"),
@@ -235,10 +236,13 @@ def test_a_record_survives_json_for_each_format(form):
     sampling = SamplingConfig(prompts=["a", "b"])
     config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
     metadata = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
-    trained = export.trained_model(config, metadata)
+    trained = export.trained_model(config, {**metadata, "clean_parts": ["reference"]})
     assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
     again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
     assert again == trained
+    assert again.clean_parts == ["reference"]
+    older = {name: value for name, value in to_record(trained).items() if name != "clean_parts"}
+    assert from_record(older, form.config_class) == replace(trained, clean_parts=[])
     assert build(SamplingConfig, again.sampling, "sampling") == sampling
 
 
@@ -455,9 +459,17 @@ def test_an_import_reports_the_unconditional_branch_of_guidance(
 def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
     """Other code bases have no shift that depends on the dimension."""
     objective = FlowMatching(time_shift=1.5, shift_dimension=64)
-    config: Any = SimpleNamespace(model=DiTConfig(in_channels=4), objective=objective, sampling=SamplingConfig())
+    config = RunConfig(model=DiTConfig(in_channels=4), data=NoData(), objective=objective)
     trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
     assert trained.objective == FlowMatching(time_shift=3.0)
+
+
+def test_the_clean_parts_of_a_run_are_those_of_its_data() -> None:
+    data = {"none": {}, "reference": {"references": True}, "first_frame": {"clean_first_frame": 0.5}}
+    for part, settings in data.items():
+        config = RunConfig(model=WanConfig(), data=EnergonData(path="data", **settings), objective=FlowMatching())
+        trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
+        assert trained.clean_parts == [name for name in (part,) if settings]
 
 
 @pytest.mark.parametrize(("stated", "shift"), [(None, 3.0), (0.25, 0.25)])
