@@ -20,7 +20,7 @@ from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
-from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint, read_manifest
+from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
 from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
 from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
@@ -171,7 +171,8 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
             f"{manifest.base['folder']}; start from those, or from the merged model in the folder that "
             "launch.export --format diffusers writes"
         )
-    check_same_model(_without_auxiliary(manifest), fingerprint)
+    network = model_fingerprint(stored_parameters(folder))
+    check_same_model(replace(manifest, meta={**manifest.meta, "fingerprint": network}), fingerprint)
 
 
 def check_settings(start: Start, config: RunConfig) -> None:
@@ -193,13 +194,10 @@ def check_settings(start: Start, config: RunConfig) -> None:
         )
 
 
-def _without_auxiliary(manifest: Manifest) -> Manifest:
-    """Return the manifest without the parameters of auxiliary networks."""
-    stored = manifest.meta.get("fingerprint")
-    if not stored:
-        return manifest
-    network = {name: shape for name, shape in stored["parameters"].items() if not name.startswith(PREFIXES)}
-    return replace(manifest, meta={**manifest.meta, "fingerprint": model_fingerprint(network)})
+def stored_parameters(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every parameter of a checkpoint, except those of auxiliary networks."""
+    stored = fingerprint_of(read_manifest(folder))["parameters"]
+    return {name: shape for name, shape in stored.items() if not name.startswith(PREFIXES)}
 
 
 def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups) -> Optional[dict[str, str]]:
@@ -248,8 +246,7 @@ def start_line(config: RunConfig) -> str:
         return f"{path}, which has no checkpoint yet"
     newest = candidates(folder)[0]
     check_settings(CheckpointStart(newest), config)
-    stored = _without_auxiliary(read_manifest(newest)).meta.get("fingerprint", {}).get("parameters", {})
-    return f"{sum(map(math.prod, stored.values())):,} parameters of {newest}"
+    return f"{sum(map(math.prod, stored_parameters(newest).values())):,} parameters of {newest}"
 
 
 def log_start(weights: Weights, groups: ProcessGroups) -> None:
