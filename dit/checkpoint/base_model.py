@@ -273,30 +273,24 @@ def find_base(
 
     Args:
         reading: the base is not deleted until this stack is closed.
-        groups: ranks that all call this, of which the first one compares the weights; None for one process.
+        groups: ranks that all call this and share the reading of the weights; None for one process.
     """
     saved = read_manifest(folder).base
     if saved is None:
         return None
-    paths = dict.fromkeys([saved["folder"], config.checkpoint.start_from or saved["folder"]])
-
-    def matching() -> str:
-        problems = []
-        for path in paths:
-            try:
-                start = find_start(path, reading)
-                if start.digest(None) == saved["digest"]:
-                    return str(start.folder)
-                problems.append(f"{path} has other weights now")
-            except UserError as error:
-                problems.append(str(error))
-        raise CheckpointError(
-            f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which cannot be read: "
-            f"{'; '.join(problems)}. Restore that folder"
-        )
-
-    base = matching() if groups is None else on_first_rank(matching, groups)
-    return find_start(base, reading).weights(config.model)
+    paths, problems = dict.fromkeys([saved["folder"], config.checkpoint.start_from or saved["folder"]]), list[str]()
+    for path in paths:
+        try:
+            start = find_start(path, reading) if groups is None else find_start_together(path, groups, reading)
+            if start.digest(groups) == saved["digest"]:
+                return start.weights(config.model)
+            problems.append(f"{path} has other weights now")
+        except UserError as error:
+            problems.append(str(error))
+    raise CheckpointError(
+        f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which cannot be read: "
+        f"{'; '.join(problems)}. Restore that folder"
+    )
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dit.checkpoint.base_model import digest_of
+from dit.checkpoint import manifest
+from dit.checkpoint.base_model import digest_of, find_base
 from dit.checkpoint.full_weights import write_imported
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.reader_lock import to_delete
@@ -383,7 +385,8 @@ def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys
     assert message in capsys.readouterr().err
 
 
-def test_a_run_does_not_delete_a_checkpoint_and_its_base_during_their_export(tmp_path, monkeypatch):
+def adapter_run(tmp_path: Path) -> tuple[Path, Path]:
+    """Write a run of adapters and its base; return their checkpoints."""
     save_file(random_state(**SIZES), tmp_path / "dit.safetensors")
     source = ["--from", str(tmp_path / "dit.safetensors"), "--num-attention-heads", "4"]
     assert import_weights.main([*source, "--format", "dit", "--out", str(tmp_path / "base")]) == 0
@@ -395,10 +398,24 @@ def test_a_run_does_not_delete_a_checkpoint_and_its_base_during_their_export(tmp
     trained = replace(export.trained_model(config, metadata), model=model)
     recorded = {"folder": str(base), "digest": digest_of(read_manifest(base))}
     write_imported(tmp_path / "run", adapters, trained, config.sampling, "a test", base=recorded, autoencoder=None)
-    deletable = []
+    return find_checkpoint(tmp_path / "run")[0], base
+
+
+def test_ranks_hash_each_file_of_a_base_once(tmp_path, one_rank_world, monkeypatch):
+    """Ranks share the files, as those of a start: large files are not read once per rank."""
+    run, base = adapter_run(tmp_path)
+    hashed, hash_file = [], manifest.hash_file
+    monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
+    with ExitStack() as reading:
+        assert find_base(run, read_settings(run)[0], reading, one_rank_world) is not None
+    assert sorted(hashed) == sorted(read_manifest(base).files)
+
+
+def test_a_run_does_not_delete_a_checkpoint_and_its_base_during_their_export(tmp_path, monkeypatch):
+    deletable, folders = [], adapter_run(tmp_path)
 
     def merge(*arguments):
-        for folder in (base, find_checkpoint(tmp_path / "run")[0]):
+        for folder in folders:
             with to_delete(folder) as is_unread:
                 deletable.append(is_unread)
         return merge_adapters(*arguments)
