@@ -20,7 +20,7 @@ from tests.conftest import BuildModel
 from tests.integration import actions
 from tests.parity.convert_cases import load, relative_error
 from tests.parity.pipeline_cases import CASES, PROMPTS, Case, a_run
-from tests.parity.test_pipelines import given_pictures, draw_samples, drawn_by_pipeline
+from tests.parity.test_pipelines import draw_samples, drawn_by_pipeline, given_pictures
 from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.awkward_media import mp4
 

@@ -77,7 +77,9 @@ def test_a_fingerprint_of_a_wrong_type_is_read_as_none(tmp_path: Path, stored: A
         lambda: check_start(folder, model_fingerprint({"w": (2,)})),
         lambda: stored_parameters(folder),
     ):
-        with pytest.raises(CheckpointError, match="step 3 has no model fingerprint, .*; start from another checkpoint"):
+        with pytest.raises(
+            CheckpointError, match=r"step 3 has no model fingerprint, .*; start from another checkpoint"
+        ):
             read()
 
 
