@@ -172,6 +172,10 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
     (frames, height, width), objective = metadata["latent_size"], config.objective
     if getattr(objective, "shift_dimension", None) is not None:  # unknown to other code bases
         objective = objective.at_size(frames * height * width, config.model.in_channels)
+    clean = {
+        "reference": config.data.references_setting(),
+        "first_frame": getattr(config.data, "clean_first_frame", 0.0),
+    }
     return TrainedModel(
         model=config.model.without_adapters(),
         objective=objective,
@@ -181,6 +185,7 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
         class_names=None if config.model.condition("label") is None else metadata["class_names"],
         text_encoder=metadata.get("text_encoder"),
         fps=metadata.get("fps"),
+        clean_parts=metadata.get("clean_parts") or [name for name, setting in clean.items() if setting],
     )
 
 

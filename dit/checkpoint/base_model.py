@@ -20,7 +20,7 @@ from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
-from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint, read_manifest
+from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
 from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
 from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
@@ -171,7 +171,8 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
             f"{manifest.base['folder']}; start from those, or from the merged model in the folder that "
             "launch.export --format diffusers writes"
         )
-    check_same_model(_without_auxiliary(manifest), fingerprint)
+    network = model_fingerprint(stored_parameters(folder))
+    check_same_model(replace(manifest, meta={**manifest.meta, "fingerprint": network}), fingerprint)
 
 
 def check_settings(start: Start, config: RunConfig) -> None:
@@ -193,13 +194,10 @@ def check_settings(start: Start, config: RunConfig) -> None:
         )
 
 
-def _without_auxiliary(manifest: Manifest) -> Manifest:
-    """Return the manifest without the parameters of auxiliary networks."""
-    stored = manifest.meta.get("fingerprint")
-    if not stored:
-        return manifest
-    network = {name: shape for name, shape in stored["parameters"].items() if not name.startswith(PREFIXES)}
-    return replace(manifest, meta={**manifest.meta, "fingerprint": model_fingerprint(network)})
+def stored_parameters(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of every parameter of a checkpoint, except those of auxiliary networks."""
+    stored = fingerprint_of(read_manifest(folder))["parameters"]
+    return {name: shape for name, shape in stored.items() if not name.startswith(PREFIXES)}
 
 
 def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups) -> Optional[dict[str, str]]:
@@ -248,8 +246,7 @@ def start_line(config: RunConfig) -> str:
         return f"{path}, which has no checkpoint yet"
     newest = candidates(folder)[0]
     check_settings(CheckpointStart(newest), config)
-    stored = _without_auxiliary(read_manifest(newest)).meta.get("fingerprint", {}).get("parameters", {})
-    return f"{sum(map(math.prod, stored.values())):,} parameters of {newest}"
+    return f"{sum(map(math.prod, stored_parameters(newest).values())):,} parameters of {newest}"
 
 
 def log_start(weights: Weights, groups: ProcessGroups) -> None:
@@ -276,30 +273,24 @@ def find_base(
 
     Args:
         reading: the base is not deleted until this stack is closed.
-        groups: ranks that all call this, of which the first one compares the weights; None for one process.
+        groups: ranks that all call this and share the reading of the weights; None for one process.
     """
     saved = read_manifest(folder).base
     if saved is None:
         return None
-    paths = dict.fromkeys([saved["folder"], config.checkpoint.start_from or saved["folder"]])
-
-    def matching() -> str:
-        problems = []
-        for path in paths:
-            try:
-                start = find_start(path, reading)
-                if start.digest(None) == saved["digest"]:
-                    return str(start.folder)
-                problems.append(f"{path} has other weights now")
-            except UserError as error:
-                problems.append(str(error))
-        raise CheckpointError(
-            f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which cannot be read: "
-            f"{'; '.join(problems)}. Restore that folder"
-        )
-
-    base = matching() if groups is None else on_first_rank(matching, groups)
-    return find_start(base, reading).weights(config.model)
+    paths, problems = dict.fromkeys([saved["folder"], config.checkpoint.start_from or saved["folder"]]), list[str]()
+    for path in paths:
+        try:
+            start = find_start(path, reading) if groups is None else find_start_together(path, groups, reading)
+            if start.digest(groups) == saved["digest"]:
+                return start.weights(config.model)
+            problems.append(f"{path} has other weights now")
+        except UserError as error:
+            problems.append(str(error))
+    raise CheckpointError(
+        f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which cannot be read: "
+        f"{'; '.join(problems)}. Restore that folder"
+    )
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:

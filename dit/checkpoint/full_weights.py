@@ -72,7 +72,8 @@ def write_imported(
         "latent_size": list(trained.latent_size),
         "text_encoder": trained.text_encoder,
     }
-    metadata |= {name: x for name, x in (("fps", trained.fps), ("autoencoder", autoencoder)) if x is not None}
+    optional = {"fps": trained.fps, "autoencoder": autoencoder, "clean_parts": trained.clean_parts or None}
+    metadata |= {name: value for name, value in optional.items() if value is not None}
     folder = store.begin(0)
     with store.writing(0):
         shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}

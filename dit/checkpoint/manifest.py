@@ -160,15 +160,21 @@ def model_fingerprint(parameters: Mapping[str, Sequence[int]]) -> dict[str, Any]
     return {"digest": hashlib.sha256(strict_json(table).encode()).hexdigest(), "parameters": table}
 
 
-def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
-    """Check that a checkpoint belongs to the model about to be trained."""
+def fingerprint_of(manifest: Manifest) -> dict[str, Any]:
+    """Return the stored result of `model_fingerprint`."""
     stored = manifest.meta.get("fingerprint")
     kinds = {"digest": str, "parameters": dict}
     if not isinstance(stored, dict) or any(not isinstance(stored.get(name), kind) for name, kind in kinds.items()):
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} has no model fingerprint, so its model is unknown; "
-            "start in a new training.run_dir"
+            "start from another checkpoint, or in a new training.run_dir"
         )
+    return stored
+
+
+def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
+    """Check that a checkpoint belongs to the model about to be trained."""
+    stored = fingerprint_of(manifest)
     if stored["digest"] == fingerprint["digest"]:
         return
     saved, expected = stored["parameters"], fingerprint["parameters"]

@@ -64,6 +64,7 @@ _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attributions": (_is_texts, "list of lines"),
     "text_encoder": (lambda value: isinstance(value, str), "name"),
     "autoencoder": (lambda value: isinstance(value, str), "name"),
+    "clean_parts": (_is_texts, "list of names"),
     "fps": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "number of frames per second"),
 }
 """Checks of metadata entries that are not None, and the description of a valid value."""

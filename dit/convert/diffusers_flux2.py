@@ -27,6 +27,7 @@ from dit.convert.rules import ByHead, Rule
 from dit.models.flux2.config import Flux2Config
 
 DEV_GUIDANCE = 4.0
+KLEIN_GUIDANCE = 4.0  # of the models without distillation
 TIME_SHIFT = 7.5  # of the pipeline at 50 steps and 4096 tokens (exp(2.02))
 
 
@@ -64,7 +65,8 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
             layernorm_epsilon=published["eps"],
             null_text="learned" if published["guidance_embeds"] else "empty",
         )
-        return self.trained(model, time_shift=TIME_SHIFT, num_steps=50)
+        guidance_scale = KLEIN_GUIDANCE if model.guidance is None else 1.0
+        return self.trained(model, time_shift=TIME_SHIFT, num_steps=50, guidance_scale=guidance_scale)
 
     def write(self, model: Flux2Config, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         settings = self.write_sizes(model) | {

@@ -43,6 +43,8 @@ class TrainedModel:
         class_names: name of each class; None if unknown.
         text_encoder: name of the text encoder; None without text, or if unknown.
         fps: frames per second of the training data; None if unknown.
+        clean_parts: parts of training samples without noise, `reference` (`data.references`) and `first_frame`
+            (`data.clean_first_frame`).
         notes: sentences about differences in our network.
     """
 
@@ -53,6 +55,7 @@ class TrainedModel:
     class_names: Optional[list[str]] = None
     text_encoder: Optional[str] = None
     fps: Optional[float] = None
+    clean_parts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -65,6 +65,7 @@ class Pipeline:
         scale_of_none: value of this argument without guidance.
         keeps_norm: guides as `sampling.guidance_norm`.
         zeros: entry of `model_index.json` that, if true, replaces that embedding by zeros; None for no such entry.
+        distilled: has the entry `is_distilled` of `model_index.json`, with which it never guides.
         compression: pixels per side, per position of a latent; None for those of the autoencoder.
         times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
@@ -72,8 +73,10 @@ class Pipeline:
             does; None if it has no such shift.
         reads_sizes: calls the model with the sizes and the crop of the original.
         reads_control: takes a control picture, and encodes it with the autoencoder.
+        reads_reference: takes a picture to edit.
+        reads_first_frame: has the entry `expand_timesteps` of `model_index.json`, for a clean first frame.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
-        arguments: further arguments of the call.
+        arguments: further arguments of the call; `{area}` is that of a picture in pixels.
         note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).
     """
 
@@ -86,6 +89,7 @@ class Pipeline:
     scale_of_none: float = 1.0
     keeps_norm: bool = False
     zeros: Optional[str] = None
+    distilled: bool = False
     vae: str = "AutoencoderKL"
     compression: Optional[int] = None
     times: Literal["even", "argument", "end", "none"] = "even"
@@ -93,6 +97,8 @@ class Pipeline:
     draws_clips: bool = False
     reads_sizes: bool = False
     reads_control: bool = False
+    reads_reference: bool = False
+    reads_first_frame: bool = False
     reads_adapters: bool = True
     arguments: tuple[str, ...] = ()
     note: Optional[str] = None
@@ -143,8 +149,10 @@ PIPELINES = {
         (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
         flow=True,
         guided_by_texts=True,
+        distilled=True,
         vae="AutoencoderKLFlux2",
         shift_by_tokens=FLUX2_SHIFT,
+        reads_reference=True,
     ),
     "QwenImageTransformer2DModel": Pipeline(
         "QwenImagePipeline",
@@ -231,6 +239,7 @@ PIPELINES = {
         vae="AutoencoderKLWan",
         times="none",
         draws_clips=True,
+        reads_first_frame=True,
         note="WanPipeline joins the white space of a prompt and replaces HTML entities",
     ),
 }
@@ -271,10 +280,21 @@ VARIANTS = {
             flow=True,
             vae="AutoencoderKLFlux2",
             shift_by_tokens=FLUX2_SHIFT,
+            reads_reference=True,
         ),
     ),
 }
 """By the class of the model: a setting, and the pipeline of models that have it."""
+
+EDITS = {
+    "FluxPipeline": replace(
+        PIPELINES["FluxTransformer2DModel"],
+        class_name="FluxKontextPipeline",
+        reads_reference=True,
+        arguments=("max_area={area}", "_auto_resize=False"),
+    )
+}
+"""By the class of the pipeline without a picture to edit: that of models that were trained with one."""
 
 NONE = "no complete pipeline of this class is written"
 
@@ -289,6 +309,8 @@ def pipeline_class(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> Op
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
     """Return the pipeline that draws the same samples from a model as our sampler."""
     pipeline = pipeline_class(form, trained.model)
+    if pipeline is not None and "reference" in trained.clean_parts:
+        pipeline = EDITS.get(pipeline.class_name, pipeline)
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
     if pipeline is None or faults:
         why = NONE if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
@@ -324,8 +346,12 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     }
     if extra := sorted(names & without):
         faults.append(f"has no {', '.join(extra)}, which this model takes")
-    if getattr(model, "clean_reference_time", False):
-        faults.append("takes no picture to edit, which this model takes (model.clean_reference_time=True)")
+    edits = [
+        *["data.references=True"] * ("reference" in trained.clean_parts),
+        *["model.clean_reference_time=True"] * getattr(model, "clean_reference_time", False),
+    ]
+    if edits and not pipeline.reads_reference:
+        faults.append(f"takes no picture to edit, which this model takes ({' and '.join(edits)})")
     text = next((condition for condition in model.conditions() if condition.name == "context"), None)
     nulls = ("empty text",) if pipeline.zeros is None else ("empty text", 0.0)
     if pipeline.guided_by_texts and text is not None and text.null not in nulls:
@@ -350,6 +376,12 @@ def model_index(
     index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}
     if pipeline.zeros is not None:
         index[pipeline.zeros] = getattr(trained.model, "null_text", None) == "zeros"
+    if pipeline.distilled:
+        index["is_distilled"] = trained.sampling.get("guidance_scale") == 1
+    if pipeline.reads_first_frame:
+        # The pipelines take every second position for a time.
+        patch = (trained.model.patch_temporal, trained.model.patch_spatial)
+        index["expand_timesteps"] = "first_frame" in trained.clean_parts and patch == (1, 2)
     if trained.class_names is not None:
         index["id2label"] = {str(i): name for i, name in enumerate(trained.class_names)}
     return {
@@ -383,18 +415,21 @@ def loading_lines(
     call = [f"num_inference_steps={steps + (pipeline.times == 'end')}"]
     call += [f"{pipeline.scale}={(scale or 1.0) - 1.0 + pipeline.scale_of_none}"] * (pipeline.scale is not None)
     call += [f"sigmas=[1 - i / {steps} for i in range({steps})]"] * (pipeline.times == "argument")
+    pictures = ['control_image=load_image("control.png")'] * pipeline.reads_control
+    pictures += ['image=load_image("reference.png")'] * ("reference" in trained.clean_parts)
     if pipeline.texts:
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
-        call = [f"prompt={prompt}", *call, f"height={height}", f"width={width}", *pipeline.arguments]
+        call = [f"prompt={prompt}", *call, f"height={height}", f"width={width}"]
+        call += [argument.format(area=height * width) for argument in pipeline.arguments]
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
-        call += ['control_image=load_image("control.png")'] if pipeline.reads_control else []
+        call += pictures
         call += [f"max_sequence_length={most_tokens[t.folder]}" for t in pipeline.texts if not t.cut]
         if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side
             sides = tuple(map(int, size_and_crop(*trained.latent_size[1:])[4:].tolist()))
             call += [f"original_size={sides}", f"target_size={sides}"]
     else:
         call = ["class_labels=[0]", *call]
-    imports = ["from diffusers.utils import load_image"] if pipeline.reads_control else []
+    imports = ["from diffusers.utils import load_image"] if pictures else []
     drawn = [f"image = pipeline({', '.join(call)}).images[0]", 'image.save("image.png")']
     if pipeline.draws_clips:
         imports, fps = ["from diffusers.utils import export_to_video"], round(trained.fps or WAN_FPS)

@@ -1,6 +1,7 @@
 """Import text encoders, autoencoder and noise schedule from a pipeline, of Stable Diffusion also the null text.
 
-    PIPELINE/model_index.json             class of the pipeline; force_zeros_for_empty_prompt of XL
+    PIPELINE/model_index.json             class of the pipeline; force_zeros_for_empty_prompt of XL, is_distilled of
+                                          FLUX.2 klein, expand_timesteps of Wan
     PIPELINE/transformer/ or unet/        the imported network
     PIPELINE/text_encoder[_2]/, vae/      their folders are recorded
     PIPELINE/scheduler/                   betas and prediction type, or the shift of flow matching
@@ -42,7 +43,8 @@ DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample":
 """Settings of diffusers' DDIMScheduler that give the steps of our sampler `ddim`."""
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
 """Values of these settings if `scheduler_config.json` does not have them."""
-
+EDITS = ("FluxKontextPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")
+"""Pipelines of networks that were trained with a picture to edit."""
 SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "stochastic_sampling", "invert_sigmas")
 """Settings of a scheduler of flow matching that change its steps, not the network."""
 
@@ -88,6 +90,10 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / INDEX).exists():
         return Completed(trained)
     index, vae = read_json(root / INDEX), root / "vae"
+    clean = {"reference": index.get("_class_name") in EDITS, "first_frame": index.get("expand_timesteps")}
+    trained = replace(trained, clean_parts=[name for name, is_clean in clean.items() if is_clean])
+    if index.get("is_distilled"):  # FLUX.2 klein
+        trained = replace(trained, sampling={**trained.sampling, "num_steps": 4, "guidance_scale": 1.0})
     folders = TEXT_ENCODERS.get(str(index.get("_class_name")))
     autoencoder = str(vae) if (vae / CONFIG).exists() else None
     if folders is None:

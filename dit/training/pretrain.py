@@ -161,19 +161,20 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
         beat: called after every step.
 
     Returns:
-        True if the run stopped early, or in its last step without the validation that was due.
+        True if the run stopped early, or in its last step without the validation or the samples that were due.
     """
     config, state, training = run.config, run.state, run.config.training
     if any_rank(preemption.requested):
         return True
     run.log.start(state.step)
-    if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
-        run.validate(saved=True)  # the previous attempt ended between saving and validating
-        if is_due(state.step, training.sample_interval):
+    if state.step > 0:  # the previous attempt may have ended between saving and these
+        if is_due(state.step, training.validation_interval) and not state.is_validated:
+            run.validate(saved=True)
+        if is_due(state.step, training.sample_interval) and not any_rank(run.samples_folder.is_dir()):
             run.sample()
     if training.stop_at_step is not None and state.step >= training.stop_at_step:
         return False  # not code 75, after which launch/train.sh would start it again and again
-    limit = TimeLimit(training.time_limit)
+    limit, deferred = TimeLimit(training.time_limit), False
     if state.step < training.num_steps:
         limit.check()
     run.checks.asks_to_stop = lambda: (
@@ -223,13 +224,15 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
                 return True
             if not stop and is_due(state.step, training.validation_interval):
                 run.validate(saved=save)
-            if not stop and is_due(state.step, training.sample_interval) and not any_rank(preemption.requested):
+            samples = is_due(state.step, training.sample_interval)
+            deferred = samples and (stop or any_rank(preemption.requested))  # in the last step, to the next start
+            if samples and not deferred:
                 run.sample()
             started += time.perf_counter() - training_ended  # rates exclude saving and validation
     if run.checks.first_steps is not None:
         run.checks.first_steps.end(state.step, run.log)
     run.saves.finish()
-    return False
+    return deferred
 
 
 class Run:
@@ -469,17 +472,21 @@ class Run:
         batches = (self.spec.check(self.encode(batch)) for batch in held_out)
         return held_out_loss(self.network, batches, config.objective, config.model, self.device, groups, self.shard)
 
+    @property
+    def samples_folder(self) -> Path:
+        """Folder of the grids of the current step."""
+        return Path(self.config.training.run_dir) / "samples" / f"step_{self.state.step:07d}"
+
     def sample(self) -> None:
         """Generate the grids of samples and write them into the run folder."""
-        state, run_dir = self.state, Path(self.config.training.run_dir)
         self.phase.enter("samples")
         # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
         network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
         size, fps = self.batches.share_largest(self.groups.dp)
-        folder = None if self.log.is_silent else make_folder(run_dir / "samples") / f"step_{state.step:07d}"
-        averaged = state.averaged if state.ema else None
+        averaged = self.state.averaged if self.state.ema else None
+        folder = None if self.log.is_silent else make_folder(self.samples_folder.parent) / self.samples_folder.name
         for name, path in self.pictures.write(network, size, fps, self.device, folder, averaged).items():
-            self.log.samples(state, path, name)
+            self.log.samples(self.state, path, name)
 
     def summarize(self) -> None:
         """Print the result of the run, and the command that samples from it."""

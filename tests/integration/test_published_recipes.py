@@ -20,7 +20,7 @@ from tests.conftest import BuildModel
 from tests.integration import actions
 from tests.parity.convert_cases import load, relative_error
 from tests.parity.pipeline_cases import CASES, PROMPTS, Case, a_run
-from tests.parity.test_pipelines import control_pictures, draw_samples, drawn_by_pipeline
+from tests.parity.test_pipelines import draw_samples, drawn_by_pipeline, given_pictures
 from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.awkward_media import mp4
 
@@ -112,14 +112,14 @@ def test_a_small_pipeline_is_trained_and_drawn_in_diffusers(
         assert relative_error(expected, before) > 10 * RTOL  # the training changed the pictures
 
 
-def test_flux_learns_to_read_control_pictures(
+def test_flux_learns_to_read_given_pictures(
     build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a FLUX.1 without control: full fine-tuning, and adapters that FluxControlPipeline loads onto that FLUX.1."""
     case = CASES["flux control"]
     plain = replace(case, pipeline="FluxPipeline", model=replace(case.model, control_channels=None))
     _, base = saved_by_diffusers(tmp_path, plain)
-    pictures = ((control_pictures(case) + 1) * 127.5).round().byte().movedim(1, -1).numpy()
+    pictures = ((given_pictures(case) + 1) * 127.5).round().byte().movedim(1, -1).numpy()
     for folder, of_sample in {"in": 1, "control": 0}.items():
         (tmp_path / folder).mkdir()
         for i in range(8):
@@ -157,7 +157,7 @@ def test_flux_learns_to_read_control_pictures(
         torch.testing.assert_close(vae.decode(latents) / 2 + 0.5, expected, rtol=0, atol=1e-4)
         drawn = drawn_by_pipeline(tmp_path / f"{name}_pipeline", case, noise, monkeypatch)
         assert relative_error(drawn, expected.clamp(0, 1)) <= RTOL
-        monkeypatch.setattr("tests.parity.test_pipelines.control_pictures", lambda _: control_pictures(case).flip(0))
+        monkeypatch.setattr("tests.parity.test_pipelines.given_pictures", lambda _: given_pictures(case).flip(0))
         _, exchanged = draw_samples(generator, case)
         monkeypatch.undo()
         assert relative_error(exchanged, expected) > 10 * RTOL

@@ -98,6 +98,7 @@ class Case:
         blocks: number of blocks of the autoencoder, which halves the sides between blocks.
         vae: key of `VAES`, if it is not the name of the pipeline.
         size, frames: of the latents.
+        clean_parts: see `TrainedModel`.
     """
 
     pipeline: str
@@ -113,6 +114,7 @@ class Case:
     size: tuple[int, int] = (8, 8)
     frames: int = 1
     prompts: tuple[str, ...] = PROMPTS
+    clean_parts: tuple[str, ...] = ()
 
 
 CASES = {
@@ -157,6 +159,17 @@ CASES = {
         quant=False,
         size=(8, 12),
     ),
+    "flux kontext": Case(
+        "FluxKontextPipeline",
+        FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "text={t5}:max_tokens=9:padded,pooled={clip}",
+        guidance=1.0,
+        shift=0.2,
+        quant=False,
+        size=(8, 12),
+        clean_parts=("reference",),
+    ),
     "chroma": Case(
         "ChromaPipeline",
         ChromaConfig(**CHROMA, approximator=[16, 24, 2], rope_axes=[2, 4, 6]),
@@ -194,6 +207,21 @@ CASES = {
         Flux2Config(**FLUX2),
         FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
         "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
+    ),
+    "flux2 klein edit": Case(
+        "Flux2KleinPipeline",
+        Flux2Config(**FLUX2),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
+        size=(16, 16),  # the pipeline edits pictures of at least 64 pixels
+        clean_parts=("reference",),
+    ),
+    "flux2 klein distilled": Case(
+        "Flux2KleinPipeline",
+        Flux2Config(**FLUX2),
+        SHIFTED,
+        "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
+        guidance=1.0,
     ),
     "qwen image": Case(
         "QwenImagePipeline",
@@ -305,6 +333,7 @@ def a_run(folder: Path, case: Case) -> Path:
         {"solver": "euler" if isinstance(case.objective, FlowMatching) else "ddim", "num_steps": STEPS},
         class_names=None if classes is None else [f"class {i}" for i in range(classes)],
         text_encoder=line,
+        clean_parts=list(case.clean_parts),
     )
     own = {"guidance_scale": case.guidance, "guidance_norm": case.guidance_norm, "seed": SEED, "vae": str(vae)}
     sampling = build(SamplingConfig, {**trained.sampling, **own}, "sampling")

@@ -16,6 +16,7 @@ import torch
 from diffusers import (
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
 )
 from torch import Tensor
@@ -35,6 +36,7 @@ from dit.models.flux2.config import Flux2Config
 from dit.models.wan.config import WanConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
+from dit.sampling.grid import to_image
 from examples.flux2.compare import start_noise
 from launch.export import main as export
 from launch.export_pipeline import sampling_notes
@@ -52,6 +54,10 @@ def generator_of(run: Path, build_model: BuildModel) -> Generator:
     return Generator(config, metadata, load(build_model(config.model), read_full_weights(folder, "weight")), 0)
 
 
+FTFY = SimpleNamespace(fix_text=lambda text: text)
+"""Package that some pipelines need, and that changes no prompt here."""
+
+
 def draw_samples(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Return the noise for a scheduler, `[N, C, t, h, w]`, and our pictures in [0, 1], `[N, 3, T, H, W]`."""
     if case.encoders is None:
@@ -61,7 +67,9 @@ def draw_samples(generator: Generator, case: Case, **sampling: Any) -> tuple[Ten
         given = as_conditions(encoders.encode(case.prompts), case.model.conditions())
     vae = VAE(generator.config.sampling.vae or generator.autoencoder or "")
     if case.model.condition("control") is not None:
-        given = {**given, "control": list(vae.encode(control_pictures(case)[:, :, None]))}
+        given = {**given, "control": list(vae.encode(given_pictures(case)[:, :, None]))}
+    if "reference" in case.clean_parts:
+        sampling["references"] = list(vae.encode(given_pictures(case)[:, :, None]))
     latents = generator.generate(conditions=given, **sampling)
     tokens = prod(case.size) // generator.spec.patch_volume * case.frames
     objective = case.objective.at_size(tokens, case.model.token_channels)
@@ -69,8 +77,8 @@ def draw_samples(generator: Generator, case: Case, **sampling: Any) -> tuple[Ten
     return float(sigma) * start_noise(generator, given), vae.decode(latents) / 2 + 0.5
 
 
-def control_pictures(case: Case) -> Tensor:
-    """Return a control picture for each prompt, `[2, 3, H, W]` in [-1, 1], with 8-bit values."""
+def given_pictures(case: Case) -> Tensor:
+    """Return a control picture or a picture to edit for each prompt, `[2, 3, H, W]` in [-1, 1], with 8-bit values."""
     height, width = (2 ** (case.blocks - 1) * side for side in case.size)
     return pixel_values(torch.randint(256, (2, 3, height, width), generator=torch.Generator().manual_seed(6)))
 
@@ -112,9 +120,8 @@ def drawn_by_pipeline(folder: Path, case: Case, noise: Tensor, monkeypatch: pyte
     """Return the pictures of an exported pipeline, called as in its README, `[N, 3, T, H, W]` in [0, 1]."""
     pipeline = DiffusionPipeline.from_pretrained(folder)
     assert type(pipeline).__name__ == case.pipeline
-    if case.pipeline == "PRXPipeline":  # needs ftfy, which changes no prompt here
-        as_it_is = SimpleNamespace(fix_text=lambda text: text)
-        monkeypatch.setattr("diffusers.pipelines.prx.pipeline_prx.ftfy", as_it_is, raising=False)
+    if case.pipeline == "PRXPipeline":
+        monkeypatch.setattr("diffusers.pipelines.prx.pipeline_prx.ftfy", FTFY, raising=False)
     if case.pipeline == "ChromaPipeline":  # attention adds its float mask to the scores, which masks nothing
         mask_of = pipeline._prepare_attention_mask
         pipeline._prepare_attention_mask = lambda **words: mask_of(**words).bool()
@@ -131,17 +138,21 @@ def drawn_by_pipeline(folder: Path, case: Case, noise: Tensor, monkeypatch: pyte
         assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
     else:
         call["latents"] = noise
-        if case.pipeline in ("FluxPipeline", "FluxControlPipeline", "ChromaPipeline", "QwenImagePipeline"):
+        if case.pipeline.startswith(("FluxPip", "FluxC", "FluxK", "Chroma", "QwenImage")):
             call["latents"] = pipeline._pack_latents(noise, 2, case.model.in_channels, *case.size)
         elif case.pipeline.startswith("Flux2"):
             call["latents"] = pipeline._patchify_latents(noise)
     if "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"]] * 2
     if "control_image" in call:
-        call["control_image"] = control_pictures(case)
+        call["control_image"] = given_pictures(case)
     calls = [call]
-    if case.pipeline in ("PRXPipeline", "HunyuanVideo15Pipeline"):  # draws one prompt at a time
+    alone = case.pipeline in ("PRXPipeline", "HunyuanVideo15Pipeline")  # draw one prompt at a time
+    if alone or "image" in call:
         calls = [{**call, "prompt": p, "latents": x[None]} for p, x in zip(call["prompt"], call["latents"])]
+    if "image" in call:
+        for words, picture in zip(calls, given_pictures(case)):
+            words["image"] = to_image(picture)
     outputs = [pipeline(**words, output_type="np") for words in calls]
     drawn = [torch.from_numpy(output.frames if is_clip else output.images) for output in outputs]
     pictures = torch.cat(drawn).movedim(-1, 1)
@@ -213,6 +224,10 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             replace(CASES["z image"], encoders="{qwen3}:layer=-2"),
             "needs a Qwen3 that makes `text`, without `:padded`, `:prompt=chat_thinking`, `:layer=penultimate`",
         ),
+        *(
+            (replace(case, clean_parts=("reference",)), "takes no picture to edit, .*data.references=True")
+            for case in (CASES["qwen image"], CASES["wan"])
+        ),
         (replace(CASES["lumina2"], blocks=3), "that compresses 8 x 8 pixels, and .* compresses 4 x 4"),
     ],
     ids=[
@@ -229,7 +244,7 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             "text of wan",
         ),
         *("null of xl", "one encoder", "no projection", "control", "unpadded", "no pooled text"),
-        *("null of klein", "plain prompt", "compression"),
+        *("null of klein", "plain prompt", "edits of qwen", "edits of wan", "compression"),
     ],
 )
 def test_a_run_whose_pipeline_would_draw_other_samples_is_refused(
@@ -297,6 +312,51 @@ def test_the_entry_for_an_empty_text_is_that_of_the_model(tmp_path: Path) -> Non
         index = json.loads((folder / "model_index.json").read_text())
         assert index["force_zeros_for_empty_prompt"] is (name == "zeros")
         assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
+
+
+def test_a_distilled_klein_is_imported_and_exported_as_one(tmp_path: Path) -> None:
+    """Four steps without guidance. Source: model card of FLUX.2 klein; `is_distilled` of `Flux2KleinPipeline`."""
+    from launch.import_weights import main as import_weights
+
+    run, folder = a_run(tmp_path, CASES["flux2 klein"]), tmp_path / "pipeline"
+    for distilled in (True, False):
+        words = ["--raw-weights", "--format", "pipeline", "--out", str(folder)]
+        assert export(["--checkpoint", str(run), *words]) == 0
+        index = json.loads((folder / "model_index.json").read_text())
+        assert index["is_distilled"] is (not distilled)
+        (folder / "model_index.json").write_text(json.dumps({**index, "is_distilled": distilled}))
+        network = json.loads((folder / "transformer/config.json").read_text())
+        del network["_megatron_dit"]  # as in published folders
+        (folder / "transformer/config.json").write_text(json.dumps(network))
+        run = tmp_path / f"imported {distilled}"
+        assert import_weights(["--from", str(folder), "--format", "diffusers", "--out", str(run)]) == 0
+        config, _ = read_settings(candidates(run)[0])
+        expected = (4, 1.0) if distilled else (50, 4.0)
+        assert (config.sampling.num_steps, config.sampling.guidance_scale) == expected
+        folder = tmp_path / f"pipeline of {distilled}"
+
+
+def test_a_model_of_first_frames_continues_a_picture_in_the_pipeline(
+    build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wan 2.2 TI2V: `WanImageToVideoPipeline` opens the folder, too, and reads `expand_timesteps`."""
+    case = replace(CASES["wan 2.2"], clean_parts=("first_frame",), prompts=("a red circle",))
+    run, folder = a_run(tmp_path, case), tmp_path / "pipeline"
+    assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
+    generator = generator_of(run, build_model)
+    noise, expected = draw_samples(generator, case)
+    assert relative_error(drawn_by_pipeline(folder, case, noise, monkeypatch), expected.clamp(0, 1)) <= RTOL
+    vae = VAE(str(tmp_path / "vae"))
+    picture = pixel_values(expected[0, :, :1].clamp(0, 1).mul(255).byte())
+    noise, continued = draw_samples(generator, case, first_frame=vae.encode(picture[None])[0])
+    monkeypatch.setattr("diffusers.pipelines.wan.pipeline_wan_i2v.ftfy", FTFY, raising=False)
+    pipeline = WanImageToVideoPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    words = {**page_call(code), "prompt": list(case.prompts), "latents": noise, "image": to_image(picture[:, 0])}
+    drawn = torch.from_numpy(pipeline(**words, output_type="np").frames).movedim(-1, 1)
+    assert relative_error(continued.clamp(0, 1), expected.clamp(0, 1)) > 30 * RTOL
+    assert relative_error(drawn, continued.clamp(0, 1)) <= RTOL
 
 
 def test_a_run_without_an_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint
+from dit.checkpoint.base_model import check_start, stored_parameters
+from dit.checkpoint.manifest import MANIFEST, Manifest, check_same_model, model_fingerprint
 from dit.checkpoint.reading import read_settings
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, usable
 from dit.config_record import from_record
@@ -66,10 +67,20 @@ def test_an_error_of_a_record_names_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [None, 1, [], {"digest": 1}, {"digest": "x", "parameters": []}])
-def test_a_fingerprint_of_a_wrong_type_is_read_as_none(stored: Any) -> None:
+def test_a_fingerprint_of_a_wrong_type_is_read_as_none(tmp_path: Path, stored: Any) -> None:
     manifest = Manifest(step=3, files={}, meta={"fingerprint": stored})
-    with pytest.raises(CheckpointError, match="no model fingerprint"):
-        check_same_model(manifest, model_fingerprint({"w": (2,)}))
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    (folder / MANIFEST).write_text(manifest.to_text())
+    for read in (
+        lambda: check_same_model(manifest, model_fingerprint({"w": (2,)})),
+        lambda: check_start(folder, model_fingerprint({"w": (2,)})),
+        lambda: stored_parameters(folder),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"step 3 has no model fingerprint, .*; start from another checkpoint"
+        ):
+            read()
 
 
 @pytest.mark.parametrize("is_added", [True, False])

@@ -130,6 +130,21 @@ def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
     assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"), notes=[])
 
 
+def test_a_pipeline_of_clean_pictures_records_them(tmp_path):
+    """A pipeline for edits has a class, one for a first frame an entry (Wan 2.2 TI2V)."""
+    for number, (index, parts) in enumerate(
+        [
+            ({"_class_name": "FluxKontextPipeline"}, ["reference"]),
+            ({"_class_name": "WanPipeline", "expand_timesteps": True}, ["first_frame"]),
+            ({"_class_name": "WanPipeline", "expand_timesteps": False}, []),
+        ]
+    ):
+        root = pipeline(tmp_path / str(number), **index)
+        (root / "transformer").mkdir()
+        found = complete(TrainedModel(WanConfig(), FlowMatching(), (1, 8, 8), {}), root / "transformer")
+        assert found.trained.clean_parts == parts
+
+
 def test_one_of_two_networks_has_its_times(tmp_path):
     """Wan 2.2 A14B: the first one draws the times above the boundary. Source: diffusers, `pipeline_wan.py`."""
     two = {"transformer_2": ["diffusers", "WanTransformer3DModel"], "boundary_ratio": 0.875}

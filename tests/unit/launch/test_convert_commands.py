@@ -2,16 +2,17 @@
 
 import argparse
 import json
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dit.checkpoint.base_model import digest_of
+from dit.checkpoint import manifest
+from dit.checkpoint.base_model import digest_of, find_base
 from dit.checkpoint.full_weights import write_imported
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.reader_lock import to_delete
@@ -29,6 +30,7 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora import merge_adapters
 from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.wan.config import WanConfig
 from dit.objective_checks import check_outputs
 from dit.objectives import OBJECTIVES
 from dit.objectives.ddpm import DDPM, LearnedVariance
@@ -37,6 +39,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.run_config import RunConfig, check_sampling
 from dit.settings import SamplingConfig
+from energon_data.dataset import EnergonData
 from launch import export, import_weights
 from recipes import registry
 from tests.parity.public_dit import random_state
@@ -190,8 +193,8 @@ def with_record(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fps": ...}, "must have class_names, fps,"),
-        ({"extra": 1}, "must have class_names, fps,"),
+        ({"fps": ...}, "must have class_names, clean_parts, fps,"),
+        ({"extra": 1}, "must have class_names, clean_parts, fps,"),
         ({"model": {**MODEL, "hidden_size": "48"}}, "cannot have hidden_size='48'"),
         ({"model": {**MODEL, "add_bias": 1}}, "cannot have add_bias=1"),
         ({"model": {**MODEL, "num_layers": True}}, "cannot have num_layers=True"),
@@ -235,10 +238,13 @@ def test_a_record_survives_json_for_each_format(form):
     sampling = SamplingConfig(prompts=["a", "b"])
     config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
     metadata = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
-    trained = export.trained_model(config, metadata)
+    trained = export.trained_model(config, {**metadata, "clean_parts": ["reference"]})
     assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
     again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
     assert again == trained
+    assert again.clean_parts == ["reference"]
+    older = {name: value for name, value in to_record(trained).items() if name != "clean_parts"}
+    assert from_record(older, form.config_class) == replace(trained, clean_parts=[])
     assert build(SamplingConfig, again.sampling, "sampling") == sampling
 
 
@@ -379,7 +385,8 @@ def test_exporting_a_folder_without_a_run_is_a_checkpoint_error(tmp_path, capsys
     assert message in capsys.readouterr().err
 
 
-def test_a_run_does_not_delete_a_checkpoint_and_its_base_during_their_export(tmp_path, monkeypatch):
+def adapter_run(tmp_path: Path) -> tuple[Path, Path]:
+    """Write a run of adapters and its base; return their checkpoints."""
     save_file(random_state(**SIZES), tmp_path / "dit.safetensors")
     source = ["--from", str(tmp_path / "dit.safetensors"), "--num-attention-heads", "4"]
     assert import_weights.main([*source, "--format", "dit", "--out", str(tmp_path / "base")]) == 0
@@ -391,10 +398,24 @@ def test_a_run_does_not_delete_a_checkpoint_and_its_base_during_their_export(tmp
     trained = replace(export.trained_model(config, metadata), model=model)
     recorded = {"folder": str(base), "digest": digest_of(read_manifest(base))}
     write_imported(tmp_path / "run", adapters, trained, config.sampling, "a test", base=recorded, autoencoder=None)
-    deletable = []
+    return find_checkpoint(tmp_path / "run")[0], base
+
+
+def test_ranks_hash_each_file_of_a_base_once(tmp_path, one_rank_world, monkeypatch):
+    """Ranks share the files, as those of a start: large files are not read once per rank."""
+    run, base = adapter_run(tmp_path)
+    hashed, hash_file = [], manifest.hash_file
+    monkeypatch.setattr(manifest, "hash_file", lambda path: hashed.append(path.name) or hash_file(path))
+    with ExitStack() as reading:
+        assert find_base(run, read_settings(run)[0], reading, one_rank_world) is not None
+    assert sorted(hashed) == sorted(read_manifest(base).files)
+
+
+def test_a_run_does_not_delete_a_checkpoint_and_its_base_during_their_export(tmp_path, monkeypatch):
+    deletable, folders = [], adapter_run(tmp_path)
 
     def merge(*arguments):
-        for folder in (base, find_checkpoint(tmp_path / "run")[0]):
+        for folder in folders:
             with to_delete(folder) as is_unread:
                 deletable.append(is_unread)
         return merge_adapters(*arguments)
@@ -455,9 +476,17 @@ def test_an_import_reports_the_unconditional_branch_of_guidance(
 def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
     """Other code bases have no shift that depends on the dimension."""
     objective = FlowMatching(time_shift=1.5, shift_dimension=64)
-    config: Any = SimpleNamespace(model=DiTConfig(in_channels=4), objective=objective, sampling=SamplingConfig())
+    config = RunConfig(model=DiTConfig(in_channels=4), data=NoData(), objective=objective)
     trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
     assert trained.objective == FlowMatching(time_shift=3.0)
+
+
+def test_the_clean_parts_of_a_run_are_those_of_its_data() -> None:
+    data = {"none": {}, "reference": {"references": True}, "first_frame": {"clean_first_frame": 0.5}}
+    for part, settings in data.items():
+        config = RunConfig(model=WanConfig(), data=EnergonData(path="data", **settings), objective=FlowMatching())
+        trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
+        assert trained.clean_parts == [name for name in (part,) if settings]
 
 
 @pytest.mark.parametrize(("stated", "shift"), [(None, 3.0), (0.25, 0.25)])
