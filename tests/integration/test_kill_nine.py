@@ -14,8 +14,8 @@ from tests.support.attempts import CLIPS_FROM, Files, arguments, attempt, childr
 
 pytestmark = pytest.mark.slow
 
-KILLS, GROWTH = 10, [2, 2, 4, 4]  # number of kills on one rank, then the number of ranks of each later attempt
-NUM_STEPS = 60
+KILLS, GROWTH = 6, [2, 4, 2]  # number of kills on one rank, then the number of ranks of each later attempt
+NUM_STEPS = 48
 SEED = 9
 ROUNDING = 1e-4  # relative, fp32: more ranks sum in another order, and updates amplify the difference
 SETTINGS = {"training__num_steps": NUM_STEPS, "checkpoint__interval": 3}

@@ -12,7 +12,6 @@ from tests.support.ranks import rows, selected
 
 FSDP = {"data_parallel": "fsdp"}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-CP2 = {"context_parallel_size": 2, "context_split": "load_balanced"}
 PP2 = {"pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 DDP = {"data_parallel": "ddp"}
@@ -58,9 +57,6 @@ def results(request, tmp_path_factory):
             "fsdp2_to_distributed2": resumes("fsdp2", DISTRIBUTED),
             "distributed2_to_fsdp2": resumes("distributed2", FSDP),
             "distributed2_to_fsdp2_optim": resumes("distributed2", kinds["optim"]),
-            "distributed2_to_tp2_sp": resumes("distributed2", TP2SP),
-            "distributed2_to_cp2": resumes("distributed2", CP2),
-            "distributed2_to_pp2": resumes("distributed2", PP2),
             "bf16_distributed2": run("bf16", DISTRIBUTED, precision="bf16", steps=3, look_after=True),
             **{f"bf16_{k}": run("bf16", kinds[k], precision="bf16", steps=3, look_after=True) for k in BF16_SHARDINGS},
             **{f"{backbone}_{k}": small(backbone, p) for backbone in SMALL for k, p in kinds.items()},
@@ -191,9 +187,6 @@ RESUMED = {
     "fsdp2_to_tp2_sp_fsdp2": "run_fsdp2",
     "distributed2_to_fsdp2": "run_distributed2",
     "distributed2_to_fsdp2_optim": "run_distributed2",
-    "distributed2_to_tp2_sp": "run_distributed2",
-    "distributed2_to_cp2": "run_distributed2",
-    "distributed2_to_pp2": "run_distributed2",
     "fsdp2_to_hybrid2x2": "run_fsdp2",
     "hybrid2x2_to_hybrid2x2": "run_hybrid2x2",
     "hybrid2x2_to_fsdp4": "run_hybrid2x2",

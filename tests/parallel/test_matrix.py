@@ -5,13 +5,11 @@ import math
 import pytest
 import torch
 
-from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, not_carried, run, table, write_page
+from benchmarks.parallel_matrix import MISSION, Outcome, not_carried, run, table, write_page
 from dit.verify.compare import BOUNDS, compare_training
 from tests.support.reference import assert_equal_training
 
-# These rows shard the optimizer state differently; other files of this folder test the other layouts.
-SHARDINGS = ("hybrid FSDP, 2 instances of 2", "TP 4 + SP", "PP 2 x VPP 2", "EP 2 x TP 2 + SP")
-ROWS = [*(row for row in SMALL if row.name in SHARDINGS), *MISSION]
+ROWS = MISSION  # `test_layouts.py` has the smaller layouts
 
 
 @pytest.fixture(scope="module")
