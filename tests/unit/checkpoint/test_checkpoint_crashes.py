@@ -3,38 +3,13 @@
 import errno
 import itertools
 import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 
 from dit.checkpoint.manifest import verify_folder
 from dit.errors import CheckpointError
 from tests.unit.checkpoint.checkpoints import fill, leftovers, make_store, newest_step, newest_valid, save
-
-NUM_KILLS = 10
-
-KILLED_CHILD = """
-import sys
-from dit.checkpoint.store import CheckpointStore
-from dit.settings import CheckpointConfig
-assert "torch" not in sys.modules
-store = CheckpointStore(sys.argv[1], CheckpointConfig(keep_last=2, keep_every=7))
-step = max(store.complete(), default=0)
-while True:
-    step += 1
-    folder = store.begin(step)
-    (folder / "loader").mkdir()
-    for name in ("a.distcp", "b.distcp", "loader/dp_00000.pt"):
-        with (folder / name).open("wb") as file:
-            for _ in range(8):
-                file.write(step.to_bytes(8, "little") * 4096)
-    store.publish(step, {"consumed_samples": 8 * step})
-"""
 
 CHANGING_CALLS = ("mkdir", "write", "fsync", "rename", "unlink", "rmdir")
 
@@ -140,41 +115,6 @@ def test_failed_attachment_of_a_loss_damages_no_checkpoint(two_checkpoints, tmp_
     assert leftovers(store) == []
 
 
-def error_of_save(store, step):
-    try:
-        save(store, step)
-    except CheckpointError as error:
-        return error
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_error_is_reported_and_damages_no_checkpoint(two_checkpoints, tmp_path, monkeypatch, code):
-    """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure; the old checkpoint is valid."""
-
-    def fail():
-        raise OSError(code, os.strerror(code))
-
-    failures = 0
-    for n in itertools.count(1):
-        store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=2)
-        with monkeypatch.context() as patched:
-            trip = Trip(n, fail)
-            trip.install(patched, ("mkdir", "write", "fsync", "rename"))
-            error = error_of_save(store, 30)
-        if error is not None:
-            failures += 1
-            assert error.exit_code == 5
-            assert "is intact" in str(error)
-            assert ("is full" in str(error)) == (code == errno.ENOSPC)
-            assert not store.partial_path(30).exists(), f"failure at call {n}"
-        assert newest_step(store) in (20, 30)
-        store.begin(40)
-        assert leftovers(store) == ["iter_0000040.tmp"]
-        if not trip.fired:
-            break
-    assert failures >= 14  # two mkdirs, a flush per file and folder, the manifest, the rename
-
-
 def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
     """The message has needed and free bytes, also if another library wraps the error."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
@@ -200,26 +140,3 @@ def test_other_errors_propagate_and_cancel_the_save(tmp_path):
     with pytest.raises(ZeroDivisionError), store.writing(1):
         print(1 / 0)
     assert leftovers(store) == []
-
-
-def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
-    """`kill -9` at random moments of endless saving: the newest checkpoint verifies, and steps never decrease."""
-    store = make_store(tmp_path / "checkpoints", keep_last=2, keep_every=7)
-    rng = random.Random(1)
-    last = 0
-    for _ in range(NUM_KILLS):
-        child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(store.root)])
-        deadline = time.monotonic() + 30
-        while max(store.steps(), default=0) <= last and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(rng.uniform(0, 0.1))
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-        path, manifest = newest_valid(store)
-        assert manifest.step > last
-        assert manifest.meta["consumed_samples"] == 8 * manifest.step
-        for name in manifest.files:
-            assert (path / name).read_bytes() == manifest.step.to_bytes(8, "little") * 4096 * 8
-        retained = [step for step in store.steps() if step % 7]
-        assert len(retained) <= 3  # keep_last, and the one whose deletion was interrupted
-        last = manifest.step

@@ -46,16 +46,6 @@ def test_a_copy_is_bitwise_equal_and_can_be_fetched(bucket, tmp_path):
     assert (verify_folder(other.path(3)).meta["consumed_samples"], leftovers(other)) == (12, [])
 
 
-def test_the_manifest_is_copied_last(bucket, tmp_path):
-    store = make_store(tmp_path)
-    save(store, 3)
-    copy_all(store, RemoteStore(ADDRESS))
-    puts = [path for method, path in bucket.requests if method == "PUT"]
-    assert puts.pop().endswith(INDEX)
-    assert len(puts) == len(FILES) + 1
-    assert puts[-1].endswith(MANIFEST)
-
-
 def test_an_interrupted_copy_is_invalid_and_copied_again(bucket, tmp_path):
     store, puts = make_store(tmp_path / "a"), []
 
@@ -114,23 +104,6 @@ def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
     copy_all(store, RemoteStore(ADDRESS))
     assert fetch_newer(other, RemoteStore(ADDRESS)) == 3
     assert content(other.path(3)) == content(store.path(3))
-
-
-def test_copies_are_retained_as_checkpoints_are(bucket, tmp_path):
-    store = make_store(tmp_path, keep_last=2, keep_every=4)
-    for step in range(1, 8):
-        save(store, step)
-        copy_all(store, RemoteStore(ADDRESS))
-    assert steps_of(bucket) == store.steps() == [4, 6, 7]
-
-
-def test_an_empty_folder_deletes_no_copies(bucket, tmp_path):
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
-    copy_all(make_store(tmp_path / "b", keep_last=2), RemoteStore(ADDRESS))
-    assert steps_of(bucket) == [1, 2]
 
 
 MANY = 16
@@ -227,16 +200,6 @@ def test_an_index_lists_no_copy_that_is_incomplete(bucket, tmp_path):
     store.prune()
     assert copy_interrupted(bucket, store) > 2
     assert complete_copies() == [3]
-
-
-def test_a_copy_with_a_deleted_folder_is_copied_again(bucket, tmp_path):
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
-    RemoteStore(ADDRESS).delete(2)
-    copy_all(store, RemoteStore(ADDRESS))
-    assert complete_copies() == [1, 2]
 
 
 def test_only_newer_copies_are_fetched(bucket, tmp_path):
