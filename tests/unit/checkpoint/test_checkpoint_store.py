@@ -328,13 +328,6 @@ def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
         check_same_model(manifest, many)
 
 
-def test_checkpoint_without_fingerprint_is_refused(tmp_path):
-    store = make_store(tmp_path)
-    save(store, 1)
-    with pytest.raises(CheckpointError, match="no model fingerprint"):
-        check_same_model(newest_valid(store)[1], model_fingerprint({"w": (1,)}))
-
-
 def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkeypatch):
     """Each of three ranks reads other files; together they read all, the largest files first."""
     folder = two_checkpoints / "iter_0000020"
