@@ -1,19 +1,22 @@
 """Packed backbones have the outputs and gradients of the formulas of their papers."""
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import conv2d
 
 from dit.batch import PackedBatch
 from dit.conditions import per_sample
+from dit.context_parallel.pictures import Pictures
 from dit.errors import BatchError
 from dit.joint_layout import joint_layout
 from dit.kernels.linear_attention import linear_attention
-from dit.layers.positions import RotaryPositions, sincos, spanning
+from dit.layers.positions import RotaryPositions
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -25,10 +28,8 @@ from dit.models.wan.config import WanConfig
 from tests.conftest import BuildModel
 from tests.parity.reference_cross import CrossReference, Leaves
 from tests.parity.reference_flux import DROPPED_TOKENS, FluxReference
-from tests.parity.reference_sana import SanaReference
 from tests.parity.reference_stdit import STDiTReference
-from tests.parity.reference_wan import WanReference
-from tests.support.batches import DENSE, MIXED, Sample, draw, pack, pooled_size
+from tests.support.batches import MIXED, Sample, draw, pack, pooled_size
 from tests.support.levels import leveled
 from tests.support.reference import RTOL, relative_error
 
@@ -41,7 +42,7 @@ CONSTANTS = {"layernorm_epsilon": 1e-2, "time_scale": 30.0}
 
 @dataclass(frozen=True)
 class Family:
-    """A backbone, its reference, and the compared settings.
+    """A backbone, its reference, and the compared settings; SANA and Wan are compared with diffusers.
 
     Attributes:
         sizes: changes of `SIZES`; `...` removes a size.
@@ -49,7 +50,7 @@ class Family:
 
     config: type[ModelConfig]
     sizes: dict[str, Any]
-    variants: dict[str, dict[str, Any]]
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     reference: Callable[[Any, Leaves], Any] = CrossReference
 
     def small(self, **changes: Any) -> Any:
@@ -112,29 +113,10 @@ FAMILIES = {
         },
         FluxReference,
     ),
-    "wan": Family(
-        WanConfig,
-        {"ffn_hidden_size": 56},
-        {
-            "default": {},
-            "grouped": {"num_query_groups": 2, "num_classes": 5, "fps_conditioning": True, "size_conditioning": True},
-            "sincos_3d": {"position_embedding": "sincos_3d"},
-            "plain_heads": {"qk_layernorm": False, "out_channels": 5, "patch_temporal": 2},
-            "constants": {**CONSTANTS, "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 1.0]},
-            "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
-        },
-        WanReference,
-    ),
+    "wan": Family(WanConfig, {"ffn_hidden_size": 56}),
     "sana": Family(
         SanaConfig,
         {"hidden_size": 24, "num_attention_heads": 2, "num_cross_attention_heads": 3, "ffn_hidden_size": 28},
-        {
-            "default": {},
-            "sana 1.5": {"qk_layernorm": True, "out_channels": 5},
-            "conditions": {"num_classes": 5, "fps_conditioning": True, "size_conditioning": True, "patch_spatial": 2},
-            "positions": {"position_embedding": "sincos_2d", **CONSTANTS},
-        },
-        SanaReference,
     ),
     "stdit": Family(
         STDiTConfig,
@@ -163,19 +145,6 @@ FAMILIES = {
     ),
 }
 VARIANTS = [(name, variant) for name, family in FAMILIES.items() for variant in family.variants]
-PADDINGS = {"rows": {"multiple_of": 8}, "all": {"multiple_of": 4, "tail": 12, "context_multiple_of": 4}}
-PADDED: dict[str, dict[str, Any]] = {"dit_cross": {"num_query_groups": 2}, "stdit": {"layer_pattern": ALL_IN_ONE}}
-CLIPS = [*DENSE, Sample(DENSE[0].grid, None)]
-DENSE_CASES = [
-    ("dit_cross", {"num_query_groups": 2, "num_classes": 5}, CLIPS),
-    ("moviegen", {}, CLIPS),
-    ("flux", {}, [replace(sample, text_tokens=n) for sample, n in zip(DENSE, (3, None, 3))]),
-    ("flux", {}, [replace(sample, text_tokens=n) for sample, n in zip(DENSE, (2, None, 1))]),
-    ("wan", {}, CLIPS),
-    ("sana", {}, CLIPS),
-    ("sana", {}, [*DENSE, Sample((1, 3, 2), None)]),  # consecutive samples of one size are one batch of the convolution
-    ("stdit", {"layer_pattern": ["temporal", "full"]}, CLIPS),
-]
 
 
 def small(name: str, **changes: Any) -> Any:
@@ -234,7 +203,7 @@ def times_of_tokens(batch: PackedBatch) -> tuple[Tensor, list[Tensor]]:
     return time_L, [torch.cat([time_n[time_n > 0][:1], time_n]) for time_n in samples]
 
 
-@pytest.mark.parametrize("padding", [{}, *PADDINGS.values()], ids=str)
+@pytest.mark.parametrize("padding", [{}, {"multiple_of": 4, "tail": 12, "context_multiple_of": 4}], ids=str)
 @pytest.mark.parametrize("variant", ["default", "guidance", "sincos_3d", "single"])
 def test_segments_of_a_sample_have_their_own_modulation(
     build_model: BuildModel, variant: str, padding: dict[str, int]
@@ -250,23 +219,13 @@ def test_mixed_pack_equals_the_formulas(build_model: BuildModel, name: str, vari
     check(build_model, name, small(name, **FAMILIES[name].variants[variant]), MIXED)
 
 
-@pytest.mark.parametrize("padding", PADDINGS)
-@pytest.mark.parametrize("name", FAMILIES)
-def test_padded_pack_equals_the_formulas(build_model: BuildModel, name: str, padding: str) -> None:
-    check(build_model, name, small(name, **PADDED.get(name, {})), MIXED, **PADDINGS[padding])
-
-
-@pytest.mark.parametrize(("name", "changes", "samples"), DENSE_CASES, ids=lambda value: str(value)[:20])
-def test_dense_batch_equals_the_formulas(
-    build_model: BuildModel, name: str, changes: dict, samples: list[Sample]
-) -> None:
-    """Equal grids use the dense path of attention; texts have equal or different lengths, and one is dropped."""
-    check(build_model, name, small(name, **changes), samples)
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [*((name, {}) for name in FAMILIES), ("dit_cross", {"adaln_lora_rank": 6}), ("stdit", PADDED["stdit"])],
+    [
+        *((name, {}) for name in FAMILIES),
+        ("dit_cross", {"adaln_lora_rank": 6}),
+        ("stdit", {"layer_pattern": ALL_IN_ONE}),
+    ],
     ids=str,
 )
 def test_blocks_start_as_the_identity(build_model: BuildModel, name: str, changes: dict) -> None:
@@ -287,20 +246,6 @@ def test_blocks_start_as_the_identity(build_model: BuildModel, name: str, change
     out = model(*draw(batch), batch)
     assert seen == list(model.layers.values())
     assert torch.equal(out, torch.zeros_like(out))
-
-
-def test_text_tokens_affect_only_their_sample(build_model: BuildModel) -> None:
-    """The output of a sample has a zero derivative by the texts of other samples, and by a dropped text."""
-    config = small("dit_cross")
-    model, batch = build_model(config, perturb=0.1), pack(MIXED, config)
-    context = batch.conditions["context"].values.clone().requires_grad_()
-    leaf = replace(batch.conditions["context"], values=context)
-    out = model(*draw(batch), replace(batch, conditions=batch.conditions | {"context": leaf}))
-    for i, (start, length) in enumerate(zip(batch.layout.starts, batch.layout.lengths)):
-        (grad,) = torch.autograd.grad(out[start : start + length].square().sum(), context, retain_graph=True)
-        own = (batch.conditions["context"].layout.segment_ids_T == i) & (MIXED[i].text_tokens is not None)
-        assert (grad[own].abs().sum(1) > 0).all()
-        assert not grad[~own].any()
 
 
 def test_missing_frame_rate_is_thirty(build_model: BuildModel) -> None:
@@ -372,6 +317,36 @@ def test_the_head_is_split_as_in_wan(size: int) -> None:
     assert tuple(2 * pairs for pairs in RotaryPositions(size).pairs()) == (size - 2 * third, third, third)
 
 
+@torch.no_grad()
+def test_grouped_queries_of_wan_equal_copied_keys_and_values(build_model: BuildModel) -> None:
+    """Also their norm, which is the mean square over all groups."""
+    model, exact = (build_model(small("wan", num_query_groups=n), perturb=0.1) for n in (2, None))
+    grouped = dict(model.named_parameters())
+    for name, parameter in exact.named_parameters():
+        x = grouped[name]
+        if "linear_qkv" in name:  # two queries, the key and the value of each group
+            q, k, v = x.unflatten(0, (2, 4, -1)).split([2, 1, 1], 1)
+            x = torch.stack([q, k.expand_as(q), v.expand_as(q)], 2).flatten(0, 3)
+        elif "linear_kv" in name or "k_layernorm" in name:
+            x = x.unflatten(0, (2, -1)).repeat_interleave(2, 0).flatten(0, 1)
+        parameter.copy_(x)
+    batch = pack(MIXED, small("wan"))
+    assert relative_error(model(*draw(batch), batch), exact(*draw(batch), batch)) <= RTOL
+
+
+def test_every_frame_of_a_pack_is_convolved_separately() -> None:
+    """Frames of clips, and consecutive pictures of one size or of different widths."""
+    grids = [(2, 3, 4), (1, 3, 4), (1, 3, 3), (1, 3, 2)]
+    layout, generator = SequenceLayout.from_lengths([math.prod(g) for g in grids], multiple_of=2), torch.Generator()
+    x_TC, weight, bias = (torch.randn(n, generator=generator) for n in ((layout.total_tokens, 6), (6, 1, 3, 3), (6,)))
+    actual_TC = Pictures(layout, grids).convolve(x_TC, weight, bias)
+    for start, (frames, height, width) in zip(layout.starts, grids):
+        for first in range(start, start + frames * height * width, height * width):
+            rows = slice(first, first + height * width)
+            exact = conv2d(x_TC[rows].T.view(1, 6, height, width), weight, bias, padding=1, groups=6)[0]
+            torch.testing.assert_close(actual_TC[rows], exact.flatten(1).T)
+
+
 def test_sums_are_float32_in_half_precision_and_an_empty_sample_has_none() -> None:
     """A bf16 sum over 4096 equal keys would stop at 256; the output of padding is zero, even for NaN."""
     layout = SequenceLayout((0, 4096), (0, 4096), 4100)
@@ -383,22 +358,3 @@ def test_sums_are_float32_in_half_precision_and_an_empty_sample_has_none() -> No
     assert torch.equal(out, torch.where(layout.valid_T[:, None, None], 3.0, 0.0).expand(-1, 1, 2).bfloat16())
     assert torch.equal(seen[0][0], torch.zeros(1, 2, 3))
     assert torch.equal(seen[0][1, 0], torch.tensor([[12288.0, 12288.0, 4096.0]] * 2))
-
-
-def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel) -> None:
-    """Temporal attention does not see other columns: a token only changes the outputs of its segment."""
-    for kind, feels in (("spatial", lambda t, h, w: t == 1), ("temporal", lambda t, h, w: (h, w) == (0, 2))):
-        config = small("stdit", layer_pattern=[kind], num_layers=1)
-        model, batch = build_model(config, perturb=0.1), pack([Sample((3, 2, 3), 4)], config)
-        inputs, time = draw(batch)
-        changed = inputs.clone()
-        changed[1 * 6 + 0 * 3 + 2] += 1.0  # (1, 0, 2)
-        moved = (model(changed, time, batch) - model(inputs, time, batch)).abs().sum(1) > 0
-        assert moved.tolist() == [feels(*index) for index in batch.positions_T3.tolist()]
-
-
-def test_positions_with_a_span_do_not_depend_on_the_resolution() -> None:
-    """With a span, every second patch of a doubled grid has the position of a patch of the small grid."""
-    batches = (pack([Sample(grid, 1)], small("stdit")) for grid in ((1, 2, 3), (1, 4, 6)))
-    coarse, fine = (sincos(spanning(b.positions_T3, b.layout, b.grid_sizes(), 8.0), 48, "sincos_2d") for b in batches)
-    torch.testing.assert_close(fine.view(4, 6, 48)[::2, ::2].flatten(0, 1), coarse)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from dit.models.dit.config import DiTConfig
 from tests.parity.reference_dit import ReferenceDiT
-from tests.parity.reference_moe import ReferenceMoEBlock
 
 _DIRECT = {
     "conditioner.time.linear_1": "time_1",
@@ -27,7 +26,6 @@ _DIRECT = {
     "value_weights": "first_shares",
     "attention.q_layernorm.weight": "query_norm",
     "attention.k_layernorm.weight": "key_norm",
-    "mlp.router": "router",
     "mlp.linear_fc1": "up",
     "mlp.linear_fc2": "down",
     "attention_norm.weight": "norm_1",
@@ -46,7 +44,7 @@ _DIRECT = {
 
 def reference_of(config: DiTConfig) -> ReferenceDiT:
     """Build the reference of a DiT config, in float64."""
-    reference = ReferenceDiT(
+    return ReferenceDiT(
         size=config.hidden_size,
         depth=config.num_layers,
         heads=config.num_attention_heads,
@@ -69,24 +67,7 @@ def reference_of(config: DiTConfig) -> ReferenceDiT:
         intervals=config.interval_conditioning,
         value_residual=config.value_residual,
         wide_head=None if config.wide_head is None else (*config.wide_head, inner_of_wide_head(config)),
-    )
-    if config.num_experts is not None:
-        expert_choice = config.moe_router == "expert_choice"
-        reference.blocks = nn.ModuleList(
-            ReferenceMoEBlock(
-                config.hidden_size,
-                config.num_attention_heads,
-                config.expert_size(config.ffn_size),
-                bias=config.add_bias,
-                qk_norm=config.qk_layernorm,
-                eps=config.layernorm_epsilon,
-                experts=config.num_experts,
-                expert_choice=expert_choice,
-                factor=config.moe_capacity_factor if expert_choice else config.moe_top_k,
-            )
-            for _ in range(config.num_layers)
-        )
-    return reference.double()
+    ).double()
 
 
 def inner_of_wide_head(config: DiTConfig) -> int:
@@ -104,8 +85,6 @@ def reference_names(name: str) -> list[str]:
         return [f"{prefix}{part}.{match[1]}" for part in ("query", "key", "value")]
     if name == "conditioner.label.weight":
         return ["labels", "null_label"]
-    if match := re.fullmatch(r"mlp\.experts\.(\d+)\.linear_fc([12])\.(weight|bias)", name):
-        return [f"{prefix}{'ups' if match[2] == '1' else 'downs'}.{match[1]}.{match[3]}"]
     if name in _DIRECT:
         return [prefix + _DIRECT[name]]
     module, _, kind = name.rpartition(".")

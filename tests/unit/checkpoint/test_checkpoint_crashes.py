@@ -115,41 +115,6 @@ def test_failed_attachment_of_a_loss_damages_no_checkpoint(two_checkpoints, tmp_
     assert leftovers(store) == []
 
 
-def error_of_save(store, step):
-    try:
-        save(store, step)
-    except CheckpointError as error:
-        return error
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_disk_error_is_reported_and_damages_no_checkpoint(two_checkpoints, tmp_path, monkeypatch, code):
-    """Fail each write, flush, rename and mkdir of a save in turn: an error with a cure; the old checkpoint is valid."""
-
-    def fail():
-        raise OSError(code, os.strerror(code))
-
-    failures = 0
-    for n in itertools.count(1):
-        store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=2)
-        with monkeypatch.context() as patched:
-            trip = Trip(n, fail)
-            trip.install(patched, ("mkdir", "write", "fsync", "rename"))
-            error = error_of_save(store, 30)
-        if error is not None:
-            failures += 1
-            assert error.exit_code == 5
-            assert "is intact" in str(error)
-            assert ("is full" in str(error)) == (code == errno.ENOSPC)
-            assert not store.partial_path(30).exists(), f"failure at call {n}"
-        assert newest_step(store) in (20, 30)
-        store.begin(40)
-        assert leftovers(store) == ["iter_0000040.tmp"]
-        if not trip.fired:
-            break
-    assert failures >= 14  # two mkdirs, a flush per file and folder, the manifest, the rename
-
-
 def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
     """The message has needed and free bytes, also if another library wraps the error."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))

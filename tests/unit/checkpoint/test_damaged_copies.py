@@ -11,15 +11,12 @@ from dit.checkpoint.manifest import MANIFEST
 from dit.errors import CheckpointError
 from tests.support.object_store import BUCKET
 from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step, save
-from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, content, put
+from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, content, copied, put
 
 
 def test_a_copy_without_a_manifest_is_copied_again(bucket, tmp_path):
     """Its deletion by hand had begun. The index still lists it, and older copies are retained until it is replaced."""
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
+    store = copied(tmp_path / "a", 1, 2)
     bucket.client().delete_object(Bucket=BUCKET, Key=f"mine/iter_0000002/{MANIFEST}")
     empty = make_store(tmp_path / "b", keep_last=1)
     copy_all(empty, RemoteStore(ADDRESS))
@@ -31,10 +28,7 @@ def test_a_copy_without_a_manifest_is_copied_again(bucket, tmp_path):
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "manifest"])
 def test_a_damaged_copy_is_skipped_and_the_previous_copy_fetched(how, bucket, tmp_path, caplog):
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
+    copied(tmp_path / "a", 1, 2)
     name = MANIFEST if how == "manifest" else "rank_1.safetensors"
     key = f"mine/iter_0000002/{name}"
     now = bucket.objects()[key]
@@ -68,9 +62,7 @@ def test_a_copy_that_failed_its_verification_is_replaced_by_the_same_tensors(buc
 
 
 def test_a_file_of_another_size_is_copied_again(bucket, tmp_path):
-    store, empty = make_store(tmp_path / "a"), make_store(tmp_path / "b")
-    save(store, 3)
-    copy_all(store, RemoteStore(ADDRESS))
+    store, empty = copied(tmp_path / "a", 3), make_store(tmp_path / "b")
     put(bucket, "iter_0000003/state.json", b"cut")
     store.attach(3, {"held_out_loss": 0.5})
     copy_all(store, RemoteStore(ADDRESS))

@@ -404,12 +404,6 @@ def test_an_exported_pipeline_that_was_moved_has_its_own_encoders(folders: Path,
     assert "time_shift=7.0" in read_network(root).notes[0]
 
 
-def test_a_dry_run_counts_the_parameters(folders: Path) -> None:
-    count = sum(x.numel() for x in NETWORKS["flux"]().state_dict().values())
-    network = read_network(folders / "flux")
-    assert str(network.weights(network.trained.model)).startswith(f"{count:,} parameters of {folders / 'flux'} (")
-
-
 def cached(root: Path, source: Path) -> None:
     """Put a pipeline into a cache of the Hugging Face hub."""
     repository = root / "models--owner--name"

@@ -16,7 +16,7 @@ from dit.errors import CheckpointError, ConfigError
 from dit.settings import CheckpointConfig
 from tests.support.object_store import BUCKET, hanging
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
-from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, content, put
+from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, content, copied, put
 
 MINE, OTHER = (Owner(run, {"training": {"run_dir": f"runs/{run}"}}) for run in ("mine", "other"))
 
@@ -46,16 +46,6 @@ def test_a_copy_is_bitwise_equal_and_can_be_fetched(bucket, tmp_path):
     assert (verify_folder(other.path(3)).meta["consumed_samples"], leftovers(other)) == (12, [])
 
 
-def test_the_manifest_is_copied_last(bucket, tmp_path):
-    store = make_store(tmp_path)
-    save(store, 3)
-    copy_all(store, RemoteStore(ADDRESS))
-    puts = [path for method, path in bucket.requests if method == "PUT"]
-    assert puts.pop().endswith(INDEX)
-    assert len(puts) == len(FILES) + 1
-    assert puts[-1].endswith(MANIFEST)
-
-
 def test_an_interrupted_copy_is_invalid_and_copied_again(bucket, tmp_path):
     store, puts = make_store(tmp_path / "a"), []
 
@@ -79,17 +69,12 @@ def test_interrupted_copies_are_removed_later(bucket, tmp_path):
     """Its checkpoint was deleted meanwhile. Copies newer than all checkpoints of this folder are not touched."""
     for step in (2, 9):
         bucket.client().put_object(Bucket=BUCKET, Key=f"mine/iter_000000{step}/state.json", Body=b"{}")
-    store = make_store(tmp_path)
-    save(store, 3)
-    copy_all(store, RemoteStore(ADDRESS))
+    copied(tmp_path, 3)
     assert steps_of(bucket) == [3, 9]
 
 
 def test_existing_files_are_not_sent_again(bucket, tmp_path):
-    store = make_store(tmp_path, keep_last=5)
-    for step in (3, 6):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
+    store = copied(tmp_path, 3, 6, keep_last=5)
     bucket.requests.clear()
     assert copy_all(store, RemoteStore(ADDRESS)) == 0
     assert "PUT" not in {method for method, _ in bucket.requests}
@@ -100,9 +85,7 @@ def test_existing_files_are_not_sent_again(bucket, tmp_path):
 
 def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
     """Also if a file has the same size. While its files are replaced, the copy does not count as complete."""
-    store, other = make_store(tmp_path / "a"), make_store(tmp_path / "b")
-    save(store, 3)
-    copy_all(store, RemoteStore(ADDRESS))
+    store, other = copied(tmp_path / "a", 3), make_store(tmp_path / "b")
     folder = store.begin(3)
     (folder / "state.json").write_bytes(bytes((store.path(3) / "state.json").stat().st_size))
     store.publish(3, {})
@@ -114,23 +97,6 @@ def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
     copy_all(store, RemoteStore(ADDRESS))
     assert fetch_newer(other, RemoteStore(ADDRESS)) == 3
     assert content(other.path(3)) == content(store.path(3))
-
-
-def test_copies_are_retained_as_checkpoints_are(bucket, tmp_path):
-    store = make_store(tmp_path, keep_last=2, keep_every=4)
-    for step in range(1, 8):
-        save(store, step)
-        copy_all(store, RemoteStore(ADDRESS))
-    assert steps_of(bucket) == store.steps() == [4, 6, 7]
-
-
-def test_an_empty_folder_deletes_no_copies(bucket, tmp_path):
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
-    copy_all(make_store(tmp_path / "b", keep_last=2), RemoteStore(ADDRESS))
-    assert steps_of(bucket) == [1, 2]
 
 
 MANY = 16
@@ -179,9 +145,7 @@ def test_a_start_reads_one_manifest(many, tmp_path):
 
 @pytest.mark.parametrize("text", [b"[", b'{"x": ["", 1]}', b'{"3": ["", "low"]}', b"[" * 999])
 def test_a_damaged_index_is_replaced(bucket, tmp_path, caplog, text):
-    store = make_store(tmp_path)
-    save(store, 3)
-    copy_all(store, RemoteStore(ADDRESS))
+    store = copied(tmp_path, 3)
     before = bucket.objects()
     put(bucket, INDEX, text)
     assert copy_all(store, RemoteStore(ADDRESS)) == 0
@@ -212,10 +176,7 @@ def copy_interrupted(bucket, store):
 
 def test_an_index_lists_no_copy_that_is_incomplete(bucket, tmp_path):
     """At every point where replacing, adding or deleting a copy may be interrupted."""
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
+    store = copied(tmp_path / "a", 1, 2)
     folder = store.begin(2)
     (folder / "state.json").write_bytes(b"other")
     store.publish(2, {})
@@ -229,20 +190,9 @@ def test_an_index_lists_no_copy_that_is_incomplete(bucket, tmp_path):
     assert complete_copies() == [3]
 
 
-def test_a_copy_with_a_deleted_folder_is_copied_again(bucket, tmp_path):
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
-    RemoteStore(ADDRESS).delete(2)
-    copy_all(store, RemoteStore(ADDRESS))
-    assert complete_copies() == [1, 2]
-
-
 def test_only_newer_copies_are_fetched(bucket, tmp_path):
-    store, other = make_store(tmp_path / "a"), make_store(tmp_path / "b")
-    save(store, 3)
-    copy_all(store, RemoteStore(ADDRESS))
+    copied(tmp_path / "a", 3)
+    other = make_store(tmp_path / "b")
     save(other, 4)
     assert fetch_newer(other, RemoteStore(ADDRESS)) is None
     assert other.steps() == [4]

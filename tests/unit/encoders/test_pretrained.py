@@ -3,7 +3,6 @@
 import builtins
 import json
 import logging
-import os
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ from dit.encoders.vae import VAE
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
 from tests.support.encoders import save_clip, save_t5, save_vae
+from tests.support.trap import Trap
 
 Load = Callable[[Path], object]
 
@@ -121,16 +121,6 @@ def test_code_of_an_encoder_is_neither_run_nor_offered(tmp_path, monkeypatch, na
     assert (questions, marker.exists()) == ([], False)
 
 
-class Payload:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
 @pytest.mark.parametrize("name", ENCODERS)
 def test_weights_are_safetensors_only(tmp_path, name):
     """A pickle under the names that transformers and diffusers also read is not opened."""
@@ -138,7 +128,7 @@ def test_weights_are_safetensors_only(tmp_path, name):
     folder = save(tmp_path / "encoder")
     weights_file(folder).unlink()
     for file in ("pytorch_model.bin", "diffusion_pytorch_model.bin"):
-        (folder / file).write_bytes(pickle.dumps({"weight": Payload(tmp_path / "ran")}))
+        (folder / file).write_bytes(pickle.dumps({"weight": Trap(tmp_path / "ran")}))
     with pytest.raises(ConfigError, match=r"^[^\n]+$"):
         load(folder)
     assert not (tmp_path / "ran").exists()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline
-from transformers import AutoTokenizer, CLIPTextModel, T5EncoderModel
+from transformers import AutoTokenizer, CLIPTextModel
 
 from dit.encoders.text import TextEncoder, TextEncoders
 from dit.encoders.text_config import TextEncoderConfig, check_text_encoder
@@ -33,21 +33,6 @@ def same(found, expected) -> None:
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == torch.float32
         torch.testing.assert_close(a, b, **ROUNDING)
-
-
-def test_t5_gives_the_real_tokens_of_a_masked_batch(folder):
-    """Equal to transformers with an attention mask; each text has its length without padding."""
-    tokenizer = AutoTokenizer.from_pretrained(folder / "t5")
-    model = T5EncoderModel.from_pretrained(folder / "t5").eval()
-    inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        padded = model(**inputs).last_hidden_state
-        unmasked = model(input_ids=inputs["input_ids"]).last_hidden_state
-    expected = [rows[mask.bool()] for rows, mask in zip(padded, inputs["attention_mask"])]
-    assert len({len(rows) for rows in expected}) > 3
-    assert len(expected[1]) == 1  # the empty text is its end mark
-    same(TextEncoders(str(folder / "t5")).encode(TEXTS)["text"], expected)
-    assert not torch.allclose(unmasked[2, : len(expected[2])], expected[2], **ROUNDING)  # so the mask matters
 
 
 def test_clip_gives_the_tokens_of_stable_diffusion(folder):
@@ -102,23 +87,6 @@ def test_the_identity_is_the_bytes_of_a_text():
     assert rows.shape == (4, 257)
     assert rows.argmax(1).tolist() == [*"hé".encode(), 256]
     assert rows.sum() == 4
-
-
-def test_bf16_is_close_and_gives_float32(folder):
-    config = TextEncoderConfig.parse(f"text={folder}/t5")
-    exact, rounded = (TextEncoder(config, precision=p).encode(TEXTS)["text"][0] for p in ("fp32", "bf16"))
-    assert rounded.dtype == torch.float32
-    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.1)
-    assert not torch.equal(rounded, exact)
-
-
-def test_a_pickle_of_weights_is_refused(folder, tmp_path):
-    for file in (folder / "t5").iterdir():
-        if file.suffix == ".json":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    torch.save(T5EncoderModel.from_pretrained(folder / "t5").state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        TextEncoders(str(tmp_path))
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(folder):

@@ -197,15 +197,6 @@ def test_a_vq_model_decodes_quantised_latents_and_has_no_tiles(saved):
     assert vae.encode(torch.zeros(1, 3, 1, 32, 48)).shape == (1, 3, 1, 8, 12)
 
 
-def test_bf16_is_close_and_gives_float32(saved):
-    folder, _ = saved("image")
-    pixels = torch.rand(1, 3, 1, 32, 32, generator=torch.Generator().manual_seed(3)) * 2 - 1
-    exact, rounded = VAE(folder).encode(pixels), VAE(folder, precision="bf16").encode(pixels)
-    assert rounded.dtype == torch.float32
-    torch.testing.assert_close(rounded, exact, rtol=0.1, atol=0.05)
-    assert not torch.equal(rounded, exact)
-
-
 @pytest.mark.parametrize("name", ["encoders/new/vae", "./vae", "/encoders/vae"])
 def test_a_path_without_a_folder_is_named_in_full(tmp_path, monkeypatch, name):
     """A relative path in `dataset.json` is relative to the folder in which the data were prepared."""

@@ -46,6 +46,9 @@ def moe(provider: LayerProvider, router: str, num_experts: int = 4, **changes) -
     initialize_weights(layer, 1, tp_rank=0, tp_size=1)
     with torch.no_grad():  # far from uniform scores
         layer.router.weight *= 30
+        for i, expert in enumerate(layer.experts.values()):
+            expert.linear_fc1.bias.copy_(randn(INNER, seed=i))
+            expert.linear_fc2.bias.copy_(randn(SIZE, seed=i))
     return layer
 
 

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.models.lora import adapter_pairs, merge_adapters
@@ -15,56 +16,20 @@ from dit.models.lora_config import LoRAConfig
 from recipes.ddpm import tiny_ddpm_unet
 from recipes.finetune import finetune_lora
 from tests.conftest import BuildModel
+from tests.laws.backbones import config_of, pack
 from tests.parity.convert_cases import relative_error
 
 LORA = LoRAConfig(rank=3, alpha=6.0, targets=["*"])
-BACKBONES = (
-    "dit",
-    "dit_cross",
-    "stdit",
-    "flux",
-    "chroma",
-    "flux2",
-    "hunyuan_video",
-    "qwen_image",
-    "sd3",
-    "lumina2",
-    "moviegen",
-    "prx",
-    "sana",
-    "wan",
-    "z_image",
+NAMES = (
+    *("dit", "dit_cross", "stdit", "flux", "chroma", "flux2", "hunyuan_video", "qwen_image", "sd3", "lumina2"),
+    *("moviegen", "prx", "sana", "wan", "z_image"),
 )
-OPTIONS = {
-    "flux": {"num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [4, 2, 2]},
-    "chroma": {
-        **{"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
-        "approximator": [8, 12, 1],
-    },
-    "flux2": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [2, 2, 2, 2]},
-    "hunyuan_video": {
-        **{"num_joint_layers": 2, "patch_spatial": 2, "rope_axes": [4, 2, 2], "glyph_size": 10},
-        **{"glyph_hidden_size": 24, "image_context_size": 6, "image_to_video": True},
-    },
-    "qwen_image": {"num_joint_layers": 2, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
-    "sd3": {"num_joint_layers": 2, "num_dual_layers": 1, "pooled_size": 6},
-    "lumina2": {"num_joint_layers": 1, "num_single_layers": 1, "num_query_groups": 2, "rope_axes": [4, 2, 2]},
-    "moviegen": {"num_query_groups": 2},
-    "prx": {"ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},
-    "sana": {"num_cross_attention_heads": 2, "patch_spatial": 2},
-    "z_image": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
-}
 MERGED = 1e-5  # float32: W x + s B (A x) and (W + s B A) x are rounded differently
 
 
-def forward(network: Backbone) -> torch.Tensor:
-    batch = micro_batch(0, packed=True, multiple_of=4)
-    return network(batch.latents_TC, torch.tensor([0.3, 0.7]), batch)
-
-
 @torch.no_grad()
-def predict(network: Backbone) -> torch.Tensor:
-    return forward(network)
+def predict(network: Backbone, batch: PackedBatch) -> torch.Tensor:
+    return network(batch.latents_TC, torch.tensor([0.3, 0.7]), batch)
 
 
 def parameters(network: Backbone) -> dict[str, torch.Tensor]:
@@ -77,26 +42,27 @@ def give(network: Backbone, values: dict[str, torch.Tensor]) -> None:
             parameter.copy_(values.get(name, parameter))
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-def test_adapters_start_at_zero_and_merge_into_the_weights(build_model: BuildModel, backbone: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_adapters_start_at_zero_and_merge_into_the_weights(build_model: BuildModel, name: str) -> None:
     """At first, predictions are equal to the bit; after training, merged weights give the same ones, to rounding."""
-    model = tiny_model(backbone, **OPTIONS.get(backbone, {}))
+    model = config_of(name)
+    batch = pack(model, [0, 1], multiple_of=4)
     base = build_model(model, perturb=0.1)
     adapted = build_model(replace(model, lora=LORA))
     give(adapted, parameters(base))
-    assert torch.equal(predict(adapted), predict(base))
+    assert torch.equal(predict(adapted, batch), predict(base, batch))
 
     adapters = {name: x for name, x in parameters(adapted).items() if "lora_" in name}
     trained = {name: x + 0.1 * torch.randn(x.shape) for name, x in adapters.items()}
     give(adapted, trained)
-    changed = predict(adapted)
-    assert relative_error(changed, predict(base)) > 1e-2
+    changed = predict(adapted, batch)
+    assert relative_error(changed, predict(base, batch)) > 1e-2
     before = parameters(base)
     merged = merge_adapters(before, trained, LORA)
     for layer, (a, b) in adapter_pairs(trained).items():
         torch.testing.assert_close(merged[f"{layer}.weight"], before[f"{layer}.weight"] + 6.0 / 3 * b @ a)
     give(base, merged)
-    assert relative_error(predict(base), changed) <= MERGED
+    assert relative_error(predict(base, batch), changed) <= MERGED
 
 
 def test_only_adapters_are_trained_and_those_named(build_model: BuildModel) -> None:
@@ -140,6 +106,7 @@ def test_the_router_of_experts_has_no_adapter(build_model: BuildModel) -> None:
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert sum(".experts." in name for name in names) == 4 * 4 * 2 * 2  # layers, experts, linears, A and B
     assert not any("router" in name for name in names)
-    forward(model).square().sum().backward()
+    batch = micro_batch(0, packed=True, multiple_of=4)
+    model(batch.latents_TC, torch.tensor([0.3, 0.7]), batch).square().sum().backward()
     assert isinstance(model.provider, LayerProvider)
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)

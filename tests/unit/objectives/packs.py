@@ -1,10 +1,14 @@
-"""Packs of Gaussian latents and their noise, for tests of objectives."""
+"""Packs of Gaussian latents, their noise, and recipes with overrides, for tests of objectives."""
 
 import torch
 
 from dit.batch import PackedBatch
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
+from dit.run_config import RunConfig
+from launch.config_file import built
+from launch.overrides import apply_overrides
+from launch.train import call_recipe, load_component
 
 
 def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of: int = 1) -> PackedBatch:
@@ -27,3 +31,9 @@ def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of
 
 def noise_for(batch: PackedBatch, step: int = 0) -> AddressedNoise:
     return AddressedNoise(1234, step, batch.sample_ids_S, batch.layout)
+
+
+def run_config(recipe: str, *overrides: str) -> RunConfig:
+    task = call_recipe(recipe)
+    apply_overrides(task, list(overrides), load_component)
+    return built(task)

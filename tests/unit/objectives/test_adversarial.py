@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -34,10 +34,8 @@ from dit.settings import OptimizerConfig, TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step_checks.bad_steps import BadSteps
 from dit.training.validate import held_out_loss
-from launch.config_file import built
-from launch.overrides import apply_overrides
-from launch.train import call_recipe, load_component
 from launch.verify import MockPacks, tiny_pair
+from tests.unit.objectives.packs import run_config
 
 SIZES: dict[str, Any] = {
     **{"patch_spatial": 4, "latent_channels": 4, "block_out_channels": [8, 8, 16], "layers_per_block": 1},
@@ -184,19 +182,6 @@ def test_one_backward_pass_gives_the_gradients_of_two(one_rank_world: ProcessGro
             assert torch.equal(gradient, plain[parameter]), parameter
 
 
-def test_micro_batches_and_the_order_of_samples_change_nothing(one_rank_world: ProcessGroups) -> None:
-    """Also if the discriminator's gradients differ in size between the samples of a micro-batch."""
-    config, objective = CASES["kl"]
-    network = network_of(config, objective, one_rank_world)
-    together_logs, together = gradients(network, objective, pack_of(config), PART.start_step, config)
-    parts = [gradients(network, objective, pack_of(config, (i,)), PART.start_step, config) for i in (2, 0, 1)]
-    for name, value in together_logs.items():
-        assert sum(logs[name].item() for logs, _ in parts) == pytest.approx(value.item(), rel=RTOL), name
-    for name, gradient in together.items():
-        total = sum(part[name] for _, part in parts)
-        assert (total - gradient).abs().max() < RTOL * gradient.abs().max(), name
-
-
 @pytest.mark.parametrize(("precision", "rtol"), [("bf16", 0.1), ("fp16", 0.02)])
 def test_half_precision_has_the_gradients_of_fp32(one_rank_world: ProcessGroups, precision: str, rtol: float) -> None:
     config, objective = CASES["kl"]
@@ -254,17 +239,15 @@ def test_pictures_that_are_too_small_are_refused(one_rank_world: ProcessGroups) 
 
 @pytest.mark.parametrize("recipe", ["pictogram_autoencoder", "pictogram_vq_autoencoder"])
 def test_the_loss_is_set_on_the_command_line(recipe: str) -> None:
-    task = call_recipe(recipe)
-    apply_overrides(task, ["objective.adversarial=adversarial", "objective.adversarial.start_step=9"], load_component)
-    config = built(task)
+    config = run_config(recipe, "objective.adversarial=adversarial", "objective.adversarial.start_step=9")
     assert config.objective.adversarial == Adversarial(start_step=9)
     assert from_record(json.loads(json.dumps(to_record(config.objective)))) == config.objective
     assert config.objective.logged[-1] == "adaptive_weight"
     dims, _ = config.check()
     assert not [line for line in config.adaptations(dims) if "adversarial" in line]
     for start_step, count in ((2399, 0), (2400, 1), (50000, 1)):
-        apply_overrides(task, [f"objective.adversarial.start_step={start_step}"], load_component)
-        lines = [line for line in built(task).adaptations(dims) if "adversarial" in line]
+        late = run_config(recipe, f"objective.adversarial=adversarial(start_step={start_step})")
+        lines = [line for line in late.adaptations(dims) if "adversarial" in line]
         said = f"objective.adversarial.start_step={start_step} is not below training.num_steps=2400, so its terms never"
         assert [line.startswith(said) for line in lines] == [True] * count
 
@@ -287,11 +270,9 @@ def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> N
 
 def test_the_first_step_of_the_terms_is_not_a_spike(one_rank_world: ProcessGroups) -> None:
     """Also after an fp16 overflow or a rewind; later steps are compared with the steps since the start of the terms."""
-    task, start = call_recipe("pictogram_autoencoder"), 20
-    words = [f"objective.adversarial=adversarial(start_step={start})", "training.spike_threshold=5.0"]
-    apply_overrides(task, words, load_component)
-    state: Any = SimpleNamespace(chunks=[], step=0)
-    bad_steps = BadSteps(built(task), state, one_rank_world)
+    start, state = 20, SimpleNamespace(chunks=[], step=0)
+    words = f"objective.adversarial=adversarial(start_step={start})", "training.spike_threshold=5.0"
+    bad_steps = BadSteps(run_config("pictogram_autoencoder", *words), cast(Any, state), one_rank_world)
 
     def is_bad(step: int, loss: float) -> bool:
         state.step = step - 1
@@ -312,13 +293,11 @@ def test_the_first_step_of_the_terms_is_not_a_spike(one_rank_world: ProcessGroup
 
 @pytest.mark.parametrize(("recipe", "layers"), [("pictogram_vq_autoencoder", 2), ("pictogram_autoencoder", 3)])
 def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layers: int) -> None:
-    task = call_recipe(recipe)
-    apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
-    pair = tiny_pair(built(task), 2)
+    pair = tiny_pair(run_config(recipe, "objective.adversarial=adversarial"), 2)
     objective: Any = pair.one.objective
     assert pair.many.objective == objective
     assert objective.adversarial == Adversarial(start_step=0, num_layers=layers, hidden_size=8)
-    assert tiny_pair(built(call_recipe(recipe)), 2).one.objective == replace(objective, adversarial=None)
+    assert tiny_pair(run_config(recipe), 2).one.objective == replace(objective, adversarial=None)
 
 
 @pytest.mark.parametrize("frames", [1, 3])

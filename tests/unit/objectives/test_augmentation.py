@@ -43,14 +43,6 @@ def low_resolutions(batch: PackedBatch) -> list[Tensor]:
     ]
 
 
-def test_enlarging_is_linear() -> None:
-    """Enlarging a noised picture equals adding enlarged noise to an enlarged picture."""
-    x, eps = torch.randn(2, 3, 1, 5, 4)
-    torch.testing.assert_close(
-        enlarged(x + 0.3 * eps, 4), enlarged(x, 4) + 0.3 * enlarged(eps, 4), rtol=1e-5, atol=1e-5
-    )
-
-
 @pytest.mark.parametrize(("kernel", "a"), [("pil", -0.5), ("opencv", -0.75)])
 def test_the_kernel_has_its_coefficient(kernel: Kernel, a: float) -> None:
     """Enlarging a bright line gives the kernel of Keys 1981, equation 4, at distances from 1.75 to 0.25."""

@@ -10,14 +10,10 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.mean_flow import MeanFlow
-from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import SamplingConfig
-from launch.config_file import built
-from launch.overrides import apply_overrides
-from launch.train import call_recipe, load_component
 from tests.conftest import BuildModel
-from tests.unit.objectives.packs import noise_for, pack
+from tests.unit.objectives.packs import noise_for, pack, run_config
 
 LOGIT_NORMAL = {"time_distribution": "logit_normal", "logit_mean": -0.4}
 DATA_STD = 0.3
@@ -103,12 +99,6 @@ def test_the_embedding_of_intervals_starts_at_zero(build_model: BuildModel):
     assert model.conditioner.interval.linear_1.weight.any()
 
 
-def config(*overrides: str) -> RunConfig:
-    task = call_recipe("tiny_dit")
-    apply_overrides(task, ["objective=mean_flow", "model.interval_conditioning=True", *overrides], load_component)
-    return built(task)
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -142,7 +132,8 @@ def config(*overrides: str) -> RunConfig:
     ],
 )
 def test_settings_that_it_does_not_support_are_refused(overrides, message):
+    base = "tiny_dit", "objective=mean_flow", "model.interval_conditioning=True"
     for supported in ([], ["sampling.num_steps=1"], ["sampling.solver=heun"]):
-        config(*supported, *(["sampling.thresholding=static"] if supported else [])).check()
+        run_config(*base, *supported, *(["sampling.thresholding=static"] if supported else [])).check()
     with pytest.raises(ConfigError, match=message):
-        config(*overrides).check()
+        run_config(*base, *overrides).check()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.layout import CLEAN, SequenceLayout
+from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
@@ -155,40 +155,3 @@ def test_a_token_counts_as_in_a_sample_of_its_level(objective: Objective) -> Non
             assert expected_T[rows].all()
     assert not any(error_T[~batch.layout.noised_T].any() for error_T in own.values())
     assert all(error_T.isfinite().all() for error_T in own.values())
-
-
-@pytest.mark.parametrize("objective", [*OBJECTIVES, *OTHERS], ids=repr)
-def test_sampling_gives_clean_tokens_the_input_and_time_of_training(objective: Objective) -> None:
-    """Noised tokens get those of the position, which are not those of clean tokens."""
-    batch = leveled_pack()
-    prepared, layout = objective.prepare(batch, noise_for(batch)), batch.layout
-    assert layout.levels is not None
-    clean_T = torch.tensor([number == CLEAN for number in NUMBERS])
-    u = objective.sampling_grid(4)[1]
-    x_TC = torch.where(clean_T[:, None], batch.latents_TC, 0.5).double()
-    times = []
-
-    def network(inputs_TC: Tensor, time_L: Tensor) -> Tensor:
-        assert inputs_TC.dtype == time_L.dtype == torch.float32
-        torch.testing.assert_close(inputs_TC[clean_T], prepared.inputs_TC[clean_T])
-        times.append(time_L)
-        return torch.ones(len(inputs_TC), 4 * objective.num_outputs)
-
-    if objective.num_outputs == 2:
-        x0_TC, _ = objective.denoise_with_variance(network, x_TC, u, layout)
-    else:
-        x0_TC = objective.denoise(network, x_TC, u, layout)
-    plain = SequenceLayout.from_lengths(LENGTHS, multiple_of=2)
-    inputs: list[tuple[Tensor, Tensor]] = []
-
-    def unleveled(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-        inputs.append((inputs_TC, time_S))
-        return torch.ones(len(inputs_TC), 4)
-
-    if objective.num_outputs == 1:
-        expected_TC = objective.denoise(unleveled, x_TC, u, plain)
-        torch.testing.assert_close(x0_TC[~clean_T], expected_TC[~clean_T])
-        assert set(times[0][~layout.levels.clean_L].tolist()) == set(inputs[0][1].tolist())
-    clean_L = layout.levels.clean_L
-    torch.testing.assert_close(times[0][clean_L], prepared.time_S[clean_L])
-    assert not set(times[0][clean_L].tolist()) & set(times[0][~clean_L].tolist())

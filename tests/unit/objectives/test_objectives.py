@@ -203,19 +203,6 @@ def test_the_packed_loss_equals_the_loss_of_its_samples(objective, kind):
     assert count == sum(lengths) == sum(p[1] for p in parts)
 
 
-def test_the_loss_of_x0_equals_that_of_its_velocity():
-    """Below MIN_TIME, weights no longer grow, and the two differ by the factor (t / MIN_TIME) squared."""
-    batch = pack(list(range(3, 60)))
-    velocity, x0 = (FlowMatching(prediction=p).prepare(batch, noise_for(batch)) for p in ("velocity", "x0"))
-    assert torch.equal(velocity.inputs_TC, x0.inputs_TC)
-    guess_TC = torch.sin(velocity.inputs_TC)
-    t_T1 = batch.layout.per_token(velocity.time_S)
-    as_velocity = (velocity.inputs_TC - guess_TC) / t_T1 - velocity.target_TC
-    weighed = (guess_TC - x0.target_TC) * batch.layout.per_token(x0.weight_S).sqrt()
-    assert (velocity.time_S < MIN_TIME).any()
-    torch.testing.assert_close(-weighed, as_velocity * (t_T1 / MIN_TIME).clamp(max=1), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("objective", [FlowMatching(), *LEARNED], ids=repr)
 def test_padding_values_do_not_matter(objective):
     """NaN in padding rows reaches neither the loss nor its gradient."""
@@ -308,56 +295,14 @@ def test_every_noise_level_has_the_published_weight(objective):
     torch.testing.assert_close(given_TC, expected_TC, rtol=WEIGHT_RTOL, atol=WEIGHT_ATOL)
 
 
-@pytest.mark.parametrize("kind", ["l2", "l1", "huber"])
-def test_the_edm_loss_in_network_space_equals_the_weighted_loss_on_x0(kind):
-    """error(F, target) = error(sqrt(lambda) D, sqrt(lambda) x0) for every kind of error."""
-    edm = EDM(loss_kind=kind)
-    batch = pack([40])
-    noise = noise_for(batch)
-    prepared = edm.prepare(batch, noise)
-    sigma = edm.level(noise.level_S())[0]
-    output_TC = torch.sin(3 * prepared.inputs_TC)
-    _, c_out, c_in = edm.scalings(sigma)
-    x_TC = prepared.inputs_TC / c_in
-    denoised = edm.denoise(lambda *_: output_TC, x_TC, sigma, batch.layout)
-    in_x0 = pointwise_error(denoised / c_out, batch.latents_TC / c_out, kind)
-    torch.testing.assert_close(pointwise_error(output_TC, prepared.target_TC, kind), in_x0, rtol=1e-3, atol=1e-4)
-
-
 def test_edm_has_the_constants_of_the_paper():
-    """Karras et al. 2022, Table 1: scalings at sigma = sigma_data, limits, grid ends and the training law."""
+    """Karras et al. 2022, Table 1: ends and spacing of the grid, and the training law."""
     edm = EDM()
-    c_skip, c_out, c_in = edm.scalings(torch.tensor([0.5, 1e-6, 1e6], dtype=torch.float64))
-    assert c_skip.tolist() == pytest.approx([0.5, 1.0, 0.0], abs=1e-9)
-    assert c_out.tolist() == pytest.approx([0.5 / math.sqrt(2), 1e-6, 0.5], rel=1e-6)
-    assert c_in.tolist() == pytest.approx([math.sqrt(2), 2.0, 1e-6], rel=1e-6)
     grid = edm.sampling_grid(18)
     assert [grid[0].item(), grid[17].item()] == pytest.approx([80, 0.002])
     steps = grid[:-1].pow(1 / 7).diff()
     torch.testing.assert_close(steps, steps[:1].expand(17))
     assert edm.level(torch.tensor(0.5)).item() == pytest.approx(math.exp(-1.2))
-
-
-@pytest.mark.parametrize(
-    "objective", [EDM(), EDM(sigma_data=1.0, p_mean=0.0), DDPM(prediction="v"), DDPM(prediction="noise")], ids=repr
-)
-def test_inputs_and_targets_have_unit_variance(objective):
-    """For data with the configured deviation, at every level; within four standard errors of 32768 numbers."""
-    batch = pack([8192], std=getattr(objective, "sigma_data", 1.0))
-    for step in range(4):
-        prepared = objective.prepare(batch, noise_for(batch, step))
-        assert prepared.inputs_TC.std().item() == pytest.approx(1.0, abs=4 / math.sqrt(2 * 32768))
-        assert prepared.target_TC.std().item() == pytest.approx(1.0, abs=4 / math.sqrt(2 * 32768))
-
-
-def test_flow_matching_input_has_the_deviation_of_its_time():
-    """sqrt((1 - t)**2 s**2 + t**2) for Gaussian data of deviation s; that of the target is sqrt(s**2 + 1)."""
-    batch = pack([8192], std=0.5)
-    for step in range(4):
-        prepared = FlowMatching().prepare(batch, noise_for(batch, step))
-        t = prepared.time_S.item()
-        assert prepared.inputs_TC.std().item() == pytest.approx(math.hypot((1 - t) * 0.5, t), rel=4 / 256)
-        assert prepared.target_TC.std().item() == pytest.approx(math.hypot(0.5, 1), rel=4 / 256)
 
 
 def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
@@ -411,21 +356,6 @@ def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
     assert last[[0, -2, -1]].tolist() == pytest.approx([1.0, 0.1, 0.0])
 
 
-def test_ddpm_table_steps_equal_the_published_formula():
-    """Step k: x = sqrt(abar_k) x0 + sqrt(1 - abar_k) eps, with time k / 1000."""
-    ddpm = DDPM(discrete_steps=1000)
-    alpha_bar = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
-    batch = pack([4, 5, 6])
-    noise = noise_for(batch)
-    prepared = ddpm.prepare(batch, noise)
-    steps = (noise.level_S() * 1000).floor().long()
-    torch.testing.assert_close(prepared.time_S, steps / 1000)
-    signal, spread = (batch.layout.per_token(x[steps].sqrt().float()) for x in (alpha_bar, 1 - alpha_bar))
-    expected = signal * batch.latents_TC + spread * noise.normal_TC("eps", 4)
-    torch.testing.assert_close(prepared.inputs_TC, expected)
-    assert torch.equal(prepared.target_TC, noise.normal_TC("eps", 4))
-
-
 def test_sampling_from_noise_predictions_keeps_away_from_zero_alpha():
     """cosine ends at alpha = 0: x0 and v start there, noise predictions where division by alpha is still accurate."""
     for steps in (None, 1000):
@@ -443,32 +373,15 @@ def test_sampling_from_noise_predictions_keeps_away_from_zero_alpha():
         assert x0.isfinite().all()
 
 
-def test_objectives_compare_and_print_by_their_settings():
-    """Runs record the repr of an objective; objectives with equal settings are equal."""
-    assert DDPM(prediction="v") == DDPM(prediction="v")
-    assert DDPM(prediction="v") != DDPM()
-    assert repr(FlowMatching(time_shift=3.0)) == (
-        "FlowMatching(prediction='velocity', time_distribution='uniform', logit_mean=0.0, logit_std=1.0, "
-        "time_shift=3.0, shift_dimension=None, shift_by_tokens=None, last_time=None, loss_kind='l2', "
-        "min_snr_gamma=None, min_time=0.0, max_time=1.0, alignment=None, teacher_token_weight=None)"
-    )
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: EDM(sigma_data=0), "sigma_data=0 must be positive; the paper's is 0.5"),
-        (lambda: EDM(p_std=-1.0), "p_std=-1.0 must be positive"),
-        (lambda: EDM(rho=0.0), "rho=0.0 must be positive"),
         (lambda: EDM(sigma_min=90.0), "sigma_min=90.0 and sigma_max=80.0"),
         (lambda: EDM(loss_kind="mse"), "loss_kind='mse' is unknown; use one of 'l2', 'l1', 'huber'"),
-        (lambda: FlowMatching(time_shift=0.0), "time_shift=0.0 must be positive"),
-        (lambda: FlowMatching(shift_dimension=0), "shift_dimension=0"),
         (lambda: FlowMatching(shift_by_tokens=[0.5, 1.0, 30, 10]), r"shift_by_tokens=\[0.5, 1.0, 30, 10\] must be two"),
         (lambda: FlowMatching(shift_by_tokens=[0.5, 1.0, 1, 9], time_shift=2.0), "time_shift=2.0, .* do not go with"),
         (lambda: FlowMatching(last_time=1.0), "last_time=1.0 must be between 0 and 1"),
         (lambda: FlowMatching(prediction="noise"), "prediction='noise' is unknown"),
-        (lambda: FlowMatching(logit_std=0.0), "logit_std=0.0 must be positive"),
         (lambda: FlowMatching(time_distribution="normal"), "time_distribution='normal' is unknown"),
         (lambda: FlowMatching(loss_kind="mse"), "loss_kind='mse'"),
         (lambda: DDPM(prediction="eps"), "prediction='eps' is unknown; use one of 'noise', 'x0', 'v'"),
@@ -477,8 +390,6 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: DDPM(discrete_steps=10), "discrete_steps=10 is too short"),
         (lambda: DDPM(variance=LearnedVariance()), "discrete_steps is None; use 1000"),
         (lambda: DDPM(variance=LearnedVariance(), discrete_steps=1, schedule="cosine"), "is 1; use 1000"),
-        (lambda: DDPM(min_snr_gamma=0.0), "objective.min_snr_gamma=0.0 must be"),
-        (lambda: FlowMatching(min_snr_gamma=-1.0), "objective.min_snr_gamma=-1.0 must be"),
         (lambda: LearnedVariance(vlb_weight=-1.0), "objective.variance.vlb_weight=-1.0 must be"),
         (lambda: EDM().sampling_grid(0), "num_steps=0"),
         (lambda: FlowMatching().sampling_grid(0), "num_steps=0"),
@@ -489,33 +400,3 @@ def test_objectives_compare_and_print_by_their_settings():
 def test_impossible_settings_are_refused_with_a_cure(build, message):
     with pytest.raises(ConfigError, match=message):
         build()
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear"])
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_a_network_may_get_the_log_snr(schedule, prediction):
-    """Imagen's formulas of time, in training and in sampling; inputs and targets do not change.
-
-    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, and lucidrains/imagen-pytorch for the schedules.
-    """
-    plain, other_time = (DDPM(schedule=schedule, prediction=prediction, network_time=t) for t in ("time", "log_snr"))
-    batch = pack([3, 5, 2])
-    one, other = (x.prepare(batch, AddressedNoise(1, 0, batch.sample_ids_S, batch.layout)) for x in (plain, other_time))
-    t = one.time_S.double()
-    if schedule == "cosine":
-        expected = -torch.log(torch.cos((t + 0.008) / 1.008 * math.pi / 2) ** -2 - 1)
-    else:
-        expected = -torch.log(torch.expm1(1e-4 + 10 * t**2))
-    torch.testing.assert_close(other.time_S.double(), expected, rtol=1e-5, atol=1e-5)
-    assert torch.equal(one.inputs_TC, other.inputs_TC)
-    assert torch.equal(one.target_TC, other.target_TC)
-    seen = []
-
-    def network(inputs_TC, time_S):
-        seen.append(time_S[0].item())
-        return torch.zeros_like(inputs_TC)
-
-    for u in other_time.sampling_grid(7)[:-1]:
-        other_time.denoise(network, torch.zeros(2, 4), u, SequenceLayout.from_lengths([1, 1]))
-    assert seen == sorted(seen), "towards the data, the log SNR grows"
-    assert all(abs(x) <= 20 for x in seen)

@@ -5,19 +5,10 @@ import json
 import pytest
 
 from dit.config_record import from_record, to_record
-from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting
-from launch.config_file import built
-from launch.overrides import apply_overrides
-from launch.train import call_recipe, load_component
-
-
-def objective_from(*settings: str) -> Objective:
-    task = call_recipe("tiny_dit")
-    apply_overrides(task, list(settings), load_component)
-    return built(task).objective
+from tests.unit.objectives.packs import run_config
 
 
 @pytest.mark.parametrize(
@@ -35,6 +26,5 @@ def objective_from(*settings: str) -> Objective:
 )
 def test_parts_are_set_on_the_command_line_and_rebuilt_from_records(settings, objective):
     """The record is the one that a run writes."""
-    built_objective = objective_from(*settings)
-    assert built_objective == objective
+    assert run_config("tiny_dit", *settings).objective == objective
     assert from_record(json.loads(json.dumps(to_record(objective)))) == objective

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.layers.uncertainty import fourier_features
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Prepared
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting
 from dit.patchify import grid_positions
@@ -95,42 +93,6 @@ def test_loss_and_gradient_of_u_equal_those_of_the_paper(build_model: BuildModel
     torch.testing.assert_close(found, gradient.sum(0), rtol=1e-4, atol=1e-4)
 
 
-def test_at_the_optimum_e_to_the_u_is_the_mean_loss_of_the_sample() -> None:
-    """There, the gradient of u is 0, the loss is 1 + u for every token, and any other u is worse."""
-    layout = SequenceLayout.from_lengths([3, 5], multiple_of=4)
-    generator = torch.Generator().manual_seed(0)
-    output_TC, target_TC = torch.randn(2, layout.total_tokens, 4, generator=generator)
-    ones_S = torch.ones(2)
-    prepared = Prepared(inputs_TC=output_TC, time_S=ones_S, target_TC=target_TC, weight_S=ones_S)
-    mean_S = layout.sum_per_sample((output_TC - target_TC).square().mean(-1)) / torch.tensor([3, 5])
-
-    def loss(u_S: Tensor) -> Tensor:
-        return OBJECTIVE.loss(torch.cat([output_TC, layout.per_token(u_S)], 1), prepared, layout)[0]
-
-    u_S = mean_S.log().requires_grad_()
-    best = loss(u_S)
-    best.backward()
-    torch.testing.assert_close(u_S.grad, torch.zeros(2), rtol=0, atol=1e-5)
-    torch.testing.assert_close(best, (torch.tensor([3, 5]) * (1 + u_S)).sum())
-    for change in ((0.1, 0.0), (-0.1, 0.0), (0.0, 0.1), (0.0, -0.1)):
-        assert loss(u_S.detach() + torch.tensor(change)) > best + 1e-3
-
-
-def test_training_with_uncertainty_starts_as_edm(build_model: BuildModel) -> None:
-    """u starts as 0, so loss, raw error and the network's gradients equal those without it."""
-    batch, found = pack(), []
-    for objective in (EDM(p_mean=-0.4, p_std=1.0), OBJECTIVE):
-        network = build_model(MODEL, perturb=0.1)
-        if objective.weighting is not None:
-            network.learn_uncertainty(network.provider)  # type: ignore[arg-type]
-            torch.nn.init.zeros_(network.uncertainty.weight)
-        prediction_TC, loss_function = training_forward_step(objective, MODEL, SEED, STEP)(iter([batch]), network)
-        total, _, _ = loss_function(prediction_TC)
-        total.backward()
-        found.append((total.detach(), network.head.linear.weight.grad))  # type: ignore[union-attr]
-    assert all(torch.equal(a, b) for a, b in zip(*found))
-
-
 def test_samples_do_not_depend_on_u_and_validation_logs_the_plain_error(
     build_model: BuildModel, one_rank_world: ProcessGroups
 ) -> None:
@@ -148,11 +110,3 @@ def test_samples_do_not_depend_on_u_and_validation_logs_the_plain_error(
     assert losses[1]["loss_raw"] == pytest.approx(losses[0]["loss"], rel=1e-6)
     assert losses[1]["loss"] == pytest.approx(losses[1]["loss_scaled"] + losses[1]["loss_uncertainty"], rel=1e-6)
     assert abs(losses[1]["loss"] - losses[0]["loss"]) > 1e-3
-
-
-def test_time_features_have_unit_size_and_distinguish_times() -> None:
-    """Their mean square is about 1 at every time, and the features of different times are nearly orthogonal."""
-    time_S = torch.linspace(-2, 1.5, 8)
-    product = fourier_features(time_S, 128) @ fourier_features(time_S, 128).T / 128
-    assert (product.diagonal() - 1).abs().max() < 0.15
-    assert (product - product.diagonal().diag()).abs().max() < 0.2

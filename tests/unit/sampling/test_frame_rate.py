@@ -69,12 +69,6 @@ def test_a_run_without_a_frame_rate_is_sampled_at_thirty(build_model: BuildModel
     assert torch.equal(generator.generate([1]), generator.generate([1], fps=30.0))
 
 
-def test_samples_of_a_model_that_takes_no_rate_do_not_depend_on_it(build_model: BuildModel) -> None:
-    model = DiTCrossConfig(**SMALL, fps_conditioning=False)
-    generator = generator_of(build_model(model, perturb=0.1), model)
-    assert torch.equal(generator.generate([1], fps=8.0), generator.generate([1], fps=24.0))
-
-
 def test_the_grid_while_training_is_drawn_and_played_at_the_rate(build_model: BuildModel, tmp_path) -> None:
     model = CONDITIONED["rate"]
     network = build_model(model, perturb=0.1)

@@ -74,11 +74,6 @@ def test_preview_colours_keep_their_order():
     assert grid.to_bytes(red)[0, 0, 0].tolist() == [255, 0, 0]
 
 
-def test_small_images_are_enlarged_by_an_integer_factor():
-    assert grid.enlargement(16, 16) * 16 >= grid.MIN_TILE
-    assert grid.enlargement(256, 128) == 1
-
-
 def test_pictures_are_unchanged_and_latents_get_a_preview():
     picture = torch.tensor([-2.0, 0.5]).view(1, 1, 1, 1, 2)
     assert grid.to_pictures(picture).flatten().tolist() == [-1.0, 0.5]

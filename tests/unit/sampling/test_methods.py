@@ -63,13 +63,10 @@ def drawn(objective, sampling, network=None, **options):
     return as_tokens(generate(network or Network(), objective, pack(), SPEC, sampling, **options))
 
 
-def with_class(network, label):
-    """Bind a network to the pack, with one class for all samples or their own classes."""
+def with_class(network):
+    """Bind a network to the pack."""
     batch = pack()
-    given = (
-        batch if label is None else empty_pack(SPEC, (1, SIDE, SIDE), 2, torch.device("cpu"), {"label": [label] * 2})
-    )
-    return lambda inputs_TC, time_S: network(inputs_TC, time_S, given)
+    return lambda inputs_TC, time_S: network(inputs_TC, time_S, batch)
 
 
 def null_class(network):
@@ -104,7 +101,7 @@ def test_churn_is_algorithm_2_of_edm(churn: list[float], monkeypatch):
     theirs = scheduling_karras_ve.KarrasVeScheduler(**dict(zip(names, churn, strict=True)))
     theirs.num_inference_steps = steps
     x_TC, grid = start_of(objective, sampling)
-    batch, network, levels = pack(), with_class(Network(), None), []
+    batch, network, levels = pack(), with_class(Network()), []
 
     def slope(x_TC, sigma):
         x0_TC = objective.denoise(network, x_TC, sigma, batch.layout)
@@ -179,6 +176,13 @@ def test_only_guided_columns_are_rescaled():
     assert found[:, columns].std() == pytest.approx(cond_TC[:, columns].std())
 
 
+def euler_step(path, x_TC, x0_TC, u, u_next):
+    """Return the state after an Euler step with a clean estimate; the last step returns the estimate."""
+    (alpha, sigma), (d_alpha, d_sigma) = (map(float, f(u)) for f in (path.alpha_sigma, path.derivatives))
+    slope_TC = d_alpha * x0_TC + d_sigma / sigma * (x_TC - alpha * x0_TC)
+    return x0_TC if u_next == 0 else x_TC + float(u_next - u) * slope_TC
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
 def test_samples_are_guided_inside_the_interval_only(objective):
     """Compared with a loop of Euler steps; outside the interval, the network gets each sample once."""
@@ -191,13 +195,11 @@ def test_samples_are_guided_inside_the_interval_only(objective):
     inside = []
     for u, u_next in itertools.pairwise(grid):
         alpha, sigma = map(float, objective.path.alpha_sigma(u))
-        cond_TC = objective.denoise(with_class(network, None), x_TC, u, layout)
+        cond_TC = objective.denoise(with_class(network), x_TC, u, layout)
         uncond_TC = objective.denoise(null_class(network), x_TC, u, layout)
         inside.append(alpha > 0 and low <= sigma / alpha <= high)
         x0_TC = uncond_TC + 3.0 * (cond_TC - uncond_TC) if inside[-1] else cond_TC
-        d_alpha, d_sigma = map(float, objective.path.derivatives(u))
-        slope_TC = d_alpha * x0_TC + d_sigma / sigma * (x_TC - alpha * x0_TC)
-        x_TC = x0_TC if u_next == 0 else x_TC + float(u_next - u) * slope_TC
+        x_TC = euler_step(objective.path, x_TC, x0_TC, u, u_next)
     assert 0 < sum(inside) < steps
     counting = Network()
     torch.testing.assert_close(drawn(objective, sampling, counting), x_TC.float(), rtol=1e-4, atol=1e-4)
@@ -211,13 +213,9 @@ def test_a_guide_replaces_the_unconditional_network(objective):
     sampling = SamplingConfig(solver="euler", num_steps=5, guidance_scale=1.7, seed=4)
     x_TC, grid = start_of(objective, sampling)
     for u, u_next in itertools.pairwise(grid):
-        strong_TC, weak_TC = (objective.denoise(with_class(n, None), x_TC, u, layout) for n in (network, guide))
+        strong_TC, weak_TC = (objective.denoise(with_class(n), x_TC, u, layout) for n in (network, guide))
         x0_TC = weak_TC + 1.7 * (strong_TC - weak_TC)
-        (alpha, sigma), (d_alpha, d_sigma) = (
-            map(float, f(u)) for f in (objective.path.alpha_sigma, objective.path.derivatives)
-        )
-        slope_TC = d_alpha * x0_TC + d_sigma / sigma * (x_TC - alpha * x0_TC)
-        x_TC = x0_TC if u_next == 0 else x_TC + float(u_next - u) * slope_TC
+        x_TC = euler_step(objective.path, x_TC, x0_TC, u, u_next)
     found = drawn(objective, sampling, network, guide=guide)
     torch.testing.assert_close(found, x_TC.float(), rtol=1e-4, atol=1e-4)
     assert (found - drawn(objective, sampling, network)).abs().max() > 0.01
@@ -271,7 +269,6 @@ def test_a_guide_of_another_kind_is_refused(model, objective, fault):
         ({"guidance_interval": [0.1, 2.0], "guidance_scale": 1.0}, "guidance_interval=.* has no effect"),
         ({"guidance_interval": [2.0, 0.1]}, "two noise levels, low and high"),
         ({"guidance_interval": [2.0]}, "two noise levels"),
-        ({"guidance_rescale": 1.5}, "guidance_rescale"),
         ({"churn": CHURN}, r"churn=\[40.* has no effect with sampling.solver=euler"),
         ({"churn": [4.0], "solver": "heun"}, "must be four numbers"),
         ({"churn": [0.0, *CHURN[1:]], "solver": "heun"}, "the first above 0"),

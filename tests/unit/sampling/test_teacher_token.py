@@ -78,11 +78,6 @@ def test_samples_equal_those_of_a_loop(solver: str, scale: float) -> None:
         torch.testing.assert_close(sample[:, 0].flatten(1).T.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-def test_a_sample_does_not_depend_on_the_others() -> None:
-    together, alone = drawn(pack()), drawn(pack([0]))
-    torch.testing.assert_close(together[1], alone[0])
-
-
 def test_guidance_options_and_thresholds_apply_to_the_latent_only() -> None:
     """The clean token is not clamped, and guidance of one channel does not leave out columns of the token."""
     tokens: list[Tensor] = []
