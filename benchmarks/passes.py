@@ -32,7 +32,7 @@ from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer
 from dit.models.dit_cross.config import DiTCrossConfig
-from dit.models.dit_cross.layer import DiTCrossLayer
+from dit.models.dit_cross.model import DiTCrossLayer
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards
 from dit.optimizer.step_numbers import StepNumbers

@@ -117,7 +117,7 @@ def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
 
 def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
     """Describe the time of a step on nodes of 8 devices."""
-    from dit.planner.step import planned_step
+    from dit.planner.schedule import planned_step
     from dit.planner.time import Cluster
 
     time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel))

@@ -285,8 +285,8 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     """
     from dit.planner.layouts import allowed, candidates, shapes
     from dit.planner.plan import plan
+    from dit.planner.schedule import planned_step
     from dit.planner.search import Prices, costs, judged, with_traced_memory
-    from dit.planner.step import planned_step
     from dit.planner.time import Cluster
     from dit.planner.trace import TracerPool
 

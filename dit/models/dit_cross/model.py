@@ -1,20 +1,64 @@
 """DiT with text cross-attention on Megatron-Core linears."""
 
-from typing import Any
+from typing import Any, Optional
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
+from dit.kernels.rope import Rotation
+from dit.layers.adaln import Modulation
+from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.heads import FinalLayer
+from dit.layers.mlp import MLP
 from dit.layers.text import TextTokens
 from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit_cross.config import DiTCrossConfig
-from dit.models.dit_cross.layer import DiTCrossLayer
 from dit.models.token_stack import TokenStack, cross_conditioner
+
+
+class DiTCrossLayer(nn.Module):
+    """Self-attention, cross-attention to the text, and MLP, each with a modulated norm and a gate.
+
+    Source: adaLN-Zero of Peebles and Xie 2023, arXiv:2212.09748, section 3.2, with a third sub-layer as in NeMo's
+    diffusion transformer, which projects the conditioning to 9 chunks.
+    """
+
+    def __init__(self, config: DiTCrossConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        bias, eps = config.add_bias, config.layernorm_epsilon
+        size, heads = config.hidden_size, config.num_attention_heads
+        assert config.context_size is not None
+        options: AttentionOptions = {
+            "num_query_groups": config.num_query_groups,
+            "bias": bias,
+            "qk_layernorm": config.qk_layernorm,
+            "eps": eps,
+        }
+        self.modulation = Modulation(size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
+        self.attention = SelfAttention(size, heads, provider, attention, **options)
+        self.cross_attention = CrossAttention(size, config.context_size, heads, provider, attention, **options)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=bias)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        cond_SD: Tensor,
+        context_KD: Tensor,
+        layout: SequenceLayout,
+        context_layout: SequenceLayout,
+        rotation: Optional[Rotation] = None,
+    ) -> Tensor:
+        attention_mod, cross_mod, mlp_mod = self.modulation(cond_SD)
+        x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
+        y_TD = self.attention(y_TD, layout, rotation)
+        x_TD, y_TD = attention_mod.gated_residual_then_norm(cross_mod, x_TD, y_TD, layout)
+        y_TD = self.cross_attention(y_TD, context_KD, layout, context_layout)
+        x_TD, y_TD = cross_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)
 
 
 class DiTCross(TokenStack[DiTCrossConfig]):

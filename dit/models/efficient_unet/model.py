@@ -1,15 +1,88 @@
-"""Imagen's Efficient UNet."""
+"""Imagen's Efficient UNet, on pictures `[N, C, H, W]`."""
+
+import math
+from typing import Optional
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
-from dit.layers.convolution import Convolution
-from dit.layers.picture_blocks import AttentionBlock, BlockConditions
+from dit.layers.convolution import Convolution, TransposedConvolution
+from dit.layers.picture_blocks import AttentionBlock, BlockConditions, ConditionedBranch
 from dit.models.base import Stage
 from dit.models.efficient_unet.config import EfficientUNetConfig
-from dit.models.efficient_unet.layer import ResidualBlock, down_level, up_level
 from dit.models.imagen_network import ImagenNetwork, select_attention
+
+
+class ResidualBlock(nn.Module):
+    """A conditioned branch plus a projection of the input, which is divided by sqrt(2)."""
+
+    def __init__(self, inputs: int, outputs: int, config: EfficientUNetConfig, provider: LayerProvider) -> None:
+        super().__init__()
+        self.branch = ConditionedBranch(inputs, outputs, config.vector_size, config.norm_num_groups, provider)
+        self.shortcut = Convolution(inputs, outputs, provider, size=1)
+
+    def forward(self, x_NCHW: Tensor, vector_NE: Tensor) -> Tensor:
+        return self.branch(x_NCHW, vector_NE, None) + self.shortcut(x_NCHW) * math.sqrt(0.5)
+
+
+class Level(nn.Module):
+    """The blocks of one level, on the way down or up.
+
+    Args:
+        inputs, outputs: channels; the first block changes their number.
+        level: number of the level, from 0 at the full size.
+        before, after: resampling before and after the blocks, or None.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        level: int,
+        config: EfficientUNetConfig,
+        provider: LayerProvider,
+        attention: Attention,
+        *,
+        before: Optional[nn.Module] = None,
+        after: Optional[nn.Module] = None,
+    ) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+        self.blocks = nn.ModuleList(
+            ResidualBlock(outputs if i else inputs, outputs, config, provider)
+            for i in range(config.num_res_blocks[level])
+        )
+        self.attention: Optional[nn.Module] = None
+        if level in config.attention_levels:
+            heads, groups = config.heads(outputs), config.norm_num_groups
+            self.attention = AttentionBlock(
+                config.attention_type, outputs, config.text_width, heads, groups, provider, attention
+            )
+
+    def forward(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
+        if self.before is not None:
+            x_NCHW = self.before(x_NCHW)
+        for block in self.blocks:
+            x_NCHW = block(x_NCHW, conditions.vector_NE)
+        if self.attention is not None:
+            x_NCHW = self.attention(x_NCHW, conditions.context_KD, conditions.texts)
+        return x_NCHW if self.after is None else self.after(x_NCHW)
+
+
+def down_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
+    """Build a level on the way down, which first downsamples by a 4 x 4 convolution, except at the last level."""
+    inputs = config.channels[max(level - 1, 0)]
+    last = level + 1 == len(config.channels)
+    before = None if last else Convolution(inputs, inputs, provider, size=4, stride=2)
+    return Level(inputs, config.channels[level], level, config, provider, attention, before=before)
+
+
+def up_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
+    """Build a level on the way up, which ends with a transposed convolution, except at the last level."""
+    outputs, last = config.outputs_up[level], level + 1 == len(config.channels)
+    after = None if last else TransposedConvolution(outputs, outputs, provider)
+    return Level(config.channels[level], outputs, level, config, provider, attention, after=after)
 
 
 class EfficientUNet(ImagenNetwork):

@@ -1,22 +1,81 @@
 """The Movie Gen backbone on Megatron-Core linears."""
 
-from typing import Any
+from typing import Any, Optional
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
-from dit.layers.adaln import RMSNorm
+from dit.kernels.rope import Rotation
+from dit.layers.adaln import Modulation, RMSNorm
+from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.heads import FinalLayer
+from dit.layers.mlp import SwiGLU
+from dit.layers.moe import MoE
 from dit.layers.positions import LearnedPositions
 from dit.layers.text import TextTokens
 from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.moviegen.config import MovieGenConfig
-from dit.models.moviegen.layer import MovieGenLayer
 from dit.models.token_stack import TokenStack, cross_conditioner
+
+
+class MovieGenLayer(nn.Module):
+    """Positions, modulated self-attention, cross-attention to the text, modulated SwiGLU; each sub-layer is a residual.
+
+    Source: Polyak et al. 2024 (Movie Gen), arXiv:2410.13720, section 3.1.2: a Llama 3 block with full attention, a
+    cross-attention between self-attention and feed-forward, adaLN for the time, and the positional embedding added to
+    the input of every layer. The time gates only self-attention and feed-forward. The output projection of the
+    cross-attention is zero-initialised (PixArt-alpha), so the block initially only adds the positions. Deviation from
+    NeMo, whose feed-forward reads the cross-attention's output instead of the normalised tokens.
+    """
+
+    def __init__(self, config: MovieGenConfig, provider: LayerProvider, attention: Attention) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        heads, context_size = config.num_attention_heads, config.context_size
+        assert context_size is not None
+        options: AttentionOptions = {
+            "num_query_groups": config.num_query_groups,
+            "bias": False,
+            "qk_layernorm": config.qk_layernorm,
+            "eps": eps,
+        }
+        self.modulation = Modulation(size, 2, provider, bias=False, eps=eps)
+        self.attention_norm = RMSNorm(size, provider, eps=eps)
+        self.attention = SelfAttention(size, heads, provider, attention, **options)
+        self.cross_norm = RMSNorm(size, provider, eps=eps)
+        self.cross_attention = CrossAttention(
+            size, context_size, heads, provider, attention, zero_output=True, **options
+        )
+        self.mlp_norm = RMSNorm(size, provider, eps=eps)
+        self.mlp: SwiGLU | MoE
+        if config.num_experts is None:
+            self.mlp = SwiGLU(size, config.ffn_size, provider)
+        else:
+            self.mlp = MoE(size, provider, bias=False, gated=True, **config.moe_arguments(config.ffn_size))
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        positions_TD: Optional[Tensor],
+        cond_SD: Tensor,
+        context_KD: Tensor,
+        layout: SequenceLayout,
+        context_layout: SequenceLayout,
+        rotation: Optional[Rotation] = None,
+    ) -> Tensor:
+        attention_mod, mlp_mod = self.modulation(cond_SD)
+        attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
+        if positions_TD is not None:
+            x_TD = x_TD + positions_TD
+        x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
+        x_TD = attention_mod.gated_residual(x_TD, self.attention(y_TD, layout, rotation), layout)
+        y_TD = self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
+        x_TD, y_TD = mlp_mod.residual_then_norm(x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), layout)
 
 
 class MovieGen(TokenStack[MovieGenConfig]):

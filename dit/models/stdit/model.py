@@ -1,23 +1,89 @@
 """The spatial-temporal DiT on Megatron-Core linears."""
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Optional
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.context_parallel.segment_attention import plan_segment_attention
+from dit.context_parallel.segment_attention import SegmentAttentionPlan, plan_segment_attention
+from dit.context_parallel.segments import AttentionKind
 from dit.kernels.attention import Attention
-from dit.layers.adaln import SharedModulation
+from dit.kernels.rope import Rotation
+from dit.layers.adaln import SharedModulation, TableModulation
+from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.heads import TableFinalLayer
+from dit.layers.mlp import MLP
 from dit.layers.positions import spanning
 from dit.layers.text import TextProjection, TextTokens
 from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.stdit.config import STDiTConfig
-from dit.models.stdit.layer import AttentionPlan, STDiTLayer
 from dit.models.token_stack import TokenStack, cross_conditioner
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Plan of one kind of self-attention in this step.
+
+    Attributes:
+        segments: exchange of tokens, and attention within segments.
+        rotation: rotary positions of the tokens after the exchange, or None.
+    """
+
+    segments: SegmentAttentionPlan
+    rotation: Optional[Rotation]
+
+
+class STDiTLayer(nn.Module):
+    """One or more modulated self-attentions, cross-attention to the text, modulated MLP; each sub-layer is a residual.
+
+    The conditioning gates self-attention and MLP. The cross-attention has no norm and no gate, and its output
+    projection is zero-initialised.
+
+    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3 (adaLN-single, cross-attention); Zheng et al.
+    2024 (Open-Sora), arXiv:2412.20404 (spatial and temporal layers).
+    """
+
+    def __init__(
+        self, config: STDiTConfig, kinds: tuple[AttentionKind, ...], provider: LayerProvider, attention: Attention
+    ) -> None:
+        super().__init__()
+        size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
+        options: AttentionOptions = {
+            "num_query_groups": config.num_query_groups,
+            "bias": config.add_bias,
+            "qk_layernorm": config.qk_layernorm,
+            "eps": eps,
+        }
+        self.modulation = TableModulation(size, len(kinds) + 1, provider, eps=eps)
+        self.attentions = nn.ModuleDict(
+            {kind: SelfAttention(size, heads, provider, attention, **options) for kind in kinds}
+        )
+        self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **options)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=config.add_bias)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        shared_SD: Tensor,
+        context_KD: Tensor,
+        layout: SequenceLayout,
+        context_layout: SequenceLayout,
+        plans: Mapping[str, AttentionPlan],
+    ) -> Tensor:
+        *attention_mods, mlp_mod = self.modulation(shared_SD)
+        for (kind, attention), mod in zip(self.attentions.items(), attention_mods):
+            segments, rotation = plans[kind].segments, plans[kind].rotation
+            x_TD, y_TD = mod.norm_modulate(x_TD, layout)
+            y_TD = attention(segments.dispatch(y_TD), layout, rotation, attend=segments.attend)
+            x_TD = mod.gated_residual(x_TD, y_TD.map(segments.combine), layout)
+        y_TD = self.cross_attention(x_TD, context_KD, layout, context_layout)
+        x_TD, y_TD = mlp_mod.residual_then_norm(x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)
 
 
 class STDiT(TokenStack[STDiTConfig]):

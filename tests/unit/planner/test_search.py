@@ -15,8 +15,8 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.devices import H100, MEMORY_SHARE
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
 from dit.planner.plan import plan
+from dit.planner.schedule import planned_step
 from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged
-from dit.planner.step import planned_step
 from dit.planner.time import K_EXPERT, K_GATHER, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
 from dit.planner.trace import TracerPool
 from dit.run_config import RunConfig

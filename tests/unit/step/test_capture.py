@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from benchmarks.host import wait_job
-from benchmarks.sequence import SequenceRecorder, differences, record_steps
 from benchmarks.waits import META, WaitCounter, meta_device
 from dit.backends import process_groups
 from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost
@@ -32,6 +31,7 @@ from dit.step.forward_step import training_forward_step
 from dit.step.schedule import Logs
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.world import fake_world
+from tests.support.device_sequence import SequenceRecorder, differences, record_steps
 
 STEPS = 3  # the packs of a job repeat after three
 THIRD_TO_TENTH = 8  # graphs are captured in the third step

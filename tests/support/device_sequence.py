@@ -10,18 +10,21 @@ A CUDA graph repeats the kernels of one step, so all steps must have
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.waits import WaitCounter, meta_device
+from benchmarks.waits import NO_CAUSE, WaitCounter, meta_device
 from dit.backends import process_groups
 from dit.planner.job import Job
 from dit.planner.program import Program
 from dit.planner.trace import Tracer
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
+
+NO_CAUSE.add(Path(__file__))
 
 
 class Operation(NamedTuple):
