@@ -167,15 +167,21 @@ def _integer(digits: str) -> int:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return the plain value of a YAML text.
+    """Return the plain value of a YAML text; 0123 is the number 123, as in YAML 1.2.
 
     Raises:
         ValueError: the text is not YAML.
     """
     import yaml  # imported here because the checkpoint writer only reads JSON
 
+    class Loader(yaml.SafeLoader):
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+            digits = node.value.replace("_", "")
+            return int(digits) if digits.lstrip("+-").isdecimal() else super().construct_yaml_int(node)
+
+    Loader.add_constructor("tag:yaml.org,2002:int", Loader.construct_yaml_int)
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         raise ValueError(str(error)) from error
 

@@ -59,15 +59,25 @@ def parse_members(data: Bytes) -> list[tuple[str, Bytes]]:
         if header[156:157] not in (b"0", b"\0") or header[124] & 0x80:
             raise UnusualTarError
         size = int(header[124:136].rstrip(b"\0 ") or b"0", 8)
-        name = header[:100].split(b"\0", 1)[0].decode()
+        raw_name = header[:100].split(b"\0", 1)[0]
         if header[257:262] == b"ustar" and header[345]:
-            name = header[345:500].split(b"\0", 1)[0].decode() + "/" + name
+            raw_name = header[345:500].split(b"\0", 1)[0] + b"/" + raw_name
+        name = utf8_name(raw_name)
         start = at + BLOCK
         if start + size > end:
             raise ValueError(f"the shard ends inside {name!r}")
         members.append((name, data[start : start + size]))
         at = start + -(-size // BLOCK) * BLOCK
     return members
+
+
+def utf8_name(name: bytes | str) -> str:
+    """Return the name of a member, from its bytes or as `tarfile` decodes it; raises `ValueError` if not UTF-8."""
+    name = name.encode(errors="surrogateescape") if isinstance(name, str) else name
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the name {str(name)[1:]} is not UTF-8; rename it and write the shard again") from error
 
 
 class _Member(tarfile.TarInfo):
@@ -201,6 +211,12 @@ class SampleReader:
         key, parts = group_members(parse_members(data))
         return key, {name: part if name.endswith(".npy") else bytes(part) for name, part in parts.items()}
 
+    def _read_by_energon(self, index: int) -> dict[str, Any] | None:
+        sample: dict[str, Any] | None = self._energon[index]
+        if sample is not None:
+            utf8_name(sample["__key__"])
+        return sample
+
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         from megatron.energon import SourceInfo
 
@@ -209,11 +225,11 @@ class SampleReader:
         parts: dict[str, Any]
         try:
             if not self._local[number]:
-                return self._energon[index]
+                return self._read_by_energon(index)
             try:
                 key, parts = self._read(number, position)
             except UnusualTarError:
-                return self._energon[index]
+                return self._read_by_energon(index)
             if self._energon.sample_filter is not None and not self._energon.sample_filter(f"{shard.name}/{key}"):
                 return None
         except Exception as error:

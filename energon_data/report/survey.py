@@ -26,7 +26,7 @@ from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter
-from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar
+from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar, utf8_name
 
 if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
@@ -162,7 +162,7 @@ def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
         try:
             members = parse_members(data)
         except UnusualTarError:
-            members = [(member.name, read()) for member, read in read_tar(io.BytesIO(data))]
+            members = [(utf8_name(member.name), read()) for member, read in read_tar(io.BytesIO(data))]
         return group_members(members)
     except (ValueError, tarfile.TarError) as error:
         raise SampleError("unreadable", str(error)) from error

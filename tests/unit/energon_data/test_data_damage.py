@@ -17,6 +17,7 @@ from energon_data.dataset import EnergonData
 from energon_data.decoder import decode_sample, read_npy
 from energon_data.prepare.shards import ShardWriter, write_energon_metadata
 from energon_data.samples import SampleError, checksum, seal, unseal
+from energon_data.tar_index import SampleReader, UnusualTarError
 
 Copy = Callable[[Path], Path]
 
@@ -63,6 +64,28 @@ def test_a_flipped_bit_ends_the_run_and_names_the_sample(mixed_folder: Path, cop
         assert words in message
     assert "Traceback" not in message
     assert exit_code(caught.value) == 3
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_a_name_that_is_not_utf8_is_a_damaged_sample_with_a_cure(
+    mixed_folder: Path, copy_of: Copy, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old archivers write names in the encoding of their system; Energon reads long names."""
+    folder = copy_of(mixed_folder)
+    shard = find(folder, KEY)
+    data, name = bytearray(shard.read_bytes()), KEY.encode()
+    start = data.find(name)
+    while start >= 0:
+        data[start + len(name) - 1] = 0xE9
+        header = data[start : start + 512]
+        header[148:156] = b" " * 8
+        data[start + 148 : start + 156] = b"%06o\0 " % sum(header)
+        start = data.find(name, start)
+    shard.write_bytes(data)
+    if long:
+        monkeypatch.setattr(SampleReader, "_read", lambda *_: (_ for _ in ()).throw(UnusualTarError))
+    with pytest.raises(DataError, match=rf"{shard.name}.*'train_clip0002\\xe9.*is not UTF-8; rename it"):
+        run(folder)
 
 
 def test_every_flipped_bit_in_metadata_or_latent_is_detected() -> None:

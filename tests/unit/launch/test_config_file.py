@@ -134,9 +134,17 @@ def test_yaml_floats_without_a_dot_are_numbers(tmp_path):
     assert config_file.load(tmp_path / "config.yaml", pretrain, load_component).optimizer.lr == 3e-4
 
 
+@pytest.mark.parametrize("text", ["0123", "089", "1_23"])
+def test_a_number_with_leading_zeros_is_decimal(tmp_path, text):
+    """As on the command line; YAML 1.1 reads 0123 to base 8."""
+    file = tmp_path / "config.yaml"
+    file.write_text(config_file.dump(tiny_dit()).replace("  seed: 1234\n", f"  seed: {text}\n", 1))
+    assert config_file.load(file, pretrain, load_component).training.seed == int(text)
+
+
 @pytest.mark.parametrize("text", ["23:50:00", "0123", "on", "1.50", "2026-01-31"])
 def test_a_text_that_yaml_reads_as_another_value_needs_quotes(tmp_path, text):
-    """YAML 1.1 has numbers to base 60 and 8, more truth values, and dates."""
+    """YAML 1.1 has numbers to base 60, more truth values, and dates."""
     file, dump = tmp_path / "config.yaml", config_file.dump(tiny_dit())
     file.write_text(dump.replace("wandb_name: null", f"wandb_name: {text}"))
     with pytest.raises(ConfigError, match=r"logging\.wandb_name is a text, .*; write it in quotes"):
