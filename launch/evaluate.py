@@ -12,7 +12,7 @@ from typing import Optional
 from dit import extensions
 from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
-from launch import environment, held_out, loss_score, picture_scores, sharpness
+from launch import environment, held_out, picture_scores, sharpness
 from launch.argument_types import command_parser
 from launch.cascade import check_augmentation, stages_of
 from launch.measurement import Measurement, Metric
@@ -30,7 +30,7 @@ METRICS = {
     ),
     "loss": Metric(
         "loss on held-out data, as in training and at fixed times as in MLPerf's FLUX.1",
-        loss_score.measure,
+        held_out.measure_loss,
         held_out.add_arguments,
         more_is_better=False,
     ),

@@ -33,8 +33,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "json.load*": (READERS,),
     "json.*Decoder": (),
     "tomllib.load*": ("dit/extensions.py",),  # pyproject.toml of this repository
-    "yaml.*load*": (),
-    "yaml.*Loader": (READERS,),
+    "yaml.*load*": (READERS,),
+    "yaml.*Loader": (),
     "pickle.load*": OWN_PROCESSES,
     "pickle.Unpickler": (),
     "tarfile.open": (READERS, "energon_data/tar_index.py", "energon_data/prepare/shards.py"),
