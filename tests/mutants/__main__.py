@@ -60,11 +60,11 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
 def exists(test: str) -> bool:
     """Return whether a file under `tests` exists and defines the class or function that `::` names.
 
-    Commands of `launch.verify` always exist.
+    Commands of `launch.verify` always exist. Parameters in brackets are ignored.
     """
     if test.startswith(VERIFY):
         return True
-    file, *names = test.split("::")
+    file, *names = test.partition("[")[0].split("::")
     path = ROOT / "tests" / file
     if not path.is_file():
         return False
@@ -82,9 +82,10 @@ def _body(path: Path) -> list[ast.stmt]:
     return ast.parse(path.read_text()).body
 
 
-def argument_of(seen_by: str) -> str:
-    """Convert the check named by a row to an argument of `run_tests`."""
-    return seen_by if seen_by.startswith(VERIFY) else f"tests/{seen_by}"
+def arguments_of(seen_by: str, mutant: Mutant) -> list[str]:
+    """Convert the check named by a row to arguments of `run_tests`; tests of the mutant may have parameters."""
+    check = seen_by if seen_by.startswith(VERIFY) else f"tests/{seen_by}"
+    return [test for test in mutant.tests if test.partition("[")[0] == check] or [check]
 
 
 def read_results(path: Path = RESULTS, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, Verdict]:
@@ -174,14 +175,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
-        passing = set()
+        passing: set[tuple[str, ...]] = set()
         for mutant in chosen:
             verdict = judge(mutant, tree)
             seen_by = verdict.seen_by
-            if seen_by and seen_by not in passing and run_tests([argument_of(seen_by)], tree).seen_by is not None:
+            checks = tuple(arguments_of(seen_by, mutant)) if seen_by else ()
+            if checks and checks not in passing and run_tests(checks, tree).seen_by is not None:
                 print(f"{seen_by} fails without any mutant; mend it first")
                 return 2
-            passing.add(seen_by)
+            passing.add(checks)
             survived += seen_by is None
             print(row(mutant, verdict), flush=True)
             if args.write:

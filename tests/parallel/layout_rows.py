@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks import parallel_training
 from dit.kernels import compiled
 from dit.layers.attention import WidthRMSNorm
 from dit.models.lora_config import LoRAConfig
@@ -327,9 +328,10 @@ def in_fp32(row: Row) -> Row:
 
 
 def case_of(row: Row) -> dict[str, Any]:
-    """Return the case of `benchmarks.parallel_training.train` for a row."""
+    """Return the case of a row for `run_world`."""
     model, _, layout = row
-    case: dict[str, Any] = {"packed": True, "parallel": {}, "model": MODELS[model]}
+    case: dict[str, Any] = {"task": f"{__name__}:train", "row": row}
+    case |= {"packed": True, "parallel": {}, "model": MODELS[model]}
     if model in OBJECTIVES:
         case["objective"] = OBJECTIVES[model]
     for word in layout.split():
@@ -338,3 +340,12 @@ def case_of(row: Row) -> dict[str, Any]:
         else:
             case |= {**BATCHES, **KERNELS}[word]
     return case
+
+
+def train(case: dict[str, Any]) -> dict[str, Any]:
+    """Train a case; the traceback of an error names its row, because one failed case ends all cases of a world."""
+    try:
+        return parallel_training.train(case)
+    except Exception as error:
+        error.add_note(f"in the row {case['row']}")
+        raise

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.parallel_world import run_world
 from dit.verify.compare import SUM_RTOL, relative_errors
+from dit.verify.ranks import run_world
 from tests.parallel.layout_rows import FAULTS, HALF_QUICK, HALF_SLOW, QUICK, SLOW, case_of, in_fp32, of_one_rank
 from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
@@ -36,13 +36,19 @@ TRAINED = {
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Numbers of each selected row, of its row of one rank, and of all faults; each world size starts once."""
+    """Numbers of each selected row and of its row of one rank; each world size starts once.
+
+    If other tests than rows are selected, also those of all faults and of `TRAINED`.
+    """
     folder, results = tmp_path_factory.mktemp("layouts"), {}
-    chosen = selected(request, ROW) | selected(request, HALF_ROW) | {row for row, _ in FAULTS.values()}
-    chosen |= {(model, 1, "ddp") for model in (*TRAINED, "dit", "contrastive", "cosine")}
+    chosen, faults = selected(request, ROW) | selected(request, HALF_ROW), {}
+    if len(chosen) < sum(item.path == request.path for item in request.session.items):
+        faults = FAULTS
+        chosen |= {row for row, _ in FAULTS.values()}
+        chosen |= {(model, 1, "ddp") for model in (*TRAINED, "dit", "contrastive", "cosine")}
     chosen |= {of_one_rank(row) for row in (*chosen, *map(in_fp32, chosen))}
     cases = {row: case_of(row) for row in sorted(chosen)}
-    cases |= {(*row, name): {**case_of(row), "break": fault} for name, (row, fault) in FAULTS.items()}
+    cases |= {(*row, name): {**case_of(row), "break": fault} for name, (row, fault) in faults.items()}
     for world in sorted({ranks for _, ranks, *_ in cases}):
         keys = sorted((key for key in cases if key[1] == world), key=lambda key: holds_groups(cases[key]))
         results |= zip(keys, run_world(world, [cases[key] for key in keys], folder / str(world), timeout_s=2400))
