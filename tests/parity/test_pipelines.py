@@ -288,17 +288,6 @@ def test_settings_of_sampling_that_a_pipeline_lacks_are_noted() -> None:
         assert sampling_notes(PIPELINES["DiTTransformer2DModel"], trained) == said
 
 
-def test_the_entry_for_an_empty_text_is_that_of_the_model(tmp_path: Path) -> None:
-    """A pipeline with another null text would draw different pictures without an error."""
-    for name, case in {"zeros": XL, "empty": CASES["stable diffusion xl, empty text"]}.items():
-        run = a_run(tmp_path / name, case)
-        folder = tmp_path / name / "out"
-        assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
-        index = json.loads((folder / "model_index.json").read_text())
-        assert index["force_zeros_for_empty_prompt"] is (name == "zeros")
-        assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
-
-
 def test_a_run_without_an_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """`--vae identity` has no autoencoder that the pipeline could load."""
     assert "AutoencoderKL" in refused(tmp_path, PIXART_T5, capsys, "--vae", "identity")
