@@ -11,12 +11,15 @@ from torch import Tensor, nn
 from dit.batch import PackedBatch
 from dit.condition_table import CONTROL, LOW_RESOLUTION
 from dit.conditions import Conditions, per_sample, per_text_token
+from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.rules import Shape
 from dit.data_api import sample_id
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
+from dit.parallel.build import parameter_shapes
 from dit.patchify import grid_positions, patchify, unpatchify
+from dit.verify.public import gradient_errors
 
 
 def packed(model: ModelConfig, latents: Sequence[Tensor], texts: Optional[list[Tensor]] = None) -> PackedBatch:
@@ -94,6 +97,38 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert torch.equal(found[name], x), name
+
+
+def assert_round_trip(form: DiffusersFormat[Any], external: Mapping[str, Any]) -> None:
+    """Check that our settings of a diffusers model give its settings again, without notes."""
+    imported = form.read_settings(external)
+    settings, notes = form.write_settings(imported.model, imported.latent_size)
+    assert notes == []
+    assert plain(settings) == plain(external)
+    assert form.read_settings(settings) == imported
+
+
+GRADIENT_RTOL = 1e-4
+
+
+def assert_same_gradients(
+    form: DiffusersFormat[Any],
+    model: ModelConfig,
+    network: nn.Module,
+    actual_TC: Tensor,
+    external: nn.Module,
+    exact_TC: Tensor,
+    rtol: float = GRADIENT_RTOL,
+) -> None:
+    """Compare the gradients of a random cotangent of the outputs of our network and of the one of diffusers."""
+    cotangent_TC = torch.randn(exact_TC.shape, generator=torch.Generator().manual_seed(6))
+    exact_TC.backward(cotangent_TC)
+    actual_TC.backward(cotangent_TC)
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in network.named_parameters()}
+    rules = form.rules(model, parameter_shapes(model), (1, 8, 8))
+    errors = gradient_errors(rules, gradients, dict(external.named_parameters()))
+    assert len(errors) > 30
+    assert {name: error for name, error in errors.items() if not error <= rtol} == {}
 
 
 def start_noise(seed: int) -> Tensor:

@@ -24,8 +24,9 @@ from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
 from tests.parity import weights
-from tests.parity.test_dit import config, relative_error, rows_of
+from tests.parity.test_dit import config, rows_of
 from tests.support.batches import Sample, pack
+from tests.support.reference import relative_error
 
 RTOL = 1e-5  # float32 against float64, as without alignment
 SEED, STEP = 3, 11

@@ -1,14 +1,10 @@
 """The autoencoder against diffusers' AutoencoderKL: equal outputs both ways, exact round trips, settings."""
 
-import math
-
 import pytest
 import torch
 from diffusers import AutoencoderKL
 
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder
-from dit.errors import ConfigError
-from dit.models.autoencoder.config import AutoencoderConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.parallel.build import parameter_shapes
 from dit.patchify import patchify, unpatchify
@@ -45,9 +41,8 @@ def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: st
     assert_same_bits(rules.to_external(rules.from_external(state)), state)
     settings, notes = form.write_settings(model, imported.latent_size)
     assert notes == []
-    assert {n: v for n, v in AutoencoderKL.from_config(settings).config.items() if n[0] != "_"}.keys() == {
-        n for n in external.config if n[0] != "_"
-    }
+    assert plain(AutoencoderKL.from_config(settings).config) == plain(external.config)
+    assert form.read_settings(settings) == imported
 
     network = load(build_model(model), rules.from_external(state))
     batch = pack(model, [0, 1, 2])
@@ -88,39 +83,3 @@ def test_the_frames_of_a_clip_are_encoded_one_by_one(build_model: BuildModel):
         batch.grids, batch.layout = (grid,), batch.layout.from_lengths([len(tokens)])
         outs.append(network(tokens, torch.zeros(1), batch))
     assert relative_error(torch.cat(outs[1:]), outs[0]) <= RTOL
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_the_config_survives_a_round_trip(name: str):
-    form, external = DiffusersAutoencoder(), diffusers_model(**SIZES[name]).config
-    imported = form.read_settings(external)
-    settings, _ = form.write_settings(imported.model, imported.latent_size)
-    again = AutoencoderKL.from_config(settings).config
-    assert plain(again) == plain(external)
-    assert form.read_settings(settings) == imported
-
-
-def test_the_defaults_equal_kl_f8_of_latent_diffusion():
-    """Names and shapes of all 83,653,863 parameters are equal."""
-    form, model = DiffusersAutoencoder(), AutoencoderConfig()
-    settings, _ = form.write_settings(model, (1, 256, 256))
-    rules = form.rules(model, parameter_shapes(model), (1, 256, 256))
-    with torch.device("meta"):
-        external = {name: tuple(p.shape) for name, p in AutoencoderKL.from_config(settings).named_parameters()}
-    assert rules.external_shapes() == external
-    assert sum(math.prod(shape) for shape in external.values()) == 83_653_863
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"act_fn": "relu"}, "act_fn='relu'"),
-        ({"use_quant_conv": False}, "use_quant_conv=False"),
-        ({"latents_mean": (0.1, 0.2)}, "latents_mean="),
-        ({"out_channels": 6}, "from 3 to 6 channels"),
-        ({"down_block_types": ("AttnDownEncoderBlock2D",) * 2}, "blocks AttnDownEncoderBlock2D"),
-    ],
-)
-def test_unsupported_settings_are_refused(change: dict, message: str):
-    with pytest.raises(ConfigError, match=message):
-        DiffusersAutoencoder().read_settings({**diffusers_model(**SIZES["flat"]).config, **change})

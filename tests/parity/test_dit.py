@@ -16,12 +16,10 @@ from dit.models.dit.config import DiTConfig
 from dit.models.registry import build_backbone
 from dit.models.routing_config import RoutingConfig
 from tests.conftest import BuildModel
-from tests.parity.reference_dit import ReferenceBlock, ReferenceDiT
+from tests.parity.reference_dit import ReferenceDiT
 from tests.parity.weights import copy_weights, reference_gradients, reference_of
 from tests.support.batches import Sample, pack
-
-# float32 against float64: a few hundred roundings of 6e-8 each; measured at most 3e-6.
-RTOL = 1e-5
+from tests.support.reference import RTOL, relative_error
 
 
 def config(**changes: object) -> DiTConfig:
@@ -31,12 +29,6 @@ def config(**changes: object) -> DiTConfig:
 
 def rows_of(layout: SequenceLayout) -> list[slice]:
     return [slice(start, start + length) for start, length in zip(layout.starts, layout.lengths)]
-
-
-def relative_error(actual: Tensor, exact: Tensor) -> float:
-    """Return |actual - exact| / |exact| in the Euclidean norm; if `exact` is zero, |actual| / 1e-12."""
-    actual, exact = actual.detach().double(), exact.detach()
-    return float((actual - exact).norm() / exact.norm().clamp(min=1e-12))
 
 
 def check_gradients(model: nn.Module, reference: ReferenceDiT, heads: int) -> None:
@@ -78,36 +70,6 @@ def compare(model: nn.Module, model_config: DiTConfig, batch: PackedBatch, sampl
 
 def text(tokens: int, size: int, seed: int) -> Tensor:
     return torch.randn(tokens, size, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("qk_layernorm", [False, True])
-@pytest.mark.parametrize("add_bias", [False, True])
-def test_block_equals_the_formula_of_the_paper(build_model: BuildModel, qk_layernorm: bool, add_bias: bool):
-    """One block in the middle of a ragged pack: outputs, and the gradients of tokens, conditioning and weights."""
-    model_config = config(qk_layernorm=qk_layernorm, add_bias=add_bias, num_layers=1)
-    model = build_model(model_config, perturb=0.1)
-    reference = reference_of(model_config)
-    copy_weights(model, reference, model_config.num_attention_heads)
-    layout = SequenceLayout.from_lengths([9, 4, 6], multiple_of=4, total_tokens=28)
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(28, 48, generator=generator).requires_grad_()
-    cond = torch.randn(3, 48, generator=generator).requires_grad_()
-    cotangent = torch.randn(28, 48, generator=generator)
-    exact_x, exact_cond = (t.detach().double().requires_grad_() for t in (x, cond))
-    out = model.layers["0"](x, cond, layout)
-    block = reference.blocks[0]
-    assert isinstance(block, ReferenceBlock)
-    loss = torch.zeros((), dtype=torch.float64)
-    for i, rows in enumerate(rows_of(layout)):
-        exact = block(exact_x[None, rows], exact_cond[i : i + 1])[0]
-        assert relative_error(out[rows], exact) <= RTOL
-        loss = loss + (exact * cotangent[rows].double()).sum()
-    loss.backward()
-    valid = layout.valid_T
-    (out[valid] * cotangent[valid]).sum().backward()
-    assert relative_error(x.grad, exact_x.grad) <= RTOL
-    assert relative_error(cond.grad, exact_cond.grad) <= RTOL
-    check_gradients(model, reference, model_config.num_attention_heads)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +114,7 @@ VALUES = {"value_residual": True, "wide_head": [2, 96, 4]}
 @pytest.mark.parametrize(
     "changes", [{"qk_layernorm": True}, JIT, WIDE, VALUES], ids=["dit", "jit", "wide head", "values"]
 )
-@pytest.mark.parametrize(("multiple_of", "tail"), [(1, 0), (1, 5), (8, 0), (8, 16)])
+@pytest.mark.parametrize(("multiple_of", "tail"), [(1, 0), (8, 16)])
 def test_ragged_pack_equals_one_run_per_sample(build_model: BuildModel, multiple_of: int, tail: int, changes: dict):
     """Samples of a pack differ in label, time, length and shape; neighbours and padding do not affect them."""
     model_config = config(**changes)
@@ -181,17 +143,23 @@ def assert_last_stage_equals(model: Any, stages: Sequence[Any], sent: Tensor, *a
         assert relative_error(total, parameter.grad) <= RTOL, name
 
 
-@pytest.mark.parametrize("cut", [1, 2])
-def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildModel, cut: int):
-    """Two pipeline stages have the output and the gradients of one; the tokens begin at layer 1 of 3."""
-    model_config = config(**JIT)
-    model = build_model(model_config, perturb=0.1)
+def two_stages(model_config: DiTConfig, model: Any, cut: int) -> list[Any]:
+    """Return pipeline stages of the layers before and after the cut, with the weights of a model of three layers."""
     stages = [
         build_backbone(model_config, model.provider, segment_sdpa, Stage(layers, first=not i, last=bool(i)))
         for i, layers in enumerate((range(cut), range(cut, 3)))
     ]
     for stage in stages:
         stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    return stages
+
+
+@pytest.mark.parametrize("cut", [1, 2])
+def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildModel, cut: int):
+    """Two pipeline stages have the output and the gradients of one; the tokens begin at layer 1 of 3."""
+    model_config = config(**JIT)
+    model = build_model(model_config, perturb=0.1)
+    stages = two_stages(model_config, model, cut)
     assert [stage.class_tokens.vectors is not None for stage in stages] == [cut == 2, cut == 1]
     samples = [Sample((1, 4, 4), label=3), Sample((1, 2, 5))]
     batch, time = pack(samples, model_config, tail=2), torch.tensor([0.3, 0.8])
@@ -278,17 +246,6 @@ def test_positions_of_images_and_clips_equal_the_formulas(build_model: BuildMode
     model_config.validate()
     batch = pack(IMAGES_AND_CLIPS, model_config, **padding)
     compare(build_model(model_config, perturb=0.1), model_config, batch, IMAGES_AND_CLIPS)
-
-
-def test_missing_classes_train_only_the_last_row(build_model: BuildModel):
-    """A batch without classes trains only the row after the last class."""
-    model_config = config()
-    samples = [Sample((1, 2, 2)), Sample((1, 2, 2))]
-    model = build_model(model_config, perturb=0.1)
-    compare(model, model_config, pack(samples, model_config), samples)
-    grad = model.conditioner.label.weight.grad
-    assert grad[-1].norm() > 0
-    assert grad[:-1].norm() == 0
 
 
 @pytest.mark.parametrize("num_classes", [None, 7])

@@ -1,6 +1,5 @@
-"""Imagen's UNets match their description and have the published numbers of parameters."""
+"""Imagen's UNets match their description."""
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +14,8 @@ from dit.layout import SequenceLayout
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.imagen_config import ImagenConfig
 from dit.models.unet.config import UNetConfig
-from dit.parallel.build import build_on_meta
 from energon_data.mock import MockData, MockSource
 from energon_data.packing import collate
-from launch.config_file import built
-from launch.train import call_recipe
 from tests.conftest import BuildModel
 from tests.parity.reference_cross import Leaves
 from tests.parity.reference_imagen import EfficientReference, UNetReference
@@ -109,98 +105,6 @@ def test_a_pack_equals_the_formulas(
             continue
         assert grad is not None, name
         assert relative_error(parameter.grad, grad) <= 2 * RTOL, name
-
-
-def by_module(config: ImagenConfig) -> Counter[str]:
-    """Count parameters under the names of the published table."""
-    names = {
-        "time": "time_embed",
-        "augmentation": "lowres_time_embed",
-        "caption.pooling": "attention_pooling",
-        "caption.to_tokens": "text_to_cond",
-        "first": "init_conv",
-        "down": "input_blocks",
-        "middle": "middle_block",
-        "up": "output_blocks",
-        "norm": "out",
-        "last": "out",
-    }
-    found: Counter[str] = Counter()
-    for name, parameter in build_on_meta(config).named_parameters():
-        first, second, *_ = name.split(".")
-        module = names.get(first) or names.get(f"{first}.{second}", "to_text_non_attn_cond")
-        found[module] += parameter.numel()
-    return found
-
-
-MODULES = (
-    *("time_embed", "lowres_time_embed", "attention_pooling", "text_to_cond", "to_text_non_attn_cond", "init_conv"),
-    *("input_blocks", "middle_block", "output_blocks", "out"),
-)
-REGULAR_TABLE = {
-    "imagen_500m_res_64": (
-        *(1_312_768, 0, 527_873, 524_800, 1_575_936, 7_168),
-        *(156_190_464, 47_213_568, 317_544_704, 7_427),
-    ),
-    "imagen_2b_res_64": (
-        *(5_246_976, 0, 2_102_273, 2_099_200, 8_396_800, 14_336),
-        *(652_793_344, 192_995_328, 1_307_513_344, 14_851),
-    ),
-    "imagen_400m_res_256": (
-        *(328_704, 328_704, 527_873, 524_800, 526_336, 7_040),
-        *(127_156_480, 25_973_248, 252_980_608, 3_715),
-    ),
-}
-
-
-@pytest.mark.parametrize("recipe", REGULAR_TABLE)
-def test_every_module_of_a_regular_unet_has_the_published_count(recipe: str) -> None:
-    found = by_module(built(call_recipe(recipe)).model)
-    found["input_blocks"] += found["init_conv"]  # the published number includes the first convolution
-    assert tuple(found[name] for name in MODULES) == REGULAR_TABLE[recipe]
-
-
-def test_every_level_of_the_efficient_unet_has_the_published_count() -> None:
-    model = built(call_recipe("imagen_600m_res_256")).model
-    found = by_module(replace(model, noise_augmentation=False))
-    assert [found[name] for name in MODULES[:6]] == [328_704, 0, 1_052_673, 1_049_600, 789_504, 7_040]
-    assert found["out"] == 387
-    network = build_on_meta(model)
-    levels = [[sum(p.numel() for p in level.parameters()) for level in way] for way in (network.down, network.up)]
-    assert levels[0] == [1_149_312, 5_972_864, 43_814_656, 173_100_544, 174_149_632]
-    assert levels[1] == [1_149_312, 2_200_448, 13_781_760, 52_998_656, 174_149_632]
-    larger = by_module(built(call_recipe("imagen_600m_res_1024")).model)
-    assert (larger["input_blocks"], larger["output_blocks"]) == (393_984_512, 241_652_224)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "changes", "count"),
-    [
-        ("imagen_500m_res_64", {}, 524_897_540),
-        ("imagen_500m_res_64", {"context_size": 512}, 524_371_716),
-        ("imagen_2b_res_64", {}, 2_171_162_116),
-        ("imagen_400m_res_256", {}, 408_350_468),
-        ("imagen_500m_res_64_ddpm_online", {}, 524_897_540),
-        ("imagen_2b_res_64", {"condition_size": 512}, 2_059_415_044),
-        ("imagen_400m_res_256", {"noise_augmentation": False}, 408_021_764),
-        ("imagen_400m_res_256_doc429m", {}, 428_948_228),
-        ("imagen_400m_res_256_doc429m", {"noise_augmentation": False}, 428_619_524),
-        ("imagen_450m_res_256_stacked", {}, 568_675_844),
-        ("imagen_600m_res_256", {}, 646_023_428),
-        ("imagen_600m_res_256", {"noise_augmentation": False}, 645_694_724),
-        ("imagen_600m_res_256", {"noise_augmentation": False, "attention_type": "self"}, 638_332_164),
-        ("imagen_600m_res_256_stacked", {}, 700_281_604),
-        ("imagen_600m_res_256_stacked", {"noise_augmentation": True}, 700_610_308),
-        ("imagen_600m_res_1024", {}, 639_193_348),
-        ("imagen_600m_res_1024", {"noise_augmentation": False}, 638_864_644),
-        ("imagen_400m_res_1024", {}, 287_789_828),
-        ("imagen_400m_res_1024", {"noise_augmentation": True}, 288_118_532),
-        ("imagen_400m_res_1024_doc427m", {}, 427_050_500),
-    ],
-)
-def test_models_have_the_published_parameter_counts(recipe: str, changes: dict[str, Any], count: int) -> None:
-    model = replace(built(call_recipe(recipe)).model, **changes)
-    assert sum(by_module(model).values()) == count
 
 
 @pytest.mark.parametrize(

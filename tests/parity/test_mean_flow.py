@@ -7,9 +7,10 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.mean_flow import MeanFlow
 from dit.step.forward_step import completed
 from tests.conftest import BuildModel
-from tests.parity.test_dit import config, relative_error, rows_of
+from tests.parity.test_dit import config, rows_of
 from tests.parity.weights import copy_weights, reference_gradients, reference_of
 from tests.support.batches import Sample, pack
+from tests.support.reference import relative_error
 
 SAMPLES = [
     Sample((1, 4, 4), label=3),

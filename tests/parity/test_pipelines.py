@@ -303,17 +303,6 @@ def test_settings_of_sampling_that_a_pipeline_lacks_are_noted() -> None:
         assert sampling_notes(PIPELINES["DiTTransformer2DModel"], trained) == said
 
 
-def test_the_entry_for_an_empty_text_is_that_of_the_model(tmp_path: Path) -> None:
-    """A pipeline with another null text would draw different pictures without an error."""
-    for name, case in {"zeros": XL, "empty": CASES["stable diffusion xl, empty text"]}.items():
-        run = a_run(tmp_path / name, case)
-        folder = tmp_path / name / "out"
-        assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
-        index = json.loads((folder / "model_index.json").read_text())
-        assert index["force_zeros_for_empty_prompt"] is (name == "zeros")
-        assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
-
-
 def test_a_distilled_klein_is_imported_and_exported_as_one(tmp_path: Path) -> None:
     """Four steps without guidance. Source: model card of FLUX.2 klein; `is_distilled` of `Flux2KleinPipeline`."""
     from launch.import_weights import main as import_weights

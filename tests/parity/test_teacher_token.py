@@ -12,10 +12,8 @@ from dit.batch import PackedBatch
 from dit.condition_table import TEACHER, TEACHER_TOKEN
 from dit.conditions import Entry, per_sample
 from dit.errors import ConfigError
-from dit.kernels.attention import segment_sdpa
-from dit.models.base import Backbone, Stage
+from dit.models.base import Backbone
 from dit.models.dit.config import DiTConfig
-from dit.models.registry import build_backbone
 from dit.objective_checks import check_alignment, check_outputs
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.alignment import Alignment
@@ -26,8 +24,9 @@ from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
 from tests.parity import weights
-from tests.parity.test_dit import JIT, assert_last_stage_equals, config, relative_error, rows_of
+from tests.parity.test_dit import JIT, assert_last_stage_equals, config, rows_of, two_stages
 from tests.support.batches import Sample, pack
+from tests.support.reference import relative_error
 
 RTOL = 1e-5  # float32 against float64, as without the token
 SEED, STEP, WIDTH, WEIGHT = 3, 11, 7, 0.2
@@ -164,14 +163,6 @@ def test_tokens_of_a_pack_have_their_own_standard_normal_noise() -> None:
     assert eps[0].std().item() == pytest.approx(1, abs=0.05)
 
 
-def test_alignment_changes_no_other_term(build_model: BuildModel) -> None:
-    backbone, batch = network(build_model, objective=ALIGNED), pack_with_tokens()
-    both = step_of(backbone, ALIGNED, batch, MODEL)
-    token = step_of(backbone, OBJECTIVE, replace(batch, conditions=batch.conditions.without(TEACHER.name)), MODEL)
-    assert ALIGNED.terms == ("error", "alignment", "teacher_token")
-    assert both["sums"][[0, 2]].tolist() == token["sums"][:2].tolist()
-
-
 def test_features_of_another_width_than_the_token_are_refused() -> None:
     objective = FlowMatching(alignment=Alignment(features=9, layer=1))
     with pytest.raises(ConfigError, match=r"teacher_token_size=7 and objective.alignment.features=9 must be equal"):
@@ -190,12 +181,7 @@ def test_the_token_crosses_pipeline_stages(build_model: BuildModel, cut: int) ->
     """Class tokens begin at layer 1, in the first or the second of two stages; the teacher's token at layer 0."""
     model_config = config(**{**JIT, "teacher_token_size": WIDTH})
     model = build_model(model_config, perturb=0.1)
-    stages = [
-        build_backbone(model_config, model.provider, segment_sdpa, Stage(layers, first=not i, last=bool(i)))
-        for i, layers in enumerate((range(cut), range(cut, 3)))
-    ]
-    for stage in stages:
-        stage.load_state_dict({name: model.state_dict()[name] for name in stage.state_dict()})
+    stages = two_stages(model_config, model, cut)
     assert [stage.teacher_token is not None for stage in stages] == [True, False]
     batch, time = pack_with_tokens(model_config), torch.tensor([0.3, 0.8, 0.5, 0.1])
     sent = stages[0](batch.latents_TC, time, batch)

@@ -24,8 +24,9 @@ from tests.conftest import BuildModel
 from tests.parity import weights
 from tests.parity.reference_dit import ReferenceDiT, normalise, silu
 from tests.parity.reference_positions import Grid, patch_indices, position_features, turns
-from tests.parity.test_dit import config, relative_error, rows_of
+from tests.parity.test_dit import config, rows_of
 from tests.support.batches import Sample, pack
+from tests.support.reference import relative_error
 
 RTOL = 1e-5  # float32 against float64, as without routing
 ALONE_RTOL = 1e-6  # the same float32 operations, in matrix products of other sizes
