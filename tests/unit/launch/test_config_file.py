@@ -90,9 +90,8 @@ def test_an_invalid_file_is_refused_with_the_line(tmp_path, old, new, word):
         config_file.load(tmp_path / "config.yaml", pretrain, load_component)
 
 
-@pytest.mark.parametrize("text", ["[" * 3000, "a: 2024-13-99"], ids=["nested", "date"])
-def test_a_file_that_yaml_cannot_hold_is_refused(tmp_path, text):
-    (tmp_path / "config.yaml").write_text(text)
+def test_a_date_that_does_not_exist_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: 2024-13-99")
     with pytest.raises(ConfigError, match="--to-yaml FILE writes"):
         config_file.load(tmp_path / "config.yaml", pretrain, load_component)
 

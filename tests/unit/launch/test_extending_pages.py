@@ -63,9 +63,11 @@ def verdicts(folder, tmp_path_factory):
 def ended(folder, tmp_path_factory):
     """Results of all other commands of the pages; one process runs them in order, as a reader does."""
     quick = {"launch.train": " logging.tensorboard=False", "launch.sample": " --steps 2"}
+    quick["data=energon"] = " data.background=False"
     jobs = {
         line: Job(
-            pages.run_line, {"line": line + quick.get(line.partition("-m ")[2].split(" ")[0], ""), "folder": folder}
+            pages.run_line,
+            {"line": line + "".join(more for part, more in quick.items() if part in line), "folder": folder},
         )
         for line in LINES
         if not line.startswith(VERIFY)

@@ -13,15 +13,16 @@ SMALL = ["--factory", "tiny_dit", "--gpus", "4", "model.num_attention_heads=2"]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """Return the output of the command, and its record."""
+    """Return the output of the command, and its record; later searches of this file find its traces."""
     folder = tmp_path_factory.mktemp("plan")
     lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))  # it has no traces yet
-        patch.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
-        code = plan.main([*SMALL, "--device", "h200", "--json", str(folder / "a.json")])
-    assert code == EXIT_OK
-    return "\n".join(lines), json.loads((folder / "a.json").read_text())
+        with pytest.MonkeyPatch.context() as printing:
+            printing.setattr("builtins.print", lambda *args, **_: lines.append(" ".join(map(str, args))))
+            code = plan.main([*SMALL, "--device", "h200", "--json", str(folder / "a.json")])
+        assert code == EXIT_OK
+        yield "\n".join(lines), json.loads((folder / "a.json").read_text())
 
 
 def test_the_table_begins_with_the_fastest_and_accounts_for_all(written):
