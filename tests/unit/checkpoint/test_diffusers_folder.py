@@ -97,6 +97,18 @@ def test_the_inputs_of_a_control_picture_start_as_zeros(folders: Path, name: str
     assert f"zeros for the control picture in {layer}.weight" in str(weights)
 
 
+def test_an_embedding_of_intervals_starts_at_zero(folders: Path) -> None:
+    """MeanFlow continues published weights of flow matching."""
+    network = read_network(folders / "dit")
+    model = replace(network.trained.model, interval_conditioning=True)
+    weights = network.weights(model)
+    assert weights.shapes == parameter_shapes(model)
+    read = read_all(weights)
+    assert not read["conditioner.interval.linear_2.weight"].any()
+    assert torch.equal(read["conditioner.interval.linear_1.weight"], read["conditioner.time.linear_1.weight"])
+    assert str(weights).endswith("an embedding of time intervals that starts at zero")
+
+
 def test_adapters_without_the_inputs_of_the_control_picture_are_refused(folders: Path) -> None:
     """The base model would ignore the control picture."""
     network = read_network(folders / "flux")
