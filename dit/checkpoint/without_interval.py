@@ -1,7 +1,9 @@
 """A model of time intervals (MeanFlow) starts from weights of the same model without them.
 
-conditioner.interval.linear_1    weights of conditioner.time.linear_1
-conditioner.interval.linear_2    zeros: the first prediction is that of the stored weights
+    conditioner.interval.linear_1    weights of conditioner.time.linear_1
+    conditioner.interval.linear_2    zeros
+
+The first prediction is that of the stored weights.
 """
 
 from collections.abc import Iterable, Sequence
