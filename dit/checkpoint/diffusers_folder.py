@@ -31,7 +31,7 @@ from dit.convert.pipeline_import import PARTS, check_single, complete, network_f
 from dit.convert.rules import RuleBook, some_of
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights
-from dit.convert.state_files import CONFIG, STEM, VARIANT, read_json
+from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
 from dit.convert.stored_tensors import StoredTensors
 from dit.errors import CheckpointError, ConfigError
 from dit.hub import PREFIX, download
@@ -48,7 +48,7 @@ DOWNLOADED = (
     *(f"{part}/{name}" for part in PARTS for name in WEIGHTS),
 )
 """Files of a repository on the hub that a run starts from."""
-VARIANTS = (VARIANT, *(f"{part}/{VARIANT}" for part in PARTS))
+VARIANTS = tuple(f"{part}{name}" for part in ("", *(f"{part}/" for part in PARTS)) for name in (VARIANT, VARIANT_INDEX))
 """Files that are also downloaded if the repository has no other weights."""
 NOT_SIZES = ("lora", "class_dropout", "context_dropout", "null_text")
 """Settings that change neither shape nor order of the stored weights."""

@@ -317,6 +317,22 @@ def test_the_only_variant_is_read(folders: Path, tmp_path: Path, monkeypatch: py
             network.weights(network.trained.model)
 
 
+def test_the_only_variant_is_read_in_shards(folders: Path, tmp_path: Path) -> None:
+    _, expected = read_diffusers(folders / "flux")
+    folder = Path(shutil.copytree(folders / "flux", tmp_path / "transformer"))
+    for path in folder.glob("*.safetensors"):
+        path.rename(path.with_name(path.name.replace("model-", "model.fp16-")))
+    index = (folder / INDEX).read_text().replace("model-", "model.fp16-")
+    (folder / INDEX).unlink()
+    (folder / INDEX.replace("json", "fp16.json")).write_text(index)
+    assert torch.equal(read_diffusers(folder)[1][HEADS], expected[HEADS])
+    network = read_network(folder)
+    assert network.weights(network.trained.model).num_parameters == sum(x.numel() for x in expected.values())
+    (folder / INDEX.replace("json", "bf16.json")).write_text(index)
+    with pytest.raises(ConfigError, match=r"only variants .*rename one"):
+        read_diffusers(folder)
+
+
 def test_embedders_of_blocks_that_differ_are_refused(folders: Path, tmp_path: Path) -> None:
     folder = copy(folders, tmp_path, "dit")
     name = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.bias"
