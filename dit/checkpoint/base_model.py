@@ -27,14 +27,13 @@ from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
 from dit.checkpoint.without_control import WithoutControl, with_control
+from dit.checkpoint.without_interval import WithoutInterval, with_interval
 from dit.convert.rules import some_of
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
 
-INTERVAL = "conditioner.interval."
-"""Name prefix of the embedding of time intervals, which starts at zero if a checkpoint lacks it."""
 MAY_DIFFER = (
     *(*NOT_SIZES, "routing", "dropout", "base_width", "moe_capacity_factor", "moe_aux_loss_coeff", "stable_attention"),
     *("guidance", "control_channels", "interval_conditioning", "rope_scaling", "rope_factors"),
@@ -115,14 +114,11 @@ class CheckpointStart:
     ) -> Weights:
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
         stored = SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
-        weights = stored if adapters else with_control(stored, model)
+        weights = stored if adapters else with_interval(with_control(stored, model), model)
         if fingerprint is not None:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
-            expected = {
-                name: shape
-                for name, shape in fingerprint["parameters"].items()
-                if name in stored.shapes or not name.startswith(INTERVAL)
-            }
+            added = weights.shapes.keys() - stored.shapes.keys()
+            expected = {name: shape for name, shape in fingerprint["parameters"].items() if name not in added}
             fingerprint = model_fingerprint(expected | narrower)
             check_start(self.folder, fingerprint, adapters=adapters)
         return weights
@@ -250,8 +246,10 @@ def start_line(config: RunConfig) -> str:
 
 
 def log_start(weights: Weights, groups: ProcessGroups) -> None:
-    """Log on rank 0 what a run reads from a folder of diffusers, or for a model with control pictures."""
-    stored = weights.weights if isinstance(weights, WithoutControl) else weights
+    """Log on rank 0 what a run reads from a folder of diffusers, or for a model that reads more than the weights'."""
+    stored = weights
+    while isinstance(stored, WithoutControl | WithoutInterval):
+        stored = stored.weights
     if groups.rank == 0 and (stored is not weights or isinstance(stored, FolderWeights)):
         logger.info("checkpoint.start_from reads %s", weights)
         for note in getattr(stored, "notes", ()):

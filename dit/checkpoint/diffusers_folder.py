@@ -24,18 +24,20 @@ from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.state_files import Weights
 from dit.checkpoint.verify_together import reads_together
 from dit.checkpoint.without_control import with_control
+from dit.checkpoint.without_interval import with_interval
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
 from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
 from dit.convert.rules import RuleBook, some_of
 from dit.convert.run_record import CONFIG_KEY, from_record
 from dit.convert.sliced_weights import SlicedWeights
-from dit.convert.state_files import CONFIG, STEM, VARIANT, read_json
+from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
 from dit.convert.stored_tensors import StoredTensors
 from dit.errors import CheckpointError, ConfigError
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
 from dit.models.conditioned import ControlConditioned
+from dit.models.dit.config import DiTConfig
 from dit.parallel.build import parameter_shapes
 from dit.pipeline_folder import PIPELINE_INDEX, with_folders_of
 from dit.safe_files import parse_json
@@ -46,7 +48,7 @@ DOWNLOADED = (
     *(f"{part}/{name}" for part in PARTS for name in WEIGHTS),
 )
 """Files of a repository on the hub that a run starts from."""
-VARIANTS = (VARIANT, *(f"{part}/{VARIANT}" for part in PARTS))
+VARIANTS = tuple(f"{part}{name}" for part in ("", *(f"{part}/" for part in PARTS)) for name in (VARIANT, VARIANT_INDEX))
 """Files that are also downloaded if the repository has no other weights."""
 NOT_SIZES = ("lora", "class_dropout", "context_dropout", "null_text")
 """Settings that change neither shape nor order of the stored weights."""
@@ -96,7 +98,9 @@ class Network:
         stored = model
         if isinstance(model, ControlConditioned) and getattr(self.trained.model, "control_channels", None) is None:
             stored = replace(model, control_channels=None)
-        return with_control(FolderWeights(self, stored), model)
+        if isinstance(stored, DiTConfig):
+            stored = replace(stored, interval_conditioning=False)
+        return with_interval(with_control(FolderWeights(self, stored), model), model)
 
     def rules(self, model: ModelConfig) -> RuleBook:
         """Return the rules between the files and a model of the same sizes."""

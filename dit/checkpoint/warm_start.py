@@ -6,7 +6,7 @@ from contextlib import ExitStack
 import torch
 
 from dit.auxiliary import DISCRIMINATOR, PREFIXES
-from dit.checkpoint.base_model import INTERVAL, check_settings, find_start_together, log_start
+from dit.checkpoint.base_model import check_settings, find_start_together, log_start
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
@@ -50,8 +50,7 @@ def start_from(config: RunConfig, state: TrainState) -> None:
             weights = start.weights(config.model, fingerprint, adapters=adapters)
             check_settings(start, config)
             log_start(weights, groups)
-            stored = [s for s in shards if s.name in weights.shapes or not s.name.startswith(INTERVAL)]
-            load_masters(weights, stored, groups)
+            load_masters(weights, shards, groups)
     names = [name for chunk in state.chunks for name, _ in chunk.named_parameters()]
     if groups.rank == 0 and any(name.startswith(DISCRIMINATOR) for name in names):
         logger.info("checkpoint.start_from loads only the autoencoder; the discriminator starts untrained")

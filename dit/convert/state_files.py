@@ -29,6 +29,7 @@ STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
 VARIANT = f"{STEM}.*.safetensors"
 """Pattern of the weights of a variant, such as `fp16`."""
+VARIANT_INDEX = f"{STEM}.safetensors.index.*.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 PLAIN = "save plain tensors by name, best as .safetensors"
 MAX_SHARD_BYTES = 10 * 1000**3  # as in diffusers
@@ -115,11 +116,18 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if message := name_a_part(folder, "transformer", "unet", "vae", "vqvae"):
         raise ConfigError(message)
     settings = read_json(folder / CONFIG)
-    if (folder / INDEX).exists():
+    if index_of(folder).exists():
         return settings, _read_shards(folder)
     if (file := weights_file(folder)).exists():
         return settings, read_tensors(file)
     raise ConfigError(f"{folder} has no {STEM}.safetensors, {INDEX} or {STEM}.bin")
+
+
+def index_of(folder: Path) -> Path:
+    """Return the index of the shards in a folder: of its only variant if it has no other weights."""
+    usual, variants = folder / INDEX, list(folder.glob(VARIANT_INDEX))
+    others = [folder / name for name in (INDEX, f"{STEM}.safetensors", f"{STEM}.bin")]
+    return usual if len(variants) != 1 or any(path.exists() for path in others) else variants[0]
 
 
 def weights_file(folder: Path) -> Path:
@@ -145,12 +153,13 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 def shard_names(folder: Path) -> dict[str, str]:
     """Return the file of each tensor in the index of a folder."""
-    names = read_json(folder / INDEX).get("weight_map")
+    index = index_of(folder)
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ConfigError(f"{folder / INDEX} has no weight_map; download the folder again")
+        raise ConfigError(f"{index} has no weight_map; download the folder again")
     for file in map(str, names.values()):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ConfigError(f"{folder / INDEX} names {file!r}; only .safetensors files next to it are read")
+            raise ConfigError(f"{index} names {file!r}; only .safetensors files next to it are read")
     return {str(name): str(file) for name, file in names.items()}
 
 
@@ -158,7 +167,7 @@ def check_index(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[st
     """Check that an index lists the tensors of its shards."""
     if tensors.keys() != weight_map.keys():
         odd = sorted(tensors.keys() ^ weight_map.keys())
-        raise ConfigError(f"{folder / INDEX} and its shards disagree on {len(odd)} tensors, such as {odd[0]}")
+        raise ConfigError(f"{index_of(folder)} and its shards disagree on {len(odd)} tensors, such as {odd[0]}")
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dit import safe_files
 from dit.convert.rules import Shape
-from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, reading, shard_names, weights_file
+from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, index_of, reading, shard_names, weights_file
 from dit.errors import ConfigError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -24,7 +24,7 @@ class StoredTensors:
     """The tensors of a folder with `config.json` and safetensors files; the constructor reads only headers."""
 
     def __init__(self, folder: Path) -> None:
-        weight_map = shard_names(folder) if (folder / INDEX).exists() else {}
+        weight_map = shard_names(folder) if index_of(folder).exists() else {}
         names = sorted(set(weight_map.values())) or [weights_file(folder).with_suffix(".safetensors").name]
         self.folder, self.files = folder, [folder / name for name in names]
         self.shapes: dict[str, Shape] = {}

@@ -97,6 +97,18 @@ def test_the_inputs_of_a_control_picture_start_as_zeros(folders: Path, name: str
     assert f"zeros for the control picture in {layer}.weight" in str(weights)
 
 
+def test_an_embedding_of_intervals_starts_at_zero(folders: Path) -> None:
+    """MeanFlow continues published weights of flow matching."""
+    network = read_network(folders / "dit")
+    model = replace(network.trained.model, interval_conditioning=True)
+    weights = network.weights(model)
+    assert weights.shapes == parameter_shapes(model)
+    read = read_all(weights)
+    assert not read["conditioner.interval.linear_2.weight"].any()
+    assert torch.equal(read["conditioner.interval.linear_1.weight"], read["conditioner.time.linear_1.weight"])
+    assert str(weights).endswith("an embedding of time intervals that starts at zero")
+
+
 def test_adapters_without_the_inputs_of_the_control_picture_are_refused(folders: Path) -> None:
     """The base model would ignore the control picture."""
     network = read_network(folders / "flux")
@@ -303,6 +315,22 @@ def test_the_only_variant_is_read(folders: Path, tmp_path: Path, monkeypatch: py
         (folder / name).touch()
         with pytest.raises(ConfigError, match=r"only variants .*bf16.safetensors, .*rename one|weights as a pickle"):
             network.weights(network.trained.model)
+
+
+def test_the_only_variant_is_read_in_shards(folders: Path, tmp_path: Path) -> None:
+    _, expected = read_diffusers(folders / "flux")
+    folder = Path(shutil.copytree(folders / "flux", tmp_path / "transformer"))
+    for path in folder.glob("*.safetensors"):
+        path.rename(path.with_name(path.name.replace("model-", "model.fp16-")))
+    index = (folder / INDEX).read_text().replace("model-", "model.fp16-")
+    (folder / INDEX).unlink()
+    (folder / INDEX.replace("json", "fp16.json")).write_text(index)
+    assert torch.equal(read_diffusers(folder)[1][HEADS], expected[HEADS])
+    network = read_network(folder)
+    assert network.weights(network.trained.model).num_parameters == sum(x.numel() for x in expected.values())
+    (folder / INDEX.replace("json", "bf16.json")).write_text(index)
+    with pytest.raises(ConfigError, match=r"only variants .*rename one"):
+        read_diffusers(folder)
 
 
 def test_embedders_of_blocks_that_differ_are_refused(folders: Path, tmp_path: Path) -> None:

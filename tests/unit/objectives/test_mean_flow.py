@@ -1,18 +1,31 @@
 """MeanFlow: flow matching where intervals are empty, one-step samples of an exact network, and its requirements."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.base_model import find_start, load_base
+from dit.checkpoint.full_weights import write_imported
+from dit.checkpoint.manifest import model_fingerprint
+from dit.checkpoint.sharded_state import load_weights
+from dit.convert.diffusers_format import TrainedModel
+from dit.data_api import NoData
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.models.lora_config import LoRAConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.mean_flow import MeanFlow
+from dit.parallel.build import build_model, parameter_shapes
+from dit.parallel.dims import ParallelConfig
+from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate
-from dit.settings import SamplingConfig
+from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 from tests.conftest import BuildModel
+from tests.parity.convert_cases import random_weights
 from tests.unit.objectives.packs import noise_for, pack, run_config
 
 LOGIT_NORMAL = {"time_distribution": "logit_normal", "logit_mean": -0.4}
@@ -97,6 +110,48 @@ def test_the_embedding_of_intervals_starts_at_zero(build_model: BuildModel):
     embedding = model.conditioner.interval(torch.tensor([0.3, 0.9]))
     assert not embedding.any()
     assert model.conditioner.interval.linear_1.weight.any()
+
+
+@pytest.mark.parametrize(
+    "targets", [None, ["conditioner.interval.*"], ["layers.*"]], ids=["all", "adapters", "no output"]
+)
+def test_a_model_of_intervals_starts_with_the_predictions_of_weights_without_them(
+    one_rank_world: ProcessGroups, tmp_path: Path, targets: list[str] | None
+) -> None:
+    """All weights are trained, or adapters, which must be able to change the output of the embedding from zero."""
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_attention_heads": 4, "num_classes": None, "class_dropout": 0.0}
+    base, batch = DiTConfig(**sizes), empty_pack(DiTConfig(**sizes).batch_spec(), (1, 4, 4), 2, torch.device("cpu"))
+    weights = random_weights(parameter_shapes(base))
+    trained = TrainedModel(base, FlowMatching(), (1, 4, 4), {})
+    folder = write_imported(tmp_path, weights, trained, SamplingConfig(), "a test")
+    lora = None if targets is None else LoRAConfig(rank=2, targets=targets)
+    model = replace(base, interval_conditioning=True, lora=lora)
+    start = CheckpointConfig(start_from=str(tmp_path))
+    config = RunConfig(model=model, data=NoData(), objective=MeanFlow(), checkpoint=start)
+    network, of_base = (
+        build_model(m, ParallelConfig(), TrainingConfig(precision="fp32"), one_rank_world) for m in (model, base)
+    )
+    torch.nn.init.ones_(network[0].conditioner.interval.linear_2.weight)
+    load_weights(find_start(str(folder)).weights(base), of_base, one_rank_world)
+    if targets == ["layers.*"]:
+        with pytest.raises(
+            ConfigError, match=r"zero, which no adapter changes; add 'conditioner\.interval\.\*' to model"
+        ):
+            load_base(config, network, one_rank_world)
+        return
+    if lora is None:
+        opened = find_start(str(folder)).weights(model, model_fingerprint(parameter_shapes(model)))
+        load_weights(opened, network, one_rank_world)
+    else:
+        load_base(config, network, one_rank_world)
+    inputs_TC, times_S2 = noise_for(batch).normal_TC("x", 16), torch.tensor([[0.7, 0.4], [0.3, 0.0]])
+    expected = of_base[0](inputs_TC, times_S2[:, 0], batch)
+    assert expected.std() > 0.1
+    assert torch.equal(network[0](inputs_TC, times_S2, batch), expected)
+    interval = network[0].conditioner.interval
+    assert torch.equal(interval.linear_1.weight, of_base[0].conditioner.time.linear_1.weight)
+    assert not interval.linear_2.weight.any()
+    assert not interval.linear_2.bias.any()
 
 
 @pytest.mark.parametrize(
