@@ -174,7 +174,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             run.sample()
     if training.stop_at_step is not None and state.step >= training.stop_at_step:
         return False  # not code 75, after which launch/train.sh would start it again and again
-    limit, deferred = TimeLimit(training.time_limit), False
+    limit = TimeLimit(training.time_limit)
     if state.step < training.num_steps:
         limit.check()
     run.checks.asks_to_stop = lambda: (
@@ -219,20 +219,20 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             if save:
                 run.save()
                 stop = stop or any_rank(preemption.requested)  # saving may have taken minutes
-            if stop and (not last or is_due(state.step, training.validation_interval)):  # the next start validates
+            validates = is_due(state.step, training.validation_interval)
+            samples = is_due(state.step, training.sample_interval)
+            if stop and (not last or validates or samples):  # the next start validates and samples
                 run.saves.finish()
                 return True
-            if not stop and is_due(state.step, training.validation_interval):
+            if validates:
                 run.validate(saved=save)
-            samples = is_due(state.step, training.sample_interval)
-            deferred = samples and (stop or any_rank(preemption.requested))  # in the last step, to the next start
-            if samples and not deferred:
+            if samples and (last or not any_rank(preemption.requested)):
                 run.sample()
             started += time.perf_counter() - training_ended  # rates exclude saving and validation
     if run.checks.first_steps is not None:
         run.checks.first_steps.end(state.step, run.log)
     run.saves.finish()
-    return deferred
+    return False
 
 
 class Run:
@@ -310,12 +310,10 @@ class Run:
         self.text_encoder = None if config.model.condition("context") is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.attributions = config.data.attributions()
-        model, objective, sampling = config.model, config.objective, config.sampling
         decoder = self.autoencoder if config.training.sample_interval else None
-        sampled = replace(spec, conditions=model.conditions())
-        self.pictures = PictureWriter(
-            model, objective, sampled, sampling, self.class_names, self.text_encoder, decoder, nulls
-        )
+        sampled = replace(spec, conditions=config.model.conditions())
+        drawn = config.model, config.objective, sampled, config.sampling
+        self.pictures = PictureWriter(*drawn, self.class_names, self.text_encoder, decoder, nulls)
         reports = groups.rank == 0 and not quiet
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)
