@@ -118,7 +118,6 @@ def assert_same_gradients(
     actual_TC: Tensor,
     external: nn.Module,
     exact_TC: Tensor,
-    rtol: float = GRADIENT_RTOL,
 ) -> None:
     """Compare the gradients of a random cotangent of the outputs of our network and of the one of diffusers."""
     cotangent_TC = torch.randn(exact_TC.shape, generator=torch.Generator().manual_seed(6))
@@ -128,7 +127,7 @@ def assert_same_gradients(
     rules = form.rules(model, parameter_shapes(model), (1, 8, 8))
     errors = gradient_errors(rules, gradients, dict(external.named_parameters()))
     assert len(errors) > 30
-    assert {name: error for name, error in errors.items() if not error <= rtol} == {}
+    assert {name: error for name, error in errors.items() if not error <= GRADIENT_RTOL} == {}
 
 
 def start_noise(seed: int) -> Tensor:
