@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Optional, Self, get_type_hints
 
-from dit.condition_table import CONTROL, FIRST_FRAMES, match_conditions
+from dit.condition_table import match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
@@ -247,17 +247,6 @@ class RunConfig:
         for name, (value, consequence) in unreached.items():
             if (max(value) if isinstance(value, list) else value or 0) > training.num_steps:
                 lines.append(f"{name}={value} is above training.num_steps={training.num_steps}, so {consequence}")
-        names = {condition.name for condition in self.model.conditions()}
-        pictures = {
-            "--control": CONTROL.name in names,
-            "--first-frame": FIRST_FRAMES.name in names,
-            "--reference": self.data.references_setting() is not None,
-        }
-        for option in (option for option, is_read in pictures.items() if is_read and training.sample_interval):
-            lines.append(
-                f"training.sample_interval={training.sample_interval} draws samples without the picture that the model "
-                f"reads; draw them with launch.sample {option} PICTURE from a checkpoint"
-            )
         start_step = self.objective.auxiliary.start_step
         if start_step >= training.num_steps:
             lines.append(

@@ -1,4 +1,4 @@
-"""Sample grids during training: one sample per class or prompt, from the same noise at every step."""
+"""Sample grids during training: one sample per class, prompt or held-out picture, from the same noise at every step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dit.backends.device import local_device
+from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, FPS, LABEL
 from dit.conditions import Value
 from dit.data_api import BatchSpec
@@ -16,9 +17,10 @@ from dit.errors import ConfigError
 from dit.inference.decoding import Decoder, find_autoencoder
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
-from dit.sampling.generate import empty_pack, generate
+from dit.sampling.generate import empty_pack, generate, generate_each
 from dit.sampling.grid import save_png, spread
 from dit.settings import SamplingConfig
 
@@ -27,6 +29,23 @@ if TYPE_CHECKING:
 
 UNLABELLED_SAMPLES = 16
 MAX_CLASSES_SHOWN = 32
+
+
+def held_out_pictures(
+    config: RunConfig, spec: BatchSpec, encode: Callable[[PackedBatch], PackedBatch]
+) -> Optional[PackedBatch]:
+    """Return the first held-out micro-batch if the model reads pictures, such as one to edit; else None.
+
+    Prompts and classes do not describe the samples of such a model. None, too, if the run has no held-out data.
+
+    Args:
+        encode: encodes raw pixels and captions (collective).
+    """
+    model, data = config.model, config.data
+    read = any(condition.axis == "latent" or condition.of_picture for condition in model.conditions())
+    if config.training.validation_interval == 0 or not (read or data.references_setting()):
+        return None
+    return spec.check(encode(next(data.build_validation(spec, dp_rank=0, dp_size=1))))
 
 
 class PictureWriter:
@@ -130,6 +149,26 @@ class PictureWriter:
         )
         return clip_grid(self._decoder(latents), captions, columns) if lay_out else []
 
+    def redraw(
+        self, network: Callable[..., Tensor], batch: PackedBatch, device: torch.device, *, lay_out: bool = True
+    ) -> list["Image"]:
+        """Generate samples with the conditions, references and sizes of those of a pack, and show both in two rows.
+
+        Args:
+            batch: a full pack; samples with another size than the first one are not shown.
+            lay_out: as in `draw`.
+        """
+        batch = batch.to(device)
+        empty = {name: [null] * batch.layout.num_samples for name, null in self.nulls.items()}
+        drawn = generate_each(network, self.objective, batch, self.spec, self.sampling, negative=empty)
+        if not lay_out:
+            return []
+        held_out = batch.unpatchified(batch.latents_TC, *self.spec.patch)
+        shown = [i for i, x in enumerate(held_out) if x.shape == held_out[0].shape][:UNLABELLED_SAMPLES]
+        rows = torch.stack([row[i].float() for row in (held_out, drawn) for i in shown])
+        captions = [*("held out" for _ in shown), *("drawn" for _ in shown)]
+        return clip_grid(self._decoder(rows), captions, len(shown))
+
     def _encoded_prompts(self) -> dict[str, list[Tensor]]:
         """Return the embeddings of the prompts, repeated `samples_per_class` times; encoders are loaded only once."""
         if not self.sampling.prompts:
@@ -151,11 +190,13 @@ class PictureWriter:
         device: torch.device,
         folder: Optional[Path],
         averaged: Optional[Callable[[], AbstractContextManager[None]]] = None,
+        held_out: Optional[PackedBatch] = None,
     ) -> dict[str, Path]:
         """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
 
         Args:
             averaged: context in which the model has its averaged weights; None if there is no average.
+            held_out: pack to redraw, see `redraw`; None to draw classes or prompts.
 
         Returns:
             The files, by the name of their weights in reports.
@@ -166,7 +207,11 @@ class PictureWriter:
             names.setdefault("raw", "samples_raw")
         for weights, name in names.items():
             with averaged() if averaged is not None and weights == "ema" else nullcontext():
-                frames = self.draw(network, latent_size, fps, device, lay_out=folder is not None)
+                lay_out = folder is not None
+                if held_out is None:
+                    frames = self.draw(network, latent_size, fps, device, lay_out=lay_out)
+                else:
+                    frames = self.redraw(network, held_out, device, lay_out=lay_out)
             if folder is not None:
                 paths[name] = self.save(frames, make_folder(folder) / f"{weights}.png", fps)
         return paths

@@ -1,5 +1,7 @@
 """Reports of dropped samples, over all ranks."""
 
+from typing import Self
+
 import torch.distributed as dist
 
 from dit.backends.process_groups import ProcessGroups
@@ -15,11 +17,13 @@ class DropReport:
         self._total = 0
         self._printed: dict[str, int] = {}
 
-    def restore(self, state: TrainState, groups: ProcessGroups) -> None:
-        """Mark the drops of earlier attempts as reported; every rank calls this at the start."""
-        counts = _all_counts(state, groups)
-        self._total = counts.dropped.total()
-        self.lines(counts)
+    @classmethod
+    def restored(cls, state: TrainState, groups: ProcessGroups) -> Self:
+        """Return a report in which the drops of earlier attempts are old; every rank calls this at the start."""
+        counts, report = _all_counts(state, groups), cls()
+        report._total = counts.dropped.total()
+        report.lines(counts)
+        return report
 
     def report(self, state: TrainState, total: int, groups: ProcessGroups, log: RunLog) -> None:
         """Record an incident and print lines if samples were dropped since the last report; every rank calls this.

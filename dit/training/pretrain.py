@@ -32,7 +32,7 @@ from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.encoders.online import batch_encoder, null_texts
 from dit.errors import EXIT_PREEMPTED
-from dit.inference.preview import PictureWriter
+from dit.inference.preview import PictureWriter, held_out_pictures
 from dit.models.base import ModelConfig
 from dit.monitoring.exit_record import ExitRecord
 from dit.monitoring.expert_load import expert_load
@@ -318,8 +318,7 @@ class Run:
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
-        self.drops = DropReport()
-        self.drops.restore(self.state, groups)
+        self.drops = DropReport.restored(self.state, groups)
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
         checked = self.batches, Recheck(self.state, config.training, self.bad_steps.drop_counts), self.bad_steps
         self.checks = RunChecks(*checked, self.part_norms, self.learning_rate, self.timer, self.phase, self.log)
@@ -480,10 +479,12 @@ class Run:
         self.phase.enter("samples")
         # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
         network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
-        size, fps = self.batches.share_largest(self.groups.dp)
+        largest = self.batches.share_largest(self.groups.dp)
         averaged = self.state.averaged if self.state.ema else None
         folder = None if self.log.is_silent else make_folder(self.samples_folder.parent) / self.samples_folder.name
-        for name, path in self.pictures.write(network, size, fps, self.device, folder, averaged).items():
+        held_out = held_out_pictures(self.config, self.spec, self.encode)
+        paths = self.pictures.write(network, *largest, self.device, folder, averaged, held_out)
+        for name, path in paths.items():
             self.log.samples(self.state, path, name)
 
     def summarize(self) -> None:

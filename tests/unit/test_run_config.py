@@ -13,8 +13,6 @@ from dit.data_api import NoData
 from dit.errors import CheckpointError, ConfigError
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
-from dit.models.flux.config import FluxConfig
-from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
@@ -22,7 +20,6 @@ from dit.parallel.dims import ParallelConfig
 from dit.run_config import TRAINING_FUNCTION, RunConfig
 from dit.settings import OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
-from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 
 RUN = RunConfig(
@@ -181,23 +178,6 @@ def test_a_shortened_run_reports_intervals_that_it_does_not_reach(settings, line
     (found,) = changed(RUN, settings).adaptations(dims)
     assert re.fullmatch(line, found)
     assert changed(RUN, settings | {"training.num_steps": 1001}).adaptations(dims) == []
-
-
-@pytest.mark.parametrize(
-    ("part", "option"),
-    [
-        ({"model": HunyuanVideoConfig(image_to_video=True)}, "--first-frame"),
-        ({"model": FluxConfig(control_channels=16)}, "--control"),
-        ({"model": FluxConfig(), "data": EnergonData(path="x", references=True)}, "--reference"),
-        ({"model": FluxConfig()}, None),
-    ],
-)
-def test_samples_without_the_picture_that_the_model_reads_are_reported(part, option):
-    run = replace(RUN, **part)
-    dims, _ = RUN.check()
-    assert run.adaptations(dims) == []
-    lines = changed(run, {"training.sample_interval": 100}).adaptations(dims)
-    assert [f"launch.sample {option} PICTURE" in line for line in lines] == [True] * (option is not None)
 
 
 def test_an_autoencoder_that_is_not_a_folder_is_refused(tmp_path):

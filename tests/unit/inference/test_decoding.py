@@ -1,5 +1,6 @@
 """Samples of latent models are decoded to pictures by their autoencoder."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,18 @@ from dit.encoders.vae import VAE, Geometry
 from dit.errors import ConfigError
 from dit.inference import decoding
 from dit.inference.decoding import Decoder, find_autoencoder
-from dit.inference.preview import PictureWriter
+from dit.inference.preview import PictureWriter, held_out_pictures
 from dit.models.dit.config import DiTConfig
+from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.patchify import patchify
+from dit.run_config import RunConfig
+from dit.sampling.clips import clip_grid
 from dit.sampling.generate import empty_pack, generate
 from dit.sampling.grid import enlargement, tile_origin, to_bytes
-from dit.settings import SamplingConfig
+from dit.sampling.references import add_references
+from dit.settings import SamplingConfig, TrainingConfig
+from energon_data.mock import MockData
 from tests.conftest import BuildModel
 from tests.unit.encoders.test_vae import MODELS
 
@@ -118,3 +125,37 @@ def test_the_grid_while_training_shows_the_classes_that_have_names(build_model: 
         labels.clear()
         PictureWriter(model, FlowMatching(), model.batch_spec(), sampling, names).draw(recording, (1, 4, 4), 1.0, CPU)
         assert labels == shown
+
+
+@pytest.mark.parametrize("kind", ["control", "reference"])
+def test_a_model_of_pictures_redraws_held_out_samples(kind: str) -> None:
+    """The network returns the picture that it reads, so the second row has these pictures."""
+    model = FluxConfig(in_channels=3, patch_spatial=1, control_channels=3 if kind == "control" else None)
+    spec, objective = model.batch_spec(), FlowMatching(prediction="x0")
+    data = MockData(shapes=["1x4x4"], max_tokens_per_pack=64, validation_samples=3)
+    training = TrainingConfig(validation_interval=1)
+    config = RunConfig(model=model, data=data, objective=objective, training=training)
+    batch = held_out_pictures(config, spec, lambda pack: pack)
+    if kind == "control":
+        unmeasured = replace(config, training=replace(training, validation_interval=0))
+        assert held_out_pictures(unmeasured, spec, lambda pack: pack) is None
+        assert batch is not None
+        read_TC = batch.conditions["control"].values
+    else:
+        assert batch is None
+        batch = next(data.build_validation(spec, dp_rank=0, dp_size=1))
+        read = [torch.randn(3, 1, 4, 4) for _ in batch.grids]
+        batch = add_references(batch, read, spec)
+        read_TC = batch.layout.insert_padding(torch.cat([patchify(x, *spec.patch)[0].repeat(2, 1) for x in read]))
+
+    def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        if kind == "control":
+            return batch.conditions["control"].values
+        halves = [x.chunk(2)[1].repeat(2, 1) for x in inputs_TC.split(list(batch.layout.lengths))]
+        return batch.layout.insert_padding(torch.cat(halves))
+
+    sampling = SamplingConfig(num_steps=2, guidance_scale=1.0)
+    (grid,) = PictureWriter(model, objective, spec, sampling, None).redraw(network, batch, CPU)
+    rows = [*batch.unpatchified(batch.latents_TC, *spec.patch), *batch.unpatchified(read_TC, *spec.patch)]
+    (expected,) = clip_grid(torch.stack(rows), ["held out"] * 3 + ["drawn"] * 3, 3)
+    assert np.abs(np.array(grid).astype(int) - np.array(expected)).max() <= 1
