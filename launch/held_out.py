@@ -40,13 +40,13 @@ def held_out_batches(
     """
     from dit.backends.device import local_device
     from dit.encoders.online import batch_encoder
+    from dit.inference.preview import without_levels
 
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
     if to_draw:
-        levels = [name for name in ("clean_first_frame", "frame_levels", "inpaint") if hasattr(data, name)]
-        data = replace(data, **dict.fromkeys(levels, 0.0))
+        data = without_levels(data)
     encode = batch_encoder(data.online_encoding(), spec, local_device(), None, {})
     batches = data.build_validation(spec, dp_rank=0, dp_size=1)
     return map(encode, islice(batches, environment.rank(), None, environment.world_size()))

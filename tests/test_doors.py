@@ -34,7 +34,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "json.*Decoder": (),
     "tomllib.load*": ("dit/extensions.py",),  # pyproject.toml of this repository
     "yaml.*load*": (READERS,),
-    "yaml.*Loader": (),
+    "yaml.*Loader": (READERS,),
     "pickle.load*": OWN_PROCESSES,
     "pickle.Unpickler": (),
     "tarfile.open": (READERS, "energon_data/tar_index.py", "energon_data/prepare/shards.py"),

@@ -1,7 +1,9 @@
-"""Sample grids during training: one sample per class, prompt or held-out picture, from the same noise at every step."""
+"""Sample grids during training, of classes, prompts or held-out pictures, from the same noise in every grid."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -12,7 +14,7 @@ from dit.backends.device import local_device
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, FPS, LABEL
 from dit.conditions import Value
-from dit.data_api import BatchSpec
+from dit.data_api import BatchSpec, DataConfig
 from dit.errors import ConfigError
 from dit.inference.decoding import Decoder, find_autoencoder
 from dit.models.base import ModelConfig
@@ -27,29 +29,39 @@ from dit.settings import SamplingConfig
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-UNLABELLED_SAMPLES = 16
+MOST_SAMPLES = 16
+"""Most samples of a grid without classes and prompts."""
 MAX_CLASSES_SHOWN = 32
+
+
+def without_levels(data: DataConfig) -> DataConfig:
+    """Return data whose samples have no clean frames or regions, so that samples like them are generated completely."""
+    levels = [name for name in ("clean_first_frame", "frame_levels", "inpaint") if hasattr(data, name)]
+    return replace(data, **dict.fromkeys(levels, 0.0))
 
 
 def held_out_pictures(
     config: RunConfig, spec: BatchSpec, encode: Callable[[PackedBatch], PackedBatch]
 ) -> Optional[PackedBatch]:
-    """Return the first held-out micro-batch if the model reads pictures, such as one to edit; else None.
+    """Return the first held-out micro-batch for a model that reads pictures, such as a picture to edit.
 
-    Prompts and classes do not describe the samples of such a model. None, too, if the run has no held-out data.
+    Prompts and classes do not describe the samples of such a model.
 
     Args:
         encode: encodes raw pixels and captions (collective).
+
+    Returns:
+        None for other models, or if `training.validation_interval` is 0.
     """
     model, data = config.model, config.data
-    read = any(condition.axis == "latent" or condition.of_picture for condition in model.conditions())
-    if config.training.validation_interval == 0 or not (read or data.references_setting()):
+    reads_pictures = any(condition.axis == "latent" or condition.of_picture for condition in model.conditions())
+    if config.training.validation_interval == 0 or not (reads_pictures or data.references_setting()):
         return None
-    return spec.check(encode(next(data.build_validation(spec, dp_rank=0, dp_size=1))))
+    return spec.check(encode(next(without_levels(data).build_validation(spec, dp_rank=0, dp_size=1))))
 
 
 class PictureWriter:
-    """Draws a grid of samples from a class-conditional, text-conditional or unconditional model.
+    """Draws a grid of samples: of classes, of prompts, of held-out pictures that the model reads, or of none of them.
 
     Args:
         class_names: names of classes, from class 0; only these are drawn. None: all are drawn, with their numbers.
@@ -125,7 +137,7 @@ class PictureWriter:
         """
         conditions: dict[str, Sequence[Value]] = {}
         captions: Optional[list[str]] = None
-        count, columns = UNLABELLED_SAMPLES, None
+        count, columns = MOST_SAMPLES, None
         if self.sampling.prompts:
             captions = self.sampling.prompts * self.sampling.samples_per_class
             count = len(captions)
@@ -152,21 +164,27 @@ class PictureWriter:
     def redraw(
         self, network: Callable[..., Tensor], batch: PackedBatch, device: torch.device, *, lay_out: bool = True
     ) -> list["Image"]:
-        """Generate samples with the conditions, references and sizes of those of a pack, and show both in two rows.
+        """Generate samples with the conditions, references and sizes of the samples of a pack.
 
         Args:
-            batch: a full pack; samples with another size than the first one are not shown.
+            batch: a full pack.
             lay_out: as in `draw`.
+
+        Returns:
+            The samples of the pack in the first row, the generated ones in the second, once per frame; those with
+            another size than the first sample are left out.
         """
         batch = batch.to(device)
         empty = {name: [null] * batch.layout.num_samples for name, null in self.nulls.items()}
-        drawn = generate_each(network, self.objective, batch, self.spec, self.sampling, negative=empty)
+        # The noise levels may depend on the size; those of the first sample are those of all that are shown.
+        objective = self.objective.at_size(math.prod(batch.grids[0]), batch.latents_TC.shape[1])
+        drawn = generate_each(network, objective, batch, self.spec, self.sampling, negative=empty)
         if not lay_out:
             return []
         held_out = batch.unpatchified(batch.latents_TC, *self.spec.patch)
-        shown = [i for i, x in enumerate(held_out) if x.shape == held_out[0].shape][:UNLABELLED_SAMPLES]
+        shown = [i for i, x in enumerate(held_out) if x.shape == held_out[0].shape][:MOST_SAMPLES]
         rows = torch.stack([row[i].float() for row in (held_out, drawn) for i in shown])
-        captions = [*("held out" for _ in shown), *("drawn" for _ in shown)]
+        captions = ["held out"] * len(shown) + ["drawn"] * len(shown)
         return clip_grid(self._decoder(rows), captions, len(shown))
 
     def _encoded_prompts(self) -> dict[str, list[Tensor]]:
@@ -199,7 +217,7 @@ class PictureWriter:
             held_out: pack to redraw, see `redraw`; None to draw classes or prompts.
 
         Returns:
-            The files, by the name of their weights in reports.
+            The files, by their names in the log.
         """
         paths = {}
         names = {"raw": "samples"} if averaged is None else {"ema": "samples"}

@@ -43,9 +43,9 @@ def operator(name: str, empty_results: Callable[..., object]) -> Callable[[Calla
 
 
 def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator for a function that returns the uninitialised results of a kernel, and its operator.
+    """Return a decorator that turns a function which allocates results into the operator that computes them.
 
-    The operator calls the function, then the launcher with the same arguments and the results, which it writes.
+    The operator calls the function, then the launcher with the same arguments and the allocated results.
 
     Args:
         launcher: `module.name` in `dit.kernels.fused.gpu`; the operator is `dit::name`.
@@ -55,8 +55,9 @@ def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def register(empty_results: Callable[P, R]) -> Callable[P, R]:
         @wraps(empty_results)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            assert not kwargs, "the launcher takes its arguments by position"
             results = empty_results(*args, **kwargs)
-            getattr(import_module(module), name)(*args, results, **kwargs)  # the module needs Triton
+            getattr(import_module(module), name)(*args, results)  # the module needs Triton
             return results
 
         return operator(name, empty_results)(run)
@@ -65,7 +66,7 @@ def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def _is_traced(args: tuple[object, ...]) -> bool:
-    """Return whether a tracer is active, or the first tensor is of a subclass."""
+    """Return whether a tracer is active, or the first argument other than None is of a subclass of Tensor."""
     if torch.compiler.is_compiling() or _len_torch_dispatch_stack() or torch.autograd._profiler_enabled():
         return True
     for value in args:

@@ -1,11 +1,11 @@
 """The fused kernels as torch operators `dit::name`, one kernel each.
 
 An operator reads every argument once and writes every result once, so a trace on fake tensors computes its memory
-traffic from arguments and results, as for any other operator. A function here returns the empty results that the
-launcher fills, see `launched_by`.
+traffic from arguments and results, as for any other operator. The body of a function here only allocates the results,
+and its docstring describes the kernel that computes them (`launched_by`).
 
 Shape suffixes: T local tokens, S samples, D hidden size, B blocks of tokens, N heads, G groups of heads, H head size, F
-inner width of the MLP. Missing gradients are empty tensors.
+inner width of the MLP. Absent arguments are None; absent results have zero elements.
 """
 
 from typing import Optional
@@ -18,7 +18,7 @@ from dit.kernels.fused.blocks import GROUPS, cdiv
 from dit.kernels.fused.operators import launched_by
 
 
-def _empty(like: Tensor) -> Tensor:
+def _absent(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
@@ -48,10 +48,10 @@ def residual_norm(
     Returns:
         x', the modulated tokens, mean and 1 / std of each token (float32 `[T]`); missing results are empty.
     """
-    out = _empty(x_TD) if y_TD is None else torch.empty_like(x_TD)
+    out = _absent(x_TD) if y_TD is None else torch.empty_like(x_TD)
     if scale_SD is None:
-        return out, _empty(x_TD), _empty(x_TD), _empty(x_TD)
-    mean = _empty(x_TD) if rms else x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
+        return out, _absent(x_TD), _absent(x_TD), _absent(x_TD)
+    mean = _absent(x_TD) if rms else x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
     return out, torch.empty_like(x_TD), mean, x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
 
 
@@ -87,8 +87,8 @@ def residual_norm_backward(
     assert grad is not None
     kinds = 2 * (scale_SD is not None) + (gate_SD is not None) + (bias_D is not None)
     return (
-        _empty(grad) if scale_SD is None else torch.empty_like(grad),
-        _empty(grad) if gate_SD is None else torch.empty_like(grad),
+        _absent(grad) if scale_SD is None else torch.empty_like(grad),
+        _absent(grad) if gate_SD is None else torch.empty_like(grad),
         grad.new_empty((table_B3.shape[0], kinds, grad.shape[1]), dtype=torch.float32),
     )
 
@@ -115,7 +115,7 @@ def segment_sums(
         return sums_BKD.new_empty(0 if value is None else shape, dtype=dtype)
 
     def row(value: Optional[Tensor]) -> Tensor:
-        return _empty(sums_BKD) if value is None else torch.empty_like(value)
+        return _absent(sums_BKD) if value is None else torch.empty_like(value)
 
     return rows(scale_SD), rows(scale_SD), rows(gate_SD), row(bias_D), row(weight_D)
 
@@ -142,8 +142,8 @@ def heads(
     """
     tokens, groups, parts, size = x_TGMH.shape
     queries = parts - keys
-    q = x_TGMH.new_empty((tokens, groups * queries, size)) if queries else _empty(x_TGMH)
-    return q, x_TGMH.new_empty((tokens, groups, size)) if keys else _empty(x_TGMH)
+    q = x_TGMH.new_empty((tokens, groups * queries, size)) if queries else _absent(x_TGMH)
+    return q, x_TGMH.new_empty((tokens, groups, size)) if keys else _absent(x_TGMH)
 
 
 @launched_by("heads.heads_backward")
