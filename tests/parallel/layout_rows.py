@@ -61,14 +61,14 @@ BATCHES: dict[str, dict[str, Any]] = {
     # tokens of them.
     "one_token": {"one_token_packs": 2},
 }
-"""Settings of a case that one rank has, too. Without "dense", packs have samples of several sizes and padding."""
+"""Settings that the row of one rank has, too. Without "dense", packs have samples of several sizes and padding."""
 KERNELS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": {"recompute": "selective"}},
     "full": {"recompute": {"recompute": "full"}},
     "full_one_layer": {"recompute": {"recompute": "full", "recompute_layers": 1}},
     "compiled": {"recompute": {"kernels": "compile"}, "break": as_operators},
 }
-"""Settings of a case that one rank does not have."""
+"""Settings that the row of one rank does not have."""
 
 EXPERTS = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
 TOP_K = {"num_experts": 4, "moe_router": "top_k"}
@@ -154,9 +154,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "plain mean flow": INTERVALS,
 }
 """Settings of `tiny_model`."""
-# The head u(sigma) is on the last stage, with a copy on each tensor-parallel rank, which processes all tokens. The
-# contrastive negative of a sample has another size, and its tokens are on another context-parallel rank. The difference
-# of MeanFlow divides rounding, which depends on the layout, by its step; the model has a time scale for a large step.
+# The head u(sigma) is on the last stage; each tensor-parallel rank has a copy, which processes all tokens. The
+# contrastive negative of a sample has another size, and its tokens are on another context-parallel rank. MeanFlow
+# divides a difference by its step, and so the rounding of a layout, too; the step is large, with a fitting time scale.
 OBJECTIVES = {
     "uncertainty": EDM(weighting=UncertaintyWeighting()),
     "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
@@ -166,7 +166,7 @@ OBJECTIVES = {
     ),
     "plain mean flow": MeanFlow(instant_share=0.0, difference=0.1),
 }
-"""Objectives of models that train with another one than flow matching."""
+"""Objectives by model; the others train by plain flow matching."""
 
 
 def on(ranks: int, models: str, *layouts: str) -> list[Row]:
@@ -324,7 +324,7 @@ def of_one_rank(row: Row) -> Row:
 def in_fp32(row: Row) -> Row:
     """Return the row without bf16."""
     model, ranks, layout = row
-    return model, ranks, layout.removesuffix(" bf16")
+    return model, ranks, " ".join(word for word in layout.split() if word != "bf16")
 
 
 def case_of(row: Row) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.integration.runs import SMALL_PACKS, overrides
 from tests.support import faults
 
 CLIPS_FROM = 12
-"""Step from which the blend has clips."""
+"""Number of steps before the blend has clips."""
 SETTINGS: dict[str, Any] = {
     **SMALL_PACKS,
     "data__flip": 0.5,
@@ -87,11 +87,11 @@ class Files:
 
     def log(self) -> str:
         files = [self.of("log", rank) for rank in range(self.ranks)]
-        return "\n".join(file.read_text()[-3000:] for file in files if file.exists())
+        return "\n".join(file.read_text(errors="replace")[-3000:] for file in files if file.exists())
 
 
 Watch = Callable[[Files, int], faults.Fault]
-"""Maps the files of an attempt and a rank to a context in which the rank trains."""
+"""Makes the context in which a rank trains, from the files of its attempt and its number."""
 
 
 def _train(words: list[str], files: Files, rank: int, world: dict[str, str], watches: tuple[Watch, ...]) -> None:
@@ -107,21 +107,23 @@ def _train(words: list[str], files: Files, rank: int, world: dict[str, str], wat
 
 @contextmanager
 def attempt(words: list[str], files: Files, *watches: Watch) -> Iterator[list[BaseProcess]]:
-    """Start all ranks; at the end kill the remaining ones."""
-    port, ranks = str(free_port()), []
+    """Start all ranks; at the end kill those that run, and the workers of all."""
+    port = str(free_port())
+    ranks: list[BaseProcess] = []
     for rank in range(files.ranks):
         world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(files.ranks), "MASTER_PORT": port}
         ranks.append(FORKS.Process(target=_train, args=(words, files, rank, world if files.ranks > 1 else {}, watches)))
-    for process in ranks:
-        process.start()
     try:
+        for process in ranks:
+            process.start()
         yield ranks
     finally:
         for process in ranks:
-            if process.is_alive():
+            if process.pid is not None:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            process.join()
+                process.kill()  # it may not lead a group yet
+                process.join()
 
 
 def finish(words: list[str], files: Files) -> None:
