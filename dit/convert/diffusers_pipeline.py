@@ -65,7 +65,7 @@ class Pipeline:
         scale_of_none: value of this argument without guidance.
         keeps_norm: guides as `sampling.guidance_norm`.
         zeros: entry of `model_index.json` that, if true, replaces that embedding by zeros; None for no such entry.
-        distilled: has the entry `is_distilled` of `model_index.json`, with which it never guides.
+        distilled: `model_index.json` has the entry `is_distilled`; if it is true, the pipeline never guides.
         compression: pixels per side, per position of a latent; None for those of the autoencoder.
         times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
@@ -74,7 +74,7 @@ class Pipeline:
         reads_sizes: calls the model with the sizes and the crop of the original.
         reads_control: takes a control picture, and encodes it with the autoencoder.
         reads_reference: takes a picture to edit.
-        reads_first_frame: has the entry `expand_timesteps` of `model_index.json`, for a clean first frame.
+        reads_first_frame: `model_index.json` has the entry `expand_timesteps`; if true, the first frame is clean.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
         arguments: further arguments of the call; `{area}` is that of a picture in pixels.
         note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).

@@ -1,10 +1,9 @@
 """Table of the backbones that the tests of this folder compare, one row each, and packs for them."""
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
@@ -18,15 +17,10 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
-from dit.verify.ranks import run_world
-from dit.verify.report import Verdict
 from dit.verify.tiny import tiny_model
-from dit.verify.trial import Trial
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import MockPacks, Pair, compare
-
-Key = TypeVar("Key", bound=Hashable)
+from launch.verify import MockPacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,18 +482,3 @@ def pack(
 ) -> PackedBatch:
     """Return a pack of synthetic samples with padding after each."""
     return MockPacks(config, text_tokens)(numbers, multiple_of=multiple_of, tail=tail)
-
-
-def compared(pairs: Mapping[Key, Pair], folder: Path) -> dict[Key, Verdict]:
-    """Compare each layout with one rank; each world size starts once."""
-
-    def trained(ranks: int, trials: Iterable[Trial]) -> list[dict[str, Any]]:
-        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
-        return run_world(ranks, cases, folder / str(ranks))
-
-    ones = {repr(pair.one): pair.one for pair in pairs.values()}
-    one, many = dict(zip(ones, trained(1, ones.values()))), {}
-    for size in sorted({pair.world_size for pair in pairs.values()}):
-        of_size = {row: pair.many for row, pair in pairs.items() if pair.world_size == size}
-        many |= dict(zip(of_size, trained(size, of_size.values())))
-    return {row: compare(pair, one[repr(pair.one)], many[row]) for row, pair in pairs.items()}

@@ -11,8 +11,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.verify.ranks import run_world
 from launch.verify import Pair, check_case, tiny_pair
-from tests.laws.backbones import compared, run_of
-from tests.support.ranks import rows, selected
+from tests.laws.backbones import run_of
+from tests.support.ranks import compared, rows, selected
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}

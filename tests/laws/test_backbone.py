@@ -33,8 +33,8 @@ from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, check_case, tiny_pair
 from tests.conftest import BuildModel
-from tests.laws.backbones import BACKBONES, CONDITIONED, NAMES, OTHER, REQUIRES, compared, config_of, pack, run_of
-from tests.support.ranks import rows, selected
+from tests.laws.backbones import BACKBONES, CONDITIONED, NAMES, OTHER, REQUIRES, config_of, pack, run_of
+from tests.support.ranks import compared, rows, selected
 
 
 @pytest.fixture

@@ -26,9 +26,9 @@ from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import MockPacks, Pair, tiny_pair
 from tests.conftest import BuildModel
-from tests.laws.backbones import BACKBONES, NAMES, compared, config_of, run_of
+from tests.laws.backbones import BACKBONES, NAMES, config_of, run_of
 from tests.support.levels import LeveledPacks, LeveledStream, edited, leveled
-from tests.support.ranks import rows, selected
+from tests.support.ranks import compared, rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
 EDITED = [name for name in LEVELED if config_of(name).takes_references and isinstance(config_of(name), StreamsConfig)]

@@ -15,8 +15,7 @@ from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
 from launch.verify import Pair, check_case, tiny_pair
-from tests.laws.backbones import compared
-from tests.support.ranks import rows, selected
+from tests.support.ranks import compared, rows, selected
 
 PART = Adversarial(start_step=0, num_layers=2, hidden_size=8, lr_factor=0.25)
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -205,7 +205,7 @@ def exact_sinusoid(*arguments: Any, **named: Any) -> Tensor:
 def test_a_pack_of_two_sizes_equals_two_calls_of_diffusers(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, family: Family
 ) -> None:
-    """Outputs and gradients. Positions start at zero in every sample, for the image and for its text.
+    """Outputs and gradients are equal, so the positions of each image and each text start at zero.
 
     In float32, diffusers rounds the angles of the time's sinusoid by up to 6e-5. Small denominators of linear attention
     amplify this in gradients of SANA, up to 3e-4 (`attn1.to_q`), so its sinusoids are computed in float64.

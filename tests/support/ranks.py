@@ -1,17 +1,24 @@
-"""Ranks for tests: selection of parametrized cases, and jobs in worker processes that start once."""
+"""Ranks for tests: selection of cases, comparison with one rank, and jobs in worker processes that start once."""
 
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 import torch.distributed as dist
 
-from dit.verify.ranks import free_port, run_ranks
+from dit.verify.ranks import free_port, run_ranks, run_world
+from dit.verify.report import Verdict
+from dit.verify.trial import Trial
+
+if TYPE_CHECKING:
+    from launch.verify import Pair
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def rows(
@@ -31,6 +38,22 @@ def selected(request: pytest.FixtureRequest, names: tuple[str, ...]) -> set[tupl
     """Return the values of these parameters in all tests of the requesting module that this pytest session will run."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
     return {tuple(call.params[n] for n in names) for call in calls if call and call.params.keys() >= set(names)}
+
+
+def compared(pairs: Mapping[Key, "Pair"], folder: Path) -> dict[Key, Verdict]:
+    """Compare the layout of each pair with one rank; each world size starts once."""
+    from launch.verify import compare
+
+    def trained(ranks: int, trials: Iterable[Trial]) -> list[dict[str, Any]]:
+        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
+        return run_world(ranks, cases, folder / str(ranks))
+
+    ones = {repr(pair.one): pair.one for pair in pairs.values()}
+    one, many = dict(zip(ones, trained(1, ones.values()))), {}
+    for size in sorted({pair.world_size for pair in pairs.values()}):
+        of_size = {row: pair.many for row, pair in pairs.items() if pair.world_size == size}
+        many |= dict(zip(of_size, trained(size, of_size.values())))
+    return {row: compare(pair, one[repr(pair.one)], many[row]) for row, pair in pairs.items()}
 
 
 @dataclass(frozen=True)
