@@ -25,6 +25,7 @@ from dit.config_record import TRUST_VARIABLE
 from dit.errors import ConfigError
 from dit.patches import patches
 from dit.safe_files import parse_yaml
+from dit.terminal import announce
 from recipes import registry
 
 Node: TypeAlias = Config | Partial
@@ -42,8 +43,26 @@ def apply_overrides(task: Partial, overrides: list[str], load_component: Callabl
         load_component: imports the module that registers the component of this name, if there is one.
     """
     parsed = [(*_split(text), text) for text in overrides]
+    before = _parts(task)
     for key, op, value, text in sorted(parsed, key=lambda item: item[0].count(".")):
         _apply(task, key, op, value, text, load_component)
+    for key, part in _parts(task).items():
+        if key in before and part is not before[key]:
+            _announce_defaults(key, before[key], part)
+
+
+def _announce_defaults(key: str, before: Node, part: Node) -> None:
+    """Name the settings of a replaced part that its successor also has, but with defaults instead."""
+    lost = {
+        name: value
+        for name, value in before.__arguments__.items()
+        if isinstance(value, _PLAIN) and name in parameters(part)
+        if name not in part.__arguments__ and value != value_of(part, name)
+    }
+    if lost:
+        defaults = " ".join(f"{key}.{name}={value_of(part, name)}" for name in lost)
+        settings = " ".join(f"{key}.{name}={value}" for name, value in lost.items())
+        announce(f"{key} was replaced and now has the defaults {defaults}; to keep the former values, add {settings}")
 
 
 def value_in(overrides: list[str], key: str) -> Optional[str]:
@@ -150,13 +169,15 @@ def annotation_of(node: Node, name: str, path: str) -> object:
 
 def all_keys(node: Node, path: str = "") -> list[str]:
     """Return the dotted paths of all settings below a configuration."""
-    keys = []
-    for name in parameters(node):
-        keys.append(_join(path, name))
-        child = value_of(node, name)
-        if isinstance(child, Config | Partial):
-            keys += all_keys(child, _join(path, name))
-    return keys
+    keys = [_join(path, name) for name in parameters(node)]
+    return keys + [_join(key, name) for key, part in _parts(node, path).items() for name in parameters(part)]
+
+
+def _parts(node: Node, path: str = "") -> dict[str, Node]:
+    """Return the configurations below another one by their dotted paths."""
+    children = {_join(path, name): value_of(node, name) for name in parameters(node)}
+    parts = {key: child for key, child in children.items() if isinstance(child, Config | Partial)}
+    return parts | {k: part for key, child in parts.items() for k, part in _parts(child, key).items()}
 
 
 def parse_value(text: str, annotation: object, key: str, load_component: Callable[[str], None]) -> Any:

@@ -239,3 +239,14 @@ def test_data_can_be_replaced_by_name():
     assert task.data.__fn_or_cls__ is MockData
     assert task.data.shapes == ["1x8x8"]
     assert task.data.height == 8
+
+
+def test_a_replaced_part_names_the_settings_that_become_defaults(capsys):
+    task = ending()
+    task.objective.prediction, task.objective.time_distribution = "x0", "logit_normal"
+    chosen = ["objective=contrastive_flow_matching", "objective.time_distribution=logit_normal"]
+    apply_overrides(task, chosen, load_component)
+    assert capsys.readouterr().err == (
+        "objective was replaced and now has the defaults objective.prediction=velocity; "
+        "to keep the former values, add objective.prediction=x0\n"
+    )
