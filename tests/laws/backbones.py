@@ -179,7 +179,7 @@ BACKBONES = {
     ),
     "jit": Row(
         recipe="jit_b16_imagenet",
-        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        quick=("cp2", "pp2"),
         refused=("routing", "num_experts", "wide_head", "value_residual"),
         other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {**needs, "class_tokens": None} for name, needs in REQUIRES.items() if "moe" in name},
@@ -191,7 +191,7 @@ BACKBONES = {
     ),
     "rit": Row(
         recipe="rit_xl_imagenet",
-        quick=("tp2_sp", "pp2"),
+        quick=("tp2_sp",),
         refused=("routing", "num_experts", "wide_head", "value_residual", *MOE),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {} for name in MOE},
@@ -204,7 +204,7 @@ BACKBONES = {
     ),
     "reg": Row(
         recipe="tiny_reg",
-        quick=("fsdp2", "fsdp2_bf16"),
+        quick=("fsdp2",),
         refused=("num_experts", "wide_head", *MOE),
         other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
         requires={name: {} for name in MOE},
@@ -212,7 +212,7 @@ BACKBONES = {
     ),
     "sr_dit": Row(
         recipe="sr_dit_b1_imagenet",
-        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        quick=("tp2_sp", "cp2"),
         refused=("class_tokens", "num_experts", "wide_head", *MOE),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {} for name in MOE},
@@ -224,7 +224,7 @@ BACKBONES = {
     ),
     "wide head": Row(
         recipe="dit_dh_xl_imagenet",
-        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        quick=("tp2_sp", "pp2"),
         refused=("class_tokens", "num_experts", "teacher_token_size"),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {**needs, "wide_head": None} for name, needs in REQUIRES.items() if "moe" in name},
@@ -236,12 +236,12 @@ BACKBONES = {
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
     "tread": Row(
         recipe="tests.laws.options.tread_cross",
-        quick=("tp2_sp", "cp2", "pp2"),
+        quick=("cp2",),
         other={"position_embedding": "sincos_2d"},
     ),
     "sprint": Row(
         recipe="tests.laws.options.sprint_dit",
-        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        quick=("pp2",),
         other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
         refused=("class_tokens",),
     ),
@@ -263,14 +263,14 @@ BACKBONES = {
     ),
     "flux of control pictures": Row(
         recipe="tests.laws.options.flux_control",
-        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        quick=("tp2_sp",),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         refused=("num_query_groups",),
         **FLUX1,
     ),
     "chroma": Row(
         recipe="finetune_chroma",
-        quick=("pp2", "tp2_sp"),
+        quick=("pp2",),
         other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
         refused=("num_query_groups", "num_dual_layers", "guidance", "pooled_size"),
         **FLUX1,
@@ -397,7 +397,7 @@ BACKBONES = {
     ),
     "edm2_unet": Row(
         recipe="tiny_edm2",
-        quick=("distributed2", "fsdp2"),
+        quick=("distributed2",),
         other={
             "block_out_channels": [8, 16],
             "layers_per_block": 2,
@@ -454,7 +454,7 @@ BACKBONES = {
     ),
     "vq_autoencoder": Row(
         recipe="pictogram_vq_autoencoder",
-        quick=("dp2", "fsdp2"),
+        quick=("dp2",),
         other={**AUTOENCODER_OTHER, "patch_spatial": 2, "block_out_channels": [8, 16, 24], "codebook_size": 7},
         also={"patch_spatial": {"block_out_channels": [8, 8]}},
         refused=("patch_temporal", "shift_factor"),

@@ -45,10 +45,11 @@ value residual, which pipelines refuse.
 """
 ROW = ("name", "layout")
 CASES = [(name, layout) for name in OBJECTIVES for layout in LAYOUTS if name != "sr_dit" or "pp2" not in layout]
-QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "cp2", "cp2_contiguous", "fsdp2")}
-QUICK |= {("tread", "pp2_tp2_sp"), ("wan", "pp2_vpp2"), ("reg", "tp2_sp_cp2"), ("rit", "pp2_tp2_sp")}
-QUICK |= {("reg", layout) for layout in ("pp2", "cp2_contiguous", "fsdp2")} | {("rit", "cp2")}
-QUICK |= {("sr_dit", layout) for layout in ("tp2", "tp2_sp_cp2", "cp2_a2a", "tp2_fsdp2")}
+QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "fsdp2")} | {("reg", "pp2"), ("reg", "cp2_contiguous")}
+QUICK |= {("rit", "cp2"), ("sr_dit", "tp2")}
+SLOW = {(name, layout) for name in ("dit", "reg") for layout in LAYOUTS}
+SLOW |= {(name, "pp2_tp2_sp") for name in ("tread", "wan", "rit")} | {("wan", "pp2_vpp2"), ("tread", "cp2")}
+SLOW |= {("sr_dit", layout) for layout in ("tp2_sp_cp2", "cp2_a2a", "tp2_fsdp2")}
 
 
 def pair_of(name: str, layout: str) -> Pair:
@@ -64,7 +65,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return compared(pairs, tmp_path_factory.mktemp("alignment"))
 
 
-@pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK))
+@pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK, lambda *row: row not in SLOW))
 def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
     """The aligned layer and the embedding of the teacher's token are on the first pipeline stage, the loss on the last.
 

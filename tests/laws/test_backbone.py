@@ -237,6 +237,8 @@ LAYOUT_ROW = ("name", "layout")
 ROWS = [(name, layout) for name in NAMES for layout in LAYOUTS if layout != "dp2" or layout in BACKBONES[name].quick]
 """`distributed2` has the same replicas as `dp2`, whose gradient sums do not depend on the model."""
 LORA = "lora_"
+FURTHER = ("fsdp2_bf16", "distributed2", LORA + "pp2")
+"""Layouts with the mark `long`."""
 ADAPTED = ["flux", "chroma", "flux2", "qwen_image", "sd3", "sana", "lumina2", "z_image", "hunyuan_video", "wan"]
 ADAPTED += ["prx of diffusers"]
 ROWS += [(name, LORA + layout) for name in ADAPTED for layout in ("tp2_sp", "pp2")]
@@ -290,7 +292,7 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     rows(
         ROWS,
         lambda name, layout: layout in BACKBONES[name].quick or not supported(name, layout),
-        lambda name, layout: layout == "fsdp2_bf16",
+        lambda name, layout: layout in FURTHER,
     ),
 )
 def test_layouts_equal_one_rank_or_are_refused(request: pytest.FixtureRequest, name: str, layout: str) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from dit.verify.compare import SUM_RTOL, relative_errors
 from dit.verify.ranks import run_world
-from tests.parallel.layout_rows import FAULTS, HALF_QUICK, HALF_SLOW, QUICK, SLOW, case_of, in_fp32, of_one_rank
+from tests.parallel.layout_rows import FAULTS, HALF_QUICK, HALF_SLOW, LONG, QUICK, SLOW, case_of, in_fp32, of_one_rank
 from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
 
@@ -63,7 +63,7 @@ def holds_groups(case):
     return case["parallel"].get("data_parallel") == "fsdp" or "num_experts" in case["model"]
 
 
-@pytest.mark.parametrize(ROW, rows([*QUICK, *SLOW], lambda *row: row in QUICK))
+@pytest.mark.parametrize(ROW, rows([*QUICK, *SLOW, *LONG], lambda *row: row in QUICK, lambda *row: row in LONG))
 def test_layout_equals_one_rank(results, model, ranks, layout):
     row = model, ranks, layout
     one, many = results[of_one_rank(row)], results[row]
