@@ -17,6 +17,8 @@ from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcom
 from tests.support import faults, save_faults
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.slow
+
 STEPS, INTERVAL = 8, 2
 ALL = tuple(range(INTERVAL, STEPS + 1, INTERVAL))
 

@@ -194,8 +194,7 @@ RESUMED = {
     "fsdp2_to_pp2_fsdp2": "run_fsdp2",
     "pp2_fsdp2_to_ddp1": "run_pp2_fsdp2",
 }
-QUICK_RESUMED = ("fsdp2_to_distributed2", "distributed2_to_fsdp2_optim", "fsdp2_to_hybrid2x2", "hybrid2x2_to_ddp1")
-QUICK_RESUMED += ("pp2_fsdp2_to_ddp1",)
+QUICK_RESUMED = ("fsdp2_to_distributed2", "distributed2_to_fsdp2_optim", "hybrid2x2_to_ddp1")
 RESUMED_CASES = rows(RESUMED.items(), lambda name, saved: name in QUICK_RESUMED)
 
 

@@ -15,7 +15,7 @@ KINDS = {
     "pp2": {**DDP, "pipeline_model_parallel_size": 2},
     "tp2_sp": {**DISTRIBUTED, "tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
-QUICK = ("distributed", "fsdp", "pp2")
+QUICK = ("fsdp", "pp2")
 HYBRID = {**FSDP, "num_distributed_optimizer_instances": 2}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
 INITIAL, WINDOW = 4.0, 2

@@ -43,8 +43,8 @@ RESUMED = {"tp": "fsdp", "fsdp": "pp", "distributed": "tp", "one": "hybrid", "hy
 """Layout that resumes a run, by the layout that saved it."""
 STEPS, SAVED_AT = 4, 2
 ROW, MODEL_ROW, HALF_ROW, RESUMED_ROW = ("layout",), ("model", "layout_of_model"), ("kind", "name"), ("first",)
-QUICK, QUICK_MODELS, QUICK_RESUMED = ("tp", "fsdp", "offload"), ("experts", "lora"), ("tp",)
-QUICK_HALF = {("bf16", "fsdp"), ("fp8", "ddp")}
+QUICK, QUICK_MODELS, QUICK_RESUMED = ("tp", "fsdp"), ("lora",), ("tp",)
+QUICK_HALF = {("bf16", "fsdp")}
 BOUND = 1e-6
 """Newton-Schulz multiplies rounding errors of small singular values by up to 3.4445 ** 5."""
 HALF = {

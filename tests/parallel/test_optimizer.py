@@ -23,8 +23,8 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 CASES = [(name, precision) for named in KINDS.values() for name in named for precision in PRECISIONS]
 ROW = ("name", "precision")
 OFFLOAD_ROW = ("offloaded",)
-HALF_QUICK = {"bf16": ("ddp2", "distributed2", "fsdp2"), "fp16": ("distributed2", "fsdp2_optim")}
-OFFLOAD_QUICK = ("distributed1", "fsdp2")
+HALF_QUICK = {"bf16": ("distributed2",), "fp16": ("fsdp2_optim",)}
+OFFLOAD_QUICK = ("distributed1",)
 RESUMED = ("distributed2", "fsdp2")
 NUM_STEPS, SAVED_AT = 5, 3
 
