@@ -40,7 +40,7 @@ ALL = [
     Lumina2Config(**SANDWICH, num_query_groups=2),
 ]
 RECOMPUTED = (DiTConfig, FluxConfig, Lumina2Config)
-"""Models that are also tested with recompute: modulated layers, two streams, and norms after the layers."""
+"""Models that the slow rows also test with recompute: modulated layers, two streams, and norms after the layers."""
 SUM_RTOL = 2e-5  # of the norm of each parameter's gradient: float32 sums in another order
 
 
@@ -72,7 +72,7 @@ def test_a_backbone_has_the_eager_numbers(one_rank_world, config):
     for name, expected in gradients.items():
         assert expected.norm() > 0, f"{name} has no gradient, so the comparison shows nothing"
         assert (others[name] - expected).norm() <= SUM_RTOL * expected.norm(), name
-    if isinstance(config, RECOMPUTED):
+    if isinstance(config, RECOMPUTED) and config is not ALL[0]:
         again, recomputed, less = step(config, one_rank_world, "triton", "selective")
         assert torch.equal(again, fused)
         assert less < saved

@@ -49,10 +49,8 @@ def step(config, groups, kernels):
     return loss.detach(), {name: p.grad for name, p in chunks[0].named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [pytest.param(c, marks=() if name == "efficient" else pytest.mark.slow, id=name) for name, c in CASES.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_a_unet_has_the_eager_numbers(one_rank_world, config):
     loss, gradients = step(config, one_rank_world, "eager")
     fused, others = step(config, one_rank_world, "triton")
