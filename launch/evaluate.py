@@ -61,7 +61,7 @@ METRICS = {
         by_condition=True,
     ),
     "ocr": Metric(
-        "share of the quoted words of prompts that a reader of texts finds in their pictures",
+        "share of the quoted texts of prompts that RapidOCR reads exactly in their pictures, and edit distance",
         picture_scores.ocr,
         picture_scores.add_arguments,
         by_condition=True,

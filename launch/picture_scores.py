@@ -215,28 +215,33 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
 
 def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Measure the share of the quoted words of prompts that can be read in their pictures; every rank calls this."""
-    from dit.evaluation.text_reader import TextReader, count_read, quoted_words, words_of
+    """Measure how well the quoted texts of prompts can be read in their pictures; every rank calls this."""
+    from dit.evaluation.text_reader import TextReader, edit_distance, quoted_texts, words_of
 
     requests = what_to_draw(args, generator)
-    words = [quoted_words(prompt) for prompt in _prompts(args, requests)]
-    if not all(words):
-        prompt = _prompts(args, requests)[words.index([])]
+    prompts = _prompts(args, requests)
+    quoted = [quoted_texts(prompt) for prompt in prompts]
+    if not all(quoted):
         raise ConfigError(
-            f"--metric ocr reads the words in double quotes of each prompt, and {prompt!r} has none; "
-            'give prompts such as: a shop sign that says "OPEN"'
+            f"--metric ocr reads the texts in double quotes of each prompt, and {prompts[quoted.index([])]!r} has "
+            'none; give prompts such as: a shop sign that says "OPEN"'
         )
     reader = TextReader("--metric ocr")
-    sums = torch.zeros(3, dtype=torch.int64)
+    sums = torch.zeros(4, dtype=torch.float64)
     for indices, images in _drawn(args, generator, requests):
-        requested = [words[i] for i in indices for _ in range(len(images) // len(indices))]
-        for of_picture, texts in zip(requested, reader.texts(images), strict=True):
-            sums += torch.tensor([count_read(of_picture, words_of(texts)), len(of_picture), 1])
-    correct, count, pictures = _of_all_ranks([sums[None]]).sum(0).tolist()
-    share = correct / count
-    lines = [f"words read as requested: {100 * share:.1f} % ({correct:,} of {count:,}; {pictures:,} pictures)"]
-    record = {"ocr": share, "correct": correct, "words": count, "pictures": pictures}
-    return Measurement(lines, record, _missed(args, "words read as requested", share))
+        requested = [quoted[i] for i in indices for _ in range(len(images) // len(indices))]
+        for texts, lines in zip(requested, reader.texts(images), strict=True):
+            distances = [edit_distance(text, words_of(lines)) / len(text) for text in texts]
+            sums += torch.tensor([distances.count(0), sum(distances), len(texts), 1], dtype=torch.float64)
+    correct, distance, count, pictures = _of_all_ranks([sums[None]]).sum(0).tolist()
+    share, distance = correct / count, distance / count
+    lines = [
+        f"texts read exactly: {100 * share:.1f} % ({correct:,.0f} of {count:,.0f}; {pictures:,.0f} pictures), "
+        f"mean edit distance {distance:.3f}"
+    ]
+    record = {"ocr": share, "edit_distance": distance}
+    record |= {"correct": int(correct), "texts": int(count), "pictures": int(pictures)}
+    return Measurement(lines, record, _missed(args, "texts read exactly", share))
 
 
 def _prompts(args: argparse.Namespace, requests: "Sequence[Request]") -> list[str]:

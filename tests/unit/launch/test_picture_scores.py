@@ -297,22 +297,23 @@ def test_pictures_are_compared_with_their_own_prompts(
         picture_scores.clip(arguments(*words), generator)
 
 
-def test_the_quoted_words_of_prompts_are_read_in_their_pictures(
+def test_the_quoted_texts_of_prompts_are_read_in_their_pictures(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both pictures of the first prompt show its two words; the picture of the second shows one of its three."""
-    prompts = ['a sign that says "Open daily"', 'a poster, "Fresh fish today"']
-    drawn = [([0], torch.stack([picture_of(["Open daily"])] * 2)), ([1], picture_of(["Fresh Paint"])[None])]
+    """Both pictures of the first prompt show its text; of the second, one text is missing and one misspelt."""
+    prompts = ['a sign that says "Open daily"', 'a poster, "Fresh Paint" and "12:30", by a "bakery"']
+    drawn = [([0], torch.stack([picture_of(["Open daily"])] * 2)), ([1], picture_of(["Fresh Point", "BAKERY"])[None])]
     generator = generator_of(TEXTS, build_model)
     requests = [Request(text, {}, {}, None, number, {"prompt": text}) for number, text in enumerate(prompts)]
     monkeypatch.setattr(picture_scores, "what_to_draw", lambda args, generator: requests)
     monkeypatch.setattr(picture_scores, "_drawn", lambda args, generator, requests: drawn)
     found = picture_scores.ocr(arguments("--metric", "ocr", "--minimum", "0.8"), generator)
-    assert found.record == {"ocr": 5 / 7, "correct": 5, "words": 7, "pictures": 3}
-    assert found.lines == ["words read as requested: 71.4 % (5 of 7; 3 pictures)"]
-    assert found.missed == ["below the minimum of 0.8: words read as requested, 0.714"]
+    distance = pytest.approx((1 / 10 + 1) / 5)
+    assert found.record == {"ocr": 3 / 5, "edit_distance": distance, "correct": 3, "texts": 5, "pictures": 3}
+    assert found.lines == ["texts read exactly: 60.0 % (3 of 5; 3 pictures), mean edit distance 0.220"]
+    assert found.missed == ["below the minimum of 0.8: texts read exactly, 0.600"]
     requests[1].record["prompt"] = "a cat"
-    with pytest.raises(ConfigError, match="words in double quotes of each prompt, and 'a cat' has none"):
+    with pytest.raises(ConfigError, match="texts in double quotes of each prompt, and 'a cat' has none"):
         picture_scores.ocr(arguments("--metric", "ocr"), generator)
 
 
