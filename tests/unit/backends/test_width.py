@@ -111,7 +111,7 @@ def coordinates(groups, width, base_width, algorithm):
     return {name: float((outs[-1] - outs[0]).square().mean().sqrt()) for name, outs in values.items()}
 
 
-@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+@pytest.mark.parametrize("algorithm", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_changes_of_activations_do_not_depend_on_the_width(one_rank_world, algorithm, monkeypatch):
     """Measured: at most 14 % between widths with a base width; without one, 8 to 16 times as large at width 512."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torch's Muon; 780 s in bf16 on an AMD EPYC

@@ -84,7 +84,8 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
     ("name", "kinds"),
     [
         ("dit", ["dense", "padded"]),
-        *((name, ["padded"]) for name in BACKBONES[1:]),
+        ("dit_cross", ["padded"]),
+        *(pytest.param(name, ["padded"], marks=pytest.mark.slow) for name in BACKBONES if "dit" not in name),
         pytest.param("dit", PACKS, marks=pytest.mark.slow),
         pytest.param("wan", PACKS, marks=pytest.mark.long),
     ],
@@ -172,7 +173,9 @@ MOST_SAVED = {"dit": 14, "dit_cross": 24, "moviegen": 21, "wan": 20}
 attention."""
 
 
-@pytest.mark.parametrize("name", ["dit", *(pytest.param(name, marks=pytest.mark.long) for name in BACKBONES[1:])])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "dit" else pytest.mark.long) for name in BACKBONES]
+)
 def test_a_compiled_layer_saves_less_under_selective_recompute(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str
 ) -> None:
@@ -182,7 +185,7 @@ def test_a_compiled_layer_saves_less_under_selective_recompute(
     assert less <= MOST_SAVED[name] < plain
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("recompute", ["selective", pytest.param("full", marks=pytest.mark.slow)])
 def test_recomputed_layers_have_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, recompute: str
 ) -> None:

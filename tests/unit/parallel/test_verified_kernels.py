@@ -105,6 +105,7 @@ for run in sys.argv[1:]:
 """Runs pytest in each folder, in processes that have imported torch."""
 
 
+@pytest.mark.slow
 def test_a_complete_run_of_the_tests_writes_the_record(tmp_path, monkeypatch):
     """A kernel passes if at least one of its tests runs and none fails."""
     folders = [tmp_path / str(number) for number in range(len(RUNS))]
