@@ -107,7 +107,9 @@ def test_edits_equal_those_of_the_exported_pipeline(
     """Equal noise, texts read with the picture (also the unconditional one), references and guidance."""
     Processor(None).pictures.save_pretrained(tmp_path / "qwen2_5_vl")
     run, folder = a_run(tmp_path, replace(CASE, encoders=f"{{qwen2_5_vl}}:prompt={prompt}")), tmp_path / "pipeline"
-    assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
+    words = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out"]
+    assert export([*words, str(tmp_path / "first")]) == 0
+    assert export([*words, str(folder), "--text-encoder", str(tmp_path / "first")]) == 0
     note = f"{name} scales the picture to edit to 1,048,576 pixels, and samples of this run have 4,096"
     assert (note in capsys.readouterr().err) == (prompt == "qwen_image_edit")
     generator, paths = generator_of(run, build_model), pictures(tmp_path)
