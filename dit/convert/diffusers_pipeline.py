@@ -323,7 +323,7 @@ EDITS = {
             class_name="QwenImageEditPlusPipeline",
             setup=(
                 "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus",
-                "pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {area}",
+                "pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {area}  # pixels to which it scales references",
                 *TOKEN_TYPES,
             ),
             reference_area=None,
