@@ -48,6 +48,26 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
         ) from error
 
 
+def files_of(repository: str, is_complete: Callable[[Sequence[str]], bool]) -> Sequence[str]:
+    """Return the paths of the files of a repository on the Hugging Face hub.
+
+    Args:
+        is_complete: whether the files in the local cache suffice; they are also returned if the hub lists none.
+    """
+    from huggingface_hub import constants, list_repo_files, snapshot_download
+
+    cached: list[str] = []
+    with suppress(OSError, ValueError):  # not in the cache
+        folder = Path(snapshot_download(repository, local_files_only=True))
+        cached = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
+    if constants.HF_HUB_OFFLINE or is_complete(cached):
+        return cached
+    with suppress(Exception):  # those of several HTTP libraries; a later download reports them
+        check_reachable(repository)
+        return list_repo_files(repository)
+    return cached
+
+
 def check_hub(repository: str, file: str = "config.json") -> None:
     """Check that a file of a repository is available, without the minute of retries of huggingface_hub.
 

@@ -113,14 +113,16 @@ def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
         return merged + write_diffusers_folder(
             trained, lambda: read_run(checkpoint, config, slot), out, args.max_shard_size
         )
+    from dit.encoders.text_config import check_text_encoder
     from launch.export_pipeline import write_pipeline
 
+    if args.text_encoder is not None:
+        trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
     return merged + write_pipeline(
-        trained if args.text_encoder is None else replace(trained, text_encoder=args.text_encoder),
+        trained,
         lambda: read_run(checkpoint, config, slot),
         out,
         autoencoder=args.vae or config.sampling.vae or metadata.get("autoencoder"),
-        text_encoder=args.text_encoder or trained.text_encoder,
         max_shard_bytes=args.max_shard_size,
     )
 

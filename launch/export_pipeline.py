@@ -41,14 +41,13 @@ def write_pipeline(
     out: Path,
     *,
     autoencoder: Optional[str],
-    text_encoder: Optional[str],
     max_shard_bytes: Optional[int] = None,
 ) -> list[str]:
     """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes."""
     form = format_of_model(trained.model)
     pipeline = pipeline_of(form, trained)
     geometry = check_autoencoder(pipeline, trained, autoencoder)
-    encoders = check_encoders(pipeline, text_encoder)
+    encoders = check_encoders(pipeline, trained.text_encoder)
     assert autoencoder is not None
     trained, tensors = form.for_pipeline(trained, weights())
     settings, notes = form.write_settings(trained.model, trained.latent_size)
@@ -77,15 +76,17 @@ def write_pipeline(
         VAE(autoencoder).save(folder / "vae", shift=pipeline.shift)
         classes: dict[str, str] = {}
         for part, encoder in zip(pipeline.texts, encoders, strict=True):
-            names = [part.folder, part.folder.replace("text_encoder", "tokenizer")]
-            saved = TextEncoder(encoder).save(*(folder / name for name in names), cut=part.cut)
-            classes |= dict(zip(names, saved, strict=True))
+            classes |= TextEncoder(encoder).save(folder, part.folder, cut=part.cut)
         return {"model_index.json": to_json(model_index(pipeline, form, trained, classes))}
 
     token_limits = {
         part.folder: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)
     }
     pixels = geometry.pixel_shape(*trained.latent_size)
+    area = math.prod(pixels)
+    if pipeline.reference_area not in (None, area):
+        scaled = f"{pipeline.class_name} scales the picture to edit to {pipeline.reference_area:,} pixels"
+        notes.append(f"{scaled}, and samples of this run have {area:,}")
     code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=token_limits)
     guider = {"_class_name": GUIDER, "guidance_scale": trained.sampling.get("guidance_scale", 1.0)}
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)

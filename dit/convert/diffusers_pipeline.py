@@ -7,10 +7,12 @@ A folder for `diffusers.DiffusionPipeline.from_pretrained` has one folder for ea
     scheduler/          for its objective
     vae/                autoencoder of its latents
     text_encoder/       and tokenizer/, for a model that reads texts
+    processor/          of pictures that the text encoder reads
 
 Source: diffusers 0.38, `pipelines/`: arguments of the constructors, and the steps of `__call__`.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -77,6 +79,8 @@ class Pipeline:
         reads_first_frame: `model_index.json` has the entry `expand_timesteps`; if true, the first frame is clean.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
         arguments: further arguments of the call; `{area}` is that of a picture in pixels.
+        setup: lines of Python between opening the folder and the call; `{area}` as in `arguments`.
+        reference_area: pixels to which it always scales a picture to edit; None if the caller chooses them.
         note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).
     """
 
@@ -101,6 +105,8 @@ class Pipeline:
     reads_first_frame: bool = False
     reads_adapters: bool = True
     arguments: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    reference_area: Optional[int] = None
     note: Optional[str] = None
     index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -286,15 +292,46 @@ VARIANTS = {
 }
 """By the class of the model: a setting, and the pipeline of models that have it."""
 
+TOKEN_TYPES = (
+    "# transformers 5 needs the types of tokens, which diffusers 0.38 omits (huggingface/diffusers issue 14194)",
+    "mark = pipeline.text_encoder.config.image_token_id",
+    "pipeline.text_encoder.register_forward_pre_hook(",
+    '    lambda module, inputs, named: (inputs, dict(named, mm_token_type_ids=(named["input_ids"] == mark).int())),',
+    "    with_kwargs=True,",
+    ")",
+)
+"""Lines that give tokens of a picture their positions in Qwen2.5-VL."""
+QWEN_IMAGE_EDIT = replace(
+    PIPELINES["QwenImageTransformer2DModel"],
+    class_name="QwenImageEditPipeline",
+    reads_reference=True,
+    setup=TOKEN_TYPES,
+    reference_area=1024 * 1024,
+)
 EDITS = {
-    "FluxPipeline": replace(
-        PIPELINES["FluxTransformer2DModel"],
-        class_name="FluxKontextPipeline",
-        reads_reference=True,
-        arguments=("max_area={area}", "_auto_resize=False"),
-    )
+    "FluxPipeline": (
+        replace(
+            PIPELINES["FluxTransformer2DModel"],
+            class_name="FluxKontextPipeline",
+            reads_reference=True,
+            arguments=("max_area={area}", "_auto_resize=False"),
+        ),
+    ),
+    "QwenImagePipeline": (
+        replace(
+            QWEN_IMAGE_EDIT,
+            class_name="QwenImageEditPlusPipeline",
+            setup=(
+                "from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus",
+                "pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = {area}  # pixels to which it scales references",
+                *TOKEN_TYPES,
+            ),
+            reference_area=None,
+        ),
+        QWEN_IMAGE_EDIT,
+    ),
 }
-"""By the class of the pipeline without a picture to edit: that of models that were trained with one."""
+"""By the class of the pipeline without a picture to edit: those of models that were trained with one."""
 
 NONE = "no complete pipeline of this class is written"
 
@@ -309,13 +346,25 @@ def pipeline_class(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> Op
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
     """Return the pipeline that draws the same samples from a model as our sampler."""
     pipeline = pipeline_class(form, trained.model)
-    if pipeline is not None and "reference" in trained.clean_parts:
-        pipeline = EDITS.get(pipeline.class_name, pipeline)
+    if pipeline is not None and pipeline.class_name in EDITS and "reference" in trained.clean_parts:
+        pipeline = _edit_pipeline(pipeline, trained.text_encoder or "")
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
     if pipeline is None or faults:
         why = NONE if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
         raise ConfigError(f"--format pipeline: {why}; export {form.class_name} with --format diffusers")
     return pipeline
+
+
+def _edit_pipeline(pipeline: Pipeline, line: str) -> Pipeline:
+    """Return the pipeline of models that were trained with a picture to edit.
+
+    Args:
+        line: text encoders of the run, whose `prompt` distinguishes pipelines of one network.
+    """
+    options = re.split("[:,]", line)
+    candidates = {TEXT_ENCODERS[edit.class_name]["text_encoder"]: edit for edit in EDITS[pipeline.class_name]}
+    selected = [edit for encoder, edit in candidates.items() if encoder.removeprefix("{}:") in options]
+    return (selected or EDITS[pipeline.class_name])[0]
 
 
 def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
@@ -440,6 +489,7 @@ def loading_lines(
             *imports,
             "",
             'pipeline = DiffusionPipeline.from_pretrained("THIS_FOLDER")',
+            *(line.format(area=height * width) for line in pipeline.setup),
             *drawn,
         ]
     )

@@ -8,6 +8,7 @@ Source: diffusers 0.38, `pipeline_qwenimage_edit.py` and `pipeline_qwenimage_edi
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,3 +65,9 @@ class PictureReader:
         # The rotary positions of the picture's tokens follow its rows and columns.
         types_1K = (ids_1K == self.mark).int()
         return {"input_ids": ids_1K, "mm_token_type_ids": types_1K, **pixels}
+
+    def save(self, folder: Path, tokenizer: Any) -> str:
+        """Write the processor of a pipeline, which has a tokenizer, too; return its class."""
+        self._processor.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return "Qwen2VLProcessor"

@@ -6,10 +6,12 @@ weight is an error, because the libraries would replace it by random numbers.
 
 import logging
 import re
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
 from dit.errors import ConfigError
+from dit.hub import files_of
 from dit.terminal import announce
 
 _NAMED = 3  # weights that a message names
@@ -27,8 +29,8 @@ def load_without_code(kind: Any, what: str, **options: Any) -> Any:
 def load_network(kind: Any, what: str, **options: Any) -> Any:
     """Load a network, frozen and in eval mode; see `load_without_code`."""
     source = options["pretrained_model_name_or_path"]
-    options = {"variant": _variant_of(Path(source)), **options}
     announce(f"loading {what} from {'folder' if Path(source).is_dir() else 'the Hugging Face hub:'} {source}")
+    options = {"variant": _variant_of(source, options.get("subfolder", "")), **options}
     library = logging.getLogger(kind.__module__.partition(".")[0])
     level = library.level
     library.setLevel(logging.ERROR)  # the library would list missing weights on many lines
@@ -51,8 +53,18 @@ def load_network(kind: Any, what: str, **options: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _variant_of(folder: Path) -> Optional[str]:
-    """Return the variant of the weights, such as `fp16`, if a folder has only one."""
-    matches = [_WEIGHTS.fullmatch(path.name) for path in folder.glob("*.safetensors")]
-    variants = {match["variant"] for match in matches if match is not None}
+def _variant_of(source: str, part: str) -> Optional[str]:
+    """Return the variant of the weights, such as `fp16`, if a folder or a part of a repository has only one."""
+    folder = Path(source)
+    if folder.is_dir():
+        files: Sequence[str] = [path.name for path in folder.iterdir()]
+    else:
+        files = files_of(source, lambda cached: None in _variants_in(cached, part))
+    variants = _variants_in(files, part)
     return variants.pop() if len(variants) == 1 else None
+
+
+def _variants_in(files: Sequence[str], part: str) -> set[Optional[str]]:
+    """Return the variants of the weights in a folder; None stands for weights without a variant."""
+    paths = [path for path in map(PurePosixPath, files) if path.parent == PurePosixPath(part)]
+    return {match["variant"] for path in paths if (match := _WEIGHTS.fullmatch(path.name)) is not None}

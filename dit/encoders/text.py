@@ -172,10 +172,11 @@ class TextEncoder:
         masks = {"attention_mask": mask_BK.to(self.device)} if is_masked else {}
         return {"input_ids": ids_BK.to(self.device), **masks}
 
-    def save(self, encoder: Path, tokenizer: Path, *, cut: bool) -> tuple[str, str]:
-        """Write network and tokenizer in transformers' layout; return their classes.
+    def save(self, root: Path, part: str, *, cut: bool) -> dict[str, str]:
+        """Write network, tokenizer and processor of pictures as parts of a pipeline; return their classes by folder.
 
         Args:
+            part: folder of the network, such as `text_encoder_2`.
             cut: store `max_tokens` in the tokenizer, as the length to which it pads and truncates.
         """
         if cut:
@@ -183,14 +184,18 @@ class TextEncoder:
         state, size = dict(self._model.state_dict()), self._model.config.get_text_config().hidden_size
         if self.geometry.kind == "sentence":  # the pooling layer is not loaded, because its output is not used
             state |= {"pooler.dense.weight": torch.zeros(size, size), "pooler.dense.bias": torch.zeros(size)}
-        self._model.save_pretrained(encoder, state_dict=state)
+        self._model.save_pretrained(root / part, state_dict=state)
         if self.geometry.kind == "t5gemma":  # diffusers reads a configuration of encoder and decoder
             from transformers import T5GemmaConfig
 
             own = self._model.config.to_dict()
-            T5GemmaConfig(encoder=own, decoder=own).save_pretrained(encoder)
-        self._tokenizer.save_pretrained(tokenizer)
-        return type(self._model).__name__, type(self._tokenizer).__name__
+            T5GemmaConfig(encoder=own, decoder=own).save_pretrained(root / part)
+        tokenizer = part.replace("text_encoder", "tokenizer")
+        self._tokenizer.save_pretrained(root / tokenizer)
+        classes = {part: type(self._model).__name__, tokenizer: type(self._tokenizer).__name__}
+        if self._pictures is not None:
+            classes["processor"] = self._pictures.save(root / "processor", self._tokenizer)
+        return classes
 
     def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Group token ids of equal length (after padding) into batches for `forward`; return the indices."""

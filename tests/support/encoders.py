@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AutoTokenizer,
     BatchFeature,
     ByT5Tokenizer,
     CLIPTextConfig,
@@ -161,10 +162,15 @@ def language_model(kind: str, layers: int) -> Any:
 class Processor:
     """`Qwen2VLProcessor` for one text and picture; its part for videos needs torchvision."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, pictures: Any = None) -> None:
         self.tokenizer = tokenizer
         # At most 12 tokens for a picture of any size.
-        self.pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 112 * 112})
+        sizes = {"shortest_edge": 56 * 56, "longest_edge": 112 * 112}
+        self.pictures = pictures or Qwen2VLImageProcessorPil(size=sizes)
+
+    @classmethod
+    def from_pretrained(cls, folder: str, **options: Any) -> "Processor":
+        return cls(AutoTokenizer.from_pretrained(folder), Qwen2VLImageProcessorPil.from_pretrained(folder))
 
     def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> BatchFeature:
         pixels = self.pictures(images=images, return_tensors=return_tensors)

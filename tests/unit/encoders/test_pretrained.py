@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPVisionConfig
 
+from dit.encoders.pretrained import _variant_of
 from dit.encoders.text import TextEncoders
 from dit.encoders.vae import VAE
 from dit.errors import ConfigError
@@ -99,6 +100,35 @@ def test_the_only_variant_is_read(tmp_path, shard):
         reader = ENCODERS[name][1](tmp_path / name)
         read = reader._model if name == "vae" else reader.encoders[0]._model
         assert all(map(torch.equal, read.parameters(), encoder._model.float().parameters()))
+
+
+HUB = {
+    "vae": (save_vae, "owner/name", lambda: VAE("owner/name")),
+    "text encoder": (save_t5, "owner/name", lambda: TextEncoders("owner/name")),
+    "part": (save_t5, "owner/name/t5", lambda: TextEncoders("owner/name/t5")),
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_the_only_variant_of_a_repository_is_read(tmp_path, monkeypatch, name):
+    """The hub lists the files, or without network the local cache, in which weights without variant may be absent."""
+    save, address, load = HUB[name]
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / ("0" * 40)
+    part = address.removeprefix("owner/name").lstrip("/")
+    weights = weights_file(save(snapshot / part))
+    weights.rename(weights.with_suffix(".fp16.safetensors"))
+    (tmp_path / "models--owner--name/refs").mkdir()
+    (tmp_path / "models--owner--name/refs/main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    load()
+    listed = [f"{part}/{weights.name}".lstrip("/"), "other/model.safetensors"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("dit.hub.check_reachable", lambda repository: None)
+    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repository: listed)
+    assert _variant_of("owner/name", part) is None
+    listed[0] = listed[0].replace("model.", "model.bf16.")
+    assert _variant_of("owner/name", part) == "bf16"
 
 
 @pytest.mark.parametrize("name", ["t5", "clip", "clip for scores"])

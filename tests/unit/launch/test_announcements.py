@@ -46,8 +46,10 @@ def test_a_command_prints_its_task_before_slow_imports(command: str, line: str, 
 
 @pytest.mark.parametrize(("name", "place"), [("{folder}", "folder {folder}"), ("a/b", "the Hugging Face hub: a/b")])
 def test_an_encoder_is_named_before_it_is_loaded(
-    name: str, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
     class Network:
         @classmethod
         def from_pretrained(cls, **options: object) -> None:
