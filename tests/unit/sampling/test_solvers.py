@@ -94,8 +94,8 @@ def test_euler_is_ddim_on_straight_paths_only(objective):
     assert (gap < 1e-12) == (not isinstance(objective, DDPM))
 
 
-@pytest.mark.parametrize(("name", "eta"), [("ddim", 0.0), ("ddim", 0.4), ("ancestral", 0.0), ("dpmpp_2m", 0.0)])
-def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
+@pytest.mark.parametrize("name", ["ddim", "ancestral", "dpmpp_2m"])
+def test_exponential_solvers_do_not_depend_on_the_path(name):
     """x / alpha only depends on sigma / alpha, so three paths with the same ratios give the same sample."""
     ends = []
     for objective in PATHS:
@@ -105,7 +105,7 @@ def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
         start = alpha * math.exp(8) * torch.ones(1, 3, dtype=torch.float64)
         draw = partial(torch.randn, 1, 3, dtype=torch.float64, generator=noise)
         denoiser = partial(gaussian_denoiser, objective.path)
-        ends.append(solve(name, denoiser, objective.path, start, grid, noise_at=lambda step, d=draw: d(), eta=eta))
+        ends.append(solve(name, denoiser, objective.path, start, grid, noise_at=lambda step, d=draw: d()))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(ends[0], ends[2], rtol=1e-9, atol=1e-12)
 
@@ -202,7 +202,6 @@ def perfect_network(ddpm: DDPM, std: float, x_TC: Tensor, time_S: Tensor) -> Ten
 
 SAMPLERS = {
     **{name: (name, {}) for name in DETERMINISTIC},
-    **{f"ddim_{eta}": ("ddim", {"eta": eta}) for eta in (0.5, 1.0)},
     **{f"ancestral_{variance}": ("ancestral", {"variance": variance}) for variance in ("small", "large")},
 }
 SINGLE = 1e-5  # networks get float32
@@ -252,8 +251,8 @@ def test_multistep_solver_is_first_order_after_zero_alpha():
 
 @every_path
 @pytest.mark.parametrize("name", sorted(SOLVERS))
-def test_state_has_the_requested_precision(name, objective):
-    """float32 and float64 agree to float32 rounding; `dtype` has precedence over the precision of the start."""
+def test_state_has_the_precision_of_its_start(name, objective):
+    """Single and double precision stay what they are in every step."""
     grid = objective.sampling_grid(12)
     seen = set()
 
@@ -261,9 +260,12 @@ def test_state_has_the_requested_precision(name, objective):
         seen.add(x_TC.dtype)
         return gaussian_denoiser(objective.path, x_TC, u)
 
-    x = torch.ones(1, 1)
-    run = partial(solve, name, denoiser, objective.path, x, grid, noise_at=lambda step: torch.ones(1, 1))
-    single, double = run(), run(dtype=torch.float64)
+    single, double = (
+        solve(
+            name, denoiser, objective.path, torch.ones(1, 1, dtype=dtype), grid, noise_at=lambda step: torch.ones(1, 1)
+        )
+        for dtype in (torch.float32, torch.float64)
+    )
     assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
     assert seen == {torch.float32, torch.float64}
     torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
@@ -276,22 +278,8 @@ def test_registry_has_every_solver_of_the_settings():
     assert sorted(fields["variance"].type.__args__) == sorted(FRACTIONS)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": "rk4"}, "solver='rk4' is unknown; use one of 'euler', 'heun'"),
-        ({"name": "ancestral"}, "pass noise_at"),
-        ({"variance": "huge"}, "variance='huge' is unknown; use one of 'small', 'large', 'learned'"),
-        ({"name": "ddim", "eta": 0.5}, "pass noise_at"),
-        ({"name": "ddim", "eta": 1.5}, "eta=1.5 does not fit"),
-        ({"name": "heun", "eta": 0.5}, "eta=0.5 does not fit solver='heun'"),
-        ({"grid": torch.tensor([1.0, 0.5])}, "decrease strictly and end with 0"),
-        ({"grid": torch.tensor([0.5, 1.0, 0.0])}, "decrease strictly and end with 0"),
-        ({"grid": torch.tensor([0.0])}, "decrease strictly and end with 0"),
-    ],
-)
-def test_impossible_requests_are_refused_with_a_cure(options, message):
+@pytest.mark.parametrize("grid", [[1.0, 0.5], [0.5, 1.0, 0.0], [0.0]], ids=str)
+def test_a_grid_that_does_not_decrease_to_zero_is_refused(grid):
     path = FlowMatching().path
-    settings = {"name": "euler", "grid": torch.tensor([1.0, 0.5, 0.0]), **options}
-    with pytest.raises(ConfigError, match=message):
-        solve(denoiser=partial(gaussian_denoiser, path), path=path, x_TC=torch.ones(1, 1), **settings)
+    with pytest.raises(ConfigError, match="decrease strictly and end with 0"):
+        solve("euler", partial(gaussian_denoiser, path), path, torch.ones(1, 1), torch.tensor(grid))
