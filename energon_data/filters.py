@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,21 +13,25 @@ from energon_data.samples import Clip, FilteredOutError, SampleError, finite_num
 TOO_LONG = "too_long"
 """Reason under which samples with too many tokens are counted."""
 
+MAX_ABS = 1e3
+"""Largest valid absolute value of a latent, and of other values per latent token."""
+
 
 def largest_magnitude(x: Tensor) -> float:
-    """Return the largest absolute value of a floating-point tensor: 0 of an empty one, NaN if it has one.
-
-    The bits of 16-bit numbers are compared as integers, which is twice as fast: without the sign bit, they have the
-    order of magnitudes, with NaN above infinity. As int16, positive numbers are above negative ones; as uint16, below.
-    """
+    """Return the largest absolute value of a floating-point tensor: 0 of an empty one, NaN if it has one."""
     if not x.numel():
         return 0.0
-    if x.dtype in (torch.float16, torch.bfloat16):
-        bits = x.view(torch.int16).numpy()
-        positive, negative = int(bits.max()), int(bits.view(np.uint16).max()) - 2**15
-        return torch.tensor(max(positive, negative), dtype=torch.int16).view(x.dtype).item()
     low, high = torch.aminmax(x)  # both are NaN if a value is NaN
     return max(-low.item(), high.item())
+
+
+def check_finite(x: Tensor, what: str, *, limited: bool = True) -> None:
+    """Refuse values that are not finite or, if `limited`, larger than `MAX_ABS`."""
+    largest = largest_magnitude(x)
+    # A NaN fails every comparison, so the comparison must be the one that accepts.
+    if not (largest <= MAX_ABS if limited else largest < math.inf):
+        bound = f"at most {MAX_ABS:g}" if limited else "finite"
+        raise SampleError("not_finite", f"{what} reach {largest:g}, must be {bound}")
 
 
 @dataclass(frozen=True)
@@ -109,22 +112,12 @@ class Filters:
     """Limits of samples.
 
     Attributes:
-        max_abs: largest valid absolute value of a latent, and of other values per latent token.
         limits: limits by name of a measure; samples without the number are dropped.
         max_tokens: most tokens of a sample, without padding; None for no limit.
     """
 
-    max_abs: float = 1e3
     limits: Mapping[str, Limits] = field(default_factory=dict)
     max_tokens: Optional[int] = None
-
-    def check_values(self, x: Tensor, what: str, *, limited: bool = True) -> None:
-        """Refuse values that are not finite or, if `limited`, larger than `max_abs`."""
-        largest = largest_magnitude(x)
-        # A NaN fails every comparison, so the comparison must be the one that accepts.
-        if not (largest <= self.max_abs if limited else largest < math.inf):
-            bound = f"at most {self.max_abs:g}" if limited else "finite"
-            raise SampleError("not_finite", f"{what} reach {largest:g}, must be {bound}")
 
     def check(self, clip: Clip) -> None:
         """Compare a sample, before augmentation, with the limits."""
