@@ -49,8 +49,8 @@ class Limits:
         return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
 
 
-def _aesthetic_score(clip: Clip) -> Optional[float]:
-    name = "aesthetic_score"
+def _stated(clip: Clip, name: str) -> Optional[float]:
+    """Return a number in the metadata; None without one."""
     return None if clip.metadata.get(name) is None else finite_number(clip.metadata, name)
 
 
@@ -58,19 +58,8 @@ def _sides(clip: Clip) -> Optional[tuple[float, float]]:
     """Return height and width of the picture in pixels; for a latent, from the metadata."""
     if clip.pixel_shape is not None:
         return float(clip.pixel_shape[1]), float(clip.pixel_shape[2])
-    if clip.metadata.get("height") is None or clip.metadata.get("width") is None:
-        return None
-    return finite_number(clip.metadata, "height"), finite_number(clip.metadata, "width")
-
-
-def _smallest_side(clip: Clip) -> Optional[float]:
-    sides = _sides(clip)
-    return sides and min(sides)
-
-
-def _largest_side(clip: Clip) -> Optional[float]:
-    sides = _sides(clip)
-    return sides and max(sides)
+    height, width = _stated(clip, "height"), _stated(clip, "width")
+    return None if height is None or width is None else (height, width)
 
 
 def _aspect_ratio(clip: Clip) -> Optional[float]:
@@ -87,8 +76,8 @@ def _seconds(clip: Clip) -> Optional[float]:
         frames = finite_number(clip.metadata, "num_frames")
     if frames == 1:
         return 0.0
-    rate = finite_number(clip.metadata, "fps") if clip.metadata.get("fps") is not None else 0.0
-    return frames / rate if rate > 0 else None
+    rate = _stated(clip, "fps")
+    return frames / rate if rate is not None and rate > 0 else None
 
 
 def _caption_length(clip: Clip) -> Optional[float]:
@@ -97,9 +86,9 @@ def _caption_length(clip: Clip) -> Optional[float]:
 
 
 MEASURES: dict[str, Callable[[Clip], Optional[float]]] = {
-    "aesthetic_score": _aesthetic_score,
-    "smallest_side": _smallest_side,
-    "largest_side": _largest_side,
+    "aesthetic_score": lambda clip: _stated(clip, "aesthetic_score"),
+    "smallest_side": lambda clip: (sides := _sides(clip)) and min(sides),
+    "largest_side": lambda clip: (sides := _sides(clip)) and max(sides),
     "aspect_ratio": _aspect_ratio,
     "seconds": _seconds,
     "caption_length": _caption_length,

@@ -6,7 +6,7 @@ Learned embeddings are tables with a maximal index.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Optional, get_args
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor, nn
@@ -132,12 +132,6 @@ class RotaryPositions:
         return Rotation(angles.cos().float(), angles.sin().float())
 
 
-def check_scaling(scaling: str) -> None:
-    """Check `model.rope_scaling`."""
-    if scaling not in get_args(RopeScaling):
-        raise ConfigError(f"model.rope_scaling={scaling!r} is unknown; use 'ntk' or 'linear'")
-
-
 def check_rope(rotary: RotaryPositions) -> None:
     """Check the sizes of a rotary embedding."""
     if rotary.axes is not None:
@@ -164,7 +158,6 @@ def check_rope(rotary: RotaryPositions) -> None:
         )
     if rotary.theta <= 1:
         raise ConfigError(f"model.rope_theta={rotary.theta} must be greater than 1; 10000 is usual")
-    check_scaling(rotary.scaling)
     if len(rotary.factors) != 3 or min(rotary.factors) <= 0:
         raise ConfigError(
             f"model.rope_factors={list(rotary.factors)} must be three positive numbers, for t, h and w; 1 for none"

@@ -15,7 +15,7 @@ from dit.objectives.augmentation import Augmentation
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import LossKind, UncertaintyWeighting
 from dit.objectives.noise_levels import log_normal
-from dit.ranges import FINITE, check_choice, check_ranges
+from dit.ranges import FINITE, check_ranges
 
 _PAPER = {"sigma_data": 0.5, "p_std": 1.2, "rho": 7.0}
 
@@ -64,7 +64,6 @@ class EDM(Objective):
 
     def __post_init__(self) -> None:
         self.path = VarianceExplodingPath()
-        check_choice("loss_kind", self.loss_kind, LossKind)
         for name in ("sigma_data", "p_std", "rho"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"EDM {name}={getattr(self, name)} must be positive; the paper's is {_PAPER[name]}")

@@ -18,7 +18,7 @@ from dit.objectives.alignment import Alignment
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import Term, TokenLossKind, min_snr_weight, token_error
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
+from dit.ranges import FINITE, POSITIVE, WIDTH, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -87,9 +87,6 @@ class FlowMatching(Objective):
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
-        check_choice("prediction", self.prediction, Prediction)
-        check_choice("time_distribution", self.time_distribution, TimeDistribution)
-        check_choice("loss_kind", self.loss_kind, TokenLossKind)
         positive = dict.fromkeys(("min_snr_gamma", "teacher_token_weight"), POSITIVE)
         check_ranges("objective", self, {"logit_mean": FINITE, "shift_dimension": WIDTH, **positive})
         for name in ("logit_std", "time_shift"):

@@ -7,8 +7,7 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample, per_text_token
-from dit.errors import ConfigError
-from dit.kernels.recompute import check_recompute, first_run, recompute_activations
+from dit.kernels.recompute import first_run, recompute_activations
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -127,9 +126,3 @@ def test_experts_are_counted_once(build_model, choice):
     model(batch.latents_TC, time_S, batch).sum().backward()
     tokens = [layer.mlp.load.take(torch.device("cpu"))[-3].item() for layer in model.units()]
     assert tokens == [batch.layout.valid_tokens] * EXPERTS.num_layers
-
-
-@pytest.mark.parametrize(("choice", "layers"), [("some", None), ("none", 2), ("full", 0)])
-def test_meaningless_settings_are_refused(choice, layers):
-    with pytest.raises(ConfigError, match=r"training\.recompute"):
-        check_recompute(choice, layers)
