@@ -44,12 +44,12 @@ class ExpertOptions:
         else:
             names = ["moe_capacity_factor"]
             check_unused("model", self, names, "with model.moe_router=top_k", "use model.moe_router=expert_choice")
-        if self.moe_router == "expert_choice" and not 0 < self.moe_capacity_factor <= experts:
+        if self.moe_router == "expert_choice" and self.moe_capacity_factor > experts:
             raise ConfigError(
                 f"model.moe_capacity_factor={self.moe_capacity_factor} is the mean number of experts per token "
                 f"(model.num_experts={experts}); use a value above 0 and up to {experts}"
             )
-        if self.moe_router == "top_k" and not 1 <= self.moe_top_k <= experts:
+        if self.moe_router == "top_k" and self.moe_top_k > experts:
             raise ConfigError(
                 f"model.moe_top_k={self.moe_top_k} is the number of experts per token "
                 f"(model.num_experts={experts}); use a value from 1 to {experts}"

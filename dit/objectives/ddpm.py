@@ -249,8 +249,6 @@ class DDPM(Objective):
 
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return angles evenly spaced in time, then 0; for a table, angles of its steps."""
-        if num_steps < 1:
-            raise ConfigError(f"num_steps={num_steps} must be at least 1")
         max_angle = math.acos(MIN_ALPHA_FROM_NOISE) if self.prediction == "noise" else math.pi / 2
         angles = self.noise_schedule.sampling_angles(num_steps, max_angle)
         return torch.cat([angles, torch.zeros(1, dtype=torch.float64)])

@@ -79,7 +79,7 @@ class AutoencoderConfig(ModelConfig):
                 f"{compression}, or change the number of resolutions"
             )
         groups = self.norm_num_groups
-        if groups < 1 or any(count < 1 or count % groups for count in self.block_out_channels):
+        if any(count % groups for count in self.block_out_channels):
             raise ConfigError(
                 f"model.block_out_channels={self.block_out_channels} must be multiples of "
                 f"model.norm_num_groups={groups}"
