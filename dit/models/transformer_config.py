@@ -26,9 +26,6 @@ from dit.ranges import (
 if TYPE_CHECKING:
     from dit.layers.positions import RotaryPositions
 
-CONDITION_FEATURES = 256
-"""Width of the sinusoid of the time and of every other scalar condition."""
-
 
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),

@@ -21,9 +21,6 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.base import Network
 
-Branch = Callable[[Tensor, Tensor], Tensor]
-"""A `Network` (inputs_TC, time_S) or a denoiser (x_TC, u)."""
-
 
 def combine(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     """Return uncond + scale * (cond - uncond)."""

@@ -167,30 +167,14 @@ def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tens
     return x_TC
 
 
-@dataclass(frozen=True)
-class Solver:
-    """One entry of `SOLVERS`.
-
-    Attributes:
-        order: the error of the deterministic part decreases as num_steps**-order.
-        calls_per_step: network calls per step; the last step always needs one.
-        stochastic: always draws fresh noise (`heun` only with `churn`).
-    """
-
-    integrate: Callable[..., Tensor]
-    order: int
-    calls_per_step: int
-    stochastic: bool = False
-
-
-SOLVERS = {
-    "euler": Solver(euler, order=1, calls_per_step=1),
-    "heun": Solver(heun, order=2, calls_per_step=2),
-    "ddim": Solver(ddim, order=1, calls_per_step=1),
-    "ancestral": Solver(ancestral, order=1, calls_per_step=1, stochastic=True),
-    "dpmpp_2m": Solver(dpmpp_2m, order=2, calls_per_step=1),
+SOLVERS: dict[str, Callable[..., Tensor]] = {
+    "euler": euler,
+    "heun": heun,
+    "ddim": ddim,
+    "ancestral": ancestral,
+    "dpmpp_2m": dpmpp_2m,
 }
-
+"""By name; the last step of each has one network call."""
 
 FRACTIONS: dict[str, Optional[float]] = {"small": 0.0, "large": 1.0, "learned": None}
 """Variances of `ancestral`, as a position between the posterior's (0) and beta (1); None if the network predicts it."""
@@ -235,7 +219,7 @@ def solve(
             denoiser = partial(_with_fixed_variance, denoiser, fraction)
     if name == "heun":
         options |= {"churn": churn, "noise_at": noise_at}
-    return SOLVERS[name].integrate(denoiser, path, x_TC, grid.to("cpu", torch.float64), **options)
+    return SOLVERS[name](denoiser, path, x_TC, grid.to("cpu", torch.float64), **options)
 
 
 def _alpha_sigma(path: Path, u: Tensor) -> tuple[float, float]:
