@@ -11,7 +11,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import pretrain
 from recipes import flux, imagen, stdit, wan
 from recipes.dit import as_large_model, as_mock, on_tensor_parallel, with_fsdp
-from recipes.models import flux_dev, stdit_3b, stdit_3b_opensora, stdit_s, stdit_xl, wan_1_3b, wan_2_2_ti2v_5b, wan_14b
+from recipes.models import flux_dev, stdit_3b, stdit_s, stdit_xl, wan_1_3b, wan_2_2_ti2v_5b, wan_14b
 
 CLIP_1K = (4, 32, 32)
 """Latent (frames, height, width) of 1024 tokens: 4 x 16 x 16 patches."""
@@ -50,20 +50,6 @@ def mock_stdit3b() -> run.Partial:
     --dryrun estimates 14 GiB on each. The proposal's recipe of this name builds XL.
     """
     return on_tensor_parallel(as_mock(as_large_model(stdit.open_sora("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
-
-
-@run.cli.factory(target=pretrain)
-def mock_stdit3b_opensora() -> run.Partial:
-    """ST-DiT-3B (3.18 B) of Open-Sora on synthetic clips of 73,728 tokens, TP 2 + SP, CP 2, 15 steps: 4 x 80 GB.
-
-    Each GPU has 16 complete frames, so spatial attention sends nothing; temporal attention sends its tokens once and
-    gets them back. Every layer is recomputed; --dryrun estimates 22 GiB on each.
-    """
-    recipe = as_large_model(stdit.open_sora("mock_stdit3b_opensora", stdit_3b_opensora()))
-    recipe = as_mock(recipe, CLIP_74K, text_tokens=300)
-    recipe.parallel.context_parallel_size = 2
-    recipe.training.recompute = "full"
-    return on_tensor_parallel(recipe, 2)
 
 
 def _wan(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partial:
@@ -302,31 +288,3 @@ def bench_wan14b_37k_tp2sp_cp4() -> run.Partial:
     recipe = _wan("bench_wan14b_37k_tp2sp_cp4", wan_14b(), 128)
     recipe.training.recompute, recipe.training.recompute_layers = "full", 24
     return recipe
-
-
-def _wan_on_one_gpu(name: str, num_layers: int) -> run.Partial:
-    """Return layers of Wan 14B that fit one GPU: two numbers give the time of a layer, and of the ends."""
-    recipe = as_mock(as_large_model(wan.wan(name, wan_14b())), CLIP_480P)
-    recipe.model.num_layers = num_layers
-    recipe.training.global_batch_size = 1
-    recipe.training.recompute = "selective"
-    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
-    return recipe
-
-
-@run.cli.factory(target=pretrain, name="bench_wan14b_37k_1gpu_L2")
-def bench_wan14b_37k_1gpu_l2() -> run.Partial:
-    """2 layers of Wan 14B (936 M) at 37,440 tokens on one GPU of 80 GB, 39 GiB: with ..._L4, the time of a layer.
-
-    Cheap activations are recomputed. The time of bench_wan14b_37k_1gpu_L4 minus this one's is that of two layers.
-    """
-    return _wan_on_one_gpu("bench_wan14b_37k_1gpu_L2", 2)
-
-
-@run.cli.factory(target=pretrain, name="bench_wan14b_37k_1gpu_L4")
-def bench_wan14b_37k_1gpu_l4() -> run.Partial:
-    """4 layers of Wan 14B (1.64 B) at 37,440 tokens on one GPU of 141 GB, 72 GiB.
-
-    See bench_wan14b_37k_1gpu_L2; cheap activations are recomputed here, too, and attention is most of the work.
-    """
-    return _wan_on_one_gpu("bench_wan14b_37k_1gpu_L4", 4)

@@ -178,23 +178,6 @@ def bench_dit28b_64k_fsdp_ckpt() -> run.Partial:
     return recipe
 
 
-@run.cli.factory(target=pretrain)
-def bench_dit7b_8k_1gpu() -> run.Partial:
-    """DiT-7B (7.19 B), all of it, at 8192 tokens on one GPU of 80 GB, 70 GiB: moments and average in host memory.
-
-    The host needs 80 GiB for them. Every layer is recomputed. An update copies Adam's moments to the GPU and back, 107
-    GiB in all, and the weights to the host for their average, so a step has 16 micro-batches; its time was not
-    measured.
-    """
-    recipe = _measured("bench_dit7b_8k_1gpu", dit_cross_7b(), CLIP_8K)
-    recipe.training.global_batch_size = 16
-    recipe.training.recompute = "full"
-    recipe.training.ema_decay, recipe.training.ema_offload = 0.9999, True
-    recipe.optimizer.offload = True
-    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
-    return recipe
-
-
 def _on_one_gpu(name: str, num_layers: int, latent: tuple[int, int, int]) -> run.Partial:
     """Return layers of DiT-7B that fit one GPU: two sizes give the time of a layer, and of the ends."""
     recipe = _measured(name, dit_cross_7b(), latent)

@@ -9,7 +9,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import TYPE_CHECKING, get_args
+from functools import cache
+from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
 
 from dit.errors import ConfigError
 
@@ -75,8 +76,10 @@ SHARE_BELOW_1 = Range(0, 1, open_high=True)
 INSIDE_0_1 = Range(0, 1, open_low=True, open_high=True)
 
 
-def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None:
-    """Check that fields of a configuration are in their ranges; None is allowed, and every entry of a list is checked.
+def check_ranges(part: str, config: "DataclassInstance", ranges: Mapping[str, Range]) -> None:
+    """Check that fields of a configuration are in their ranges, and fields of a `Literal` type have one of its values.
+
+    In ranges, None is allowed, and every entry of a list is checked.
 
     Args:
         part: name of the configuration in overrides, such as `training`.
@@ -88,6 +91,20 @@ def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None
         if any(entry is not None and entry not in allowed for entry in entries):
             kind = "of numbers, each " if isinstance(value, list) else ""
             raise ConfigError(f"{part}.{name}={value} must be {kind}{allowed}")
+    for name, choices in _choices(type(config)).items():
+        if (value := getattr(config, name)) not in choices:
+            raise ConfigError(f"{part}.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+
+
+@cache
+def _choices(settings: type) -> dict[str, tuple[object, ...]]:
+    """Return the values that fields of type `Literal` or `Optional[Literal]` can have."""
+    choices = {}
+    for name, kind in get_type_hints(settings).items():
+        kinds = (kind, *get_args(kind))
+        if literals := [each for each in kinds if get_origin(each) is Literal]:
+            choices[name] = get_args(literals[0]) + (None,) * (type(None) in kinds)
+    return choices
 
 
 def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], where: str, cure: str) -> None:
@@ -109,12 +126,6 @@ def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], w
             defaults.append(f"{part}.{field.name}={default}")
     if values:
         raise ConfigError(f"{', '.join(values)} has no effect {where}; {cure}, or leave {', '.join(defaults)}")
-
-
-def check_choice(name: str, value: str, choices: object) -> None:
-    """Check that the setting `name` has a value of the `Literal` type `choices`."""
-    if value not in get_args(choices):
-        raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def check_path(key: str, path: str) -> None:

@@ -11,7 +11,6 @@ from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
 from dit.fixed_packs import PackMaxima
-from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.routing_config import TokenRouted
@@ -99,7 +98,6 @@ class RunConfig:
                 f"{type(self.model).__name__} consists of convolutions, which it does not update; use "
                 "optimizer.algorithm=adamw"
             )
-        check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
         check_alignment(self.objective, self.model)

@@ -1,7 +1,7 @@
 """Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
 from dataclasses import dataclass
-from typing import Literal, Optional, get_type_hints
+from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -16,7 +16,6 @@ from dit.ranges import (
     SHARE_BELOW_1,
     Range,
     check_address,
-    check_choice,
     check_path,
     check_ranges,
     check_unused,
@@ -72,7 +71,6 @@ class OptimizerConfig:
                 "muon_momentum": SHARE_BELOW_1,
             },
         )
-        check_choice("optimizer.algorithm", self.algorithm, Algorithm)
         if self.algorithm != "muon":
             where = f"with optimizer.algorithm={self.algorithm}"
             check_unused("optimizer", self, ["muon_momentum"], where, "set optimizer.algorithm=muon")
@@ -197,9 +195,10 @@ class TrainingConfig:
                 "recheck_interval": COUNT_OR_NONE,
             },
         )
-        check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
-        if self.fp8 is not None:
-            check_choice("training.fp8", self.fp8, Fp8)
+        if self.recompute == "none":
+            check_unused(
+                "training", self, ["recompute_layers"], "with training.recompute=none", "set it to selective or full"
+            )
         if self.fp8 is not None and self.precision == "fp16":
             raise ConfigError(
                 f"training.fp8={self.fp8} needs training.precision=bf16 or fp32, got fp16; set "
@@ -426,9 +425,6 @@ class SamplingConfig:
                 f"sampling.churn={self.churn} must be four numbers, [s_churn, s_tmin, s_tmax, s_noise], the first "
                 "above 0, such as [40,0.05,50,1.003]; or none"
             )
-        hints = get_type_hints(SamplingConfig)
-        for name in ("solver", "variance", "thresholding"):
-            check_choice(f"sampling.{name}", getattr(self, name), hints[name])
         for names, where, cure in self.without_effect(guided=guided):
             check_unused("sampling", self, names, where, cure)
 

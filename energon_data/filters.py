@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,21 +13,25 @@ from energon_data.samples import Clip, FilteredOutError, SampleError, finite_num
 TOO_LONG = "too_long"
 """Reason under which samples with too many tokens are counted."""
 
+MAX_ABS = 1e3
+"""Largest valid absolute value of a latent, and of other values per latent token."""
+
 
 def largest_magnitude(x: Tensor) -> float:
-    """Return the largest absolute value of a floating-point tensor: 0 of an empty one, NaN if it has one.
-
-    The bits of 16-bit numbers are compared as integers, which is twice as fast: without the sign bit, they have the
-    order of magnitudes, with NaN above infinity. As int16, positive numbers are above negative ones; as uint16, below.
-    """
+    """Return the largest absolute value of a floating-point tensor: 0 of an empty one, NaN if it has one."""
     if not x.numel():
         return 0.0
-    if x.dtype in (torch.float16, torch.bfloat16):
-        bits = x.view(torch.int16).numpy()
-        positive, negative = int(bits.max()), int(bits.view(np.uint16).max()) - 2**15
-        return torch.tensor(max(positive, negative), dtype=torch.int16).view(x.dtype).item()
     low, high = torch.aminmax(x)  # both are NaN if a value is NaN
     return max(-low.item(), high.item())
+
+
+def check_finite(x: Tensor, what: str, *, limited: bool = True) -> None:
+    """Refuse values that are not finite or, if `limited`, larger than `MAX_ABS`."""
+    largest = largest_magnitude(x)
+    # A NaN fails every comparison, so the comparison must be the one that accepts.
+    if not (largest <= MAX_ABS if limited else largest < math.inf):
+        bound = f"at most {MAX_ABS:g}" if limited else "finite"
+        raise SampleError("not_finite", f"{what} reach {largest:g}, must be {bound}")
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,8 @@ class Limits:
         return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
 
 
-def _aesthetic_score(clip: Clip) -> Optional[float]:
-    name = "aesthetic_score"
+def _stated(clip: Clip, name: str) -> Optional[float]:
+    """Return a number in the metadata; None without one."""
     return None if clip.metadata.get(name) is None else finite_number(clip.metadata, name)
 
 
@@ -55,19 +58,8 @@ def _sides(clip: Clip) -> Optional[tuple[float, float]]:
     """Return height and width of the picture in pixels; for a latent, from the metadata."""
     if clip.pixel_shape is not None:
         return float(clip.pixel_shape[1]), float(clip.pixel_shape[2])
-    if clip.metadata.get("height") is None or clip.metadata.get("width") is None:
-        return None
-    return finite_number(clip.metadata, "height"), finite_number(clip.metadata, "width")
-
-
-def _smallest_side(clip: Clip) -> Optional[float]:
-    sides = _sides(clip)
-    return sides and min(sides)
-
-
-def _largest_side(clip: Clip) -> Optional[float]:
-    sides = _sides(clip)
-    return sides and max(sides)
+    height, width = _stated(clip, "height"), _stated(clip, "width")
+    return None if height is None or width is None else (height, width)
 
 
 def _aspect_ratio(clip: Clip) -> Optional[float]:
@@ -84,8 +76,8 @@ def _seconds(clip: Clip) -> Optional[float]:
         frames = finite_number(clip.metadata, "num_frames")
     if frames == 1:
         return 0.0
-    rate = finite_number(clip.metadata, "fps") if clip.metadata.get("fps") is not None else 0.0
-    return frames / rate if rate > 0 else None
+    rate = _stated(clip, "fps")
+    return frames / rate if rate is not None and rate > 0 else None
 
 
 def _caption_length(clip: Clip) -> Optional[float]:
@@ -94,9 +86,9 @@ def _caption_length(clip: Clip) -> Optional[float]:
 
 
 MEASURES: dict[str, Callable[[Clip], Optional[float]]] = {
-    "aesthetic_score": _aesthetic_score,
-    "smallest_side": _smallest_side,
-    "largest_side": _largest_side,
+    "aesthetic_score": lambda clip: _stated(clip, "aesthetic_score"),
+    "smallest_side": lambda clip: (sides := _sides(clip)) and min(sides),
+    "largest_side": lambda clip: (sides := _sides(clip)) and max(sides),
     "aspect_ratio": _aspect_ratio,
     "seconds": _seconds,
     "caption_length": _caption_length,
@@ -109,22 +101,12 @@ class Filters:
     """Limits of samples.
 
     Attributes:
-        max_abs: largest valid absolute value of a latent, and of other values per latent token.
         limits: limits by name of a measure; samples without the number are dropped.
         max_tokens: most tokens of a sample, without padding; None for no limit.
     """
 
-    max_abs: float = 1e3
     limits: Mapping[str, Limits] = field(default_factory=dict)
     max_tokens: Optional[int] = None
-
-    def check_values(self, x: Tensor, what: str, *, limited: bool = True) -> None:
-        """Refuse values that are not finite or, if `limited`, larger than `max_abs`."""
-        largest = largest_magnitude(x)
-        # A NaN fails every comparison, so the comparison must be the one that accepts.
-        if not (largest <= self.max_abs if limited else largest < math.inf):
-            bound = f"at most {self.max_abs:g}" if limited else "finite"
-            raise SampleError("not_finite", f"{what} reach {largest:g}, must be {bound}")
 
     def check(self, clip: Clip) -> None:
         """Compare a sample, before augmentation, with the limits."""

@@ -30,7 +30,7 @@ from dit.patchify import Grid, frames_to_patch
 from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.decoder import decode_sample
-from energon_data.filters import Filters
+from energon_data.filters import Filters, check_finite
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS, Clip, DroppedError, SampleError
 from energon_data.skip_log import Skip, SkipCounter
@@ -215,16 +215,15 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         clip.latent, clip.grid = self._fitting(clip.latent, "latent")
         if clip.reference is not None:
             clip.reference, clip.reference_grid = self._fitting(clip.reference, "reference")
-            self.options.filters.check_values(clip.reference, "values of the reference")
-        filters = self.options.filters
-        filters.check_length(clip.num_tokens)
-        filters.check_values(clip.latent, "latent values")
+            check_finite(clip.reference, "values of the reference")
+        self.options.filters.check_length(clip.num_tokens)
+        check_finite(clip.latent, "latent values")
         for condition in spec.conditions:
             value = read_condition(condition, clip)
             if isinstance(value, Tensor):
                 if condition.axis == "text" and not condition.of_picture:
                     value = value[: self.options.max_text_tokens]
-                filters.check_values(value, condition.description, limited=condition.is_per_token)
+                check_finite(value, condition.description, limited=condition.is_per_token)
             if value is not None:
                 clip.conditions[condition.name] = value
         if self.options.embedded:

@@ -1,7 +1,7 @@
 """Checks of settings of `EnergonData` that read no data: ranges, changes of pictures, settings without effect."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 from dit.condition_table import TEACHER_TOKEN
 from dit.data_api import BatchSpec
@@ -14,7 +14,6 @@ from dit.ranges import (
     RANKS,
     SHARE,
     Range,
-    check_choice,
     check_ranges,
     check_unused,
 )
@@ -43,7 +42,6 @@ def check_values(data: Any) -> None:
         low, high = getattr(data, f"min_{quantity}"), getattr(data, f"max_{quantity}")
         if low is not None and high is not None and low > high:
             raise ConfigError(f"data.min_{quantity}={low} is above data.max_{quantity}={high}, so no sample is left")
-    check_choice("data.online_precision", data.online_precision, Literal["fp32", "bf16"])
     packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
     encoders = data.online_vae, data.online_text_encoder
     groups = (

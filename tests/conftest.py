@@ -3,11 +3,13 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dit.backends.process_groups import ProcessGroups
+from dit.backends.provider import LayerProvider
 from dit.models.base import Backbone, ModelConfig
 from dit.models.registry import build_backbone
 from dit.verify.ranks import FORKS
@@ -55,27 +57,41 @@ def one_rank_world() -> Iterator[ProcessGroups]:
 
 
 @pytest.fixture
-def build_model(one_rank_world: ProcessGroups) -> BuildModel:
+def provider_of(one_rank_world: ProcessGroups) -> Callable[..., LayerProvider]:
+    """Return the layers of one rank in fp32, from sizes of a `TransformerConfig`."""
+    from megatron.core.transformer import TransformerConfig
+
+    def build(**sizes: Any) -> LayerProvider:
+        config = TransformerConfig(
+            **{"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, **sizes},
+            perform_initialization=False,
+            gradient_accumulation_fusion=False,
+            params_dtype=torch.float32,
+        )
+        return LayerProvider(config, one_rank_world.collection)
+
+    return build
+
+
+@pytest.fixture
+def provider(provider_of: Callable[..., LayerProvider]) -> LayerProvider:
+    """The layers of a small transformer."""
+    return provider_of()
+
+
+@pytest.fixture
+def build_model(provider_of: Callable[..., LayerProvider]) -> BuildModel:
     """Build a full fp32 model on one rank from its config, with counter-based initial weights.
 
     `perturb` is the standard deviation of seeded noise added to all parameters, including zeros and ones.
     """
-    from megatron.core.transformer import TransformerConfig
-
     from dit.backends.init import initialize_weights
-    from dit.backends.provider import LayerProvider
     from dit.kernels.attention import segment_sdpa
     from dit.models.base import Stage
 
     def build(model_config: ModelConfig, *, seed: int = 3, perturb: float = 0.0) -> Backbone:
         sizes = model_config.megatron_sizes()
-        config = TransformerConfig(
-            **sizes.arguments(),
-            perform_initialization=False,
-            gradient_accumulation_fusion=False,
-            params_dtype=torch.float32,
-        )
-        provider = LayerProvider(config, one_rank_world.collection)
+        provider = provider_of(**sizes.arguments())
         model = build_backbone(model_config, provider, segment_sdpa, Stage(range(sizes.num_layers)))
         initialize_weights(model, seed, tp_rank=0, tp_size=1)
         generator = torch.Generator().manual_seed(seed)

@@ -386,12 +386,6 @@ class LayerProvider:
     def local_experts(self, num_experts: int) -> range:
         """Return the global indices of the local experts."""
         size = 1 if self._groups is None else self._groups.ep.size()
-        if num_experts % size:
-            fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
-            raise ConfigError(
-                f"num_experts={num_experts} cannot be split over expert_model_parallel_size={size} ranks; "
-                f"use one of {fits}"
-            )
         share = num_experts // size
         first = 0 if self._groups is None else self._groups.ep.rank() * share
         return range(first, first + share)

@@ -30,7 +30,6 @@ from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig, check_levels, check_references
 from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each, of_pack, steps_of
-from dit.sampling.guidance import needs_unconditional
 from dit.sampling.references import add_references
 from dit.sampling.teacher_token import token_features
 from dit.sampling.tiles import TiledNetwork
@@ -220,7 +219,7 @@ class Generator:
         overrides = {name: value for name, value in overrides.items() if value is not None}
         sampling = replace(self.config.sampling, **overrides)
         low_scale = None if self.low_noise is None else self.low_noise.guidance_scale
-        guided = low_scale is not None and needs_unconditional(low_scale)
+        guided = low_scale not in (None, 1)
         for names, _, _ in sampling.without_effect(guided=guided):
             sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in overrides})
         if overrides.get("variance") is not None and sampling.solver != "ancestral":
@@ -257,13 +256,13 @@ class Generator:
         count = batch.layout.num_samples
         seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
         negative = negative or {}
-        if self.guide is not None and (negative or not needs_unconditional(sampling.guidance_scale)):
+        if self.guide is not None and (negative or sampling.guidance_scale == 1):
             other = "negative conditions" if negative else f"guidance_scale={sampling.guidance_scale:g}"
             raise ConfigError(f"a guide cannot be combined with {other}; leave out one of the two")
         scales = [sampling.guidance_scale]
         if self.low_noise is not None and self.low_noise.guidance_scale is not None:
             scales.append(self.low_noise.guidance_scale)
-        if any(map(needs_unconditional, scales)) and self.guide is None:
+        if any(scale != 1 for scale in scales) and self.guide is None:
             negative = {**self._empty_texts(negative, count), **negative}
         return generate_each(
             self._in_tiles(self.network, tile, tile_overlap),

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Literal, Optional, TypeVar, TypeVarTuple, get_args
+from typing import Literal, Optional, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from dit.errors import ConfigError
-
 Arguments = TypeVarTuple("Arguments")
 Out = TypeVar("Out")
 RecomputeChoice = Literal["none", "selective", "full"]
-
-
-def check_recompute(choice: RecomputeChoice, layers: Optional[int]) -> None:
-    """Check the settings `training.recompute` and `training.recompute_layers`."""
-    if choice not in get_args(RecomputeChoice):
-        raise ConfigError(
-            f"training.recompute={choice!r} is unknown; use one of {', '.join(get_args(RecomputeChoice))}"
-        )
-    if layers is not None and choice == "none":
-        raise ConfigError(
-            f"training.recompute_layers={layers} has no effect with training.recompute='none'; "
-            "set training.recompute to 'selective' or 'full', or training.recompute_layers to None"
-        )
-    if layers is not None and layers < 1:
-        raise ConfigError(f"training.recompute_layers={layers} must be at least 1, or None for all layers")
 
 
 def recompute_activations(layer: nn.Module, choice: RecomputeChoice) -> None:

@@ -11,6 +11,9 @@ from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT
 from dit.layers.convolution import torch_init
 
+CONDITION_FEATURES = 256
+"""Width of the sinusoid of the time and of every other scalar condition."""
+
 
 def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *, shift: int = 0) -> Tensor:
     """Embed continuous times as cosines, then sines, of `size / 2` frequencies from 1 to 1 / max_period; float32.
@@ -47,7 +50,7 @@ class TimestepEmbedder(nn.Module):
         provider: LayerProvider,
         *,
         time_scale: float,
-        features: int = 256,
+        features: int = CONDITION_FEATURES,
         inner_size: Optional[int] = None,
         frequency_shift: int = 0,
         bias: bool = True,
@@ -89,14 +92,14 @@ class ScalarEmbedder(nn.Module):
     Source: Podell et al. 2023 (SDXL), arXiv:2307.01952, section 2.2.
     """
 
-    def __init__(self, count: int, hidden_size: int, provider: LayerProvider, *, features: int = 256) -> None:
+    def __init__(self, count: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
-        self.features = features
-        self.linear_1 = provider.replicated_linear(count * features, hidden_size, bias=True, init=normal(0.02))
+        inputs = count * CONDITION_FEATURES
+        self.linear_1 = provider.replicated_linear(inputs, hidden_size, bias=True, init=normal(0.02))
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
 
     def forward(self, *numbers_S: Tensor) -> Tensor:
-        features = torch.cat([timestep_features(x_S, self.features) for x_S in numbers_S], -1)
+        features = torch.cat([timestep_features(x_S, CONDITION_FEATURES) for x_S in numbers_S], -1)
         return self.linear_2(nn.functional.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
 
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
@@ -132,6 +132,12 @@ class Supports:
         return ", ".join(["data parallelism", "fp32", *words])
 
 
+PICTURES = Supports(
+    tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
+)
+"""Features of a network of convolutions on complete pictures of one shape."""
+
+
 @dataclass(kw_only=True)
 class ModelConfig(ABC):
     """Settings of every backbone.
@@ -221,16 +227,18 @@ class ModelConfig(ABC):
 
     @property
     def adapters(self) -> Optional[LoRAConfig]:
-        """Settings of low-rank adapters; None if all parameters are trained."""
-        return None
+        """Settings of low-rank adapters, in the field `lora` of backbones that have them; None to train all weights."""
+        return getattr(self, "lora", None)
 
     def without_adapters(self) -> Self:
         """Return the settings of the base model."""
-        return self
+        return self if self.adapters is None else self.with_adapters(None)
 
-    def with_adapters(self, lora: LoRAConfig) -> Self:
-        """Return the settings with adapters added to the base model."""
-        raise ConfigError(f"{type(self).__name__} has no adapters (LoRA); train all its weights")
+    def with_adapters(self, lora: Optional[LoRAConfig]) -> Self:
+        """Return the settings with adapters added to the base model, or with None."""
+        if not hasattr(self, "lora"):
+            raise ConfigError(f"{type(self).__name__} has no adapters (LoRA); train all its weights")
+        return replace(self, **{"lora": lora})  # type: ignore[arg-type]
 
     def at_base_width(self) -> Optional[Self]:
         """Return the settings at the base width of the mu-parametrisation; None without one."""

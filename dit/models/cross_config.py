@@ -5,9 +5,8 @@ from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
-from dit.models.conditioned import ClassConditioned, NullText, NullTextConditioned
+from dit.models.conditioned import ClassConditioned, NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig, check_query_groups
-from dit.ranges import check_choice
 
 
 @dataclass(kw_only=True)
@@ -31,7 +30,6 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
 
     def check_sizes(self) -> None:
         super().check_sizes()
-        check_choice("model.null_text", self.null_text, NullText)
         check_query_groups(self.num_attention_heads, self.num_query_groups)
         if self.context_size is None:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Optional, get_args
+from typing import Any, Literal, Optional
 
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
@@ -38,20 +38,18 @@ class ExpertOptions:
             names = [field.name for field in fields(ExpertOptions)]
             check_unused("model", self, names, "without experts", "set model.num_experts too")
             return
-        if self.moe_router not in get_args(Router):
-            raise ConfigError(f"model.moe_router={self.moe_router!r} is unknown; use 'expert_choice' or 'top_k'")
         if self.moe_router == "expert_choice":
             names = ["moe_top_k", "moe_aux_loss_coeff"]
             check_unused("model", self, names, "with model.moe_router=expert_choice", "use model.moe_router=top_k")
         else:
             names = ["moe_capacity_factor"]
             check_unused("model", self, names, "with model.moe_router=top_k", "use model.moe_router=expert_choice")
-        if self.moe_router == "expert_choice" and not 0 < self.moe_capacity_factor <= experts:
+        if self.moe_router == "expert_choice" and self.moe_capacity_factor > experts:
             raise ConfigError(
                 f"model.moe_capacity_factor={self.moe_capacity_factor} is the mean number of experts per token "
                 f"(model.num_experts={experts}); use a value above 0 and up to {experts}"
             )
-        if self.moe_router == "top_k" and not 1 <= self.moe_top_k <= experts:
+        if self.moe_router == "top_k" and self.moe_top_k > experts:
             raise ConfigError(
                 f"model.moe_top_k={self.moe_top_k} is the number of experts per token "
                 f"(model.num_experts={experts}); use a value from 1 to {experts}"

@@ -6,9 +6,9 @@ from typing import Literal, Optional
 from dit.condition_table import AUGMENTATION, LOW_RESOLUTION
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
-from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_choice, check_ranges, whole
+from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_ranges, whole
 from dit.resize import Kernel, LowResolution
 
 SAMPLING_AUGMENTATION = 0.002
@@ -39,16 +39,7 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
     """
 
-    supports = Supports(
-        tensor=False,
-        sequence=False,
-        pipeline=False,
-        context=False,
-        expert=False,
-        mixed_shapes=False,
-        levels=False,
-        compiled=True,
-    )
+    supports = replace(PICTURES, compiled=True)
 
     in_channels: int = 3
     patch_spatial: int = 1
@@ -126,8 +117,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
                 "patch_temporal": COUNT,
             },
         )
-        check_choice("model.attention_type", self.attention_type, AttentionType)
-        check_choice("model.low_resolution_kernel", self.low_resolution_kernel, Kernel)
         if self.patch_temporal != 1:
             raise ConfigError(f"model.patch_temporal={self.patch_temporal}, but this UNet is for pictures; set it to 1")
         self._check_levels()

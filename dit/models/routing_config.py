@@ -8,7 +8,7 @@ from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
 from dit.models.base import Supports
 from dit.models.transformer_config import TransformerModelConfig
-from dit.ranges import SHARE, SHARE_BELOW_1, Range, check_choice, check_ranges, check_unused, whole
+from dit.ranges import SHARE, SHARE_BELOW_1, Range, check_ranges, check_unused, whole
 
 RANGES: dict[str, Range] = {
     "share": SHARE_BELOW_1,
@@ -48,7 +48,6 @@ class RoutingConfig:
     def validate(self, num_layers: int) -> None:
         """Check the range of every field, and that there is a middle."""
         check_ranges("model.routing", self, RANGES)
-        check_choice("model.routing.rejoin", self.rejoin, Literal["unchanged", "fused"])
         if self.rejoin == "unchanged":
             check_unused("model.routing", self, ["path_dropout"], "with rejoin=unchanged", "use rejoin=fused")
         if not self.middle(num_layers):

@@ -3,7 +3,7 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal, Optional, Self, get_type_hints
+from typing import TYPE_CHECKING, Literal, Optional, Self
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, TransformerSizes
@@ -18,7 +18,6 @@ from dit.ranges import (
     SHARE,
     WIDTH,
     Range,
-    check_choice,
     check_ranges,
     check_unused,
     whole,
@@ -26,9 +25,6 @@ from dit.ranges import (
 
 if TYPE_CHECKING:
     from dit.layers.positions import RotaryPositions
-
-CONDITION_FEATURES = 256
-"""Width of the sinusoid of the time and of every other scalar condition."""
 
 
 RANGES: dict[str, Range] = {
@@ -117,16 +113,6 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     lora: Optional[LoRAConfig] = None
     base_width: Optional[int] = None
 
-    @property
-    def adapters(self) -> Optional[LoRAConfig]:
-        return self.lora
-
-    def without_adapters(self) -> Self:
-        return replace(self, lora=None)
-
-    def with_adapters(self, lora: LoRAConfig) -> Self:
-        return replace(self, lora=lora)
-
     def at_base_width(self) -> Optional[Self]:
         if self.base_width is None:
             return None
@@ -200,11 +186,9 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             axes: features of a head that rotate with each of `position_axes`; None for a third each.
             turns_in_time: whether temporal attention is rotary for any kind of positions.
         """
-        from dit.layers.positions import check_scaling, check_size
+        from dit.layers.positions import check_size
 
         kind = self.position_embedding
-        check_choice("model.position_embedding", kind, get_type_hints(type(self))["position_embedding"])
-        check_scaling(self.rope_scaling)
         if kind != "rope_3d" and not turns_in_time:
             names = [field.name for field in fields(RotarySettings)]
             check_unused("model", self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")

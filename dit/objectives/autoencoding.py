@@ -15,7 +15,7 @@ from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise
 from dit.objectives.adversarial import NUM_SCORES, Adversarial
 from dit.objectives.base import Network, Objective, Prepared, sample_weights
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
+from dit.ranges import NOT_NEGATIVE, check_ranges
 
 
 class Reconstruction(Objective):
@@ -128,7 +128,6 @@ class Autoencoding(Reconstruction):
     adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
-        check_choice("loss_kind", self.loss_kind, LossKind)
         check_ranges("objective", self, {"kl_weight": NOT_NEGATIVE})
 
     @property

@@ -15,7 +15,7 @@ from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, 
 from dit.objectives.losses import LossKind, Term, min_snr_weight, token_error
 from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
 from dit.objectives.variational_bound import VariationalBound
-from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_choice, check_ranges, whole
+from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
 NetworkTime = Literal["time", "log_snr"]
@@ -111,9 +111,6 @@ class DDPM(Objective):
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
-        check_choice("prediction", self.prediction, Prediction)
-        check_choice("loss_kind", self.loss_kind, LossKind)
-        check_choice("network_time", self.network_time, NetworkTime)
         ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "noise_offset": SHARE}
         check_ranges("objective", self, {**ranges, "betas": INSIDE_0_1})
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
@@ -252,8 +249,6 @@ class DDPM(Objective):
 
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return angles evenly spaced in time, then 0; for a table, angles of its steps."""
-        if num_steps < 1:
-            raise ConfigError(f"num_steps={num_steps} must be at least 1")
         max_angle = math.acos(MIN_ALPHA_FROM_NOISE) if self.prediction == "noise" else math.pi / 2
         angles = self.noise_schedule.sampling_angles(num_steps, max_angle)
         return torch.cat([angles, torch.zeros(1, dtype=torch.float64)])

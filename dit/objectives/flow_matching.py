@@ -18,7 +18,7 @@ from dit.objectives.alignment import Alignment
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import Term, TokenLossKind, min_snr_weight, token_error
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
+from dit.ranges import FINITE, INSIDE_0_1, POSITIVE, WIDTH, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -87,14 +87,9 @@ class FlowMatching(Objective):
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
-        check_choice("prediction", self.prediction, Prediction)
-        check_choice("time_distribution", self.time_distribution, TimeDistribution)
-        check_choice("loss_kind", self.loss_kind, TokenLossKind)
-        positive = dict.fromkeys(("min_snr_gamma", "teacher_token_weight"), POSITIVE)
-        check_ranges("objective", self, {"logit_mean": FINITE, "shift_dimension": WIDTH, **positive})
-        for name in ("logit_std", "time_shift"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
+        positive = dict.fromkeys(("logit_std", "time_shift", "min_snr_gamma", "teacher_token_weight"), POSITIVE)
+        ranges = {"logit_mean": FINITE, "shift_dimension": WIDTH, "last_time": INSIDE_0_1}
+        check_ranges("objective", self, ranges | positive)
         self._check_shift()
         if (self.loss_kind, self.prediction) == ("l2_cosine", "x0"):
             raise ConfigError(
@@ -142,8 +137,6 @@ class FlowMatching(Objective):
                 f"objective.time_shift={self.time_shift}, min_time={self.min_time} and max_time={self.max_time} do not "
                 "go with objective.shift_by_tokens; use 1, 0 and 1, or shift_by_tokens=null"
             )
-        if self.last_time is not None and not 0 < self.last_time < 1:
-            raise ConfigError(f"objective.last_time={self.last_time} must be between 0 and 1, or null")
 
     def at_size(self, tokens: int, channels: int) -> "FlowMatching":
         if self.shift_dimension is None and self.shift_by_tokens is None:
@@ -247,8 +240,6 @@ class FlowMatching(Objective):
 
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return times from 1 to 0, evenly spaced before the shift."""
-        if num_steps < 1:
-            raise ConfigError(f"num_steps={num_steps} must be at least 1")
         assert self.shift_dimension is None  # `at_size`
         assert self.shift_by_tokens is None
         grid = shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.ranges import check_choice
 
 ScheduleName = Literal["linear", "cosine", "scaled_linear"]
 
@@ -209,9 +208,6 @@ def discrete_betas(name: ScheduleName, num_steps: int, betas: Optional[Sequence[
     beta at most 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. For lengths other than 1000, the two
     linear schedules are scaled by 1000 / num_steps.
     """
-    check_choice("schedule", name, ScheduleName)
-    if num_steps < 1:
-        raise ConfigError(f"discrete_steps={num_steps} must be at least 1; use 1000, or None for continuous time")
     if name == "cosine" and betas is None:
         edges = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
         alpha2 = CosineSchedule().angle(edges).cos().square()
@@ -256,7 +252,6 @@ def make_schedule(
         betas: first and last beta of a table of 1000 steps; None for the published values.
         zero_snr: rescale the table by `zero_terminal_snr`.
     """
-    check_choice("schedule", name, ScheduleName)
     if discrete_steps is not None:
         table = discrete_betas(name, discrete_steps, betas)
         return TableSchedule(zero_terminal_snr(table) if zero_snr else table)

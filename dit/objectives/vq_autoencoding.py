@@ -11,7 +11,7 @@ from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Reconstruction
 from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
+from dit.ranges import NOT_NEGATIVE, check_ranges
 
 
 @dataclass(kw_only=True)
@@ -39,7 +39,6 @@ class VQAutoencoding(Reconstruction):
     adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
-        check_choice("loss_kind", self.loss_kind, LossKind)
         check_ranges("objective", self, {"beta": NOT_NEGATIVE})
 
     @property

@@ -15,7 +15,6 @@ from dit.ranges import (
     COUNT_OR_NONE,
     NOT_NEGATIVE,
     Range,
-    check_choice,
     check_ranges,
 )
 
@@ -181,7 +180,6 @@ class WSD(Falling):
 
     def validate(self) -> None:
         super().validate()
-        check_choice("schedule.decay", self.decay, Decay)
 
     def ranges(self) -> dict[str, Range]:
         return {**super().ranges(), "decay_steps": COUNT}

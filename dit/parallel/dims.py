@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional, get_args
+from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.kernels.fp8 import BLOCKS, check_features
@@ -121,10 +121,6 @@ def fitting_micro_batch(at_most: int, share: int) -> int:
 
 def _check_fsdp(parallel: ParallelConfig) -> None:
     sharding = parallel.fsdp_sharding
-    if sharding not in get_args(FSDPSharding):
-        raise ConfigError(
-            f"parallel.fsdp_sharding={sharding!r} is unknown; use one of {', '.join(map(repr, get_args(FSDPSharding)))}"
-        )
     overlaps = {
         "overlap_grad_reduce": parallel.overlap_grad_reduce,
         "overlap_param_gather": parallel.overlap_param_gather,
@@ -265,7 +261,11 @@ def check_parallel(
         _check_fsdp(parallel)
     _check_pipeline(parallel, sizes.num_layers, model.uncut_layers)
     _check_experts(parallel, sizes.num_moe_experts)
-    _check_sequence(parallel)
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
+            "raise it or switch sequence_parallel off"
+        )
     _check_context(parallel, sizes.num_query_groups or sizes.num_attention_heads)
     _check_overlaps(parallel)
     dp = _replicas(parallel, world_size)
@@ -293,14 +293,6 @@ def _check_heads(parallel: ParallelConfig, sizes: TransformerSizes) -> None:
         raise ConfigError(
             f"num_query_groups={groups} cannot be split over tensor_model_parallel_size={tp}; "
             f"use one of {_divisors(groups)} or change the number of groups"
-        )
-
-
-def _check_sequence(parallel: ParallelConfig) -> None:
-    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
-        raise ConfigError(
-            "parallel.sequence_parallel=True needs parallel.tensor_model_parallel_size of at least 2, got 1; "
-            "raise it or switch sequence_parallel off"
         )
 
 
@@ -422,13 +414,6 @@ def _token_multiple(parallel: ParallelConfig, training: TrainingConfig) -> int:
 
 def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
     cp, comm, inner = parallel.context_parallel_size, parallel.context_comm, parallel.context_a2a_size
-    for name, value, choices in (
-        ("context_comm", comm, ("p2p", "all_gather", "a2a", "a2a+p2p")),
-        ("context_split", parallel.context_split, ("contiguous", "load_balanced")),
-        ("spatial_temporal_comm", parallel.spatial_temporal_comm, ("hybrid", "context")),
-    ):
-        if value not in choices:
-            raise ConfigError(f"parallel.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
     heads = kv_heads // parallel.tensor_model_parallel_size  # an exchange of heads splits keys and values too
     if comm == "a2a+p2p":
         fits = [n for n in _divisors(cp) if 1 < n < cp and heads % n == 0]

@@ -23,8 +23,6 @@ from dit.sampling.guidance import (
     guided_columns,
     guided_pair,
     guided_prediction,
-    needs_unconditional,
-    no_threshold,
     threshold,
     within,
 )
@@ -228,7 +226,7 @@ def generate_each(
     def branches(network: ConditionalNetwork, scale: float) -> tuple[Network, Network]:
         """Return the network with guidance of a scale, and without guidance."""
         plain = bind(network, batch)
-        if not needs_unconditional(scale):
+        if scale == 1:
             return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
         combined: Callable[..., Tensor] = partial(
@@ -268,7 +266,7 @@ def generate_each(
         objective.check_thresholding(sampling.solver, num_steps)
     clip = threshold(sampling.thresholding, layout)
     if features:
-        clip = of_latents(clip, channels, no_threshold)
+        clip = of_latents(clip, channels, lambda token_TC: token_TC)
 
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:
         step = int((grid > u).sum())

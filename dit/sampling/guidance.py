@@ -21,14 +21,6 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.base import Network
 
-Branch = Callable[[Tensor, Tensor], Tensor]
-"""A `Network` (inputs_TC, time_S) or a denoiser (x_TC, u)."""
-
-
-def needs_unconditional(scale: float) -> bool:
-    """Return whether guidance at this scale uses the unconditional branch."""
-    return scale != 1
-
 
 def combine(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     """Return uncond + scale * (cond - uncond)."""
@@ -47,7 +39,7 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
 
     Source: facebookresearch/DiT, `forward_with_cfg`, which guides 3 channels of 4.
     """
-    if first is not None and not 1 <= first <= num_channels:
+    if first is not None and first > num_channels:
         raise ConfigError(f"guidance_channels={first}, but latents have {num_channels}; use 1 to {num_channels}")
     if num_outputs == 1 and first in (None, num_channels):
         return None
@@ -129,11 +121,8 @@ def guided_pair(
 
     Args:
         network: bound to the doubled pack, conditional samples first.
-        scale: any number except 1.
         combined: combines the two halves, as `guided_prediction`.
     """
-    if not needs_unconditional(scale):
-        raise ConfigError("guidance_scale=1 needs no unconditional half; call the network over the conditional pack")
 
     def call(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
         cond_TC, uncond_TC = network(torch.cat([inputs_TC, inputs_TC]), torch.cat([time_S, time_S])).chunk(2)
@@ -162,25 +151,17 @@ def _check_full(layout: SequenceLayout, method: str, cure: str) -> None:
         )
 
 
-def no_threshold(x0_TC: Tensor) -> Tensor:
-    """Return the clean estimate unchanged."""
-    return x0_TC
+QUANTILE = 0.995
+"""Of |x0| over a sample, in `dynamic_threshold`; Imagen's."""
 
 
-def static_threshold(x0_TC: Tensor) -> Tensor:
-    """Clamp a clean estimate to [-1, 1], the range of pixels."""
-    return x0_TC.clamp(-1, 1)
-
-
-def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0.995) -> Tensor:
+def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout) -> Tensor:
     """Clamp each sample's clean estimate to a quantile of |x0| and divide by it, for pixels at a large guidance scale.
 
     Samples with a quantile below 1 are only clamped to [-1, 1]. Clean tokens do not count in the quantile.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, Section 2.3.
     """
-    if not 0 < quantile <= 1:
-        raise ConfigError(f"quantile={quantile} must be in (0, 1]; Imagen's is 0.995")
     _check_full(layout, "dynamic thresholding", "use static thresholding")
     # kthvalue: torch.quantile is limited to 2**24 numbers, and one video has more.
     limits, levels = [], layout.levels
@@ -189,7 +170,7 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
         tokens = slice(start, start + length)
         sample_TC = x0_TC[tokens] if noised_T is None else x0_TC[tokens][noised_T[tokens]]
         size = sample_TC.detach().abs().flatten()
-        limits.append(size.kthvalue(math.ceil(quantile * len(size))).values.clamp(min=1))
+        limits.append(size.kthvalue(math.ceil(QUANTILE * len(size))).values.clamp(min=1))
     limit_T1 = layout.per_token(torch.stack(limits))
     return torch.maximum(torch.minimum(x0_TC, limit_T1), -limit_T1) / limit_T1
 
@@ -198,13 +179,11 @@ def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
     """Return a thresholding function for the clean estimates of a pack.
 
     Args:
-        name: `none`, `static` or `dynamic`.
+        name: `none`, `static` (a clamp to [-1, 1], the range of pixels) or `dynamic`.
     """
     functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "none": no_threshold,
-        "static": static_threshold,
+        "none": lambda x0_TC: x0_TC,
+        "static": lambda x0_TC: x0_TC.clamp(-1, 1),
         "dynamic": partial(dynamic_threshold, layout=layout),
     }
-    if name not in functions:
-        raise ConfigError(f"thresholding={name!r} is unknown; use one of {', '.join(map(repr, functions))}")
     return functions[name]

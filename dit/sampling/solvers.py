@@ -8,7 +8,7 @@ the path x_u = alpha x0 + sigma eps for its coefficients, and uses two identitie
 
 Nothing divides by alpha, so sampling may start at pure noise (flow time 1, angle pi / 2). Every solver ends with the
 clean estimate, the limit of both identities for sigma to 0 (Heun's last step is of first order, as in Karras et al.).
-Coefficients are float64; the precision of the state is a separate setting.
+Coefficients are float64; the state keeps the precision of its start.
 """
 
 import math
@@ -41,7 +41,7 @@ def euler(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
 
     Source: Song et al. 2021, arXiv:2011.13456, Eq. 13, written along the path.
     """
-    for u, u_next in _steps(grid):
+    for u, u_next in pairwise(grid):
         x0_TC = denoiser(x_TC, u)
         x_TC = x0_TC if u_next == 0 else x_TC + float(u_next - u) * _derivative(path, x_TC, x0_TC, u)
     return x_TC
@@ -99,7 +99,7 @@ def heun(
 
     Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 1; Algorithm 2 with `churn`.
     """
-    for step, (u, u_next) in enumerate(_steps(grid)):
+    for step, (u, u_next) in enumerate(pairwise(grid)):
         if churn is not None and noise_at is not None:
             x_TC, u = churn.raised(x_TC, u, noise_at(step))
         x0_TC = denoiser(x_TC, u)
@@ -113,32 +113,14 @@ def heun(
     return x_TC
 
 
-def ddim(
-    denoiser: Denoiser,
-    path: Path,
-    x_TC: Tensor,
-    grid: Tensor,
-    *,
-    eta: float = 0.0,
-    noise_at: Optional[NoiseAt] = None,
-) -> Tensor:
-    """Renoise the clean estimate to the next level: first order, one network call per step.
+def ddim(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
+    """Renoise the clean estimate to the next level without fresh noise: first order, one network call per step.
 
-    Args:
-        eta: share of the posterior's standard deviation that is fresh noise; 0 is deterministic, 1 is `ancestral`.
-        noise_at: the fresh noise; needed unless `eta` is 0.
-
-    Source: Song et al. 2021, arXiv:2010.02502, Eq. 12 and 16, for any alpha and sigma.
+    Source: Song et al. 2021, arXiv:2010.02502, Eq. 12 with sigma 0, for any alpha and sigma.
     """
-    for step, (u, u_next) in enumerate(_steps(grid)):
+    for u, u_next in pairwise(grid):
         x0_TC = denoiser(x_TC, u)
-        if u_next == 0:
-            return x0_TC
-        small, _ = _reverse_stds(path, u, u_next)
-        fresh = eta * small
-        x_TC = _renoised(path, x_TC, x0_TC, u, u_next, fresh)
-        if fresh and noise_at is not None:
-            x_TC = x_TC + fresh * noise_at(step).to(x_TC)
+        x_TC = x0_TC if u_next == 0 else _renoised(path, x_TC, x0_TC, u, u_next, 0.0)
     return x_TC
 
 
@@ -151,7 +133,7 @@ def ancestral(reverse: Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7 and section 3.2, for the mean and the two fixed variances; Nichol
     and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and section 4, for the variance between them and for respacing.
     """
-    for step, (u, u_next) in enumerate(_steps(grid)):
+    for step, (u, u_next) in enumerate(pairwise(grid)):
         x0_TC, fraction = reverse(x_TC, u)
         if u_next == 0:
             return x0_TC
@@ -170,7 +152,7 @@ def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tens
     """
     previous_TC: Optional[Tensor] = None
     h_previous = math.inf
-    for u, u_next in _steps(grid):
+    for u, u_next in pairwise(grid):
         x0_TC = denoiser(x_TC, u)
         if u_next == 0:
             return x0_TC
@@ -185,30 +167,14 @@ def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tens
     return x_TC
 
 
-@dataclass(frozen=True)
-class Solver:
-    """One entry of `SOLVERS`.
-
-    Attributes:
-        order: the error of the deterministic part decreases as num_steps**-order.
-        calls_per_step: network calls per step; the last step always needs one.
-        stochastic: always draws fresh noise (`ddim` only with `eta` above 0, `heun` only with `churn`).
-    """
-
-    integrate: Callable[..., Tensor]
-    order: int
-    calls_per_step: int
-    stochastic: bool = False
-
-
-SOLVERS = {
-    "euler": Solver(euler, order=1, calls_per_step=1),
-    "heun": Solver(heun, order=2, calls_per_step=2),
-    "ddim": Solver(ddim, order=1, calls_per_step=1),
-    "ancestral": Solver(ancestral, order=1, calls_per_step=1, stochastic=True),
-    "dpmpp_2m": Solver(dpmpp_2m, order=2, calls_per_step=1),
+SOLVERS: dict[str, Callable[..., Tensor]] = {
+    "euler": euler,
+    "heun": heun,
+    "ddim": ddim,
+    "ancestral": ancestral,
+    "dpmpp_2m": dpmpp_2m,
 }
-
+"""By name; the last step of each has one network call."""
 
 FRACTIONS: dict[str, Optional[float]] = {"small": 0.0, "large": 1.0, "learned": None}
 """Variances of `ancestral`, as a position between the posterior's (0) and beta (1); None if the network predicts it."""
@@ -222,10 +188,8 @@ def solve(
     grid: Tensor,
     *,
     noise_at: Optional[NoiseAt] = None,
-    eta: float = 0.0,
     variance: str = "small",
     churn: Optional[Churn] = None,
-    dtype: Optional[torch.dtype] = None,
 ) -> Tensor:
     """Integrate from `x_TC` at `grid[0]` to clean latents at 0.
 
@@ -235,48 +199,27 @@ def solve(
         path: of the coefficients (`objective.path`).
         x_TC: start, sigma(grid[0]) times standard normal noise.
         grid: decreasing positions that end with 0 (`objective.sampling_grid`).
-        noise_at: fresh noise per step, for stochastic solvers.
-        eta: only for `ddim`.
+        noise_at: fresh noise per step; needed for `ancestral`, and for `heun` with churn.
         variance: key of `FRACTIONS`, only for `ancestral`.
         churn: only for `heun`, on the path of EDM; None for no churn.
-        dtype: precision of the state, float32 or float64; that of `x_TC` if None.
-
-    Returns:
-        x0_TC in the precision of the state.
     """
-    if name not in SOLVERS:
-        raise ConfigError(f"solver={name!r} is unknown; use one of {', '.join(map(repr, SOLVERS))}")
     if grid.dim() != 1 or len(grid) < 2 or grid[-1] != 0 or not bool((grid.diff() < 0).all()):
         raise ConfigError(
             f"a sampling grid must decrease strictly and end with 0, got {grid.tolist()}; "
             "take it from the objective's sampling_grid"
         )
-    if not 0 <= eta <= 1 or (eta and name != "ddim"):
-        raise ConfigError(f"eta={eta} does not fit solver={name!r}; only 'ddim' takes one, between 0 and 1")
-    if churn is not None and (name != "heun" or not isinstance(path, VarianceExplodingPath)):
+    if churn is not None and not isinstance(path, VarianceExplodingPath):
         raise ConfigError(
-            f"churn raises sigma of EDM's path, before steps of heun, got solver={name!r} on "
-            f"{type(path).__name__}; use solver='heun' with objective=edm, or churn=None"
+            f"churn raises sigma of EDM's path, got {type(path).__name__}; use objective=edm, or churn=None"
         )
-    if noise_at is None and (SOLVERS[name].stochastic or eta or churn is not None):
-        raise ConfigError(f"solver={name!r} with eta={eta} draws fresh noise at every step; pass noise_at")
-    if variance not in FRACTIONS:
-        raise ConfigError(f"variance={variance!r} is unknown; use one of {', '.join(map(repr, FRACTIONS))}")
     options: dict[str, Any] = {}
-    if name == "ddim":
-        options["eta"] = eta
-    if name == "ancestral" and (fraction := FRACTIONS[variance]) is not None:
-        denoiser = partial(_with_fixed_variance, denoiser, fraction)
-    if name == "heun":
-        options["churn"] = churn
-    if name in ("ddim", "ancestral", "heun"):
+    if name == "ancestral":
         options["noise_at"] = noise_at
-    x_TC = x_TC if dtype is None else x_TC.to(dtype)
-    return SOLVERS[name].integrate(denoiser, path, x_TC, grid.to("cpu", torch.float64), **options)
-
-
-def _steps(grid: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(pairwise(grid))
+        if (fraction := FRACTIONS[variance]) is not None:
+            denoiser = partial(_with_fixed_variance, denoiser, fraction)
+    if name == "heun":
+        options |= {"churn": churn, "noise_at": noise_at}
+    return SOLVERS[name](denoiser, path, x_TC, grid.to("cpu", torch.float64), **options)
 
 
 def _alpha_sigma(path: Path, u: Tensor) -> tuple[float, float]:

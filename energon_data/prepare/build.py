@@ -127,36 +127,27 @@ class UnitRecord:
 
     def count(self, sample: Sample) -> None:
         """Count a sample that is written."""
-        self.shapes["x".join(map(str, sample.shape))] += 1
-        if sample.reference_shape is not None:
-            self.reference_shapes["x".join(map(str, sample.reference_shape))] += 1
-        if isinstance(caption := sample.metadata.get("caption"), str):
-            self._take([caption])
-        else:
-            self.without_caption += 1
-        self.labelled += "label" in sample.metadata
-        self.turned += sample.changes.turned
-        self.enlarged += sample.changes.enlarged
-        self.latents = self.latents.plus(sample.latent)
-        name = sample.metadata.get("source", sample.key)
-        self._cut(sample.changes.cut, name)
-        self._animate(sample.changes.animated, name)
-        if (colours := sample.changes.colours) != "sRGB":
-            self.colours[colours] += 1
-            self.files_by_colours.setdefault(colours, name)
-        self.num_classes = max(self.num_classes, sample.metadata.get("label", -1) + 1)
-
-    def _cut(self, share: float, name: str) -> None:
-        if share > self.largest_cut[0]:
-            self.largest_cut = share, name
-
-    def _animate(self, count: int, name: str) -> None:
-        if count:
-            self.animated = self.animated[0] + count, self.animated[1] or name
-
-    def _take(self, captions: Iterable[str]) -> None:
-        different = {*self.captions, *captions}
-        self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
+        changes, name = sample.changes, sample.metadata.get("source", sample.key)
+        caption = sample.metadata.get("caption")
+        captions = [caption] if isinstance(caption, str) else []
+        unusual = [changes.colours] if changes.colours != "sRGB" else []
+        edited_from = [sample.reference_shape] if sample.reference_shape is not None else []
+        one = UnitRecord(
+            shapes=Counter(["x".join(map(str, sample.shape))]),
+            reference_shapes=Counter("x".join(map(str, shape)) for shape in edited_from),
+            captions=captions,
+            num_classes=sample.metadata.get("label", -1) + 1,
+            labelled=int("label" in sample.metadata),
+            without_caption=int(not captions),
+            turned=int(changes.turned),
+            enlarged=int(changes.enlarged),
+            colours=Counter(unusual),
+            files_by_colours=dict.fromkeys(unusual, name),
+            largest_cut=(changes.cut, name),
+            animated=(1, name) if changes.animated else (0, ""),
+            latents=sample.latent,
+        )
+        self.add(one)
 
     def skip(self, name: str, error: SampleError) -> None:
         """Count a sample that cannot be used."""
@@ -193,7 +184,8 @@ class UnitRecord:
         self.skips += other.skips
         self.shapes += other.shapes
         self.reference_shapes += other.reference_shapes
-        self._take(other.captions)
+        different = {*self.captions, *other.captions}
+        self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
         self.num_classes = max(self.num_classes, other.num_classes)
         self.labelled += other.labelled
         self.without_caption += other.without_caption
@@ -201,8 +193,9 @@ class UnitRecord:
         self.enlarged += other.enlarged
         self.colours += other.colours
         self.files_by_colours = other.files_by_colours | self.files_by_colours
-        self._cut(*other.largest_cut)
-        self._animate(*other.animated)
+        if other.largest_cut[0] > self.largest_cut[0]:
+            self.largest_cut = other.largest_cut
+        self.animated = self.animated[0] + other.animated[0], self.animated[1] or other.animated[1]
         self.latents = self.latents.plus(other.latents)
 
 

@@ -13,7 +13,7 @@ from dit.condition_table import SIZE_AND_CROP, TEACHER, TEACHER_TOKEN
 from dit.encoders.teacher import Teacher, load_teacher
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
-from dit.encoders.vae import Encoder, Precision, encode_together, load_vae
+from dit.encoders.vae import Precision, encode_together, load_vae
 from dit.terminal import counted
 from energon_data.latent_scale import Moments
 from energon_data.media_files import (
@@ -235,11 +235,9 @@ class MakeSamples:
         """Return the float16 latent of each clip."""
         options = self.options
         assert options.vae is not None
-        return self._arrays(load_vae(options.vae, options.device, options.precision), clips)
-
-    def _arrays(self, encoder: Encoder, clips: list[list[Image.Image]]) -> list[np.ndarray]:
+        encoder = load_vae(options.vae, options.device, options.precision)
         pixels = [pixel_values(pixels_of(frames)) for frames in clips]
-        return [x.numpy().astype(np.float16) for x in encode_together(encoder, pixels, self.options.batch)]
+        return [x.numpy().astype(np.float16) for x in encode_together(encoder, pixels, options.batch)]
 
     def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         if self.options.text_encoder is None:

@@ -22,15 +22,13 @@ class Cut:
         fps: sampled frames per second; each sample is the frame displayed at that time. None for every frame.
         frames: frames of each clip; the last part of a video, if shorter, is dropped. None for one clip with all
             frames.
-        multiple_of: the length of a clip is `first` plus a multiple of this (a causal VAE reads 1 + 4 n).
-        first: see `multiple_of`.
+        multiple_of: the length of a clip is a multiple of this.
         clips: largest number of clips of a video, from its beginning; None for all.
     """
 
     fps: Optional[float] = None
     frames: Optional[int] = None
     multiple_of: int = 1
-    first: int = 0
     clips: Optional[int] = None
 
     def __post_init__(self) -> None:
@@ -41,13 +39,11 @@ class Cut:
         if self.clips is not None and self.clips < 1:
             raise ConfigError(f"--clips {self.clips} must be at least 1; leave it out for all clips")
         if self.frames is not None and (self.frames < 1 or self.usable(self.frames) != self.frames):
-            raise ConfigError(f"--frames {self.frames} must be {self.first} plus a multiple of {self.multiple_of}")
+            raise ConfigError(f"--frames {self.frames} must be a multiple of {self.multiple_of}")
 
     def usable(self, frames: int) -> int:
         """Return the largest allowed length of a clip within `frames`; 0 if there are too few."""
-        if frames < max(1, self.first):
-            return 0
-        return (frames - self.first) // self.multiple_of * self.multiple_of + self.first
+        return frames // self.multiple_of * self.multiple_of
 
 
 def clips_of(
@@ -83,8 +79,7 @@ def clips_of(
     if usable:
         yield frames[:usable], _rate(times[:usable], stated)
     elif not count:
-        needed = cut.frames or max(1, cut.first, cut.multiple_of if not cut.first else 0)
-        raise SampleError("too_short", f"{len(frames)} frames, a clip needs {needed}")
+        raise SampleError("too_short", f"{len(frames)} frames, a clip needs {cut.frames or cut.multiple_of}")
 
 
 def _rate(times: Sequence[float], stated: float) -> float:

@@ -18,7 +18,7 @@ from dit.condition_table import LABEL
 from dit.errors import ConfigError
 from dit.kernels.attention import Attention
 from dit.layers.embeddings import LabelEmbedder, TimestepEmbedder
-from dit.models.base import Backbone, Stage, Supports, TransformerSizes
+from dit.models.base import PICTURES, Backbone, Stage, TransformerSizes
 from dit.models.conditioned import ClassConditioned
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
@@ -35,9 +35,7 @@ class UNetConfig(ClassConditioned):
     """
 
     model_path: ClassVar[Optional[str]] = f"{__name__}:UNet"
-    supports = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
-    )
+    supports = PICTURES
 
     patch_spatial: int = 1
     num_classes: Optional[int] = 10

@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder, DiffusersVQModel
 from dit.convert.diffusers_format import format_of_settings
 from dit.errors import ConfigError
+from dit.layers.embeddings import CONDITION_FEATURES
 from dit.layout import SequenceLayout
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
@@ -43,7 +44,6 @@ from dit.models.moviegen.config import MovieGenConfig
 from dit.models.prx.config import PRXConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
-from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.wan.config import WanConfig
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters, parameter_shapes

@@ -1,5 +1,6 @@
 """Packs of images and clips with texts, classes and frame rates."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -10,6 +11,21 @@ from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.layout import SequenceLayout
 from dit.patchify import grid_positions
+
+
+def pack_of(
+    layout: SequenceLayout,
+    latents_TC: Tensor,
+    grids: Optional[Sequence[tuple[int, int, int]]] = None,
+    **changes: Any,
+) -> PackedBatch:
+    """Return a pack of samples 0, 1, ... of these grids; None for lines of patches."""
+    grids = [(1, 1, n) for n in layout.lengths] if grids is None else grids
+    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
+    for start, length, grid in zip(layout.starts, layout.lengths, grids):
+        positions[start : start + length] = grid_positions(grid)
+    names = {"sample_ids_S": torch.arange(len(grids)), "keys": tuple(map(str, range(len(grids)))), **changes}
+    return PackedBatch(latents_TC=latents_TC, positions_T3=positions, layout=layout, grids=tuple(grids), **names)
 
 
 @dataclass(frozen=True)
@@ -59,9 +75,6 @@ def pack(
     lengths = [t * h * w for t, h, w in (sample.grid for sample in samples)]
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
     layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of, total_tokens=layout.total_tokens + tail)
-    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.long)
-    for sample, start, length in zip(samples, layout.starts, layout.lengths):
-        positions[start : start + length] = grid_positions(sample.grid)
     conditions = Conditions(fps=per_sample(torch.tensor([sample.fps for sample in samples])))
     if (width := config.context_size) is not None:
         texts = [sample.text(width) for sample in samples]
@@ -79,15 +92,8 @@ def pack(
         pooled_texts = [sample.pooled(size) for sample in samples]
         vectors = torch.stack([torch.full((size,), 1e3) if x is None else x for x in pooled_texts])
         conditions |= {"pooled": per_sample(vectors, dropped)}
-    return PackedBatch(
-        latents_TC=torch.zeros(layout.total_tokens, config.token_channels),
-        positions_T3=positions,
-        layout=layout,
-        sample_ids_S=torch.arange(len(samples)),
-        grids=tuple(sample.grid for sample in samples),
-        keys=tuple(map(str, range(len(samples)))),
-        conditions=conditions,
-    ).validate()
+    latents_TC = torch.zeros(layout.total_tokens, config.token_channels)
+    return pack_of(layout, latents_TC, [sample.grid for sample in samples], conditions=conditions).validate()
 
 
 def draw(batch: PackedBatch, seed: int = 5) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.base import PICTURES, ModelConfig, TransformerSizes
 from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges
 
 
@@ -25,9 +25,7 @@ class AutoencoderConfig(ModelConfig):
             scale at export, and the shift unless it is set. A VQ autoencoder has no shift.
     """
 
-    supports = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
-    )
+    supports = PICTURES
 
     in_channels: int = 3
     patch_spatial: int = 8
@@ -81,7 +79,7 @@ class AutoencoderConfig(ModelConfig):
                 f"{compression}, or change the number of resolutions"
             )
         groups = self.norm_num_groups
-        if groups < 1 or any(count < 1 or count % groups for count in self.block_out_channels):
+        if any(count % groups for count in self.block_out_channels):
             raise ConfigError(
                 f"model.block_out_channels={self.block_out_channels} must be multiples of "
                 f"model.norm_num_groups={groups}"

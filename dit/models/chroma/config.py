@@ -38,7 +38,7 @@ class ChromaConfig(StreamsConfig):
     def validate(self) -> None:
         super().validate()
         sizes = self.approximator
-        if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % 8:
+        if len(sizes) != 3 or sizes[0] % 8:
             raise ConfigError(
                 f"model.approximator={sizes} must be three positive numbers: features (a multiple of 8), hidden size "
                 "and number of blocks"

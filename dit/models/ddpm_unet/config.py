@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned
 from dit.models.transformer_config import check_numbers
 
@@ -20,9 +20,7 @@ class DDPMUNetConfig(ClassConditioned):
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
     """
 
-    supports = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
-    )
+    supports = PICTURES
 
     in_channels: int = 3
     patch_spatial: int = 1

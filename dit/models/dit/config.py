@@ -12,7 +12,7 @@ from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.expert_options import ExpertOptions
 from dit.models.routing_config import TokenRouted
 from dit.models.transformer_config import Activation, Positions
-from dit.ranges import check_choice, check_unused
+from dit.ranges import check_unused
 
 
 @dataclass(kw_only=True)
@@ -79,7 +79,6 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     def validate(self) -> None:
         super().validate()
         self.validate_experts()
-        check_choice("model.activation", self.activation, Activation)
         if self.position_embedding == "rope_3d":
             self.rotary(self.rope_axes)
         else:

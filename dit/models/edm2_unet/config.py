@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned
 from dit.models.transformer_config import check_numbers
 from dit.ranges import SHARE_BELOW_1, check_ranges, whole
@@ -24,9 +24,7 @@ class EDM2UNetConfig(ClassConditioned):
         dropout: dropout rate in residual blocks; counter-based.
     """
 
-    supports = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
-    )
+    supports = PICTURES
 
     patch_spatial: int = 1
     num_classes: Optional[int] = 1000

@@ -1,16 +1,15 @@
 """Sizes of the latent-diffusion UNet."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional, Self
+from typing import Literal, Optional
 
 from dit.condition_table import CONTEXT, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import NULLS, ControlConditioned, NullTextConditioned
 from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
-from dit.ranges import check_choice
 
 NullText = Literal["learned", "empty", "zeros"]
 TWO_ENCODERS = (
@@ -43,9 +42,7 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
     Source of the pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
     """
 
-    supports = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
-    )
+    supports = PICTURES
 
     patch_spatial: int = 1
     context_size: Optional[int] = 768
@@ -59,16 +56,6 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
     pooled_size: Optional[int] = None
     null_text: NullText = "learned"  # type: ignore[assignment]
     lora: Optional[LoRAConfig] = None
-
-    @property
-    def adapters(self) -> Optional[LoRAConfig]:
-        return self.lora
-
-    def without_adapters(self) -> Self:
-        return replace(self, lora=None)
-
-    def with_adapters(self, lora: LoRAConfig) -> Self:
-        return replace(self, lora=lora)
 
     def conditions(self) -> tuple[Condition, ...]:
         conditions = super().conditions()
@@ -104,7 +91,6 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
                 "model.context_size=None, but this UNet attends to text; set it to the width of the text embeddings"
             )
         check_numbers(self)
-        check_choice("model.null_text", self.null_text, NullText)
         if self.lora is not None:
             self.lora.validate()
         channels, groups, heads = self.block_out_channels, self.norm_num_groups, self.num_attention_heads

@@ -5,9 +5,9 @@ from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
-from dit.models.conditioned import NullText, NullTextConditioned
+from dit.models.conditioned import NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig
-from dit.ranges import check_choice, check_unused
+from dit.ranges import check_unused
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 
@@ -36,7 +36,6 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
 
     def validate(self) -> None:
         self.check_sizes()
-        check_choice("model.null_text", self.null_text, NullText)
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but PRX needs text; set it to the width of the embeddings")
         self.check_positions(self.rope_axes)

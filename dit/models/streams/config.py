@@ -10,9 +10,9 @@ from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
-from dit.models.conditioned import NULLS, NullText, NullTextConditioned
+from dit.models.conditioned import NULLS, NullTextConditioned
 from dit.models.transformer_config import Activation, TransformerModelConfig, check_query_groups
-from dit.ranges import check_choice, check_unused
+from dit.ranges import check_unused
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 TextPositions = Literal["origin", "own_axis", "after_image", "before_image"]
@@ -166,8 +166,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     def validate(self) -> None:
         self.check_sizes()
-        check_choice("model.activation", self.activation, Activation)
-        check_choice("model.null_text", self.null_text, NullText)
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
         if self.block == "sandwich":

@@ -3,12 +3,16 @@
 import io
 import struct
 import zlib
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
 from PIL import Image
+
+from tests.unit.energon_data.preparations import as_file, folder_of
 
 RED, GREY = (200, 30, 30), (90, 90, 90)
 WIDTH, HEIGHT = 96, 64
@@ -39,17 +43,29 @@ def marked_corner(pixels: np.ndarray) -> str:
     return max(redness, key=redness.__getitem__)
 
 
-def mp4(picture: Image.Image, count: int = 4, aspect: Fraction = Fraction(1), container: str = "mp4") -> bytes:
-    """Return a clip that shows one picture, 8 frames per second; `aspect` is width by height of a pixel."""
+def video(
+    pictures: Sequence[Image.Image],
+    container: str = "mp4",
+    codec: str = "libx264",
+    pixels: str = "yuv444p",
+    rate: int = 8,
+    aspect: Fraction = Fraction(1),
+) -> bytes:
+    """Return a clip of pictures; `aspect` is width by height of a pixel."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=container) as file:
-        stream = file.add_stream("libx264", rate=8)
-        stream.width, stream.height, stream.pix_fmt = *picture.size, "yuv444p"
+        stream = file.add_stream(codec, rate=rate)
+        stream.width, stream.height, stream.pix_fmt = *pictures[0].size, pixels
         stream.codec_context.sample_aspect_ratio = aspect
-        for _ in range(count):
+        for picture in pictures:
             file.mux(stream.encode(av.VideoFrame.from_image(picture)))
         file.mux(stream.encode())
     return buffer.getvalue()
+
+
+def mp4(picture: Image.Image, count: int = 4, **settings: Any) -> bytes:
+    """Return a clip that shows one picture, 8 frames per second."""
+    return video([picture] * count, **settings)
 
 
 def turned_mp4(data: bytes, matrix: tuple[float, float, float, float]) -> bytes:
@@ -61,18 +77,16 @@ def turned_mp4(data: bytes, matrix: tuple[float, float, float, float]) -> bytes:
 
 def jpeg(picture: Image.Image, orientation: int = 1) -> bytes:
     """Return a JPEG file with an EXIF orientation."""
-    buffer, exif = io.BytesIO(), Image.Exif()
+    exif = Image.Exif()
     exif[0x0112] = orientation
-    picture.save(buffer, "JPEG", exif=exif, quality=95, subsampling=0)
-    return buffer.getvalue()
+    return as_file(picture, "JPEG", exif=exif, quality=95, subsampling=0)
 
 
 def heic(picture: Image.Image, orientation: int) -> bytes:
     """Return a HEIC file with an EXIF orientation, which the encoder writes as a rotation of the container (`irot`)."""
-    buffer, exif = io.BytesIO(), Image.Exif()
+    exif = Image.Exif()
     exif[0x0112] = orientation
-    picture.save(buffer, "HEIF", exif=exif.tobytes(), quality=95)
-    return buffer.getvalue()
+    return as_file(picture, "HEIF", exif=exif.tobytes(), quality=95)
 
 
 def animated_gif(count: int = 4) -> bytes:
@@ -82,16 +96,7 @@ def animated_gif(count: int = 4) -> bytes:
         frame = Image.new("RGBA", (WIDTH, HEIGHT), (0, 0, 0, 0))
         frame.paste((*GREY, 255), (16 * i, 0, 16 * i + 16, 16))
         frames.append(frame)
-    buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:], duration=100, disposal=2)
-    return buffer.getvalue()
-
-
-def encoded(picture: Image.Image, kind: str) -> bytes:
-    """Return a picture as a file of a format."""
-    buffer = io.BytesIO()
-    picture.save(buffer, kind)
-    return buffer.getvalue()
+    return as_file(frames[0], "GIF", save_all=True, append_images=frames[1:], duration=100, disposal=2)
 
 
 def awkward_folder(root: Path) -> Path:
@@ -102,29 +107,25 @@ def awkward_folder(root: Path) -> Path:
     """
     folder, elsewhere = root / "in", root / "elsewhere"
     files = {
-        "upright.png": encoded(marked(), "PNG"),
+        "upright.png": as_file(marked()),
         "turned.jpg": jpeg(marked(), 6),
         "turned.mp4": turned_mp4(mp4(marked()), MATRICES["90"]),
         "wide_pixels.mp4": mp4(marked(64, 64), aspect=Fraction(2)),
         "moving.gif": animated_gif(),
-        "still.gif": encoded(marked(), "GIF"),
-        "phone.avif": encoded(marked(), "AVIF"),
+        "still.gif": as_file(marked(), "GIF"),
+        "phone.avif": as_file(marked(), "AVIF"),
         "drawing.svg": b"<svg/>",
-        "no_extension": encoded(marked(), "PNG"),
+        "no_extension": as_file(marked()),
         "empty.png": b"",
-        "sliver.png": encoded(marked(1, 5000), "PNG"),
-        "bar.png": encoded(marked(2000, 20), "PNG"),
-        "tiny.png": encoded(marked(8, 8), "PNG"),
+        "sliver.png": as_file(marked(1, 5000)),
+        "bar.png": as_file(marked(2000, 20)),
+        "tiny.png": as_file(marked(8, 8)),
         "lonely.txt": b"a caption without its picture",
-        ".hidden.png": encoded(marked(), "PNG"),
+        ".hidden.png": as_file(marked()),
         "upright.txt": b"a red mark",
     }
-    folder.mkdir()
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    (elsewhere / "more").mkdir(parents=True)
-    for name in ("linked.png", "more/one.png", "more/two.png"):
-        (elsewhere / name).write_bytes(encoded(marked(), "PNG"))
+    folder_of(folder, files)
+    folder_of(elsewhere, dict.fromkeys(("linked.png", "more/one.png", "more/two.png"), as_file(marked())))
     (folder / "linked.png").symlink_to(elsewhere / "linked.png")
     (folder / "broken.png").symlink_to(elsewhere / "nothing.png")
     (folder / "more").symlink_to(elsewhere / "more")

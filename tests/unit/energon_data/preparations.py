@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -31,12 +32,23 @@ def png(shade: int, width: int = 16) -> bytes:
     return as_file(Image.new("RGB", (width, 16), (shade, 0, 0)))
 
 
-def folder_of_pictures(folder: Path, count: int = 12) -> Path:
-    folder.mkdir()
-    for i in range(count):
-        (folder / f"p{i:02d}.png").write_bytes(as_file(noise(16 + 16 * (i % 2), 32, i)))
-        (folder / f"p{i:02d}.txt").write_text(f"noise {i}\n")
+def folder_of(folder: Path, files: Mapping[str, bytes | str]) -> Path:
+    """Make a folder with files, in subfolders too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return folder
+
+
+def folder_of_pictures(folder: Path, count: int = 12) -> Path:
+    pictures = {f"p{i:02d}.png": as_file(noise(16 + 16 * (i % 2), 32, i)) for i in range(count)}
+    return folder_of(folder, pictures | {f"p{i:02d}.txt": f"noise {i}\n" for i in range(count)})
+
+
+def write_list(folder: Path, rows: Iterable[object]) -> Path:
+    """Write the list `metadata.jsonl` of a folder."""
+    return folder_of(folder, {"metadata.jsonl": "\n".join(map(json.dumps, rows))})
 
 
 def prepare(source: Path, out: Path, command: str = "images", processes: int = 1, force: bool = False, **kwargs):
@@ -53,7 +65,16 @@ def run(source: object, out: Path, *words: str, command: str = "images") -> int:
 def described(source: object, out: Path, *words: str, command: str = "images") -> dict:
     """Run a command and return its `dataset.json`."""
     assert run(source, out, *words, command=command) == 0
+    return description(out)
+
+
+def description(out: Path) -> dict:
     return json.loads((out / "dataset.json").read_text())
+
+
+def outcomes(out: Path) -> dict[str, str]:
+    """Return the reason of every skipped file, from `skipped.jsonl`."""
+    return {line["file"]: line["reason"] for line in map(json.loads, (out / "skipped.jsonl").open())}
 
 
 def metadata_of(folder: Path) -> dict[str, dict]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, FPS, LABEL, POOLED
 from dit.data_api import BatchSpec
 from energon_data.dataset import EnergonData
@@ -81,6 +82,15 @@ def spec(**changes: Any) -> BatchSpec:
         "micro_batch_size": 4,
     }
     return BatchSpec(**(values | sizes))
+
+
+def first_batch(data: EnergonData, wanted: BatchSpec) -> PackedBatch:
+    """Return the first micro-batch of a training on one rank."""
+    stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    try:
+        return next(stream)
+    finally:
+        stream.close()
 
 
 def run(

@@ -19,7 +19,7 @@ from tests.unit.energon_data.colour_profiles import (
     rgb_profile,
     srgb_curve,
 )
-from tests.unit.energon_data.preparations import as_file, described
+from tests.unit.energon_data.preparations import as_file, described, folder_of
 
 ROUNDING = 1.5  # of 255: rounding of the conversion in 16 bits, and of the result in 8
 
@@ -129,14 +129,10 @@ def clip(transfer: int, primaries: int) -> bytes:
 
 
 def test_the_preparation_counts_colours_and_names_a_file_of_each_kind(tmp_path, capsys):
-    source = tmp_path / "in"
-    source.mkdir()
-    (source / "phone.png").write_bytes(as_file(colour_chart(), icc_profile=rgb_profile(DISPLAY_P3)))
-    (source / "plain.png").write_bytes(as_file(colour_chart()))
-    (source / "damaged.png").write_bytes(as_file(colour_chart(), icc_profile=b"no profile"))
+    profiles = {"phone": {"icc_profile": rgb_profile(DISPLAY_P3)}, "plain": {}, "damaged": {"icc_profile": b"none"}}
     clips = {"hlg": (18, 9), "pq": (16, 9), "wide": (1, 12), "bt709": (1, 1), "unstated": (2, 2)}
-    for name, (transfer, primaries) in clips.items():
-        (source / f"{name}.mkv").write_bytes(clip(transfer, primaries))
+    files = {f"{name}.png": as_file(colour_chart(), **profile) for name, profile in profiles.items()}
+    source = folder_of(tmp_path / "in", files | {f"{name}.mkv": clip(*kind) for name, kind in clips.items()})
     found = described(source, tmp_path / "out", command="folder")
     summary = capsys.readouterr().out
     assert "  colours converted to sRGB: 1 sample (phone.png)" in summary

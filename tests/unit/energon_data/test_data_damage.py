@@ -6,11 +6,11 @@ import pickle
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import pytest
-from small_data import clips, npy, run, spec, write_dataset
+from small_data import clips, first_batch, npy, run, spec, write_dataset
 
 from dit.errors import ConfigError, DataError, exit_code
 from energon_data.dataset import EnergonData
@@ -327,10 +327,7 @@ def test_metadata_and_types_out_of_range_have_separate_reasons(tmp_path: Path) -
     keys, _ = run(folder, 2, max_lost_samples=len(wrong), **settings)
     assert {key[:10] for key in keys} == {"train_clip"}
     assert len(set(keys)) == 8
-    lines = {
-        line["key"]: line
-        for line in map(json.loads, (tmp_path / "run" / "data_skipped.jsonl").read_text().splitlines())
-    }
+    lines = {line["key"]: line for line in map(json.loads, (tmp_path / "run" / "data_skipped.jsonl").open())}
     assert {key: line["reason"] for key, line in lines.items()} == {key: reason for key, (reason, _) in wrong.items()}
     assert [key for key, (_, name) in wrong.items() if not lines[key]["lost"] or name not in lines[key]["detail"]] == []
     with pytest.raises(DataError, match=f"Damaged samples: {len(wrong)}, allowed: {len(wrong) - 1}"):
@@ -345,12 +342,7 @@ def test_pooled_texts_are_read_and_required(tmp_path: Path) -> None:
             yield key, meta, parts | {"pooled.npy": npy(np.full(5, i, np.float16))}
 
     def first(folder: Path, size: int) -> Any:
-        data = EnergonData(path=str(folder), shuffle_buffer=0)
-        stream = data.build_train(spec(pooled_size=size), dp_rank=0, dp_size=1, seed=0, log_dir=None)
-        try:
-            return next(stream)
-        finally:
-            stream.close()
+        return first_batch(EnergonData(path=str(folder), shuffle_buffer=0), spec(pooled_size=size))
 
     folder = write_dataset(tmp_path / "data", {"train": with_pooled()})
     batch = first(folder, 5)
@@ -375,17 +367,9 @@ def test_damage_of_a_condition_counts_only_for_models_with_the_condition(
 ) -> None:
     samples = [(key, meta, {**parts, "pooled.npy": npy(array)}) for key, meta, parts in clips(8, sizes=[(1, 4, 4)])]
     data = EnergonData(path=str(write_dataset(tmp_path / "data", {"train": samples})), shuffle_buffer=0)
-
-    def first(size: Optional[int]) -> Any:
-        stream = data.build_train(spec(pooled_size=size), dp_rank=0, dp_size=1, seed=0, log_dir=None)
-        try:
-            return next(stream)
-        finally:
-            stream.close()
-
     with pytest.raises(DataError, match=words):
-        first(3)
-    assert set(first(None).conditions) == {"label", "context", "fps"}
+        first_batch(data, spec(pooled_size=3))
+    assert set(first_batch(data, spec()).conditions) == {"label", "context", "fps"}
 
 
 def test_a_damaged_sample_counts_at_every_read(mixed_folder: Path, copy_of: Copy) -> None:

@@ -21,10 +21,10 @@ from dit.models.flux.config import FluxConfig
 from dit.models.hunyuan_video.config import first_frame_and_mask
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
-from energon_data.prepare.__main__ import main as prepare
 from energon_data.prepare.texts import text_parts
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
-from tests.unit.energon_data.small_data import npy, write_dataset
+from tests.unit.energon_data.preparations import as_file, folder_of, run
+from tests.unit.energon_data.small_data import first_batch, npy, write_dataset
 
 PACKS = {"max_tokens_per_pack": 24, "pack_multiple_of": 1, "packing_buffer_size": 4, "shuffle_buffer": 0}
 HALF = {"rtol": 2e-3, "atol": 2e-3}  # stored as float16
@@ -54,11 +54,7 @@ def online(root: Path, **changes) -> EnergonData:
 
 def first(data: EnergonData, wanted):
     data.validate(wanted, 1, 1)
-    stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=None)
-    try:
-        return next(stream)
-    finally:
-        stream.close()
+    return first_batch(data, wanted)
 
 
 def test_texts_of_several_encoders_are_stored_together_and_recorded(folder):
@@ -142,11 +138,10 @@ def test_stored_latents_are_not_encoded_again(folder):
 
 def test_a_sample_that_cannot_be_encoded_is_skipped_with_its_reason(folder, tmp_path):
     """Samples without picture or caption, with a size that cannot be encoded, or with a derived picture are skipped."""
-    picture, odd = (folder / "in" / "0.png").read_bytes(), tmp_path / "odd.png"
-    Image.new("RGB", (18, 16)).save(odd)
+    picture, odd = (folder / "in" / "0.png").read_bytes(), as_file(Image.new("RGB", (18, 16)))
     samples = [
         ("latent", {"caption": "a"}, {"latent.npy": npy(np.zeros((4, 1, 4, 4), np.float32))}),
-        ("odd", {"caption": "a"}, {"pixels.png": odd.read_bytes()}),
+        ("odd", {"caption": "a"}, {"pixels.png": odd}),
         ("silent", {}, {"pixels.png": picture}),
         ("derived", {"caption": "a"}, {"pixels.png": picture, "first_frames.npy": npy(np.zeros((5, 1, 4, 4)))}),
         ("sound", {"caption": "a"}, {"pixels.png": picture}),
@@ -176,15 +171,12 @@ CAPTIONS = ["a red circle", "blue", "square of red left"]
 @pytest.fixture(scope="module")
 def several(folder) -> Path:
     """Four pictures with three captions each and two with one, all captions embedded by two encoders."""
-    source = folder / "several"
-    source.mkdir()
-    for i in range(6):
-        shutil.copy(folder / "in" / "0.png", source / f"{i}.png")
-        words = [f"{'abcdef'[i]} {caption}" for caption in CAPTIONS]
-        (source / f"{i}.json").write_text(json.dumps({"caption": words if i < 4 else words[0]}))
-    texts = ["--text-encoder", f"text={folder}/t5", "--text-encoder", f"pooled={folder}/clip"]
-    common = ["images", "--in", str(source), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
-    assert prepare([*common, "--out", str(folder / "several_data"), *texts]) == 0
+    files = {f"{i}.png": (folder / "in" / "0.png").read_bytes() for i in range(6)}
+    for i, letter in enumerate("abcdef"):
+        words = [f"{letter} {caption}" for caption in CAPTIONS]
+        files[f"{i}.json"] = json.dumps({"caption": words if i < 4 else words[0]})
+    words = ["--multiple-of", "8", "--text-encoder", f"text={folder}/t5", "--text-encoder", f"pooled={folder}/clip"]
+    assert run(folder_of(folder / "several", files), folder / "several_data", *words) == 0
     return folder / "several_data"
 
 

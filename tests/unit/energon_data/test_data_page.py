@@ -1,12 +1,9 @@
 """Examples of `energon_data/README.md` and `docs/data.md` run as shown; their tables match recipes and code."""
 
 import ast
-import io
-import json
 import re
 import runpy
 import shlex
-import tarfile
 from itertools import islice
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from megatron.energon.cli.main import main as energon
 from PIL import Image
-from small_data import npy
+from small_data import first_batch, npy
 
 from dit.data_api import BatchSpec
 from dit.errors import DataError
@@ -28,6 +25,7 @@ from energon_data.skip_log import GIVE_UP_AFTER
 from launch import cli
 from launch.train import resolve
 from tests.support import encoders
+from tests.unit.energon_data.preparations import as_file, folder_of, write_tar
 from tests.unit.launch import pages
 from tests.unit.launch.pages import ROOT
 
@@ -93,18 +91,14 @@ def test_the_training_command_takes_the_example(written):
     assert asked == spec(micro_batch_size=task.training.micro_batch_size)
     data.validate(asked, 1, task.training.global_batch_size)
     assert (written / "dataset.json").samefile(Path(data.path) / "dataset.json")
-    stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=0, log_dir=None)
-    assert next(stream).layout.num_samples >= 1
-    stream.close()
+    assert first_batch(data, asked).layout.num_samples >= 1
 
 
 def red_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the folder `pictures`, with captions, in an empty folder to work in."""
     monkeypatch.chdir(folder)
-    (folder / "pictures").mkdir()
-    for i in range(6):
-        Image.new("RGB", (40 + 30 * i, 50), (40 * i, 0, 0)).save(folder / "pictures" / f"{i}.png")
-        (folder / "pictures" / f"{i}.txt").write_text(f"red of strength {i}")
+    files = {f"{i}.png": as_file(Image.new("RGB", (40 + 30 * i, 50), (40 * i, 0, 0))) for i in range(6)}
+    folder_of(folder / "pictures", files | {f"{i}.txt": f"red of strength {i}" for i in range(6)})
 
 
 def test_user_pictures_are_prepared_and_trained_on_by_the_commands_of_the_page(tmp_path, monkeypatch):
@@ -146,35 +140,22 @@ def test_pictures_are_encoded_before_and_during_training_by_the_commands_of_the_
     for data in (stored, online):
         data.validate(asked, 1, 4)
         assert {"text", "pooled"} <= set(data.stored_conditions())
-        stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=0, log_dir=None)
-        assert (next(stream).raw is None) == (data is stored)
-        stream.close()
+        assert (first_batch(data, asked).raw is None) == (data is stored)
 
 
 def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_path, monkeypatch):
     """Shards are plain tar files without checksums, texts or labels: first refused, then read as the errors suggest."""
     folder = tmp_path / "data" / "theirs"
-    folder.mkdir(parents=True)
     for shard in range(4):
-        with tarfile.open(folder / f"{shard:03d}.tar", "w") as tar:
-            for i in range(4):
-                latent = npy(np.full((4, 1, 8, 8), i, np.float32))
-                for name, content in (("json", json.dumps({"caption": "x"}).encode()), ("latent.npy", latent)):
-                    member = tarfile.TarInfo(f"s{shard}_{i}.{name}")
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
+        parts = [{"json": b'{"caption": "x"}', "latent.npy": npy(np.full((4, 1, 8, 8), i, "f4"))} for i in range(4)]
+        members = ((f"s{shard}_{i}.{name}", part[name]) for i, part in enumerate(parts) for name in part)
+        write_tar(folder / f"{shard:03d}.tar", *members)
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(energon, command("energon prepare")[1:])
     assert result.exit_code == 0, result.output
 
     def read(asked, **settings):
-        stream = EnergonData(path=str(folder), **settings).build_train(
-            asked, dp_rank=0, dp_size=1, seed=0, log_dir=None
-        )
-        try:
-            return next(stream)
-        finally:
-            stream.close()
+        return first_batch(EnergonData(path=str(folder), **settings), asked)
 
     with pytest.raises(DataError, match=r"set data\.require_checksums=False.*ShardWriter.*energon_data/README\.md"):
         read(spec())

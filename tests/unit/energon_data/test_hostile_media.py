@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import sys
-import tarfile
 import threading
 from fractions import Fraction
 from pathlib import Path
@@ -20,11 +19,11 @@ from dit.media import reads_heic
 from energon_data import colours, media_files
 from energon_data.dataset import EnergonData
 from energon_data.media_files import open_picture, picture_bytes, read_pixels, video_bytes
-from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 from tests.support.bounded import bounded
-from tests.unit.energon_data.awkward_media import black
+from tests.unit.energon_data.awkward_media import black, video
+from tests.unit.energon_data.preparations import as_file, described, folder_of, run, write_tar
 
 PORT = 40000 + 2 * (os.getpid() % 10000)  # test processes run in parallel
 ATTACKS = {
@@ -55,10 +54,8 @@ def hostile_files() -> dict[str, bytes]:
 def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Provide the targets of attacks, private files and a Ghostscript, and check at the end that none was used."""
     place = tmp_path / "working_folder"
-    place.mkdir()
-    (place / "private.mp4").write_bytes(video_bytes(film(), 8.0))
-    (place / "private.png").write_bytes(picture_bytes(noise(32), "png"))
-    (place / "gs").write_text(f"#!{sys.executable}\nopen({str(place / 'started')!r}, 'w')\n")
+    private = {"private.mp4": video_bytes(film(), 8.0), "private.png": picture_bytes(noise(32), "png")}
+    folder_of(place, private | {"gs": f"#!{sys.executable}\nopen({str(place / 'started')!r}, 'w')\n"})
     (place / "gs").chmod(0o755)
     monkeypatch.chdir(place)
     monkeypatch.setenv("PATH", str(place), prepend=":")
@@ -89,21 +86,13 @@ def test_the_port_check_detects_an_open_port():
 @pytest.mark.usefixtures("traps")
 @pytest.mark.parametrize("command", ["folder", "webdataset"])
 def test_prepare_refuses_files_that_only_claim_to_be_media(tmp_path: Path, command: str):
-    source = tmp_path / "in"
-    source.mkdir()
     files = {"good.png": picture_bytes(noise(32), "png"), "fine.mp4": video_bytes(film(), 8.0), **hostile_files()}
     if command == "webdataset":
-        with tarfile.open(source / "0.tar", "w") as archive:
-            for name, data in files.items():
-                member = tarfile.TarInfo(name.replace(".", f"-{name[-3:]}."))
-                member.size = len(data)
-                archive.addfile(member, io.BytesIO(data))
+        members = [(name.replace(".", f"-{name[-3:]}."), data) for name, data in files.items()]
+        source = write_tar(tmp_path / "in" / "0.tar", *members).parent
     else:
-        for name, data in files.items():
-            (source / name).write_bytes(data)
-    words = ["--in", str(source), "--out", str(tmp_path / "out"), "--validation", "0", "--processes", "1"]
-    assert main([command, *words]) == 0
-    about = json.loads((tmp_path / "out" / "dataset.json").read_text())
+        source = folder_of(tmp_path / "in", files)
+    about = described(source, tmp_path / "out", command=command)
     assert about["skipped"] == {"bad_image": len(ATTACKS), "bad_video": len(ATTACKS)}
     assert about["samples"] == {"train": 2}
 
@@ -154,81 +143,57 @@ def test_training_refuses_files_that_only_claim_to_be_media(tmp_path: Path):
 def test_usual_containers_and_codecs_are_read(container: str, codec: str, pixels: str):
     if codec not in av.codecs_available:
         pytest.skip(f"this PyAV has no {codec}")
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=container) as file:
-        stream = file.add_stream(codec, rate=8)
-        stream.width, stream.height, stream.pix_fmt = 64, 64, pixels
-        for picture in film():
-            file.mux(stream.encode(av.VideoFrame.from_image(picture.resize((64, 64)))))
-        file.mux(stream.encode())
-    assert read_pixels(buffer.getvalue(), "mp4").shape == (3, 6, 64, 64)
+    pictures = [picture.resize((64, 64)) for picture in film()]
+    assert read_pixels(video(pictures, container, codec, pixels), "mp4").shape == (3, 6, 64, 64)
 
 
-@pytest.mark.parametrize("container", ["mpegts", "flv"])
-def test_other_containers_are_refused(container: str):
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format=container) as file:
-        stream = file.add_stream("flv1" if container == "flv" else "mpeg2video", rate=25)
-        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
-        for picture in film():
-            file.mux(stream.encode(av.VideoFrame.from_image(picture)))
-        file.mux(stream.encode())
+@pytest.mark.parametrize(("container", "codec"), [("mpegts", "mpeg2video"), ("flv", "flv1")])
+def test_other_containers_are_refused(container: str, codec: str):
     with pytest.raises(SampleError, match="unreadable video"):
-        read_pixels(buffer.getvalue(), "mp4")
+        read_pixels(video(film(), container, codec, "yuv420p", rate=25), "mp4")
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "MPO", "AVIF", "HEIF"])
 def test_usual_pictures_are_read(kind: str):
     if kind == "HEIF" and not reads_heic():
         pytest.skip("pillow-heif is not installed")
-    buffer = io.BytesIO()
-    picture = Image.new("RGB", (24, 16), (255, 0, 0))
     several = {"save_all": True, "append_images": [Image.new("RGB", (24, 16))]} if kind == "MPO" else {}
-    picture.save(buffer, kind, **several)
-    assert Image.open(buffer).format == kind
-    opened = open_picture(buffer.getvalue())
+    data = as_file(Image.new("RGB", (24, 16), (255, 0, 0)), kind, **several)
+    assert Image.open(io.BytesIO(data)).format == kind
+    opened = open_picture(data)
     assert opened.size == (24, 16)
     assert np.abs(np.asarray(opened, int) - (255, 0, 0)).max() < 8
 
 
 @pytest.mark.parametrize("kind", ["PPM", "TGA", "ICO"])
 def test_other_pictures_are_refused(kind: str):
-    buffer = io.BytesIO()
-    noise(32).save(buffer, kind)
     with pytest.raises(SampleError, match="in none of the formats PNG, JPEG"):
-        open_picture(buffer.getvalue())
+        open_picture(as_file(noise(32), kind))
 
 
 @pytest.mark.parametrize("size", [(16385, 16384), (32769, 1), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
 def test_a_header_with_too_many_pixels_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path):
     """Pillow has other limits, and an error without numbers; preparation counts such a picture as skipped."""
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "bomb.png").write_bytes(black(*size, rows=0))
-    noise(32).save(tmp_path / "in" / "good.png")
-    words = ["images", "--in", str(tmp_path / "in"), "--validation", "0", "--processes", "1", "--out"]
-    assert main([*words, str(tmp_path / "out")]) == 0
-    record = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    source = folder_of(tmp_path / "in", {"bomb.png": black(*size, rows=0), "good.png": as_file(noise(32))})
+    record = described(source, tmp_path / "out")
     message = f"{size[0]} x {size[1]} pixels; at most 268,435,456 in total and 32,768 per side; scale it down"
     assert record["skipped_examples"] == {"too_large": [f"bomb.png: {message}"]}
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_200_megapixel_picture_is_decoded_without_copies():
-    data = black(16320, 12240, rows=12240)
-    assert bounded(lambda: open_picture(data).size, memory_bytes=1 << 30) == (
-        16320,
-        12240,
-    )  # 0.8 GB, four bytes a pixel
+    size = (16320, 12240)  # 0.8 GB, four bytes a pixel
+    data = black(*size, rows=12240)
+    assert bounded(lambda: open_picture(data).size, memory_bytes=1 << 30) == size
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "F", "I", "P"])
 def test_decoding_in_bands_changes_no_pixel(mode: str, monkeypatch: pytest.MonkeyPatch):
     picture = Image.merge("RGBA", (*noise(40).split(), noise(41).crop((0, 0, 40, 40)).getchannel(0))).convert(mode)
-    buffer = io.BytesIO()
-    picture.save(buffer, "TIFF" if mode in ("F", "I") else "PNG", **({"transparency": 7} if mode == "P" else {}))
-    opened = np.asarray(open_picture(buffer.getvalue()))
+    data = as_file(picture, "TIFF" if mode in ("F", "I") else "PNG", **({"transparency": 7} if mode == "P" else {}))
+    opened = np.asarray(open_picture(data))
     monkeypatch.setattr(colours, "_BAND", 7)
-    assert np.array_equal(np.asarray(open_picture(buffer.getvalue())), opened)
+    assert np.array_equal(np.asarray(open_picture(data)), opened)
     assert opened.std() > 10
 
 
@@ -248,9 +213,7 @@ def of_two_sizes(instants: tuple[int, ...] = (0, 1, 2)) -> bytes:
         stream = file.add_stream("mjpeg", rate=8)
         stream.width, stream.height, stream.pix_fmt = 32, 32, "yuvj420p"
         for number, instant in enumerate(instants):
-            jpeg = io.BytesIO()
-            Image.new("RGB", (48 if number == 1 else 32, 32)).save(jpeg, "JPEG")
-            packet = av.Packet(jpeg.getvalue())
+            packet = av.Packet(as_file(Image.new("RGB", (48 if number == 1 else 32, 32)), "JPEG"))
             packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 8), instant, instant
             file.mux(packet)
     return buffer.getvalue()
@@ -259,13 +222,10 @@ def of_two_sizes(instants: tuple[int, ...] = (0, 1, 2)) -> bytes:
 def test_a_video_of_an_unknown_codec_or_of_several_sizes_is_refused(tmp_path: Path):
     files = {"unknown.mp4": unknown_codec(), "sizes.mkv": of_two_sizes()}
     assert read(tmp_path / "data", files, tmp_path / "run") == dict.fromkeys(files, "bad_video")
-    (tmp_path / "in").mkdir()
-    for name, data in files.items():
-        (tmp_path / "in" / name).write_bytes(data)
-    words = ["videos", "--in", str(tmp_path / "in"), "--validation", "0", "--processes", "1", "--out"]
-    assert main([*words, str(tmp_path / "none")]) == 3
-    assert main([*words, str(tmp_path / "out"), "--size", "32", "--aspect", "square"]) == 0  # cut to one size
-    examples = json.loads((tmp_path / "out" / "dataset.json").read_text())["skipped_examples"]
+    source = folder_of(tmp_path / "in", files)
+    assert run(source, tmp_path / "none", command="videos") == 3
+    cut_to_one_size = described(source, tmp_path / "out", "--size", "32", "--aspect", "square", command="videos")
+    examples = cut_to_one_size["skipped_examples"]
     assert examples == {"bad_video": ["unknown.mp4: FFmpeg has no decoder for its video stream"]}
 
 
@@ -309,11 +269,7 @@ def test_a_video_has_a_time_limit_for_each_of_its_clips(clock: list[float]):
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_a_picture_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, kind: str):
-    files = []
-    for side in (64, 2000):
-        buffer = io.BytesIO()
-        noise(side).save(buffer, kind, quality=100, compress_level=1)
-        files.append(buffer.getvalue())
+    files = [as_file(noise(side), kind, quality=100, compress_level=1) for side in (64, 2000)]
     monkeypatch.setattr(media_files, "MAX_SECONDS", 60)  # pieces of 64 KiB, and those of the header
     assert open_picture(files[0]).size == (64, 64)
     with pytest.raises(SampleError) as caught:

@@ -1,7 +1,5 @@
 """The report of `energon_data.inspect` matches the data in the folder and the packs of the loader."""
 
-import io
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +16,10 @@ from dit.sampling.grid import GAP
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_dataset
 from energon_data.inspect import histogram, main
-from energon_data.prepare.__main__ import main as prepare
 from energon_data.report.contact_sheet import LINE, TILE, tile_of
 from energon_data.report.survey import expected_packing, survey
 from tests.support.encoders import prepare_twice
+from tests.unit.energon_data.preparations import as_file, described, folder_of, png
 
 
 def page(capsys: pytest.CaptureFixture, *words: str) -> dict[str, list[str]]:
@@ -118,22 +116,20 @@ def test_damage_is_counted_as_in_training(
     assert "none of 75 samples" in capsys.readouterr().err
 
 
-def picture(color: tuple[int, int, int], size: tuple[int, int]) -> bytes:
-    buffer = io.BytesIO()
-    Image.new("RGB", size, color).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
 COLORS = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
 
 
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     """Three pictures of one colour each, two with captions."""
+    red, green, blue = (
+        {"pixels.png": as_file(Image.new("RGB", size, color))}
+        for size, color in zip(((16, 8), (8, 16), (400, 400)), COLORS, strict=True)
+    )
     samples = [
-        ("0", {"caption": "a red field"}, {"pixels.png": picture(COLORS[0], (16, 8))}),
-        ("1", {}, {"pixels.png": picture(COLORS[1], (8, 16)), "txt": b"green grass\n"}),
-        ("2", {"note": "no caption"}, {"pixels.png": picture(COLORS[2], (400, 400))}),
+        ("0", {"caption": "a red field"}, red),
+        ("1", {}, green | {"txt": b"green grass\n"}),
+        ("2", {"note": "no caption"}, blue),
     ]
     return write_dataset(tmp_path / "pictures", {"train": samples})
 
@@ -223,28 +219,22 @@ def test_the_scale_of_latents_is_printed_with_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture, scale: int, warns: bool
 ):
     """Preparation and `inspect` print the numbers of numpy. The autoencoder `identity` returns the pixels."""
-    source, out = tmp_path / "in", tmp_path / "out"
-    source.mkdir()
+    out = tmp_path / "out"
     pixels = np.random.default_rng(0).integers(0, 2, (4, 16, 16, 3)) * scale
-    for i, picture in enumerate(pixels.astype(np.uint8)):
-        Image.fromarray(picture).save(source / f"{i}.png")
-    words = ["--vae", "identity", "--validation", "0", "--processes", "1", "--samples-per-shard", "3"]
-    assert prepare(["images", "--in", str(source), "--out", str(out), *words]) == 0
+    pictures = {f"{i}.png": as_file(Image.fromarray(x)) for i, x in enumerate(pixels.astype(np.uint8))}
+    found = described(folder_of(tmp_path / "in", pictures), out, "--vae", "identity", "--samples-per-shard", "3")
     latents = (pixels / 127.5 - 1).astype(np.float16).astype(np.float64)
     expected = f"mean {latents.mean():.3g}, standard deviation {latents.std():.3g}"
     expected += "; warning: training expects about 1 (0.5 to 2), check scaling_factor" if warns else ""
     said = capsys.readouterr().out
     assert f"  latents: {expected}" in said
     assert ("warning" in said) == warns
-    assert json.loads((out / "dataset.json").read_text())["latent_std"] == pytest.approx(latents.std())
+    assert found["latent_std"] == pytest.approx(latents.std())
     assert page(capsys, str(out))["latents"][0].startswith(expected)
 
 
 def test_pixels_have_no_scale_of_latents(tmp_path: Path, capsys: pytest.CaptureFixture):
-    (tmp_path / "in").mkdir()
-    Image.new("RGB", (16, 16)).save(tmp_path / "in" / "0.png")
-    words = ["--validation", "0", "--processes", "1"]
-    assert prepare(["images", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out"), *words]) == 0
+    described(folder_of(tmp_path / "in", {"0.png": png(0)}), tmp_path / "out")
     assert "latents" not in capsys.readouterr().out
     assert "latents" not in page(capsys, str(tmp_path / "out"))
 

@@ -19,7 +19,7 @@ from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from energon_data.prepare.huggingface import Table, prepare_huggingface
 from energon_data.prepare.media import Options
 from tests.unit.energon_data import preparations
-from tests.unit.energon_data.preparations import metadata_of, png
+from tests.unit.energon_data.preparations import folder_of, metadata_of, png, write_list
 
 COUNT = 6
 prepare, described = (partial(f, command="huggingface") for f in (preparations.run, preparations.described))
@@ -81,14 +81,8 @@ def saved_splits(root: Path) -> Path:
 
 def image_folder(root: Path) -> Path:
     """Write a folder with a list for the library's `imagefolder`; its rows name files instead of containing bytes."""
-    folder = root / "files"
-    folder.mkdir()
-    lines = []
-    for i in range(COUNT):
-        (folder / f"{i}.png").write_bytes(png(10 * i, 32))
-        lines.append(json.dumps({"file_name": f"{i}.png", "text": f"shade {i}", "score": 0.5 * i}))
-    (folder / "metadata.jsonl").write_text("\n".join(lines))
-    return folder
+    folder = folder_of(root / "files", {f"{i}.png": png(10 * i, 32) for i in range(COUNT)})
+    return write_list(folder, ({"file_name": f"{i}.png", "text": f"shade {i}", "score": 0.5 * i} for i in range(COUNT)))
 
 
 @pytest.mark.parametrize("make", [parquet_file, parquet_folder, saved_split, saved_splits, image_folder])

@@ -1,6 +1,5 @@
 """Folders as kohya's trainers read them: repeats by folder, tags, `.caption` files, text around captions."""
 
-import json
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -14,24 +13,18 @@ from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
 from energon_data.dataset import EnergonData
 from energon_data.folder import check_folder
 from energon_data.prepare.wording import Wording
-from tests.unit.energon_data.preparations import metadata_of, png
+from tests.unit.energon_data.preparations import description, folder_of, metadata_of, png
 from tests.unit.energon_data.preparations import run as prepare
 from tests.unit.energon_data.small_data import spec
 
 
 def kohya_folder(root: Path) -> Path:
     """Two pictures with tags that are read five times, and four that are read once, one of them with a caption."""
-    folder = root / "img"
-    for name, count in (("5_sks dog", 2), ("1_dog", 4)):
-        (folder / name).mkdir(parents=True)
-        for i in range(count):
-            (folder / name / f"{i}.png").write_bytes(png(i))
+    files: dict[str, bytes | str] = {f"1_dog/{i}.png": png(i) for i in range(4)}
+    files |= {"1_dog/0.caption": "a dog", "1_dog/1.caption": "not this one", "1_dog/1.txt": "this one"}
     for i in range(2):
-        (folder / "5_sks dog" / f"{i}.txt").write_text("sks dog, grass, sky, ball")
-    (folder / "1_dog" / "0.caption").write_text("a dog")
-    (folder / "1_dog" / "1.caption").write_text("not this one")
-    (folder / "1_dog" / "1.txt").write_text("this one")
-    return folder
+        files |= {f"5_sks dog/{i}.png": png(i), f"5_sks dog/{i}.txt": "sks dog, grass, sky, ball"}
+    return folder_of(root / "img", files)
 
 
 def captions(folder: Path) -> dict[str, list[str]]:
@@ -59,7 +52,7 @@ def test_repeats_are_reads_not_copies(tmp_path, capsys):
     assert prepare(kohya_folder(tmp_path), tmp_path / "out", "--repeats") == EXIT_OK
     assert "train: 6 samples, read 14 times in one pass (repeats)" in capsys.readouterr().out
     assert len(list((tmp_path / "out").glob("*.tar"))) == 2
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["samples"] == {"train": 6}
+    assert description(tmp_path / "out")["samples"] == {"train": 6}
     assert check_folder(tmp_path / "out", "train").samples == 14
     asked = spec(num_classes=None, context_size=None, latent_channels=3, micro_batch_size=1)
     data = EnergonData(path=str(tmp_path / "out"), shuffle_buffer=0, background=False)
@@ -87,7 +80,7 @@ def test_held_out_files_are_not_repeated(tmp_path):
     for i in range(2, 40):
         (source / "5_sks dog" / f"{i}.png").write_bytes(png(i))
     assert prepare(source, tmp_path / "out", "--repeats", "--validation", "0.3") == EXIT_OK
-    shards = json.loads((tmp_path / "out" / "dataset.json").read_text())["shards"]
+    shards = description(tmp_path / "out")["shards"]
     assert {facts.get("repeats", 1) for name, facts in shards.items() if name.startswith("val-")} == {1}
     assert {facts.get("repeats", 1) for name, facts in shards.items() if name.startswith("train-")} == {1, 5}
     counts = [facts["samples"] for name, facts in shards.items() if name.startswith("val-")]

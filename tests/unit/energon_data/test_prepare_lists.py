@@ -1,8 +1,6 @@
 """Lists of files: several clips of a video by their times, and lists outside of the folder."""
 
 import io
-import json
-import tarfile
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -15,7 +13,16 @@ from PIL import Image
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
-from tests.unit.energon_data.preparations import metadata_of, png, run, samples
+from tests.unit.energon_data.preparations import (
+    described,
+    folder_of,
+    metadata_of,
+    outcomes,
+    png,
+    run,
+    samples,
+    write_list,
+)
 
 RATE, SECONDS, GAP = 8, 6, 8  # frames per second, duration, distance of key frames
 prepare = partial(run, command="videos")
@@ -128,65 +135,48 @@ ROWS = [
 
 
 def test_several_clips_of_one_film_have_their_own_captions(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    for name in ("a.mp4", "b.mp4", "unlisted.mp4"):
-        (tmp_path / "in" / name).write_bytes(film())
-    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
-    assert prepare(tmp_path / "in", tmp_path / "out", "--list", str(tmp_path / "clips.jsonl")) == EXIT_OK
-    found = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    source = folder_of(tmp_path / "in", dict.fromkeys(["a.mp4", "b.mp4", "unlisted.mp4"], film()))
+    rows = write_list(tmp_path, ROWS) / "metadata.jsonl"
+    found = described(source, tmp_path / "out", "--list", str(rows), command="videos")
     assert found["shapes"] == {"3x20x16x16": 1, "3x16x16x16": 1, "3x48x16x16": 1}
     assert sorted(found["captions"]) == ["all of it", "bright", "dark"]
-    skipped = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
-    assert {line["file"]: line["reason"] for line in skipped} == {
+    assert outcomes(tmp_path / "out") == {
         "unlisted.mp4": "not_listed",
         "a.mp4": "metadata",
         "a.mp4#t=7.0,8.0": "too_short",
         "gone.mp4#t=0.0,1.0": "not_a_file",
     }
-    details = [line["detail"] for line in skipped if line["reason"] == "metadata"]
-    assert sorted(details) == [
-        "start is '0:01', not a number of seconds from 0",
-        "the end, 2.0 s, is not after the start, 3.0 s",
+    assert sorted(found["skipped_examples"]["metadata"]) == [
+        "a.mp4: start is '0:01', not a number of seconds from 0",
+        "a.mp4: the end, 2.0 s, is not after the start, 3.0 s",
     ]
 
 
 def test_clips_of_one_film_are_in_one_split(tmp_path):
     """Otherwise a model would be tested on a film that it has seen in training."""
-    (tmp_path / "in").mkdir()
-    rows = []
-    for name in ("one.mp4", "two.mp4", "three.mp4", "four.mp4"):
-        (tmp_path / "in" / name).write_bytes(film())
-        rows += [{"file_name": name, "start": i, "end": i + 1} for i in range(5)]
-    (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert prepare(tmp_path / "in", tmp_path / "out", "--validation", "0.5") == EXIT_OK
+    names = ("one.mp4", "two.mp4", "three.mp4", "four.mp4")
+    source = folder_of(tmp_path / "in", dict.fromkeys(names, film()))
+    write_list(source, [{"file_name": name, "start": i, "end": i + 1} for name in names for i in range(5)])
+    assert prepare(source, tmp_path / "out", "--validation", "0.5") == EXIT_OK
     by_file: dict[str, set[str]] = {}
-    for path in (tmp_path / "out").glob("*.tar"):
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if member.name.endswith(".json"):
-                    about = json.loads(archive.extractfile(member).read())
-                    by_file.setdefault(about["source"], set()).add(path.name.partition("-")[0])
+    for split, about, _, _ in samples(tmp_path / "out"):
+        by_file.setdefault(about["source"], set()).add(split)
     assert {len(splits) for splits in by_file.values()} == {1}
     assert set().union(*by_file.values()) == {"train", "val"}
 
 
 @pytest.mark.parametrize("again", [{"file_name": "a.mp4", "start": 1, "end": 2}, {"file_name": "a.mp4"}])
 def test_the_same_clip_twice_is_refused_with_its_row(tmp_path, capsys, again):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.mp4").write_bytes(film())
-    rows = [{"file_name": "a.mp4", "start": 1, "end": 2}, again]
-    (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert prepare(tmp_path / "in", tmp_path / "out") == EXIT_DATA
+    source = folder_of(tmp_path / "in", {"a.mp4": film()})
+    write_list(source, [{"file_name": "a.mp4", "start": 1, "end": 2}, again])
+    assert prepare(source, tmp_path / "out") == EXIT_DATA
     assert "row 2: 'a.mp4'" in (said := capsys.readouterr().err)
     assert "is listed twice; leave one row, or give the clips of a video different starts or ends" in said
 
 
 def downloaded(root: Path, names: list[str]) -> Path:
     """Make a folder of pictures."""
-    for i, name in enumerate(names):
-        (root / "in" / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / "in" / name).write_bytes(png(i))
-    return root / "in"
+    return folder_of(root / "in", {name: png(i) for i, name in enumerate(names)})
 
 
 # Lists of other names, and hints to other commands.
@@ -225,15 +215,15 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
 )
 def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
     source = downloaded(tmp_path, ["a.png"])
-    (tmp_path / "list.txt").write_text("a.png")
-    (tmp_path / "list.jsonl").write_text('{"file_name": "a.png", "text": "red"}\n{"file_name": \n')
-    (tmp_path / "commas.csv").write_text("file_name,text\nb.png,blue\na.png,a red fox, jumping, high\n")
-    (tmp_path / "open.csv").write_text('file_name,text\na.png,"a red fox\nb.png,blue\n')
-    (tmp_path / "pair.csv").write_text('file_name,text\na.png,"a red fox\nb.png,"blue"\n')
-    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / name), command="images") in (
-        EXIT_CONFIG,
-        EXIT_DATA,
-    )
+    lists = {
+        "list.txt": "a.png",
+        "list.jsonl": '{"file_name": "a.png", "text": "red"}\n{"file_name": \n',
+        "commas.csv": "file_name,text\nb.png,blue\na.png,a red fox, jumping, high\n",
+        "open.csv": 'file_name,text\na.png,"a red fox\nb.png,blue\n',
+        "pair.csv": 'file_name,text\na.png,"a red fox\nb.png,"blue"\n',
+    }
+    words = ["--list", str(folder_of(tmp_path, lists) / name)]
+    assert prepare(source, tmp_path / "out", *words, command="images") in (EXIT_CONFIG, EXIT_DATA)
     assert says in capsys.readouterr().err
 
 
@@ -244,8 +234,7 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path, capsys):
 
 
 def test_the_error_for_parquet_files_names_their_command(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "train.parquet").write_bytes(b"PAR1")
-    for source in (tmp_path / "in", tmp_path / "in" / "train.parquet"):
+    folder = folder_of(tmp_path / "in", {"train.parquet": b"PAR1"})
+    for source in (folder, folder / "train.parquet"):
         assert prepare(source, tmp_path / "out", command="images") in (EXIT_CONFIG, EXIT_DATA)
         assert "prepare huggingface" in capsys.readouterr().err

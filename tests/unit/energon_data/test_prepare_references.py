@@ -1,9 +1,9 @@
 """Pairs of pictures before and after an edit, prepared from folders, lists and tables, and read by training."""
 
 import io
-import json
 import tarfile
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from preparations import as_file, noise
+from preparations import as_file, folder_of, noise, run, write_list
 from pyarrow import parquet
 from torch import Tensor
 
@@ -25,7 +25,6 @@ from dit.models.flux.config import FluxConfig
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
-from energon_data.prepare.__main__ import main
 from tests.support.encoders import Processor, save_language_model, save_vae
 
 SPEC = BatchSpec(patch_temporal=1, patch_spatial=4, latent_channels=3, conditions=(), micro_batch_size=1)
@@ -43,19 +42,16 @@ def after(i: int) -> Tensor:
 
 def write_pairs(root: Path) -> tuple[Path, Path]:
     """Write `edited/i.png`, and `originals/i.bmp`, with an instruction each; one original is in a subfolder."""
+    edited, originals = dict[str, bytes | str](), dict[str, bytes | str]()
     for i in range(COUNT):
-        place = "deep/" if i == 3 else ""
-        for folder in ("edited", "originals"):
-            (root / folder / place).mkdir(parents=True, exist_ok=True)
-        (root / f"edited/{place}{i}.png").write_bytes(as_file(noise(*SIZES[i % 2], seed=i)))
-        (root / f"edited/{place}{i}.txt").write_text(f"make it {i}")
-        (root / f"originals/{place}{i}.bmp").write_bytes(as_file(noise(*SIZES[i % 2], seed=100 + i), "BMP"))
-    return root / "edited", root / "originals"
+        name = f"deep/{i}" if i == 3 else str(i)
+        edited |= {f"{name}.png": as_file(noise(*SIZES[i % 2], seed=i)), f"{name}.txt": f"make it {i}"}
+        originals[f"{name}.bmp"] = as_file(noise(*SIZES[i % 2], seed=100 + i), "BMP")
+    return folder_of(root / "edited", edited), folder_of(root / "originals", originals)
 
 
-def prepare(out: Path, *words: object, command: str = "images") -> int:
-    common = ["--out", out, "--validation", 0, "--processes", 1, "--multiple-of", 8]
-    return main([command, *map(str, (*common, *words))])
+def prepare(source: Path, out: Path, *words: object, command: str = "images") -> int:
+    return run(source, out, "--multiple-of", "8", *map(str, words), command=command)
 
 
 def pairs_of(folder: Path, spec: BatchSpec = SPEC, **settings: object) -> list[tuple[Tensor, Tensor]]:
@@ -92,10 +88,9 @@ PAIRS = [(after(i), before(i)) for i in range(COUNT)]
 def test_pictures_of_the_same_name_are_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Whatever the format; an edited picture without an original is skipped with a reason."""
     edited, originals = write_pairs(tmp_path)
-    (edited / "alone.png").write_bytes(as_file(noise(16, 16)))
-    (originals / "broken.png").write_bytes(b"no picture")
-    (edited / "broken.png").write_bytes(as_file(noise(16, 16)))
-    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals) == EXIT_OK
+    folder_of(edited, dict.fromkeys(["alone.png", "broken.png"], as_file(noise(16, 16))))
+    folder_of(originals, {"broken.png": b"no picture"})
+    assert prepare(edited, tmp_path / "out", "--reference", originals) == EXIT_OK
     said = capsys.readouterr().out
     assert "skipped, no_reference: 1; alone.png: --reference" in said
     assert "skipped, bad_image: 1; broken.png: its reference: " in said
@@ -112,7 +107,7 @@ def test_of_several_originals_of_a_stem_the_one_of_the_same_format_is_taken(
         (originals / f"{i}.png").write_bytes(as_file(noise(*SIZES[i % 2], seed=100 + i)))
         (originals / f"{i}.webp").write_bytes(as_file(noise(16, 16), "WEBP"))
     (originals / "2.png").rename(originals / "2.tif")
-    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals) == EXIT_OK
+    assert prepare(edited, tmp_path / "out", "--reference", originals) == EXIT_OK
     said = capsys.readouterr().out
     names = "has 2.bmp, 2.tif, 2.webp; name one of them as `reference` in a list"
     assert f"skipped, no_reference: 1; 2.png: --reference {originals} {names}" in said
@@ -124,7 +119,7 @@ def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, caps
     edited, originals = write_pairs(tmp_path)
     Processor(None).pictures.save_pretrained(save_language_model("qwen2_5_vl", tmp_path / "encoder"))
     line = f"{tmp_path}/encoder:prompt=qwen_image_edit_plus"
-    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals, "--text-encoder", line) == EXIT_OK
+    assert prepare(edited, tmp_path / "out", "--reference", originals, "--text-encoder", line) == EXIT_OK
     shown = [noise(*SIZES[i % 2], seed=100 + i) for i in range(COUNT)]
     expected = TextEncoders(line).encode([f"make it {i}" for i in range(COUNT)], shown)["text"]
     stored = []
@@ -136,7 +131,7 @@ def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, caps
     for array in stored:  # in another order
         assert any(array.shape == x.shape and np.array_equal(array, x.half().numpy()) for x in expected)
     capsys.readouterr()
-    prepare(tmp_path / "without", "--in", edited, "--text-encoder", line)
+    prepare(edited, tmp_path / "without", "--text-encoder", line)
     assert f"{COUNT} no_reference (0.png: the text encoder reads the picture" in "".join(capsys.readouterr())
 
 
@@ -144,7 +139,7 @@ def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path
     """They are latents of the size of their sample, with its order of tokens."""
     edited, originals = write_pairs(tmp_path)
     vae = VAE(str(save_vae(tmp_path / "vae")))
-    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals, "--vae", tmp_path / "vae") == EXIT_OK
+    assert prepare(edited, tmp_path / "out", "--reference", originals, "--vae", tmp_path / "vae") == EXIT_OK
     control = FluxConfig(in_channels=4, control_channels=4).condition("control")
     spec = replace(SPEC, latent_channels=4, patch_spatial=2, conditions=(control,))
     data = EnergonData(path=str(tmp_path / "out"), num_streams=1, background=False)
@@ -161,7 +156,7 @@ def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path
 
 def test_flips_and_crops_are_equal_for_both_pictures(tmp_path: Path) -> None:
     edited, originals = write_pairs(tmp_path)
-    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals) == EXIT_OK
+    assert prepare(edited, tmp_path / "out", "--reference", originals) == EXIT_OK
 
     def window(x: Tensor, top: int, left: int, mirror: bool) -> Tensor:
         cut = x[..., top : top + 12, left : left + 12]
@@ -180,14 +175,10 @@ def test_flips_and_crops_are_equal_for_both_pictures(tmp_path: Path) -> None:
 
 def test_a_list_names_the_original_of_each_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Several edits may share an original from the same folder; a picture is not its own original."""
-    pictures = tmp_path / "pictures"
-    pictures.mkdir()
-    for i in range(COUNT):
-        (pictures / f"{i}.png").write_bytes(as_file(noise(16, 32, seed=i)))
+    pictures = folder_of(tmp_path / "pictures", {f"{i}.png": as_file(noise(16, 32, seed=i)) for i in range(COUNT)})
     rows = [{"file_name": f"{i}.png", "reference": "0.png", "text": f"make it {i}"} for i in range(1, COUNT)]
-    rows += [{"file_name": "0.png", "text": "nothing"}]
-    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert prepare(tmp_path / "out", "--in", pictures, "--reference", pictures) == EXIT_OK
+    write_list(pictures, [*rows, {"file_name": "0.png", "text": "nothing"}])
+    assert prepare(pictures, tmp_path / "out", "--reference", pictures) == EXIT_OK
     assert "skipped, no_reference: 1; 0.png: " in capsys.readouterr().out
     tall = [pixel_values(pixels_of([noise(16, 32, seed=i)])) for i in range(COUNT)]
     assert numbers(pairs_of(tmp_path / "out"), [(tall[i], tall[0]) for i in range(1, COUNT)]) == {0, 1, 2}
@@ -204,11 +195,11 @@ def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.M
 
     columns = {"source": files(100), "target": files(0), "instruction": [f"make it {i}" for i in range(COUNT)]}
     parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
-    words = ["--in", tmp_path / "x.parquet", "--image-column", "target", "--caption-column", "instruction"]
-    assert prepare(tmp_path / "out", *words, "--reference-column", "source", command="huggingface") == EXIT_OK
+    words = ["--image-column", "target", "--caption-column", "instruction", "--reference-column"]
+    table = partial(prepare, tmp_path / "x.parquet", command="huggingface")
+    assert table(tmp_path / "out", *words, "source") == EXIT_OK
     assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
-    wrong = prepare(tmp_path / "wrong", *words, "--reference-column", "instruction", command="huggingface")
-    assert wrong == EXIT_CONFIG
+    assert table(tmp_path / "wrong", *words, "instruction") == EXIT_CONFIG
 
 
 def test_a_changed_original_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -231,5 +222,5 @@ def test_a_changed_original_is_detected(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     edited, _ = write_pairs(tmp_path)
-    assert prepare(tmp_path / "out", "--in", edited, "--reference", tmp_path / "missing") == EXIT_CONFIG
+    assert prepare(edited, tmp_path / "out", "--reference", tmp_path / "missing") == EXIT_CONFIG
     assert "missing is not a folder; name the one with the pictures before the edit" in capsys.readouterr().err

@@ -34,20 +34,14 @@ from tests.unit.energon_data.awkward_media import (
     WIDTH,
     animated_gif,
     awkward_folder,
-    encoded,
     heic,
     marked,
     marked_corner,
     mp4,
 )
-from tests.unit.energon_data.preparations import run
+from tests.unit.energon_data.preparations import as_file, described, description, folder_of, outcomes, run, write_list
 
 prepare = partial(run, command="folder")
-
-
-def outcomes(out: Path) -> dict[str, str]:
-    """Return the reason of every skipped file, from `skipped.jsonl`."""
-    return {line["file"]: line["reason"] for line in map(json.loads, (out / "skipped.jsonl").open())}
 
 
 @pytest.mark.parametrize("follow", [False, True])
@@ -60,10 +54,9 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     assert prepare(source, tmp_path / "out", "--size", "64", *["--follow-links"] * follow) == EXIT_OK
     skipped = {name: reason for name, reason in expected.items() if reason != TAKEN}
     assert outcomes(tmp_path / "out") == skipped
-    description = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    assert description["skipped"] == Counter(skipped.values())
     num_taken = len(expected) - len(skipped)
-    assert description["samples"]["train"] == num_taken
+    found = description(tmp_path / "out")
+    assert (found["skipped"], found["samples"]["train"]) == (Counter(skipped.values()), num_taken)
     summary = capsys.readouterr().out
     assert f"used: {num_taken} of {len(expected)} files" in summary
     assert "turned according to the file: 3 samples" in summary
@@ -76,18 +69,16 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
 
 
 def test_an_enlarged_picture_is_counted(tmp_path, capsys):
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "small.png").write_bytes(encoded(marked(20, 20), "PNG"))
-    assert prepare(tmp_path / "in", tmp_path / "out", "--size", "64", "--enlarge") == EXIT_OK
+    source = folder_of(tmp_path / "in", {"small.png": as_file(marked(20, 20))})
+    assert prepare(source, tmp_path / "out", "--size", "64", "--enlarge") == EXIT_OK
     assert "enlarged: 1 sample" in capsys.readouterr().out
 
 
 def test_a_heic_file_of_a_rotated_camera_is_counted_and_upright(tmp_path, capsys):
     if not media.reads_heic():
         pytest.skip("needs pillow-heif")
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "phone.heic").write_bytes(heic(marked(), 6))
-    assert prepare(tmp_path / "in", tmp_path / "out", "--size", "64") == EXIT_OK
+    source = folder_of(tmp_path / "in", {"phone.heic": heic(marked(), 6)})
+    assert prepare(source, tmp_path / "out", "--size", "64") == EXIT_OK
     assert "turned according to the file: 1 sample" in capsys.readouterr().out
     picture = open_picture(heic(marked(), 6))
     assert picture.size == (HEIGHT, WIDTH)
@@ -100,7 +91,7 @@ def test_a_half_copied_picture_is_named_as_such(kind):
     if kind == "HEIC" and not media.reads_heic():
         pytest.skip("needs pillow-heif")
     noise = Image.effect_noise((64, 64), 50).convert("RGB")
-    data = heic(noise, 6) if kind == "HEIC" else encoded(noise, "AVIF")
+    data = heic(noise, 6) if kind == "HEIC" else as_file(noise, "AVIF")
     length = len(data) // 2
     expected = f"a {kind} file that is damaged or ends early, after {length} bytes; copy it again"
     with pytest.raises(SampleError, match=expected):
@@ -154,9 +145,7 @@ def test_an_empty_file_is_named_as_such():
 def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
     tmp_path, capsys, monkeypatch, package, names
 ):
-    source = pictures(tmp_path / "in", 2)
-    for stem in "abc":
-        (source / names.replace("a.", f"{stem}.")).write_bytes(b"not read")
+    source = folder_of(pictures(tmp_path / "in", 2), {names.replace("a.", f"{x}."): b"not read" for x in "abc"})
     monkeypatch.setitem(sys.modules, package, None)
     media.reads_heic.cache_clear()
     try:
@@ -173,8 +162,7 @@ def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
 
 def test_a_listed_file_that_is_absent_is_named_and_counted(tmp_path, capsys):
     source = pictures(tmp_path / "in", 1)
-    rows = [{"file_name": name, "text": name} for name in ("0.png", "gone.png", "lost.png")]
-    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_list(source, [{"file_name": name, "text": name} for name in ("0.png", "gone.png", "lost.png")])
     assert prepare(source, tmp_path / "out", command="images") == EXIT_OK
     detail = "the list names it, and the folder has no such file"
     assert f"  skipped, not_a_file: 2; gone.png: {detail}" in capsys.readouterr().out
@@ -183,31 +171,25 @@ def test_a_listed_file_that_is_absent_is_named_and_counted(tmp_path, capsys):
 
 def test_text_that_is_not_unicode_skips_its_file(tmp_path, capsys):
     """A name in Latin-1, and a caption with half of an emoji, as JSON of a truncated text has it."""
-    source = pictures(tmp_path / "in", 4)
-    (source / "0.json").write_text(json.dumps({"caption": "smile \ud83d"}))
-    (source / "1.json").write_text(json.dumps({"caption": "smile \ud83d\ude00"}))
+    captions = [json.dumps({"caption": f"smile {text}"}) for text in ("\ud83d", "\ud83d\ude00")]
+    source = folder_of(pictures(tmp_path / "in", 4), {f"{i}.json": text for i, text in enumerate(captions)})
     os.rename(source / "2.png", os.fsencode(source) + b"/caf\xe9.png")
     assert prepare(source, tmp_path / "out", "--shuffle-tags", "2", command="images") == EXIT_OK
     assert outcomes(tmp_path / "out") == {"0.png": "bad_caption", "caf\udce9.png": "bad_name"}
     assert "skipped, bad_name: 1; caf?.png: the name is not UTF-8; rename it" in capsys.readouterr().out
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["captions"] == ["smile \U0001f600"]
+    assert description(tmp_path / "out")["captions"] == ["smile \U0001f600"]
 
 
 def test_a_folder_of_links_is_read_with_follow_links_and_named_without(tmp_path, capsys):
-    for i in range(4):
-        Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"{i}.png")
-        (tmp_path / f"{i}.txt").write_text(f"number {i}")
-    links = tmp_path / "links"
-    links.mkdir()
-    for path in [*tmp_path.glob("?.png"), *tmp_path.glob("?.txt")]:
+    source = folder_of(pictures(tmp_path / "in", 4), {f"{i}.txt": f"number {i}" for i in range(4)})
+    links = folder_of(tmp_path / "links", {})
+    for path in source.iterdir():
         (links / path.name).symlink_to(path)
     assert prepare(links, tmp_path / "out", command="images") == EXIT_DATA
     assert "4 path_escape (0.png: 0.txt is a link to a file outside of" in (said := capsys.readouterr().err)
     assert "--follow-links reads it" in said
-    assert prepare(links, tmp_path / "out", "--follow-links", command="images") == EXIT_OK
-    description = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    assert description["samples"] == {"train": 4}
-    assert sorted(description["captions"]) == [f"number {i}" for i in range(4)]
+    found = described(links, tmp_path / "out", "--follow-links", command="images")
+    assert (found["samples"], sorted(found["captions"])) == ({"train": 4}, [f"number {i}" for i in range(4)])
 
 
 @pytest.mark.parametrize("command", ["images", "webdataset"])
@@ -225,38 +207,33 @@ def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
     corners = [np.asarray(frame)[8, 8::16] for frame in frames]
     for i, shades in enumerate(corners):
         assert shades.tolist() == [list(GREY) if place == i else [255] * 3 for place in range(6)]
-    source = tmp_path / "in"
-    source.mkdir()
-    (source / "moving.gif").write_bytes(animated_gif())
-    (source / "still.gif").write_bytes(encoded(marked(), "GIF"))
+    source = folder_of(tmp_path / "in", {"moving.gif": animated_gif(), "still.gif": as_file(marked(), "GIF")})
     for command, shapes in (
         ("images", {"3x1x64x96": 2}),
         ("folder", {"3x1x64x96": 1, "3x4x64x96": 1}),
         ("videos", {"3x1x64x96": 1, "3x4x64x96": 1}),
     ):
-        assert prepare(source, tmp_path / command, command=command) == EXIT_OK
-        assert json.loads((tmp_path / command / "dataset.json").read_text())["shapes"] == shapes
+        assert described(source, tmp_path / command, command=command)["shapes"] == shapes
 
 
 def test_a_video_with_an_error_after_its_first_clips_is_used_and_listed(tmp_path, capsys, monkeypatch):
-    (tmp_path / "in").mkdir()
-    for name, count in (("long.mp4", 8), ("short.mp4", 4), ("still.mp4", 1)):
-        (tmp_path / "in" / name).write_bytes(mp4(marked(), count))
+    lengths = {"long.mp4": 8, "short.mp4": 4, "still.mp4": 1}
+    source = folder_of(tmp_path / "in", {name: mp4(marked(), count) for name, count in lengths.items()})
     monkeypatch.setattr(media_files, "MAX_FRAMES", 5)
-    assert prepare(tmp_path / "in", tmp_path / "out", "--frames", "2", command="videos") == EXIT_OK
+    found = described(source, tmp_path / "out", "--frames", "2", command="videos")
+    assert found["shapes"] == {"3x2x64x96": 4}
     said = capsys.readouterr().out
     assert "used: 2 of 3 files, 1 of them up to an error" in said
     assert "skipped, too_long: 1; long.mp4: after 2 clips, which are used: more than 5 frames" in said
-    assert json.loads((tmp_path / "out" / "dataset.json").read_text())["shapes"] == {"3x2x64x96": 4}
 
 
 def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys):
     """FFmpeg has no reader for them; an animated GIF becomes a clip."""
-    (tmp_path / "in").mkdir()
-    for name, animated in (("a.webp", True), ("b.png", True), ("c.webp", False), ("d.gif", True)):
-        others = {"save_all": True, "append_images": [Image.new("RGB", (32, 32))]} if animated else {}
-        Image.new("RGB", (32, 32), "red").save(tmp_path / "in" / name, **others)
-    assert prepare(tmp_path / "in", tmp_path / "out", "--samples-per-shard", "1") == EXIT_OK
+    source = pictures(tmp_path / "in", 1)
+    for name in ("a.webp", "b.png", "d.gif"):
+        red, black = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32))
+        red.save(source / name, save_all=True, append_images=[black])
+    assert prepare(source, tmp_path / "out", "--samples-per-shard", "1") == EXIT_OK
     assert "first frame of an animation: 2 samples (a.webp)" in capsys.readouterr().out
 
 
@@ -264,9 +241,7 @@ def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, c
     for module in (media, media_files, preparation):
         monkeypatch.setattr(module, "reads_heic", lambda: False)
     data = b"\0\0\0\x1cftypheic" + bytes(100)
-    source = tmp_path / "in"
-    source.mkdir()
-    (source / "IMG_1.HEIC").write_bytes(data)
+    source = folder_of(tmp_path / "in", {"IMG_1.HEIC": data})
     assert prepare(source, tmp_path / "out", command="images") == EXIT_CONFIG
     assert "IMG_1.HEIC and 0 other files: HEIC needs pillow-heif" in (said := capsys.readouterr().err)
     assert "pip install -e '.[heic]'" in said
@@ -279,10 +254,7 @@ def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, c
 
 
 def pictures(folder: Path, count: int = 6) -> Path:
-    folder.mkdir()
-    for i in range(count):
-        Image.new("RGB", (32, 32), (i, 0, 0)).save(folder / f"{i}.png")
-    return folder
+    return folder_of(folder, {f"{i}.png": as_file(Image.new("RGB", (32, 32), (i, 0, 0))) for i in range(count)})
 
 
 def fail_at(monkeypatch, number: int, error: BaseException) -> None:

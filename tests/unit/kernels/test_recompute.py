@@ -5,17 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample, per_text_token
-from dit.errors import ConfigError
-from dit.kernels.recompute import check_recompute, first_run, recompute_activations
+from dit.kernels.recompute import first_run, recompute_activations
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.wan.config import WanConfig
-from dit.patchify import grid_positions
+from tests.support.batches import pack_of
 from tests.support.reference import LiveBytes
 
 DIT = DiTConfig(hidden_size=32, num_layers=3, num_attention_heads=4, num_classes=5)
@@ -36,25 +34,12 @@ GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2))
 def a_pack(config):
     generator = torch.Generator().manual_seed(1)
     layout = SequenceLayout.from_lengths([t * h * w for t, h, w in GRIDS], multiple_of=8)
-    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
-    for start, length, grid in zip(layout.starts, layout.lengths, GRIDS):
-        positions[start : start + length] = grid_positions(grid)
-    texts = SequenceLayout.from_lengths([3, 5, 2])
-    batch = PackedBatch(
-        latents_TC=torch.randn(layout.total_tokens, config.token_channels, generator=generator),
-        positions_T3=positions,
-        layout=layout,
-        sample_ids_S=torch.arange(3),
-        grids=GRIDS,
-        keys=("a", "b", "c"),
-        conditions=Conditions(
-            label=per_sample(torch.tensor([1, 4, 0])),
-            context=per_text_token(torch.randn(10, 12, generator=generator), texts, torch.tensor([False, True, False]))
-            if config.context_size
-            else None,
-        ),
-    )
-    return batch, torch.tensor([0.2, 0.5, 0.9])
+    latents_TC = torch.randn(layout.total_tokens, config.token_channels, generator=generator)
+    conditions = Conditions(label=per_sample(torch.tensor([1, 4, 0])))
+    if config.context_size:
+        texts, dropped = SequenceLayout.from_lengths([3, 5, 2]), torch.tensor([False, True, False])
+        conditions |= {"context": per_text_token(torch.randn(10, 12, generator=generator), texts, dropped)}
+    return pack_of(layout, latents_TC, GRIDS, conditions=conditions), torch.tensor([0.2, 0.5, 0.9])
 
 
 def forward_and_backward(build_model, config, choice, layers=None):
@@ -127,9 +112,3 @@ def test_experts_are_counted_once(build_model, choice):
     model(batch.latents_TC, time_S, batch).sum().backward()
     tokens = [layer.mlp.load.take(torch.device("cpu"))[-3].item() for layer in model.units()]
     assert tokens == [batch.layout.valid_tokens] * EXPERTS.num_layers
-
-
-@pytest.mark.parametrize(("choice", "layers"), [("some", None), ("none", 2), ("full", 0)])
-def test_meaningless_settings_are_refused(choice, layers):
-    with pytest.raises(ConfigError, match=r"training\.recompute"):
-        check_recompute(choice, layers)

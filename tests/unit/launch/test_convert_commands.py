@@ -211,7 +211,7 @@ def with_record(path: Path, text: str) -> Path:
         ({"objective": {"name": "edm", "p_mean": "x"}}, "cannot have p_mean='x'"),
         ({"objective": {"name": "edm", "sigma_max": float("nan")}}, "cannot have sigma_max=nan"),
         ({"objective": {"name": "ddpm", "prediction": "eps"}}, "cannot have prediction='eps'"),
-        ({"objective": {"name": "flow_matching", "time_shift": -1.0}}, "time_shift=-1.0 must be positive"),
+        ({"objective": {"name": "flow_matching", "time_shift": -1.0}}, "time_shift=-1.0 must be a finite number"),
         ({"objective": {"name": "edm", "sigma_max": 10**400}}, "an integer of 401 digits"),
         ({"sampling": {"num_steps": "many"}}, "cannot have num_steps='many'"),
         ({"sampling": 3}, "sampling settings by name"),

@@ -129,9 +129,13 @@ def cases() -> Iterator[tuple[tuple[str, ...], str, str, Any]]:
         for part in parts:
             target = getattr(base(*words), part).__fn_or_cls__
             for name, annotation in typing.get_type_hints(target).items():
-                if name in {field.name for field in fields(target)} and (found := number(annotation)):
+                if name not in {field.name for field in fields(target)}:
+                    continue
+                if found := number(annotation):
                     kind, several = found
                     yield from ((words, part, name, [x] * 3 if several else x) for x in NONSENSE[kind])
+                if typing.Literal in map(typing.get_origin, (annotation, *typing.get_args(annotation))):
+                    yield words, part, name, "another"
 
 
 def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:

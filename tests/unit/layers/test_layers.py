@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
 
 from dit.backends.init import initialize_weights
 from dit.backends.pending_bias import PendingBias
-from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_text_token
@@ -18,20 +16,9 @@ from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder
 from dit.layers.heads import FinalLayer
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
+from tests.support.batches import pack_of
 
 LAYOUT = SequenceLayout.from_lengths([5, 3, 6], multiple_of=4, total_tokens=24)
-
-
-@pytest.fixture
-def provider(one_rank_world: ProcessGroups) -> LayerProvider:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=4,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-    )
-    return LayerProvider(config, one_rank_world.collection)
 
 
 def started(layer: torch.nn.Module) -> torch.nn.Module:
@@ -115,18 +102,8 @@ def test_the_label_table_has_a_row_for_a_missing_class(provider: LayerProvider):
 
 
 def text_batch(context: torch.Tensor | None, layout: SequenceLayout | None, dropped: list[bool] | None) -> PackedBatch:
-    tokens = SequenceLayout.from_lengths([1, 1])
-    return PackedBatch(
-        latents_TC=torch.zeros(2, 4),
-        positions_T3=torch.zeros(2, 3, dtype=torch.long),
-        layout=tokens,
-        sample_ids_S=torch.arange(2),
-        grids=((1, 1, 1),) * 2,
-        keys=("a", "b"),
-        conditions=Conditions(
-            context=per_text_token(context, layout, None if dropped is None else torch.tensor(dropped))
-        ),
-    )
+    text = per_text_token(context, layout, None if dropped is None else torch.tensor(dropped))
+    return pack_of(SequenceLayout.from_lengths([1, 1]), torch.zeros(2, 4), conditions=Conditions(context=text))
 
 
 def test_pooled_text_depends_only_on_the_mean(provider: LayerProvider):

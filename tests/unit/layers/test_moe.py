@@ -1,17 +1,13 @@
 """The tokens that each expert selects depend only on the sample."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from dit.backends.init import initialize_weights
-from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
-from dit.errors import ConfigError
 from dit.layers.mlp import MLP
 from dit.layers.moe import MoE
 from dit.layers.routing import balancing_loss, expert_capacity, select_experts, select_tokens
@@ -21,23 +17,12 @@ SIZE, INNER = 16, 24
 LAYOUT = SequenceLayout.from_lengths([5, 13, 1, 8], multiple_of=4, total_tokens=40)
 
 
+EXPERTS = {"hidden_size": SIZE, "moe_ffn_hidden_size": INNER, "moe_expert_capacity_factor": 1.0}
+
+
 @pytest.fixture
-def provider(one_rank_world: ProcessGroups) -> LayerProvider:
-    return make_provider(one_rank_world, 4)
-
-
-def make_provider(world: ProcessGroups, num_experts: int) -> LayerProvider:
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=SIZE,
-        num_attention_heads=4,
-        num_moe_experts=num_experts,
-        moe_ffn_hidden_size=INNER,
-        moe_expert_capacity_factor=1.0,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-    )
-    return LayerProvider(config, world.collection)
+def provider(provider_of) -> LayerProvider:
+    return provider_of(num_moe_experts=4, **EXPERTS)
 
 
 def moe(provider: LayerProvider, router: str, num_experts: int = 4, **changes) -> MoE:
@@ -135,8 +120,8 @@ def test_order_of_tokens_and_samples_does_not_matter(provider: LayerProvider, ro
 
 
 @pytest.mark.parametrize("router", ["expert_choice", "top_k"])
-def test_one_expert_equals_a_plain_mlp(one_rank_world: ProcessGroups, router: str):
-    provider = make_provider(one_rank_world, 1)
+def test_one_expert_equals_a_plain_mlp(provider_of, router: str):
+    provider = provider_of(num_moe_experts=1, **EXPERTS)
     layer = moe(provider, router, 1, capacity_factor=1.0, top_k=1)
     mlp = MLP(SIZE, INNER, provider)
     mlp.load_state_dict(layer.experts["0"].state_dict(), strict=False)
@@ -236,14 +221,3 @@ def test_experts_start_different_and_by_name(provider: LayerProvider):
     assert torch.equal(weights[3], dict(again.named_parameters())["experts.3.linear_fc1.weight"])
     bound = math.sqrt(6 / (SIZE + INNER))
     assert 0.9 * bound < weights[0].abs().max() <= bound
-
-
-def test_experts_that_cannot_be_shared_are_refused(provider: LayerProvider):
-    class Three:
-        def size(self) -> int:
-            return 3
-
-    provider._groups = replace(provider._groups)
-    provider._groups.ep = Three()
-    with pytest.raises(ConfigError, match=r"num_experts=4.*expert_model_parallel_size=3.*\[1, 2, 4\]"):
-        provider.local_experts(4)

@@ -12,10 +12,10 @@ from dit.batch import PackedBatch
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.fixed_packs import PackMaxima
 from dit.kernels.recompute import recompute_activations
+from dit.layers.embeddings import CONDITION_FEATURES
 from dit.layout import SequenceLayout
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
-from dit.models.transformer_config import CONDITION_FEATURES
 from dit.monitoring.flops import Convention, PackFlops
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig

@@ -9,6 +9,7 @@ from dit.run_config import RunConfig
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
+from tests.support.batches import pack_of
 
 
 def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of: int = 1) -> PackedBatch:
@@ -19,14 +20,7 @@ def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of
     latents = torch.zeros(layout.total_tokens, channels)
     for start, n in zip(layout.starts, lengths):
         latents[start : start + n] = rows[n]
-    return PackedBatch(
-        latents_TC=latents,
-        positions_T3=torch.zeros(layout.total_tokens, 3, dtype=torch.int64),
-        layout=layout,
-        sample_ids_S=torch.tensor(lengths, dtype=torch.int64),
-        grids=tuple((1, 1, n) for n in lengths),
-        keys=tuple(str(n) for n in lengths),
-    )
+    return pack_of(layout, latents, sample_ids_S=torch.tensor(lengths), keys=tuple(map(str, lengths)))
 
 
 def noise_for(batch: PackedBatch, step: int = 0) -> AddressedNoise:

@@ -1,6 +1,7 @@
 """Zero terminal SNR and offset noise of DDPM, against their formulas and diffusers."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.ddpm import DDPM
 from dit.objectives.noise_levels import TableSchedule, discrete_betas, zero_terminal_snr
 from dit.patchify import unpatchify
+from tests.support.batches import pack_of
 
 TABLES = [("linear", 1000), ("scaled_linear", 1000), ("cosine", 100), ("linear", 50)]
 ROUNDING = 1e-12  # float64
@@ -62,14 +64,8 @@ def test_zero_terminal_snr_needs_a_table_and_a_prediction_that_leaves_pure_noise
 
 def pack(count: int) -> PackedBatch:
     layout = SequenceLayout.from_lengths([math.prod(GRID)] * count)
-    return PackedBatch(
-        latents_TC=torch.randn(layout.total_tokens, CHANNELS * PATCH**2, generator=torch.Generator().manual_seed(0)),
-        positions_T3=torch.zeros(layout.total_tokens, 3, dtype=torch.int64),
-        layout=layout,
-        sample_ids_S=torch.arange(count) + 2**40,
-        grids=(GRID,) * count,
-        keys=("",) * count,
-    )
+    latents_TC = torch.randn(layout.total_tokens, CHANNELS * PATCH**2, generator=torch.Generator().manual_seed(0))
+    return pack_of(layout, latents_TC, [GRID] * count, sample_ids_S=torch.arange(count) + 2**40)
 
 
 def noise_of(batch: PackedBatch, seed=3) -> AddressedNoise:
@@ -102,14 +98,8 @@ def test_offset_noise_is_the_same_on_every_layout(prediction, seed):
     batch, objective = pack(3), DDPM(prediction=prediction, noise_offset=STRENGTH)
     full = objective.prepare(batch, noise_of(batch, seed=seed))
     rows = torch.tensor([70, 3, 24, 25, 11, 50])
-    part = PackedBatch(
-        latents_TC=batch.latents_TC[rows],
-        positions_T3=batch.positions_T3[rows],
-        layout=batch.layout.select(rows),
-        sample_ids_S=batch.sample_ids_S,
-        grids=batch.grids,
-        keys=batch.keys,
-    )
+    tokens = {"latents_TC": batch.latents_TC[rows], "positions_T3": batch.positions_T3[rows]}
+    part = replace(batch, layout=batch.layout.select(rows), **tokens)
     local = objective.prepare(part, noise_of(part, seed=seed))
     for name in ("inputs_TC", "target_TC"):
         assert torch.equal(getattr(local, name), getattr(full, name)[rows])

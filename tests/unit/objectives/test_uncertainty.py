@@ -14,12 +14,12 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting
-from dit.patchify import grid_positions
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import SamplingConfig
 from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
+from tests.support.batches import pack_of
 
 MODEL = DiTConfig(hidden_size=16, num_layers=1, num_attention_heads=2, in_channels=2, patch_spatial=1, num_classes=None)
 OBJECTIVE = EDM(weighting=UncertaintyWeighting(), p_mean=-0.4, p_std=1.0)
@@ -29,18 +29,9 @@ SEED, STEP = 3, 11
 def pack() -> PackedBatch:
     """Return two images of different sizes and weights, with padding after each."""
     layout = SequenceLayout.from_lengths([9, 25], multiple_of=4, total_tokens=44)
-    positions = torch.zeros(44, 3, dtype=torch.int64)
-    for start, side in zip(layout.starts, (3, 5)):
-        positions[start : start + side**2] = grid_positions((1, side, side))
-    return PackedBatch(
-        latents_TC=torch.randn(44, 2, generator=torch.Generator().manual_seed(0)),
-        positions_T3=positions,
-        layout=layout,
-        sample_ids_S=torch.tensor([7, 8]),
-        grids=((1, 3, 3), (1, 5, 5)),
-        keys=("7", "8"),
-        loss_weight_S=torch.tensor([0.5, 2.0]),
-    )
+    latents_TC = torch.randn(44, 2, generator=torch.Generator().manual_seed(0))
+    own = {"sample_ids_S": torch.tensor([7, 8]), "loss_weight_S": torch.tensor([0.5, 2.0])}
+    return pack_of(layout, latents_TC, [(1, 3, 3), (1, 5, 5)], **own)
 
 
 def networks(build_model: BuildModel) -> tuple[Backbone, Backbone]:

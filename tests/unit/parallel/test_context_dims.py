@@ -70,9 +70,6 @@ def test_samples_are_padded_so_that_all_ranks_hold_equally_much(parallel, multip
             {"context_parallel_size": 4, "context_a2a_size": 2},
             r"context_a2a_size=2 .*; set it to None",
         ),
-        ({"context_parallel_size": 2, "context_comm": "ring"}, r"context_comm='ring' is unknown; use one of 'p2p'"),
-        ({"context_parallel_size": 2, "context_split": "zigzag"}, r"context_split='zigzag' is unknown"),
-        ({"spatial_temporal_comm": "ring"}, r"spatial_temporal_comm='ring' is unknown; use one of 'hybrid', 'context'"),
         ({"context_parallel_size": 3}, r"world size 8 is not a multiple of .* CP 3"),
     ],
 )

@@ -46,7 +46,6 @@ def test_experts_need_copies_to_be_sharded():
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"fsdp_sharding": "weights"}, "fsdp_sharding='weights' is unknown; use one of 'optim', 'optim_grads'"),
         (
             {"fsdp_sharding": "optim", "overlap_grad_reduce": True},
             "overlap_grad_reduce=True is not available with .*'opt",

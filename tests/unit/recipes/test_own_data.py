@@ -7,7 +7,6 @@ from typing import Any
 
 import fiddle
 import nemo_run as run
-import numpy as np
 import pytest
 from PIL import Image
 
@@ -20,30 +19,29 @@ from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from energon_data.contents import Contents
 from energon_data.media_files import video_bytes
-from energon_data.prepare.__main__ import main as prepare
 from launch.config_file import built
 from launch.train import call_recipe
 from tests.support.encoders import T5_WIDTH, save_clip, save_t5, save_vae
+from tests.unit.energon_data.preparations import as_file, folder_of, noise
+from tests.unit.energon_data.preparations import run as prepare
 
 SIDES = ((64, 64), (64, 96), (48, 32))
 
 
 def fill(folder: Path, count: int = 12, clips: int = 0) -> Path:
     """Write pictures of three sizes with captions, and clips of four frames."""
-    folder.mkdir()
+    files: dict[str, bytes | str] = {}
     for i in range(count):
-        Image.new("RGB", SIDES[i % 3], (20 * i, 40, 30)).save(folder / f"p{i}.png")
-        (folder / f"p{i}.txt").write_text(("a red circle", "a blue square")[i % 2])
+        files[f"p{i}.png"] = as_file(Image.new("RGB", SIDES[i % 3], (20 * i, 40, 30)))
+        files[f"p{i}.txt"] = ("a red circle", "a blue square")[i % 2]
     for i in range(clips):
         frames = [Image.new("RGB", (32, 32), (40 * t, 0, 0)) for t in range(4)]
-        (folder / f"c{i}.mp4").write_bytes(video_bytes(frames, 8.0))
-        (folder / f"c{i}.txt").write_text("a red left")
-    return folder
+        files |= {f"c{i}.mp4": video_bytes(frames, 8.0), f"c{i}.txt": "a red left"}
+    return folder_of(folder, files)
 
 
 def prepared_folder(tmp_path: Path, *words: str, command: str = "images") -> Path:
-    common = ["--in", str(tmp_path / "in"), "--multiple-of", "8", "--validation", "0", "--processes", "1"]
-    assert prepare([command, *common, "--out", str(tmp_path / "data"), *words]) == 0
+    assert prepare(tmp_path / "in", tmp_path / "data", "--multiple-of", "8", *words, command=command) == 0
     return tmp_path / "data"
 
 
@@ -87,7 +85,6 @@ def test_stored_latents_with_texts_are_trained(tmp_path):
 
 
 def test_pixels_with_classes_are_trained(tmp_path):
-    (tmp_path / "in").mkdir()
     for name in ("cats", "dogs"):
         fill(tmp_path / "in" / name, 3)
     task = recipe(prepared_folder(tmp_path, "--labels"))
@@ -193,7 +190,6 @@ def test_the_default_model_of_each_kind_of_data_exports_to_diffusers(tmp_path):
 
 
 def test_classes_are_exported_to_diffusers(tmp_path):
-    (tmp_path / "in").mkdir()
     for name in ("cats", "dogs"):
         fill(tmp_path / "in" / name, 3)
     assert leaves(recipe(prepared_folder(tmp_path, "--labels"))) == "DiTPipeline"
@@ -221,10 +217,7 @@ def test_captions_without_an_encoder_are_refused(tmp_path):
 
 def test_a_large_picture_of_pixels_gets_a_larger_patch(tmp_path):
     """A picture of 256 x 256 pixels has 1,024 tokens of 8 x 8, and the longest pack has four pictures."""
-    (tmp_path / "in").mkdir()
-    rng = np.random.default_rng(0)
-    for i in range(3):
-        Image.fromarray(rng.integers(0, 256, (256, 256, 3), np.uint8)).save(tmp_path / "in" / f"{i}.png")
+    folder_of(tmp_path / "in", {f"{i}.png": as_file(noise(256, 256, i)) for i in range(3)})
     task = recipe(prepared_folder(tmp_path))
     assert (task.model.patch_spatial, task.data.max_tokens_per_pack) == (8, 4096)
     assert task.sampling.guidance_scale == 1.0  # the data have no condition
@@ -232,10 +225,9 @@ def test_a_large_picture_of_pixels_gets_a_larger_patch(tmp_path):
 
 def test_held_out_samples_are_validated_on(tmp_path):
     fill(tmp_path / "in", 40)
-    folder = tmp_path / "data"
-    words = ["--in", str(tmp_path / "in"), "--out", str(folder), "--validation", "0.3", "--processes", "1"]
-    assert prepare(["images", *words, "--labels"]) != 0  # the pictures are not in class folders
-    assert prepare(["images", *words]) == 0
+    folder, words = tmp_path / "data", ["--validation", "0.3"]
+    assert prepare(tmp_path / "in", folder, *words, "--labels") != 0  # the pictures are not in class folders
+    assert prepare(tmp_path / "in", folder, *words) == 0
     assert recipe(folder, text_encoder="none").training.validation_interval == 500
 
 

@@ -23,6 +23,7 @@ from dit.run_config import RunConfig
 from dit.settings import SamplingConfig
 from dit.step.device_batches import DeviceBatches
 from tests.conftest import BuildModel
+from tests.support.batches import pack_of
 
 SMALL: dict[str, Any] = {
     "in_channels": 2,
@@ -91,15 +92,8 @@ def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:
     """Return a pack of empty samples with these grids and frame rates."""
     grids = tuple(grid for grid, _ in samples)
     layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids])
-    return PackedBatch(
-        latents_TC=torch.zeros(layout.total_tokens, 8),
-        positions_T3=torch.zeros(layout.total_tokens, 3, dtype=torch.int64),
-        layout=layout,
-        sample_ids_S=torch.arange(len(samples)),
-        grids=grids,
-        keys=tuple(map(str, range(len(samples)))),
-        conditions=Conditions(fps=per_sample(torch.tensor([fps for _, fps in samples]))),
-    )
+    conditions = Conditions(fps=per_sample(torch.tensor([fps for _, fps in samples])))
+    return pack_of(layout, torch.zeros(layout.total_tokens, 8), grids, conditions=conditions)
 
 
 def test_the_rate_of_the_data_is_that_of_the_sample_with_most_tokens() -> None:

@@ -147,12 +147,6 @@ def test_a_threshold_applies_only_to_the_mean_with_a_learned_variance() -> None:
     assert (generate(network, objective, pack(), SPEC, SamplingConfig(**settings)) == 3).all()
 
 
-def test_an_unknown_threshold_is_refused() -> None:
-    settings = {"solver": "euler", "num_steps": 1, "guidance_scale": 1.0, "seed": 0, "thresholding": "loud"}
-    with pytest.raises(ConfigError, match="thresholding='loud' is unknown; use one of 'none', 'static', 'dynamic'"):
-        generate(by_condition, FlowMatching(), pack(), SPEC, SamplingConfig(**settings))
-
-
 @pytest.mark.parametrize("objective", [FlowMatching(prediction="x0"), DDPM(prediction="x0", schedule="cosine")])
 def test_a_sample_starts_from_a_picture_with_the_noise_of_its_first_step(objective: Objective) -> None:
     """x_u = alpha x0 + sigma eps, with round(strength * steps) steps left and the noise of sampling from pure noise."""

@@ -23,7 +23,9 @@ STD = 0.5
 POSITION = {"EDM": lambda r: r, "FlowMatching": lambda r: r / (1 + r), "DDPM": torch.atan}
 PATHS = [EDM(), FlowMatching(), DDPM()]
 every_path = pytest.mark.parametrize("objective", PATHS, ids=lambda o: type(o).__name__)
-DETERMINISTIC = [name for name, solver in SOLVERS.items() if not solver.stochastic]
+ORDERS = {"euler": 1, "heun": 2, "ddim": 1, "ancestral": 1, "dpmpp_2m": 2}
+"""The error of the deterministic part decreases as the number of steps to the power of minus this."""
+DETERMINISTIC = [name for name in SOLVERS if name != "ancestral"]
 
 
 def gaussian_denoiser(path: Path, x_TC: Tensor, u: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ def log_ratio_grid(objective: Objective, num_steps: int) -> Tensor:
 def test_solver_has_its_order_on_every_path(name, objective):
     """Halving the step divides the error by 2**order."""
     coarse, fine = (relative_error(name, objective, log_ratio_grid(objective, n)) for n in (512, 1024))
-    assert math.log2(coarse / fine) == pytest.approx(SOLVERS[name].order, abs=0.2)
+    assert math.log2(coarse / fine) == pytest.approx(ORDERS[name], abs=0.2)
 
 
 @pytest.mark.parametrize("objective", [EDM(), FlowMatching(), FlowMatching(time_shift=3.0)], ids=repr)
@@ -63,7 +65,7 @@ def test_solver_has_its_order_on_every_path(name, objective):
 def test_solver_keeps_its_order_on_the_grid_of_the_objective(name, objective):
     """From pure noise, also if alpha is 0; there, the multistep solver is slower by a logarithm of n."""
     coarse, fine = (relative_error(name, objective, objective.sampling_grid(n)) for n in (128, 256))
-    expected = SOLVERS[name].order
+    expected = ORDERS[name]
     assert math.log2(coarse / fine) > expected - (0.5 if name == "dpmpp_2m" else 0.1)
 
 
@@ -94,8 +96,8 @@ def test_euler_is_ddim_on_straight_paths_only(objective):
     assert (gap < 1e-12) == (not isinstance(objective, DDPM))
 
 
-@pytest.mark.parametrize(("name", "eta"), [("ddim", 0.0), ("ddim", 0.4), ("ancestral", 0.0), ("dpmpp_2m", 0.0)])
-def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
+@pytest.mark.parametrize("name", ["ddim", "ancestral", "dpmpp_2m"])
+def test_exponential_solvers_do_not_depend_on_the_path(name):
     """x / alpha only depends on sigma / alpha, so three paths with the same ratios give the same sample."""
     ends = []
     for objective in PATHS:
@@ -105,7 +107,7 @@ def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
         start = alpha * math.exp(8) * torch.ones(1, 3, dtype=torch.float64)
         draw = partial(torch.randn, 1, 3, dtype=torch.float64, generator=noise)
         denoiser = partial(gaussian_denoiser, objective.path)
-        ends.append(solve(name, denoiser, objective.path, start, grid, noise_at=lambda step, d=draw: d(), eta=eta))
+        ends.append(solve(name, denoiser, objective.path, start, grid, noise_at=lambda step, d=draw: d()))
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(ends[0], ends[2], rtol=1e-9, atol=1e-12)
 
@@ -113,7 +115,7 @@ def test_exponential_solvers_do_not_depend_on_the_path(name, eta):
 @every_path
 @pytest.mark.parametrize("name", sorted(SOLVERS))
 def test_solver_calls_the_network_as_often_as_documented(name, objective):
-    """calls_per_step in every step except the last, which has one call; no call at u = 0."""
+    """Two calls of Heun and one of the others in every step except the last, which has one; no call at u = 0."""
     calls = []
 
     def denoiser(x_TC, u):
@@ -122,7 +124,7 @@ def test_solver_calls_the_network_as_often_as_documented(name, objective):
 
     x = torch.ones(1, 1)
     solve(name, denoiser, objective.path, x, objective.sampling_grid(9), noise_at=lambda step: x)
-    assert len(calls) == 8 * SOLVERS[name].calls_per_step + 1
+    assert len(calls) == 8 * (2 if name == "heun" else 1) + 1
     assert min(calls) > 0
 
 
@@ -202,7 +204,6 @@ def perfect_network(ddpm: DDPM, std: float, x_TC: Tensor, time_S: Tensor) -> Ten
 
 SAMPLERS = {
     **{name: (name, {}) for name in DETERMINISTIC},
-    **{f"ddim_{eta}": ("ddim", {"eta": eta}) for eta in (0.5, 1.0)},
     **{f"ancestral_{variance}": ("ancestral", {"variance": variance}) for variance in ("small", "large")},
 }
 SINGLE = 1e-5  # networks get float32
@@ -234,7 +235,7 @@ def test_a_known_gaussian_is_sampled_by_every_sampler_from_every_prediction(samp
         assert mean == pytest.approx(SHIFT, rel=0.02 if name in ("euler", "heun") else 1e-12)
         expected = last_deviation(DDPM(schedule=schedule, prediction="v"), STD, num_steps)
         errors.append(deviation / expected - 1)
-    assert math.log2(errors[0] / errors[1]) == pytest.approx(SOLVERS[name].order, abs=0.4)
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(ORDERS[name], abs=0.4)
     if name == "ancestral":
         assert (errors[1] > 0) == (options["variance"] == "large")
 
@@ -252,8 +253,8 @@ def test_multistep_solver_is_first_order_after_zero_alpha():
 
 @every_path
 @pytest.mark.parametrize("name", sorted(SOLVERS))
-def test_state_has_the_requested_precision(name, objective):
-    """float32 and float64 agree to float32 rounding; `dtype` has precedence over the precision of the start."""
+def test_state_has_the_precision_of_its_start(name, objective):
+    """Single and double precision stay what they are in every step."""
     grid = objective.sampling_grid(12)
     seen = set()
 
@@ -261,9 +262,12 @@ def test_state_has_the_requested_precision(name, objective):
         seen.add(x_TC.dtype)
         return gaussian_denoiser(objective.path, x_TC, u)
 
-    x = torch.ones(1, 1)
-    run = partial(solve, name, denoiser, objective.path, x, grid, noise_at=lambda step: torch.ones(1, 1))
-    single, double = run(), run(dtype=torch.float64)
+    single, double = (
+        solve(
+            name, denoiser, objective.path, torch.ones(1, 1, dtype=dtype), grid, noise_at=lambda step: torch.ones(1, 1)
+        )
+        for dtype in (torch.float32, torch.float64)
+    )
     assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
     assert seen == {torch.float32, torch.float64}
     torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
@@ -276,22 +280,8 @@ def test_registry_has_every_solver_of_the_settings():
     assert sorted(fields["variance"].type.__args__) == sorted(FRACTIONS)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"name": "rk4"}, "solver='rk4' is unknown; use one of 'euler', 'heun'"),
-        ({"name": "ancestral"}, "pass noise_at"),
-        ({"variance": "huge"}, "variance='huge' is unknown; use one of 'small', 'large', 'learned'"),
-        ({"name": "ddim", "eta": 0.5}, "pass noise_at"),
-        ({"name": "ddim", "eta": 1.5}, "eta=1.5 does not fit"),
-        ({"name": "heun", "eta": 0.5}, "eta=0.5 does not fit solver='heun'"),
-        ({"grid": torch.tensor([1.0, 0.5])}, "decrease strictly and end with 0"),
-        ({"grid": torch.tensor([0.5, 1.0, 0.0])}, "decrease strictly and end with 0"),
-        ({"grid": torch.tensor([0.0])}, "decrease strictly and end with 0"),
-    ],
-)
-def test_impossible_requests_are_refused_with_a_cure(options, message):
+@pytest.mark.parametrize("grid", [[1.0, 0.5], [0.5, 1.0, 0.0], [0.0]], ids=str)
+def test_a_grid_that_does_not_decrease_to_zero_is_refused(grid):
     path = FlowMatching().path
-    settings = {"name": "euler", "grid": torch.tensor([1.0, 0.5, 0.0]), **options}
-    with pytest.raises(ConfigError, match=message):
-        solve(denoiser=partial(gaussian_denoiser, path), path=path, x_TC=torch.ones(1, 1), **settings)
+    with pytest.raises(ConfigError, match="decrease strictly and end with 0"):
+        solve("euler", partial(gaussian_denoiser, path), path, torch.ones(1, 1), torch.tensor(grid))

@@ -89,18 +89,8 @@ def test_a_single_condition_is_dropped_in_its_share(share: float) -> None:
     assert "label" not in only_text.conditions
 
 
-def test_a_text_is_dropped_with_its_pooled_embedding(one_rank_world) -> None:
+def test_a_text_is_dropped_with_its_pooled_embedding(provider: LayerProvider) -> None:
     """Samples with the null token as their text also have the null vector as their pooled embedding."""
-    from megatron.core.transformer import TransformerConfig
-
-    config = TransformerConfig(
-        num_layers=1,
-        hidden_size=8,
-        num_attention_heads=1,
-        perform_initialization=False,
-        gradient_accumulation_fusion=False,
-    )
-    provider = LayerProvider(config, one_rank_world.collection)
     model = FluxConfig(context_size=6, pooled_size=3, context_dropout=0.4)
     batch, _ = dropped(batch_of(64), 0.0, 0.4, model)
     tokens, pooled = TextTokens(6, provider), VectorEmbedder("pooled", 3, 8, provider)

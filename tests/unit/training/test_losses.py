@@ -18,10 +18,11 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
-from dit.patchify import grid_positions, patchify, unpatchify
+from dit.patchify import patchify, unpatchify
 from dit.step.forward_step import training_forward_step
 from dit.training.validate import NUM_BUCKETS, VALIDATION_SEED, held_out_loss, loss_at_times
 from tests.conftest import BuildModel
+from tests.support.batches import pack_of
 
 MODEL = DiTConfig(hidden_size=16, num_layers=1, num_attention_heads=2, in_channels=2, patch_spatial=1, num_classes=None)
 OBJECTIVE = FlowMatching()
@@ -30,18 +31,9 @@ OBJECTIVE = FlowMatching()
 def pack(first_id: int, sides: list[int], weights: list[float]) -> PackedBatch:
     """Return square images with different weights and padding after each."""
     layout = SequenceLayout.from_lengths([side**2 for side in sides], multiple_of=4, total_tokens=40)
-    positions = torch.zeros(40, 3, dtype=torch.int64)
-    for start, side in zip(layout.starts, sides):
-        positions[start : start + side**2] = grid_positions((1, side, side))
-    return PackedBatch(
-        latents_TC=torch.randn(40, 2, generator=torch.Generator().manual_seed(first_id)),
-        positions_T3=positions,
-        layout=layout,
-        sample_ids_S=torch.arange(first_id, first_id + len(sides)),
-        grids=tuple((1, side, side) for side in sides),
-        keys=tuple(str(first_id + i) for i in range(len(sides))),
-        loss_weight_S=torch.tensor(weights),
-    )
+    latents_TC = torch.randn(40, 2, generator=torch.Generator().manual_seed(first_id))
+    own = {"sample_ids_S": first_id + torch.arange(len(sides)), "loss_weight_S": torch.tensor(weights)}
+    return pack_of(layout, latents_TC, [(1, side, side) for side in sides], **own)
 
 
 def by_hand(batch: PackedBatch, error_TC: Tensor) -> list[tuple[float, int]]:
@@ -70,14 +62,8 @@ def test_a_learned_variance_is_the_second_half_of_the_channels_of_a_picture(buil
     model = replace(MODEL, patch_spatial=2, out_channels=4)
     objective = DDPM(schedule="cosine", discrete_steps=20, variance=LearnedVariance())
     layout = SequenceLayout.from_lengths([4, 9])
-    batch = PackedBatch(
-        latents_TC=torch.randn(13, 8, generator=torch.Generator().manual_seed(0)),
-        positions_T3=torch.cat([grid_positions((1, side, side)) for side in (2, 3)]),
-        layout=layout,
-        sample_ids_S=torch.tensor([5, 6]),
-        grids=((1, 2, 2), (1, 3, 3)),
-        keys=("5", "6"),
-    )
+    latents_TC = torch.randn(13, 8, generator=torch.Generator().manual_seed(0))
+    batch = pack_of(layout, latents_TC, [(1, 2, 2), (1, 3, 3)])
     network = build_model(model, perturb=0.1)
     prediction_TC, loss_function = training_forward_step(objective, model, 3, 11)(iter([batch]), network)
     total, _, logs = loss_function(prediction_TC)
