@@ -3,7 +3,7 @@
 import logging as log
 import math
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional
@@ -125,7 +125,10 @@ class RunLog:
         if config.objective.reconstructs:
             self.message(f"export it: {trust}{exporting_command(run_dir)}")
             return
-        self.message(f"draw from it: {trust}{drawing_command(run_dir, frames, text_encoder, config.sampling.prompts)}")
+        pictures = [] if config.data.references_setting() is None else ["--reference"]
+        pictures += ["--control"] if config.model.condition("control") is not None else []
+        command = drawing_command(run_dir, frames, text_encoder, config.sampling.prompts, pictures)
+        self.message(f"draw from it: {trust}{command}")
 
     def close(self) -> None:
         """Stop the progress line and flush all outputs."""
@@ -242,13 +245,18 @@ def exporting_command(run_dir: str) -> str:
     )
 
 
-def drawing_command(run_dir: str, frames: int, text_encoder: Optional[str], prompts: Optional[list[str]]) -> str:
+def drawing_command(
+    run_dir: str, frames: int, text_encoder: Optional[str], prompts: Optional[list[str]], pictures: Sequence[str] = ()
+) -> str:
     """Return the shell command that samples from a run.
 
     Args:
         prompts: in the settings of the run; the command uses them by default.
+        pictures: options that name a picture which the model reads.
     """
     words = ["python", "-m", "launch.sample", "--checkpoint", run_dir]
+    for option in pictures:
+        words += [option, "picture.png"]
     if text_encoder is not None and not prompts:
         words += ["--prompt", "a text"]
     if frames > 1:

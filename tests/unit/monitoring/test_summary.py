@@ -82,6 +82,7 @@ def test_a_run_without_lines_has_no_losses_in_its_summary(tmp_path):
         ({"frames": 8}, ["--out", "samples.gif"]),
         ({"text_encoder": "all-minilm-l6-v2"}, ["--prompt", "a text"]),
         ({"text_encoder": "all-minilm-l6-v2", "prompts": ["the letter Q"]}, []),
+        ({"pictures": ["--reference", "--control"]}, ["--reference", "picture.png", "--control", "picture.png"]),
     ],
 )
 def test_the_printed_command_is_accepted_by_a_shell_and_the_sampler(arguments, words):
