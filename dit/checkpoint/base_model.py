@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.added_inputs import WithAddedInputs, with_added_inputs
 from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
@@ -26,8 +27,6 @@ from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
-from dit.checkpoint.without_control import WithoutControl, with_control
-from dit.checkpoint.without_interval import WithoutInterval, with_interval
 from dit.convert.rules import some_of
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.base import ModelConfig
@@ -114,7 +113,7 @@ class CheckpointStart:
     ) -> Weights:
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
         stored = SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
-        weights = stored if adapters else with_interval(with_control(stored, model), model)
+        weights = stored if adapters else with_added_inputs(stored, model)
         if fingerprint is not None:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
             added = weights.shapes.keys() - stored.shapes.keys()
@@ -248,8 +247,8 @@ def start_line(config: RunConfig) -> str:
 def log_start(weights: Weights, groups: ProcessGroups) -> None:
     """Log on rank 0 what a run reads from a folder of diffusers, or for a model that reads more than the weights'."""
     stored = weights
-    while isinstance(stored, WithoutControl | WithoutInterval):
-        stored = stored.weights
+    while isinstance(stored, WithAddedInputs):
+        stored = stored.stored
     if groups.rank == 0 and (stored is not weights or isinstance(stored, FolderWeights)):
         logger.info("checkpoint.start_from reads %s", weights)
         for note in getattr(stored, "notes", ()):
