@@ -123,24 +123,22 @@ class CheckpointStart:
         return weights
 
 
-def find_start(path: str, reading: Optional[ExitStack] = None) -> Start:
-    """Find the weights of `checkpoint.start_from` in one process.
+def find_start(
+    path: str,
+    reading: Optional[ExitStack] = None,
+    groups: Optional[ProcessGroups] = None,
+    setting: str = "checkpoint.start_from",
+) -> Start:
+    """Find the weights of a setting.
 
     Args:
-        reading: a checkpoint is not deleted until this stack is closed; None for no protection.
+        reading: a checkpoint is not deleted until this stack is closed; None for no protection, in one process only.
+        groups: of the ranks, all of which call this; None for one process.
 
     Raises:
         CheckpointError: there is no valid checkpoint and no folder of diffusers.
         ConfigError: the folder of diffusers cannot be read.
     """
-    folder = local_path(path)
-    return read_network(folder) if is_network(folder) else CheckpointStart(find_checkpoint(folder, reading)[0])
-
-
-def find_start_together(
-    path: str, groups: ProcessGroups, reading: ExitStack, setting: str = "checkpoint.start_from"
-) -> Start:
-    """Find the weights of `checkpoint.start_from`; see `find_folder_together`."""
 
     def locate() -> tuple[Path, bool]:
         folder = local_path(path)
@@ -150,6 +148,9 @@ def find_start_together(
     if has_network:
         with reads_together(groups):
             return read_network(folder)
+    if groups is None:
+        return CheckpointStart(find_checkpoint(folder, reading)[0])
+    assert reading is not None
     return CheckpointStart(find_folder_together(str(folder), groups, reading, setting))
 
 
@@ -209,9 +210,9 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
         return None
     assert config.checkpoint.start_from is not None  # `RunConfig.check`
     with ExitStack() as reading:
-        start = find_start_together(config.checkpoint.start_from, groups, reading)
+        start = find_start(config.checkpoint.start_from, reading, groups)
         if (base := start.base) is not None:  # the adapters themselves: `warm_start`
-            start = find_start_together(base["folder"], groups, reading, f"the base of {start.folder}")
+            start = find_start(base["folder"], reading, groups, f"the base of {start.folder}")
         digest = start.digest(groups)
         if base is not None and digest != base["digest"]:
             raise CheckpointError(
@@ -278,7 +279,7 @@ def find_base(
     paths, problems = dict.fromkeys([saved["folder"], config.checkpoint.start_from or saved["folder"]]), list[str]()
     for path in paths:
         try:
-            start = find_start(path, reading) if groups is None else find_start_together(path, groups, reading)
+            start = find_start(path, reading, groups)
             if start.digest(groups) == saved["digest"]:
                 return start.weights(config.model)
             problems.append(f"{path} has other weights now")
