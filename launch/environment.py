@@ -7,10 +7,13 @@ it starts several ranks on a machine; a single process uses torch's default (all
 import os
 import sys
 from collections.abc import MutableMapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dit.heap import keep_freed_memory
 from dit.terminal import quiet_libraries as quiet_libraries
+
+if TYPE_CHECKING:
+    from dit.parallel.dims import ParallelConfig
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -29,14 +32,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     keep_freed_memory(environ)
 
 
-class Layout(Protocol):
-    """The settings of a parallel layout that the driver's variables depend on."""
-
-    tensor_model_parallel_size: int
-    data_parallel: str
-
-
-def prepare_layout(parallel: Layout, environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare_layout(parallel: "ParallelConfig", environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that the CUDA driver reads at its first call, for a parallel layout."""
     # One hardware queue keeps the order "collective first, then GEMM" that overlaps tensor parallelism; Megatron-FSDP
     # needs several queues to overlap its gathers, and refuses 1.
