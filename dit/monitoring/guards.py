@@ -1,10 +1,10 @@
-"""Preemption, suspects of non-finite values, and a watchdog that writes stacks."""
+"""Requests to stop, and a watchdog that writes stacks."""
 
 import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -14,7 +14,6 @@ from dit.errors import EXIT_PREEMPTED
 from dit.monitoring.exit_record import is_peer_lost
 from dit.safe_files import make_folder, open_regular
 
-NUM_NAMES = 8  # samples or ranks listed in a message; the others are counted
 SIGNAL_SKEW_S = 3.0  # between the first and the last rank that a scheduler's signal reaches
 
 
@@ -95,22 +94,6 @@ class PreemptionFlag:
         if self._at_once:
             self._raised = True
             raise SystemExit(EXIT_PREEMPTED)
-
-
-def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """Return a sentence about the ranks and samples with a non-finite loss, and the start of its cure."""
-    if not suspects:
-        return "Each rank's own loss is finite", ""
-    # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.
-    keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
-    ranks = _first_few([str(rank) for rank in sorted(suspects)])
-    where = f"The loss of rank {ranks} is not finite, on the samples {_first_few(keys)}"
-    return where, "look at these samples; if they are valid, "
-
-
-def _first_few(names: Sequence[str]) -> str:
-    remainder = f" and {len(names) - NUM_NAMES} more" if len(names) > NUM_NAMES else ""
-    return ", ".join(names[:NUM_NAMES]) + remainder
 
 
 class StackWatchdog:
