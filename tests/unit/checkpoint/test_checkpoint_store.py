@@ -1,7 +1,6 @@
 """Checkpoint folders are complete or refused, and one is always retained."""
 
 import errno
-import json
 import logging
 import math
 import os
@@ -14,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from dit.checkpoint import manifest, reader_lock
-from dit.checkpoint.manifest import MANIFEST, Manifest, verify_folder
+from dit.checkpoint.manifest import MANIFEST, Manifest, check_same_model, model_fingerprint, verify_folder
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import candidates, find_checkpoint
-from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, newest_valid, save
 
@@ -294,18 +292,6 @@ def test_an_empty_save_is_not_a_checkpoint(tmp_path):
 
 
 # --- the manifest ---------------------------------------------------------------------------------------------------
-
-
-def test_manifest_text_is_strict_json(tmp_path):
-    """A non-finite held-out loss is still strict JSON, and is read back."""
-    store = make_store(tmp_path)
-    save(store, 1, held_out_loss=math.inf)
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    json.loads((store.path(1) / MANIFEST).read_text(), parse_constant=refuse)
-    assert newest_valid(store)[1].held_out_loss == math.inf
 
 
 def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
