@@ -60,11 +60,6 @@ def all_read_as_replica_0() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("first_steps")
-
-
-@pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Any]:
     cases: dict[str, tuple[str, Any]] = {
         "dp2": ("dp2", None),

@@ -111,11 +111,6 @@ def is_quick(layout: str, fault: str, policy: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("numbers")
-
-
-@pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """Run the selected cases, and runs in which the same was done by hand."""
     jobs: dict[str, Job] = {}

@@ -48,11 +48,6 @@ def words(folder: Path, layout: str, interval: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recheck")
-
-
-@pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """Run the selected cases, and for each layout a run without repeated steps and one that repeats all."""
     jobs: dict[str, Job] = {}
