@@ -170,8 +170,8 @@ def judge(
     expected: Mapping[str, Tensor] = one["gradients"]
     actual: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]
-    sides = [{**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)]
-    comparison = compare_training(*sides, bounds, floor)
+    of_one, of_many = ({**side, "gradients": _without(side["gradients"], idle)} for side in (one, many))
+    comparison = compare_training(of_one, of_many, bounds, floor)
     parameters = dict(model.named_parameters())
     wrong = [
         WrongGradient(
