@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Optional
 
 from dit.errors import EXIT_PREEMPTED
@@ -51,9 +51,7 @@ class PreemptionFlag:
             self._earlier[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._earlier.items():
             # `signal` returns None for a handler that was not installed from Python; it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -116,9 +114,7 @@ class StackWatchdog:
         self.beat()
         return self
 
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         os.close(self._descriptor)
 
