@@ -40,21 +40,21 @@ def prepare_layout(parallel: "ParallelConfig", environ: MutableMapping[str, str]
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def rank(environ: MutableMapping[str, str] = os.environ) -> int:
+def rank() -> int:
     """Return the global rank of this process; 0 without a launcher."""
-    return int(environ.get("RANK", "0"))
+    return int(os.environ.get("RANK", "0"))
 
 
-def world_size(environ: MutableMapping[str, str] = os.environ) -> int:
+def world_size() -> int:
     """Return the number of processes that the launcher started; 1 without a launcher."""
-    return int(environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_launched(environ: MutableMapping[str, str] = os.environ) -> bool:
+def is_launched() -> bool:
     """Return whether torchrun (or a scheduler) started this process."""
-    return "RANK" in environ
+    return "RANK" in os.environ
 
 
-def can_ask(environ: MutableMapping[str, str] = os.environ) -> bool:
+def can_ask() -> bool:
     """Return whether a user can answer a prompt: one process, with a terminal for input and output."""
-    return not is_launched(environ) and sys.stdin.isatty() and sys.stdout.isatty()
+    return not is_launched() and sys.stdin.isatty() and sys.stdout.isatty()

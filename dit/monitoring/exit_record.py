@@ -116,7 +116,7 @@ def _has(text: str, words: Iterable[str]) -> bool:
     return any(word in text for word in words)
 
 
-def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int, preempted: bool = False) -> Outcome:
+def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int, preempted: bool) -> Outcome:
     """Return the record of how a rank ended.
 
     Args:
