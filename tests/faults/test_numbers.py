@@ -188,7 +188,6 @@ def test_the_bad_layer_rank_and_sample_are_named(
     assert first["samples"] == [samples[1]], "it is the second sample of the step"
 
 
-ENDINGS = ["stop", "too many", "no checkpoint", "machine", "killed before", "killed after", "resumed"]
 WEIGHT = {"place": "weight", "layer": "layers.1.mlp.linear_fc1", "times": 1}
 
 
