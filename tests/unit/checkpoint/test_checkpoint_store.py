@@ -39,12 +39,6 @@ def test_a_published_folder_has_the_written_files(tmp_path):
     assert verify_folder(path) == manifest
 
 
-def test_importing_the_store_needs_no_torch():
-    """A tool that only lists checkpoints starts in milliseconds."""
-    code = "import sys, dit.checkpoint.store; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # --- damage ---------------------------------------------------------------------------------------------------------
 
 

@@ -294,7 +294,7 @@ def test_the_lock_of_the_run_is_kept_by_the_writer(tmp_path):
 
 @pytest.mark.parametrize("module", ["writer", "copies"])
 def test_writers_start_without_torch(module):
-    """Importing it takes seconds."""
+    """Importing torch takes seconds. The store of checkpoints, which both import, does not need it, either."""
     code = f"import sys, dit.checkpoint.background.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
