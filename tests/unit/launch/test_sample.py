@@ -424,7 +424,7 @@ def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     assert found.asked == (large, "raw", "ranks")
     assert found.guide.asked == (small, "raw", "ranks")
     assert sample.open_generator(parse(["--checkpoint", large])).guide is None
-    with pytest.raises(CheckpointError, match=f"--guide {small}er is not a folder"):
+    with pytest.raises(CheckpointError, match=f"--guide {small}er does not exist"):
         sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
     (stage,) = read_stages([f"base={large}"], [["base", f"guide={small}"]])
     assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
