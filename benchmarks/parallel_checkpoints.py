@@ -13,8 +13,8 @@ from dit.verify.trial import Built, global_values, global_weights
 
 def state_of(it: Built, ema: EMA) -> dict[str, Any]:
     """Return every global tensor of the training state by name, and the fingerprint of the model."""
+    from dit.checkpoint.manifest import model_fingerprint
     from dit.checkpoint.sharded_state import global_shapes, parameters_of
-    from dit.checkpoint.store import model_fingerprint
     from dit.optimizer.master_weights import SLOTS, get_step_count
 
     named = []

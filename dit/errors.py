@@ -12,7 +12,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec
@@ -132,6 +132,12 @@ def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
         return short
     half = longest // 2  # the end has the cure
     return f"{short[:half]} ...({len(short) - 2 * half:,} characters)... {short[-half:]}"
+
+
+def first_few(names: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Return the first names of a list for a message, and the number of the others."""
+    remainder = f" and {len(names) - most} more" if len(names) > most else ""
+    return separator.join(names[:most]) + remainder
 
 
 def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:

@@ -50,6 +50,14 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True) -
     return descriptor
 
 
+def is_at(path: Path, descriptor: int) -> bool:
+    """Return whether an open file or folder is the one at a path; False after it was deleted or moved."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
 def open_binary(path: Path, *, follow: bool = True) -> io.BufferedReader:
     """Open a regular file for reading; see `open_regular`."""
     return open(open_regular(path, follow=follow), "rb")

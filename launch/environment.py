@@ -7,10 +7,13 @@ it starts several ranks on a machine; a single process uses torch's default (all
 import os
 import sys
 from collections.abc import MutableMapping
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from dit.heap import keep_freed_memory
 from dit.terminal import quiet_libraries as quiet_libraries
+
+if TYPE_CHECKING:
+    from dit.parallel.dims import ParallelConfig
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -29,14 +32,7 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     keep_freed_memory(environ)
 
 
-class Layout(Protocol):
-    """The settings of a parallel layout that the driver's variables depend on."""
-
-    tensor_model_parallel_size: int
-    data_parallel: str
-
-
-def prepare_layout(parallel: Layout, environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare_layout(parallel: "ParallelConfig", environ: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that the CUDA driver reads at its first call, for a parallel layout."""
     # One hardware queue keeps the order "collective first, then GEMM" that overlaps tensor parallelism; Megatron-FSDP
     # needs several queues to overlap its gathers, and refuses 1.
@@ -44,21 +40,21 @@ def prepare_layout(parallel: Layout, environ: MutableMapping[str, str] = os.envi
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
-def rank(environ: MutableMapping[str, str] = os.environ) -> int:
+def rank() -> int:
     """Return the global rank of this process; 0 without a launcher."""
-    return int(environ.get("RANK", "0"))
+    return int(os.environ.get("RANK", "0"))
 
 
-def world_size(environ: MutableMapping[str, str] = os.environ) -> int:
+def world_size() -> int:
     """Return the number of processes that the launcher started; 1 without a launcher."""
-    return int(environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_launched(environ: MutableMapping[str, str] = os.environ) -> bool:
+def is_launched() -> bool:
     """Return whether torchrun (or a scheduler) started this process."""
-    return "RANK" in environ
+    return "RANK" in os.environ
 
 
-def can_ask(environ: MutableMapping[str, str] = os.environ) -> bool:
+def can_ask() -> bool:
     """Return whether a user can answer a prompt: one process, with a terminal for input and output."""
-    return not is_launched(environ) and sys.stdin.isatty() and sys.stdout.isatty()
+    return not is_launched() and sys.stdin.isatty() and sys.stdout.isatty()

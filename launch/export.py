@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -107,12 +108,11 @@ def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
     if args.format in ADAPTER_FORMATS:
         return write_adapters(args.format, checkpoint, slot, config, trained, out)
     merged = [] if config.model.adapters is None else ["the adapters (LoRA) are merged into the weights"]
+    weights = partial(read_run, checkpoint, config, slot)
     if args.format == "dit":
-        return merged + write_original(trained, lambda: read_run(checkpoint, config, slot), out)
+        return merged + write_original(trained, weights, out)
     if args.format == "diffusers":
-        return merged + write_diffusers_folder(
-            trained, lambda: read_run(checkpoint, config, slot), out, args.max_shard_size
-        )
+        return merged + write_diffusers_folder(trained, weights, out, args.max_shard_size)
     from dit.encoders.text_config import check_text_encoder
     from launch.export_pipeline import write_pipeline
 
@@ -120,7 +120,7 @@ def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
         trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
     return merged + write_pipeline(
         trained,
-        lambda: read_run(checkpoint, config, slot),
+        weights,
         out,
         autoencoder=args.vae or config.sampling.vae or metadata.get("autoencoder"),
         max_shard_bytes=args.max_shard_size,

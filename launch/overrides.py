@@ -184,7 +184,8 @@ def parse_value(text: str, annotation: object, key: str, load_component: Callabl
     """Turn the text of an override into a value of the annotated type."""
     annotation = normalise(annotation)
     targets = component_types(annotation)
-    if targets and not (text.lower() in ("none", "null") and _is_optional(annotation)):
+    is_none = text.lower() in ("none", "null") and type(None) in get_args(annotation)
+    if targets and not is_none:
         return _component(text, targets, key, load_component)
     if annotation is str:
         return _unquote(text)
@@ -315,9 +316,10 @@ def describe(annotation: object) -> str:
     if origin is Union:
         return " or ".join(describe(a) for a in args)
     if origin is list:
+        plurals = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values"}
         numbers = args and args[0] in (int, float)
         example = "[1, 2]" if numbers else "['a', 'b'] (in a shell, put the argument in double quotes)"
-        return f"a list of {_plural(args)} such as {example}"
+        return f"a list of {plurals.get(args[0], 'values') if args else 'values'} such as {example}"
     words: dict[object, str] = {
         int: "a whole number",
         float: "a number",
@@ -326,15 +328,6 @@ def describe(annotation: object) -> str:
         type(None): "none",
     }
     return words.get(annotation) or f"a {getattr(annotation, '__name__', annotation)}"
-
-
-def _plural(args: tuple[Any, ...]) -> str:
-    words = {int: "whole numbers", float: "numbers", str: "texts", bool: "truth values"}
-    return words.get(args[0], "values") if args else "values"
-
-
-def _is_optional(annotation: object) -> bool:
-    return get_origin(annotation) is Union and type(None) in get_args(annotation)
 
 
 def _unquote(text: str) -> str:

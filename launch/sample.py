@@ -208,26 +208,23 @@ def build_parser() -> argparse.ArgumentParser:
 
 def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] = None) -> "Generator":
     """Load the model of the checkpoint in the arguments."""
-    folder = Path(args.checkpoint)
-    if not folder.is_dir():
-        kind = "is a file" if folder.exists() else "does not exist"
-        raise CheckpointError(f"--checkpoint {folder} {kind}; give a run folder, or one checkpoint folder in it")
+    folders = {"--checkpoint": args.checkpoint, "--guide": args.guide, "--low-noise": args.low_noise}
+    for option, folder in folders.items():
+        if folder is not None and not Path(folder).is_dir():
+            kind = "is a file" if Path(folder).exists() else "does not exist"
+            raise CheckpointError(f"{option} {folder} {kind}; give a run folder, or one checkpoint folder in it")
+    if args.low_noise is None and (args.boundary is not None or args.low_noise_guidance_scale is not None):
+        raise ConfigError("--boundary and --low-noise-guidance-scale belong to a second model; give --low-noise DIR")
     environment.prepare()
     environment.quiet_libraries()
     from dit.inference.generator import groups_to_sample, load_generator
 
     weights: Literal["ema", "raw"] = "raw" if args.raw_weights else "ema"
     groups = groups or groups_to_sample()
-    generator = load_generator(folder, weights=weights, groups=groups)
+    generator = load_generator(args.checkpoint, weights=weights, groups=groups)
     if args.guide is not None:
-        if not Path(args.guide).is_dir():
-            raise CheckpointError(f"--guide {args.guide} is not a folder; give a run folder, or one checkpoint in it")
         generator.guide_by(load_generator(args.guide, weights=weights, groups=groups))
-    if args.low_noise is None and (args.boundary is not None or args.low_noise_guidance_scale is not None):
-        raise ConfigError("--boundary and --low-noise-guidance-scale belong to a second model; give --low-noise DIR")
     if args.low_noise is not None:
-        if not Path(args.low_noise).is_dir():
-            raise CheckpointError(f"--low-noise {args.low_noise} is not a folder; give a run folder or a checkpoint")
         low = load_generator(args.low_noise, weights=weights, groups=groups)
         generator.switch_to(low, boundary=args.boundary, guidance_scale=args.low_noise_guidance_scale)
     return generator

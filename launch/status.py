@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Optional
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
@@ -221,11 +221,11 @@ def _loss(status: RunStatus) -> str:
     if not finite:
         return text + note
     span = max(1, min(RECENT, len(finite) // 2))
-    now = _mean([values[step] for step in finite[-span:]])
+    now = mean([values[step] for step in finite[-span:]])
     text += f", mean of the last {span} {'finite ' if num_bad else ''}lines {now:.4f}"
     if len(finite) < 2:
         return text + note
-    before = _mean([values[step] for step in finite[-2 * span : -span]])
+    before = mean([values[step] for step in finite[-2 * span : -span]])
     change = (now - before) / abs(before) if before else 0.0
     trend = "level" if abs(change) < 0.01 else "falling" if change < 0 else "rising"
     return f"{text}, before them {before:.4f}: {trend}" + (f" {abs(change):.0%}" if trend != "level" else "") + note
@@ -267,7 +267,7 @@ def _data(status: RunStatus) -> str:
     (dropped,) = status.recent("dropped_samples")[-1:] or [0.0]
     rates = status.recent("loader_samples_per_s")
     rate = f"{median(rates):,.0f} samples/s" if rates else "an unknown number"
-    return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {dropped:,.0f} samples dropped"
+    return f"waits {mean(waits):.1%} of the time, the loaders make {rate}, {dropped:,.0f} samples dropped"
 
 
 def _ranks(status: RunStatus) -> str:
@@ -275,9 +275,9 @@ def _ranks(status: RunStatus) -> str:
     ranks = Counter(status.recent("slowest_rank")).most_common(1)
     if not slowest or not ranks or not any(middle):
         return "unknown yet"
-    ratio, which = _mean(slowest) / _mean(middle), ranks[0][0]
+    ratio, which = mean(slowest) / mean(middle), ranks[0][0]
     rank = f" (most often rank {which:.0f})" if ratio >= SLOW else ""
-    return f"compute {_mean(middle):.3g} s of a step, the slowest {ratio:.2f} times the median{rank}"
+    return f"compute {mean(middle):.3g} s of a step, the slowest {ratio:.2f} times the median{rank}"
 
 
 def _checkpoint(status: RunStatus) -> str:
@@ -298,10 +298,6 @@ def _incidents(status: RunStatus) -> str:
     parts = "; ".join(f"{key}: {value}" for key, value in entries if isinstance(value, (str, int, float)))
     text = ", ".join(f"{count} {name}" for name, count in counts.items())
     return f"{text}; the newest: step {newest.get('step')} {newest.get('incident')}" + (f" ({parts})" if parts else "")
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 @one_line_errors

@@ -42,6 +42,12 @@ def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Return a folder that the tests of a module share."""
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
+
+
 @pytest.fixture(scope="session")
 def one_rank_world() -> Iterator[ProcessGroups]:
     """Start a world of one rank on CPU, even if there is a GPU; CUDA calls of this process stay redirected."""

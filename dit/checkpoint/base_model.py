@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.added_inputs import WithAddedInputs, with_added_inputs
 from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
@@ -26,8 +27,6 @@ from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
-from dit.checkpoint.without_control import WithoutControl, with_control
-from dit.checkpoint.without_interval import WithoutInterval, with_interval
 from dit.convert.rules import some_of
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.base import ModelConfig
@@ -114,7 +113,7 @@ class CheckpointStart:
     ) -> Weights:
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
         stored = SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
-        weights = stored if adapters else with_interval(with_control(stored, model), model)
+        weights = stored if adapters else with_added_inputs(stored, model)
         if fingerprint is not None:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
             added = weights.shapes.keys() - stored.shapes.keys()
@@ -124,24 +123,22 @@ class CheckpointStart:
         return weights
 
 
-def find_start(path: str, reading: Optional[ExitStack] = None) -> Start:
-    """Find the weights of `checkpoint.start_from` in one process.
+def find_start(
+    path: str,
+    reading: Optional[ExitStack] = None,
+    groups: Optional[ProcessGroups] = None,
+    setting: str = "checkpoint.start_from",
+) -> Start:
+    """Find the weights of a setting.
 
     Args:
-        reading: a checkpoint is not deleted until this stack is closed; None for no protection.
+        reading: a checkpoint is not deleted until this stack is closed; None for no protection, in one process only.
+        groups: of the ranks, all of which call this; None for one process.
 
     Raises:
         CheckpointError: there is no valid checkpoint and no folder of diffusers.
         ConfigError: the folder of diffusers cannot be read.
     """
-    folder = local_path(path)
-    return read_network(folder) if is_network(folder) else CheckpointStart(find_checkpoint(folder, reading)[0])
-
-
-def find_start_together(
-    path: str, groups: ProcessGroups, reading: ExitStack, setting: str = "checkpoint.start_from"
-) -> Start:
-    """Find the weights of `checkpoint.start_from`; see `find_folder_together`."""
 
     def locate() -> tuple[Path, bool]:
         folder = local_path(path)
@@ -151,6 +148,9 @@ def find_start_together(
     if has_network:
         with reads_together(groups):
             return read_network(folder)
+    if groups is None:
+        return CheckpointStart(find_checkpoint(folder, reading)[0])
+    assert reading is not None
     return CheckpointStart(find_folder_together(str(folder), groups, reading, setting))
 
 
@@ -210,9 +210,9 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
         return None
     assert config.checkpoint.start_from is not None  # `RunConfig.check`
     with ExitStack() as reading:
-        start = find_start_together(config.checkpoint.start_from, groups, reading)
+        start = find_start(config.checkpoint.start_from, reading, groups)
         if (base := start.base) is not None:  # the adapters themselves: `warm_start`
-            start = find_start_together(base["folder"], groups, reading, f"the base of {start.folder}")
+            start = find_start(base["folder"], reading, groups, f"the base of {start.folder}")
         digest = start.digest(groups)
         if base is not None and digest != base["digest"]:
             raise CheckpointError(
@@ -248,8 +248,8 @@ def start_line(config: RunConfig) -> str:
 def log_start(weights: Weights, groups: ProcessGroups) -> None:
     """Log on rank 0 what a run reads from a folder of diffusers, or for a model that reads more than the weights'."""
     stored = weights
-    while isinstance(stored, WithoutControl | WithoutInterval):
-        stored = stored.weights
+    while isinstance(stored, WithAddedInputs):
+        stored = stored.stored
     if groups.rank == 0 and (stored is not weights or isinstance(stored, FolderWeights)):
         logger.info("checkpoint.start_from reads %s", weights)
         for note in getattr(stored, "notes", ()):
@@ -279,7 +279,7 @@ def find_base(
     paths, problems = dict.fromkeys([saved["folder"], config.checkpoint.start_from or saved["folder"]]), list[str]()
     for path in paths:
         try:
-            start = find_start(path, reading) if groups is None else find_start_together(path, groups, reading)
+            start = find_start(path, reading, groups)
             if start.digest(groups) == saved["digest"]:
                 return start.weights(config.model)
             problems.append(f"{path} has other weights now")

@@ -21,8 +21,11 @@ from dit.checkpoint.manifest import (
     RUN,
     FileRecord,
     HeldOut,
+    Manifest,
     check_same_base,
+    check_same_model,
     hash_file,
+    model_fingerprint,
     read_manifest,
 )
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
@@ -36,7 +39,7 @@ from dit.checkpoint.sharded_state import (
     power_slots,
     save_state,
 )
-from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
+from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.data_api import check_resumed_streams, merge_states
@@ -81,14 +84,10 @@ class Checkpointer:
         with fails_together(), self.store.writing(step):
             folder = self.store.partial_path(step)
             records |= save_state(folder, state.shards, state.ema, state.optimizer, groups)
-            if groups.is_data_reader:
-                (folder / "loader").mkdir(exist_ok=True)
-                name, position = self.loader_file(state)
-                (folder / name).write_bytes(position)
+            for name, content in self.small_files(state, metadata).items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_bytes(content)
                 records[name] = hash_file(folder / name, flush=True)
-            if groups.rank == 0:
-                (folder / CONFIG_FILE).write_text(self.config_text())
-                (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=1))
         parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
         dist.gather_object(records, parts)
         with fails_together():
@@ -110,29 +109,19 @@ class Checkpointer:
             **({} if state.base is None else {BASE: state.base}),
         }
 
-    def loader_file(self, state: TrainState) -> tuple[str, bytes]:
-        """Return name and content of the file with the position of this data-parallel rank in the data."""
-        position = io.BytesIO()  # torch's file writer hides disk errors
-        torch.save(state.stream.state_dict(), position)
-        return f"loader/dp_{state.groups.dp_rank:05d}.pt", position.getvalue()
-
-    def config_text(self) -> str:
-        """Return the record of the run's settings."""
-        if self._config_text is None:  # takes as long as copying the state of a small model
-            self._config_text = yaml.safe_dump(self.config.to_record(), sort_keys=False)
-        return self._config_text
-
-    def attach_held_out(self, state: TrainState) -> None:
-        """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
-
-        Does nothing if the folder of that step was deleted.
-
-        Raises:
-            CheckpointError: rank 0 could not write; the checkpoint is unchanged.
-        """
-        with fails_together():
-            if state.groups.rank == 0 and self.store.path(state.step).is_dir():
-                self.store.attach(state.step, held_out_meta(state.held_out))
+    def small_files(self, state: TrainState, metadata: dict[str, Any]) -> dict[str, bytes]:
+        """Return the files of this rank without tensors: its position in the data; on rank 0, settings and metadata."""
+        files = {}
+        if state.groups.is_data_reader:
+            position = io.BytesIO()  # torch's file writer hides disk errors
+            torch.save(state.stream.state_dict(), position)
+            files[f"loader/dp_{state.groups.dp_rank:05d}.pt"] = position.getvalue()
+        if state.groups.rank == 0:
+            if self._config_text is None:  # takes as long as copying the state of a small model
+                self._config_text = yaml.safe_dump(self.config.to_record(), sort_keys=False)
+            files[CONFIG_FILE] = self._config_text.encode()
+            files[METADATA_FILE] = json.dumps(metadata, indent=1).encode()
+        return files
 
     def resume(self, state: TrainState, mode: str) -> bool:
         """Continue from the newest valid checkpoint; if there is none, from `checkpoint.resume_from`.
@@ -185,7 +174,11 @@ class Checkpointer:
         check_same_model(manifest, model_fingerprint(global_shapes(parameters_of(state.shards), state.groups)))
         check_same_base(folder, manifest, state.base)
         saved = read_record(folder)
-        self._check_ema(state, folder, saved)
+        if state.ema is not None and saved["training"]["ema_decay"] is None:
+            raise CheckpointError(
+                f"{folder} holds no weight average but training.ema_decay={state.ema.decay} needs one; "
+                "set training.ema_decay=None or start in a new training.run_dir"
+            )
         with usable(folder / MANIFEST):
             replaced = replaced_data(manifest.meta.get(DATA, {}), state.data or {})
         with usable(folder / CONFIG_FILE):
@@ -235,14 +228,6 @@ class Checkpointer:
             state.step = manifest.step
             state.consumed_samples = int(manifest.meta["consumed_samples"])
             state.held_out = manifest.held_out
-
-    def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:
-        had_ema = saved["training"]["ema_decay"] is not None
-        if state.ema is not None and not had_ema:
-            raise CheckpointError(
-                f"{folder} holds no weight average but training.ema_decay={state.ema.decay} needs one; "
-                "set training.ema_decay=None or start in a new training.run_dir"
-            )
 
 
 def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.boxes import Box
+from dit.checkpoint.added_inputs import with_added_inputs
 from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.state_files import Weights
 from dit.checkpoint.verify_together import reads_together
-from dit.checkpoint.without_control import with_control
-from dit.checkpoint.without_interval import with_interval
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
 from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
@@ -100,7 +99,7 @@ class Network:
             stored = replace(model, control_channels=None)
         if isinstance(stored, DiTConfig):
             stored = replace(stored, interval_conditioning=False)
-        return with_interval(with_control(FolderWeights(self, stored), model), model)
+        return with_added_inputs(FolderWeights(self, stored), model)
 
     def rules(self, model: ModelConfig) -> RuleBook:
         """Return the rules between the files and a model of the same sizes."""

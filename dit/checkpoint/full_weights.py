@@ -14,10 +14,10 @@ import yaml
 from torch import Tensor
 
 from dit.auxiliary import PREFIXES
-from dit.checkpoint.manifest import BASE
+from dit.checkpoint.manifest import BASE, model_fingerprint
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.state_files import SlotWeights, Weights, read_full, write_full_state
-from dit.checkpoint.store import CheckpointStore, model_fingerprint
+from dit.checkpoint.store import CheckpointStore
 from dit.config_record import to_record
 from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError

@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 from dit.auxiliary import PREFIXES
 from dit.durable_files import strict_json, write_all
-from dit.errors import CheckpointError, ConfigError
+from dit.errors import CheckpointError, ConfigError, first_few
 from dit.safe_files import parse_json, read_bytes
 
 MANIFEST = "manifest.json"
@@ -195,12 +195,11 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
             differences.append(f"{name} {expected[name]} is only in the model")
         elif saved[name] != list(expected[name]):
             differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
-    shown = "; ".join(differences[:NUM_DIFFERENCES])
-    more = f"; and {len(differences) - NUM_DIFFERENCES} more" if len(differences) > NUM_DIFFERENCES else ""
     raise ConfigError(
         f"checkpoint of another model at step {manifest.step}: {len(differences)} of "
-        f"{len(saved.keys() | expected.keys())} parameters differ: {shown}{more}; use the settings it was trained "
-        "with, or another training.run_dir"
+        f"{len(saved.keys() | expected.keys())} parameters differ: "
+        f"{first_few(differences, NUM_DIFFERENCES, '; ')}; use the settings it was trained with, or another "
+        "training.run_dir"
     )
 
 

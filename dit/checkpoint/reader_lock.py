@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dit.errors import CheckpointError
+from dit.safe_files import is_at
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def being_read(folder: Path) -> Iterator[None]:
         raise CheckpointError(message) from error
     try:
         _lock(descriptor, fcntl.LOCK_SH)
-        if not _is_at(folder, descriptor):
+        if not is_at(folder, descriptor):
             raise CheckpointError(f"{folder} was deleted at this moment, by the retention of its run")
         yield
     finally:
@@ -48,10 +49,3 @@ def _lock(descriptor: int, operation: int) -> bool:
     except OSError as error:
         return error.errno != errno.EWOULDBLOCK
     return True
-
-
-def _is_at(folder: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.stat(folder), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

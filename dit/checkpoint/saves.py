@@ -11,7 +11,6 @@
 * All ranks decide alike: while a save is in progress, they agree once per step on whether it has failed or is complete.
 """
 
-import json
 import logging
 import time
 import uuid
@@ -28,7 +27,6 @@ from dit.checkpoint.background.copies import Copies
 from dit.checkpoint.background.remote import Owner
 from dit.checkpoint.background.writer import ORPHAN_S, Pieces, WriterProcess
 from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
-from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, local_state, scalars_of
 from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
 from dit.checkpoint.train_state import TrainState
@@ -211,11 +209,14 @@ class Saves:
 
         Does nothing if there is no such checkpoint. A failure is logged; the checkpoint is intact.
         """
+        if self.groups.rank > 0:
+            return
+        meta = held_out_meta(state.held_out)
         try:
             if self.writer is None:
-                self.checkpointer.attach_held_out(state)
-            elif self.groups.rank == 0:
-                self.writer.request({"do": "attach", "step": state.step, "meta": held_out_meta(state.held_out)})
+                self.store.attach(state.step, meta)
+            else:
+                self.writer.request({"do": "attach", "step": state.step, "meta": meta})
         except CheckpointError as error:
             logger.error("step %d: the held-out loss is not in the checkpoint: %s", state.step, error)
 
@@ -244,13 +245,9 @@ class Saves:
         meta = self.checkpointer.meta(state)
         head, _ = head_of(local.boxes)
         files: dict[str, Pieces] = {file_of_rank(self.groups.rank): [head, *local.values]}
-        if self.groups.is_data_reader:
-            name, position = self.checkpointer.loader_file(state)
-            files[name] = [position]
+        files |= {name: [content] for name, content in self.checkpointer.small_files(state, metadata).items()}
         if is_first:
             files[INDEX] = [index_text(self._tensors, scalars_of(state.optimizer)).encode()]
-            files[CONFIG_FILE] = [self.checkpointer.config_text().encode()]
-            files[METADATA_FILE] = [json.dumps(metadata, indent=1).encode()]
         self._count += 1
         self.writer.save(state.step, f"{self._attempt}.{self._count}", files, meta if is_first else None)
 

@@ -223,20 +223,6 @@ def load_state(
     Args:
         powers: slots of the power-function averages, see `power_slots`; None if `ema` has the saved lengths.
     """
-    load_shards(directory, shards, ema, optimizer, groups, powers)
-    copy_masters_to_model(optimizer, wrapped)
-
-
-@torch.no_grad()
-def load_shards(
-    directory: Path,
-    shards: Sequence[MasterShard],
-    ema: Optional[EMA],
-    optimizer: Any,
-    groups: ProcessGroups,
-    powers: Optional[Sequence[str]] = None,
-) -> None:
-    """Read this rank's ranges of master weights, average and optimizer state; `copy_masters_to_model` follows."""
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
         shard.ensure_state()
@@ -247,6 +233,7 @@ def load_shards(
     scale = loss_scale_of(optimizer)
     if scale is not None:
         scale.load(reader.scalars)
+    copy_masters_to_model(optimizer, wrapped)
 
 
 @torch.no_grad()

@@ -32,9 +32,7 @@ from dit.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
-    check_same_model,
     hash_tree,
-    model_fingerprint,
     read_manifest,
     step_of_folder,
     verify_folder,
@@ -43,8 +41,6 @@ from dit.checkpoint.reader_lock import to_delete
 from dit.durable_files import fsync, write_atomic
 from dit.errors import CheckpointError, UserError
 from dit.settings import CheckpointConfig
-
-__all__ = ["CheckpointStore", "DamagedError", "Manifest", "check_same_model", "model_fingerprint"]
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +121,7 @@ class CheckpointStore:
         """Publish the folder that the ranks wrote as the checkpoint of `step`, and apply the retention rules.
 
         Every file is flushed and hashed, by its writer or by this method. The manifest is written last, and one rename
-        publishes
-        the checkpoint. An existing checkpoint of `step` stays readable until then.
+        publishes the checkpoint. An existing checkpoint of `step` stays readable until then.
 
         Args:
             hashed: files that their writers have flushed and hashed, by relative name.
@@ -186,9 +181,12 @@ class CheckpointStore:
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
         """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
 
-        The manifest is replaced by one rename, so readers see either the old one or the new one.
+        Does nothing if the checkpoint was deleted. The manifest is replaced by one rename, so readers see either the
+        old one or the new one.
         """
         folder = self.path(step)
+        if not folder.is_dir():
+            return
         manifest = read_manifest(folder)
         try:
             # Outside the folder, because a leftover of a crash inside it would fail verification. `begin` removes it.

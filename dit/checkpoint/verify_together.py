@@ -17,13 +17,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
+def on_first_rank(read: Callable[[], T], groups: Optional[ProcessGroups]) -> T:
     """Call `read` on rank 0 and broadcast its result, so that all ranks get the same view of the disk.
+
+    Args:
+        groups: of the ranks, all of which call this; None for one process.
 
     Raises:
         Exception: another error that `read` raised on rank 0.
         RuntimeError: with the message of that error, on the other ranks.
     """
+    if groups is None:
+        return read()
     result: list[Any] = [None, None]
     if groups.rank == 0:
         try:

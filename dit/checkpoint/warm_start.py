@@ -6,9 +6,9 @@ from contextlib import ExitStack
 import torch
 
 from dit.auxiliary import DISCRIMINATOR, PREFIXES
-from dit.checkpoint.base_model import check_settings, find_start_together, log_start
+from dit.checkpoint.base_model import check_settings, find_start, log_start
+from dit.checkpoint.manifest import model_fingerprint
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
-from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import reads_together
 from dit.optimizer.master_weights import copy_masters_to_model
@@ -40,7 +40,7 @@ def start_from(config: RunConfig, state: TrainState) -> None:
     path, groups = config.checkpoint.start_from, state.groups
     assert path is not None
     with ExitStack() as reading:
-        start = find_start_together(path, groups, reading)
+        start = find_start(path, reading, groups)
         adapters = state.base is not None
         if adapters and start.base is None:
             return

@@ -116,25 +116,20 @@ def _has(text: str, words: Iterable[str]) -> bool:
     return any(word in text for word in words)
 
 
-def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int, preempted: bool = False) -> Outcome:
+def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int, preempted: bool) -> Outcome:
     """Return the record of how a rank ended.
 
     Args:
         preempted: the run stopped early on request, with a checkpoint.
     """
-    if error is None:
-        code = EXIT_PREEMPTED if preempted else EXIT_OK
-        return Outcome(code=code, reason=REASONS[code], step=step, rank=rank)
-    code = exit_code(error)
-    if code in (EXIT_OK, EXIT_PREEMPTED):
-        return Outcome(code=code, reason=REASONS[code], step=step, rank=rank)
-    reason = REASONS.get(code, REASONS[EXIT_UNEXPECTED])
-    if is_peer_lost(error):
-        reason = PEER_LOST
+    at_end = EXIT_PREEMPTED if preempted else EXIT_OK
+    code = at_end if error is None else exit_code(error)
+    outcome = Outcome(code, REASONS.get(code, REASONS[EXIT_UNEXPECTED]), step, rank)
+    if error is None or code in (EXIT_OK, EXIT_PREEMPTED):
+        return outcome
+    reason = PEER_LOST if is_peer_lost(error) else outcome.reason
     trace = None if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-    return Outcome(
-        code=code, reason=reason, step=step, rank=rank, error=f"{type(error).__name__}: {error}", traceback=trace
-    )
+    return replace(outcome, reason=reason, error=f"{type(error).__name__}: {error}", traceback=trace)
 
 
 class ExitRecord:

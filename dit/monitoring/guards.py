@@ -1,20 +1,19 @@
-"""Preemption, suspects of non-finite values, and a watchdog that writes stacks."""
+"""Requests to stop, and a watchdog that writes stacks."""
 
 import faulthandler
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Optional
 
 from dit.errors import EXIT_PREEMPTED
 from dit.monitoring.exit_record import is_peer_lost
 from dit.safe_files import make_folder, open_regular
 
-NUM_NAMES = 8  # samples or ranks listed in a message; the others are counted
 SIGNAL_SKEW_S = 3.0  # between the first and the last rank that a scheduler's signal reaches
 
 
@@ -52,9 +51,7 @@ class PreemptionFlag:
             self._earlier[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._earlier.items():
             # `signal` returns None for a handler that was not installed from Python; it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -97,22 +94,6 @@ class PreemptionFlag:
             raise SystemExit(EXIT_PREEMPTED)
 
 
-def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """Return a sentence about the ranks and samples with a non-finite loss, and the start of its cure."""
-    if not suspects:
-        return "Each rank's own loss is finite", ""
-    # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.
-    keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
-    ranks = _first_few([str(rank) for rank in sorted(suspects)])
-    where = f"The loss of rank {ranks} is not finite, on the samples {_first_few(keys)}"
-    return where, "look at these samples; if they are valid, "
-
-
-def _first_few(names: Sequence[str]) -> str:
-    remainder = f" and {len(names) - NUM_NAMES} more" if len(names) > NUM_NAMES else ""
-    return ", ".join(names[:NUM_NAMES]) + remainder
-
-
 class StackWatchdog:
     """Writes the stacks of all threads to a file when a step, or the start, takes too long; does not end the run.
 
@@ -133,9 +114,7 @@ class StackWatchdog:
         self.beat()
         return self
 
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         faulthandler.cancel_dump_traceback_later()
         os.close(self._descriptor)
 

@@ -3,7 +3,6 @@
 import logging
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Optional, Self
 
 from torch.profiler import profile
@@ -30,9 +29,7 @@ class StepProfile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop()
 
     def before(self, step: int) -> None:

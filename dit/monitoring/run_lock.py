@@ -17,7 +17,6 @@ import time
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Optional
 
 import torch.distributed as dist
@@ -69,9 +68,7 @@ class RunLock:
                 self._refusal, self._is_busy = str(error), isinstance(error, BusyError)
         return self
 
-    def __exit__(
-        self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -18,7 +18,7 @@ import numpy as np
 from dit.durable_files import strict_json, write_all
 from dit.errors import CheckpointError, on_a_screen
 from dit.media import open_image
-from dit.safe_files import make_folder, open_binary, open_regular, parse_json, read_bytes
+from dit.safe_files import is_at, make_folder, open_binary, open_regular, parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -131,18 +131,12 @@ class JsonlSink(Sink):
             write_all(self._descriptor, line.encode() + b"\n")
         except OSError as error:
             raise self._failed(error) from error
-        if not self._is_in_place():
+        if not is_at(self.path, self._descriptor):
             # Writes to a deleted file succeed, but the data are lost.
             raise CheckpointError(
                 f"{self.path} was deleted, moved or replaced while the run wrote to it; put the run folder back where "
                 "it was, then resume, or start a new run in another training.run_dir"
             )
-
-    def _is_in_place(self) -> bool:
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
-        except FileNotFoundError:
-            return False
 
     def _failed(self, error: OSError) -> CheckpointError:
         return CheckpointError(

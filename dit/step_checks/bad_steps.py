@@ -24,9 +24,8 @@ from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
 from dit.checkpoint.train_state import TrainState
 from dit.durable_files import strict_json, write_record
-from dit.errors import NotFiniteError
+from dit.errors import NotFiniteError, first_few
 from dit.monitoring.expert_load import expert_layers
-from dit.monitoring.guards import suspicion
 from dit.monitoring.run_log import RunLog
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
@@ -35,6 +34,8 @@ from dit.step_checks.first_bad_tensor import Probe, find_first
 from dit.step_checks.spikes import Bad, NumberGuard
 
 FOLDER = "bad_steps"
+NUM_NAMES = 8
+"""Ranks and samples that a message lists."""
 NUM_KEYS = 64
 """Samples of each rank that an incident lists."""
 
@@ -114,9 +115,8 @@ class BadSteps:
         if policy != "stop":
             limit = f"{self.guard.max_bad} in {self.guard.within} steps"
             where += f"; more bad steps than training.max_bad_steps allows ({limit})"
-        suspect, advice = suspicion(suspects)
         raise NotFiniteError(
-            f"step {bad.step}: {bad.reason}; the update was not applied; {where}. {suspect}; {advice}"
+            f"step {bad.step}: {bad.reason}; the update was not applied; {where}. {suspicion(suspects)}; "
             "resume from the last checkpoint with a lower optimizer.lr or optimizer.clip_grad, or a longer "
             "schedule.warmup_steps, or training.on_bad_numbers=skip or rewind"
         )
@@ -168,6 +168,19 @@ _CONSEQUENCE = {
     "skip": "the update is skipped",
     "rewind": "the run returns to its last checkpoint and skips the data since then",
 }
+
+
+def suspicion(suspects: Mapping[int, Sequence[str]]) -> str:
+    """Return a sentence about the ranks and samples with a non-finite loss."""
+    if not suspects:
+        return "Each rank's own loss is finite"
+    # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.
+    keys = list(dict.fromkeys(key for keys in suspects.values() for key in keys))
+    ranks = first_few([str(rank) for rank in sorted(suspects)], NUM_NAMES)
+    return (
+        f"The loss of rank {ranks} is not finite, on the samples {first_few(keys, NUM_NAMES)}; look at these samples; "
+        "if they are valid"
+    )
 
 
 def find_suspects(local_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:

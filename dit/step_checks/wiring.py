@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.errors import DataError
+from dit.errors import DataError, first_few
 from dit.monitoring.run_log import RunLog
 from dit.optimizer.master_weights import MasterShard
 
@@ -105,13 +105,10 @@ class FirstSteps:
         if not missing:
             log.message(f"first steps: all {total} parameters have a gradient{self._inputs}")
             return
-        names = ", ".join(missing[:NUM_NAMES]) + (
-            f" and {len(missing) - NUM_NAMES} more" if missing[NUM_NAMES:] else ""
-        )
         log.message(
-            f"first steps: {len(missing)} of {total} parameters had no gradient in {self._updates} updates: {names}; "
-            "either a layer after them still outputs zeros (train at least 3 steps), no sample was dropped that they "
-            "replace, no trained output depends on them, or their gradient is lost"
+            f"first steps: {len(missing)} of {total} parameters had no gradient in {self._updates} updates: "
+            f"{first_few(missing, NUM_NAMES)}; either a layer after them still outputs zeros (train at least 3 steps), "
+            "no sample was dropped that they replace, no trained output depends on them, or their gradient is lost"
         )
         log.incident("no_gradient", step, parameters=missing)
 

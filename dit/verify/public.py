@@ -25,22 +25,18 @@ Call = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor]], Sequence[Tens
 """From (module, latents `[1, C, T, H, W]`, step `[1]`, conditions by name) to predictions `[1, C, T, H, W]`."""
 
 
-def _call_dit(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    return [module(latents[:, :, 0], step, conditions["label"]).sample[:, :, None]]
+def _of_pictures(call: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor]], Any]) -> Call:
+    """Return the call of a module of pictures, whose latents have no time axis."""
+
+    def called(module: nn.Module, latents: Tensor, step: Tensor, given: Mapping[str, Tensor]) -> Sequence[Tensor]:
+        return [call(module, latents[:, :, 0], step, given).sample[:, :, None]]
+
+    return called
 
 
-def _call_pixart(
-    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
-) -> Sequence[Tensor]:
-    return [module(latents[:, :, 0], conditions["context"][None], step).sample[:, :, None]]
-
-
-def _call_prx(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    return [module(latents[:, :, 0], step / 1000, conditions["context"][None]).sample[:, :, None]]
-
-
-def _call_wan(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    return [module(latents, step.float(), conditions["context"][None]).sample]
+def _texts(latents: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+    """Return the embeddings of the texts, which have equal lengths: `[1, text tokens, width]`."""
+    return conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
 
 
 def _tokens(latents: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -70,7 +66,7 @@ def _position_ids(grid: tuple[int, int], num_texts: int, axes: int, device: torc
 def call_flux(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
     """Call FLUX.1, FLUX.2 or Chroma as the pipelines do."""
     tokens, grid = _tokens(latents)
-    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
+    texts = _texts(latents, conditions)
     ids, text_ids = _position_ids(grid, texts.shape[1], len(module.config["axes_dims_rope"]), latents.device)
     others = {"pooled_projections": conditions["pooled"]} if "pooled" in conditions else {}
     others |= {"guidance": conditions["guidance"]} if "guidance" in conditions else {}
@@ -82,21 +78,16 @@ def call_qwen_image(
 ) -> Sequence[Tensor]:
     """Call Qwen-Image as the pipeline does."""
     tokens, grid = _tokens(latents)
-    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
+    texts = _texts(latents, conditions)
     shapes = [[(1, *grid)]] * len(latents)
     return [_latents(module(tokens, texts, timestep=step / 1000, img_shapes=shapes).sample, grid)]
-
-
-def _call_sd3(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
-    return [module(latents[:, :, 0], texts, conditions["pooled"], step).sample[:, :, None]]
 
 
 def call_lumina2(
     module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
 ) -> Sequence[Tensor]:
     """Call Lumina 2 as the pipeline does: from the time of the data, with a negated output."""
-    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
+    texts = _texts(latents, conditions)
     mask = torch.ones(texts.shape[:2], dtype=torch.int64, device=texts.device)
     return [-module(latents[:, :, 0], 1 - step / 1000, texts, mask).sample[:, :, None]]
 
@@ -133,13 +124,9 @@ def call_hunyuan_video(
     return [module(inputs, step.float(), texts, masks[0], None, glyphs, masks[1], images).sample]
 
 
-def _call_unet(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    added = (
-        {"text_embeds": conditions["pooled"], "time_ids": conditions["size_and_crop"]}
-        if "pooled" in conditions
-        else None
-    )
-    return [module(latents[:, :, 0], step, conditions["context"][None], added_cond_kwargs=added).sample[:, :, None]]
+def _unet(module: nn.Module, latents: Tensor, step: Tensor, given: Mapping[str, Tensor]) -> Any:
+    added = {"text_embeds": given["pooled"], "time_ids": given["size_and_crop"]} if "pooled" in given else None
+    return module(latents, step, given["context"][None], added_cond_kwargs=added)
 
 
 def call_autoencoder(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
@@ -156,23 +143,28 @@ def call_vq(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str,
     return [x[:, :, None] for x in (module.decode(z).sample, z, entries, code[:, None])]
 
 
+_PIXART = _of_pictures(lambda module, x, step, given: module(x, given["context"][None], step))
 CALLS: Mapping[str, Call] = {
     "AutoencoderKL": call_autoencoder,
     "VQModel": call_vq,
-    "DiTTransformer2DModel": _call_dit,
-    "PRXTransformer2DModel": _call_prx,
-    "PixArtTransformer2DModel": _call_pixart,
-    "SanaTransformer2DModel": _call_pixart,
+    "DiTTransformer2DModel": _of_pictures(lambda module, x, step, given: module(x, step, given["label"])),
+    "PRXTransformer2DModel": _of_pictures(
+        lambda module, x, step, given: module(x, step / 1000, given["context"][None])
+    ),
+    "PixArtTransformer2DModel": _PIXART,
+    "SanaTransformer2DModel": _PIXART,
     "HunyuanVideo15Transformer3DModel": call_hunyuan_video,
-    "WanTransformer3DModel": _call_wan,
+    "WanTransformer3DModel": lambda module, x, step, given: [module(x, step.float(), given["context"][None]).sample],
     "ChromaTransformer2DModel": call_flux,
     "FluxTransformer2DModel": call_flux,
     "Flux2Transformer2DModel": call_flux,
     "Lumina2Transformer2DModel": call_lumina2,
     "QwenImageTransformer2DModel": call_qwen_image,
     "ZImageTransformer2DModel": call_z_image,
-    "SD3Transformer2DModel": _call_sd3,
-    "UNet2DConditionModel": _call_unet,
+    "SD3Transformer2DModel": _of_pictures(
+        lambda module, x, step, given: module(x, _texts(x, given), given["pooled"], step)
+    ),
+    "UNet2DConditionModel": _of_pictures(_unet),
 }
 
 

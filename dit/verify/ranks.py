@@ -34,7 +34,7 @@ def free_port() -> int:
                 return port
 
 
-def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: str) -> None:
+def _rank(main: Callable[[Path, int], None], folder: Path, rank: int) -> None:
     """Run one rank; the process writes its output to its own log file."""
     import torch
 
@@ -43,7 +43,7 @@ def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: st
         os.dup2(log, stream)
     for name in [name for name in os.environ if name.startswith(("WANDB", "TORCHELASTIC"))]:
         del os.environ[name]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DIT_DEVICE": device, "WANDB_MODE": "offline"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu", "WANDB_MODE": "offline"}
     torch.set_num_threads(1)
     try:
         main(folder, rank)
@@ -57,18 +57,13 @@ def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: st
         sys.stderr.flush()
 
 
-def run_ranks(
-    main: Callable[[Path, int], None], count: int, folder: Path, *, timeout_s: float, device: str = "cpu"
-) -> None:
+def run_ranks(main: Callable[[Path, int], None], count: int, folder: Path, *, timeout_s: float) -> None:
     """Run `main(folder, rank)` in `count` processes; each writes `folder/rank_N.log`.
-
-    Args:
-        device: value of `DIT_DEVICE` on the ranks; empty to use GPUs if there are any.
 
     Raises:
         RuntimeError: a rank failed otherwise, or the time limit passed; the message ends with the ranks' last output.
     """
-    ranks = [FORKS.Process(target=_rank, args=(main, folder, rank, device)) for rank in range(count)]
+    ranks = [FORKS.Process(target=_rank, args=(main, folder, rank)) for rank in range(count)]
     for process in ranks:
         process.start()
     deadline, left = time.monotonic() + timeout_s, {process.sentinel for process in ranks}

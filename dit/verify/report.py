@@ -9,6 +9,7 @@ from typing import Any, Optional
 from torch import Tensor, nn
 
 from dit.backends.sharding import HEADS, Axis, AxisSizes, ParameterSharding, Row, describe, in_columns, sharding_of
+from dit.errors import first_few
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.verify.compare import BOUNDS, Comparison, compare_training
 
@@ -27,26 +28,22 @@ def axis_sizes(parallel: ParallelConfig, dims: ParallelDims) -> AxisSizes:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Difference of one gradient or one weight.
+class WrongGradient:
+    """A parameter whose gradient differs.
 
     Attributes:
         norm: on one rank.
         ratio: norm under the layout, relative to `norm`.
         error: norm of the difference, relative to `norm`.
         by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
+        sharding: declaration of the parameter.
+        row: its row of the sharding table.
     """
 
     norm: float
     ratio: float
     error: float
     by_rank: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class WrongGradient(Difference):
-    """A parameter whose gradient differs, with its declared sharding and its row of the sharding table."""
-
     sharding: ParameterSharding
     row: Row
 
@@ -173,45 +170,30 @@ def judge(
     expected: Mapping[str, Tensor] = one["gradients"]
     actual: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]
-    compared = [{**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)]
-    comparison = compare_training(compared[0], compared[1], bounds, floor)
-    wrong = {
-        name: Difference(
+    of_one, of_many = ({**side, "gradients": _without(side["gradients"], idle)} for side in (one, many))
+    comparison = compare_training(of_one, of_many, bounds, floor)
+    parameters = dict(model.named_parameters())
+    wrong = [
+        WrongGradient(
             norm=float(expected[name].norm()),
             ratio=float(actual[name].norm() / expected[name].norm()) if name in actual else math.nan,
             error=error,
             by_rank=_by_rank(name, expected[name], many.get("by_rank", {})),
-        )
-        for name, error in comparison.wrong("gradients").items()
-        if name in expected
-    }
-    return _verdict(comparison, wrong, idle, model, sizes)
-
-
-def _verdict(
-    comparison: Comparison, wrong: Mapping[str, Difference], idle: Sequence[str], model: nn.Module, sizes: AxisSizes
-) -> Verdict:
-    """Add the declared sharding to the wrong gradients, which are in the order of the forward pass."""
-    parameters = dict(model.named_parameters())
-    gradients = [
-        WrongGradient(
-            **vars(one),
             sharding=sharding_of(parameters[name], name),
             row=describe(name, parameters[name], sizes),
         )
-        for name, one in wrong.items()
+        for name, error in comparison.wrong("gradients").items()
+        if name in expected
     ]
     frozen = sum(not parameter.requires_grad for parameter in parameters.values())
     compared = len(comparison.errors["gradients"])
-    return Verdict(comparison, tuple(reversed(gradients)), compared, tuple(idle), frozen, sizes)
+    # `wrong` is in the order of the forward pass.
+    return Verdict(comparison, tuple(reversed(wrong)), compared, tuple(idle), frozen, sizes)
 
 
 def _listed(errors: Mapping[str, Optional[float]]) -> str:
     """List the first few names, with their relative errors."""
-    entries = [name if error is None else f"{name} ({error:.1e})" for name, error in errors.items()]
-    return ", ".join(entries[:MOST_NAMES]) + (
-        f" and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
-    )
+    return first_few([name if error is None else f"{name} ({error:.1e})" for name, error in errors.items()], MOST_NAMES)
 
 
 def _without(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:

@@ -7,13 +7,14 @@ A command succeeds, or prints one screen that names the cause. A case depends on
 import contextlib
 import io
 import logging
-import resource
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tests.support.bounded import memory_limited
 
 SEED = 14
 SCREEN_LINES, SCREEN_CHARACTERS = 24, 24 * 100
@@ -56,18 +57,6 @@ def ending_within(seconds: int) -> Iterator[None]:
             signal.setitimer(timer, 0)
         for number, handler in zip((signal.SIGPROF, signal.SIGALRM), before):
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def memory_limited(more_bytes: int) -> Iterator[None]:
-    """Let allocations fail if they would make this process larger by `more_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (present + more_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def run(main: Callable[[Sequence[str]], int], words: Sequence[str], folder: Path) -> Ended:

@@ -142,24 +142,46 @@ def is_in(phase: str, files: Files, before: int, since: float) -> bool:
     return False
 
 
+def wait(ranks: Sequence[BaseProcess], files: Files, is_reached: Callable[[], bool], pause_s: float = 0.0) -> None:
+    """Wait for a moment of an attempt whose ranks stay alive."""
+    deadline = time.monotonic() + 240
+    while not is_reached():
+        assert all(rank.is_alive() for rank in ranks), files.log()
+        assert time.monotonic() < deadline, files.log()
+        time.sleep(pause_s)
+
+
+def wait_for_phase(
+    ranks: Sequence[BaseProcess], files: Files, phase: str, first: int, most: int, *, by_folder: bool = False
+) -> bool:
+    """Wait until an attempt is in a phase; return False if `most` steps have passed without it.
+
+    Args:
+        first: number of steps after which the phase counts, unless it is one of a resume.
+        by_folder: inspect only the checkpoint folder, because the writer process enters the phase.
+    """
+    before, is_found = 0, False
+    if phase not in RESUME:
+        wait(ranks, files, lambda: len(files.steps(0)) >= first, 0.002)
+        before = -1 if by_folder else entered(files, phase)
+    since = time.time()
+
+    def is_over() -> bool:
+        nonlocal is_found
+        is_found = is_in(phase, files, before, since)
+        return is_found or len(files.steps(0)) >= first + most
+
+    wait(ranks, files, is_over)
+    return is_found
+
+
 def kill_at(words: list[str], files: Files, phase: str, what: str, rng: random.Random, *, beside: bool) -> str:
     """Start the run and kill some of its processes in a phase; return the phase."""
-    skip = rng.randrange(1, 4) if phase not in RESUME else 0
+    first = rng.randrange(1, 4) if phase not in RESUME else 0
     with attempt(words, files, phases_of) as ranks:
-        deadline, before = time.monotonic() + 240, 0
-        if phase not in RESUME:
-            while len(files.steps(0)) < skip:
-                assert all(rank.is_alive() for rank in ranks), files.log()
-                assert time.monotonic() < deadline, files.log()
-                time.sleep(0.002)
-            before = -1 if phase == "sealing" and beside else entered(files, phase)
-        since = time.time()
-        while not is_in(phase, files, before, since):
-            assert all(rank.is_alive() for rank in ranks), files.log()
-            assert time.monotonic() < deadline, files.log()
-            if len(files.steps(0)) >= skip + LATEST_STEPS:
-                phase = "training"
-                break
+        by_folder = phase == "sealing" and beside
+        if not wait_for_phase(ranks, files, phase, first, LATEST_STEPS, by_folder=by_folder):
+            phase = "training"
         time.sleep(JITTER_S * rng.random())
         assert all(rank.is_alive() for rank in ranks), files.log()
         if what == "a writer":
@@ -168,10 +190,7 @@ def kill_at(words: list[str], files: Files, phase: str, what: str, rng: random.R
             with suppress(ProcessLookupError):
                 os.kill(writer, signal.SIGKILL)
             done = len(files.steps(0))
-            while len(files.steps(0)) < done + 5:  # the run continues and saves again
-                assert all(rank.is_alive() for rank in ranks), files.log()
-                assert time.monotonic() < deadline, files.log()
-                time.sleep(0.01)
+            wait(ranks, files, lambda: len(files.steps(0)) >= done + 5, 0.01)  # the run continues and saves again
         struck = ranks if what in ("all ranks", "a writer") else [ranks[int(what[-1])]]
         for rank in struck:
             (os.killpg if what == "all ranks" or rng.random() < 0.5 else os.kill)(rank.pid, signal.SIGKILL)

@@ -44,11 +44,6 @@ def arguments(recipe: str, run_dir: Path, *, is_set: bool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("deterministic")
-
-
-@pytest.fixture(scope="module")
 def ended(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
     asked = {item.callspec.params["recipe"] for item in request.session.items if item.path == request.path}
     jobs = {}

@@ -11,7 +11,6 @@ import fiddle as fdl
 import pytest
 import torch.distributed as dist
 
-from dit.monitoring.sinks import read_records
 from dit.parallel.build import parameter_shapes
 from dit.training.pretrain import Run
 from energon_data.mock import MockData
@@ -19,6 +18,7 @@ from recipes.tiny import tiny_dit_pack
 from tests.faults import injections
 from tests.faults.test_numbers import EXPERTS, arguments
 from tests.integration import actions
+from tests.integration.runs import incidents
 from tests.support.faults import together
 from tests.support.ranks import Job, run_jobs
 
@@ -57,11 +57,6 @@ def all_read_as_replica_0() -> Iterator[None]:
 
     with mock.patch.object(MockData, "build_train", built):
         yield
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("first_steps")
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +115,7 @@ def test_a_parameter_without_a_gradient_is_named(ended: dict[str, Any], folder: 
     name = f"dead{left_out}"
     assert [run.code for run in ended[name]] == [0, 0]
     assert f"had no gradient in {4 if 'left out' in name else 5} updates: {DEAD}; " in line(ended, name)
-    found = [r for r in read_records(folder / name / "metrics.jsonl") if r["kind"] == "incident"]
-    (incident,) = [r for r in found if r["incident"] != "not_finite"]
+    (incident,) = [r for r in incidents(folder / name) if r["incident"] != "not_finite"]
     assert (incident["incident"], incident["details"]["parameters"]) == ("no_gradient", [DEAD])
 
 
@@ -134,5 +128,5 @@ def test_ranks_of_a_replica_that_read_different_samples_end_the_run(ended: dict[
 @pytest.mark.slow
 def test_replicas_that_read_the_same_samples_are_named(ended: dict[str, Any], folder: Path) -> None:
     assert "first steps: replicas 0 and 1 read the same samples in step 1" in ended["same"][0].out
-    (incident,) = [r for r in read_records(folder / "same" / "metrics.jsonl") if r["kind"] == "incident"]
+    (incident,) = incidents(folder / "same")
     assert (incident["incident"], incident["details"]["replicas"]) == ("same_samples", [0, 1])

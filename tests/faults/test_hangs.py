@@ -16,11 +16,10 @@ import pytest
 
 from dit.checkpoint.checkpointer import Checkpointer
 from dit.monitoring.heartbeat import read_beats
-from dit.monitoring.sinks import read_records
 from tests.faults import injections
 from tests.faults.test_numbers import BAD, arguments
 from tests.integration import actions
-from tests.integration.runs import outcome, started, steps_logged, wait_for
+from tests.integration.runs import incidents, outcome, started, steps_logged, wait_for
 from tests.support.faults import together
 from tests.support.ranks import Job, run_jobs
 
@@ -43,7 +42,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert (record["code"], record["reason"], record["rank"]) == (70, "hang", 0)
     for words in (f"rank 1 ({stopped.host}, process {stopped.pid})", "stopped (SIGSTOP", "rank 0 "):
         assert words in record["error"], record["error"]
-    (incident,) = [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "incident"]
+    (incident,) = incidents(run_dir)
     assert (incident["incident"], incident["details"]["blamed"]) == ("hang", [1])
     recorded = json.loads((run_dir / "heartbeats" / "collectives_0.json").read_text())
     assert recorded["entries"][-1]["profiling_name"].startswith("gloo:")
@@ -79,7 +78,7 @@ def test_a_suspended_run_continues_when_it_wakes(tmp_path: Path, ranks: int) -> 
         assert process.poll() is None, log.read_text()[-2000:]
         assert steps_logged(run_dir) > before
     assert not any(is_alive(pid) for pid in pids)
-    assert not [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "incident"]
+    assert incidents(run_dir) == []
 
 
 @contextmanager
@@ -103,5 +102,4 @@ def test_reading_a_checkpoint_slowly_is_not_a_hang(tmp_path: Path) -> None:
     fault = partial(together, bad, partial(slow_to_go_back, LIMIT_S))
     job = Job(actions.train, {"arguments": arguments(tmp_path / "run", "dp2", **settings), "fault": fault})
     assert run_jobs(tmp_path / "world", {"run": job})["run"].code == 0
-    incidents = [r["incident"] for r in read_records(tmp_path / "run" / "metrics.jsonl") if r["kind"] == "incident"]
-    assert incidents == ["not_finite", "rewind"]
+    assert [r["incident"] for r in incidents(tmp_path / "run")] == ["not_finite", "rewind"]

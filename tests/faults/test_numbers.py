@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from dit.monitoring.sinks import read_records
 from tests.faults import injections
 from tests.integration import actions
-from tests.integration.runs import assert_same_bits, checkpoint, outcome, overrides, read_tensors, scalars
+from tests.integration.runs import assert_same_bits, checkpoint, incidents, outcome, overrides, read_tensors, scalars
+from tests.support.faults import together
 from tests.support.ranks import Job, rows, run_jobs, selected
 
 STEPS, SAVED, BAD = 12, 4, 7
@@ -111,11 +111,6 @@ def is_quick(layout: str, fault: str, policy: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("numbers")
-
-
-@pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """Run the selected cases, and runs in which the same was done by hand."""
     jobs: dict[str, Job] = {}
@@ -174,8 +169,7 @@ def test_the_bad_layer_rank_and_sample_are_named(
     """One incident for the step, with its ranks and samples, and the first bad layer, rank and sample."""
     name, bad = f"{layout} {fault} {policy}", bad_step(layout, fault)
     assert ended[name]
-    records = read_records(folder / name / "metrics.jsonl")
-    found = [record for record in records if record["kind"] == "incident" and record["incident"] != "rewind"]
+    found = [record for record in incidents(folder / name) if record["incident"] != "rewind"]
     assert [(r["incident"], r["step"]) for r in found] == [("spike" if fault == "spike" else "not_finite", bad)]
     details = found[0]["details"]
     report = json.loads((folder / name / "bad_steps" / f"step_{bad:07d}.json").read_text())
@@ -194,7 +188,6 @@ def test_the_bad_layer_rank_and_sample_are_named(
     assert first["samples"] == [samples[1]], "it is the second sample of the step"
 
 
-ENDINGS = ["stop", "too many", "no checkpoint", "machine", "killed before", "killed after", "resumed"]
 WEIGHT = {"place": "weight", "layer": "layers.1.mlp.linear_fc1", "times": 1}
 
 
@@ -205,7 +198,7 @@ def endings(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
     def add(name: str, *faults: Any, at: str = "", **settings: Any) -> None:
         words = arguments(folder / (at or name), "dp2", **settings)
-        jobs[name] = Job(actions.train, {"arguments": words, "fault": together(*faults)}, ranks=2)
+        jobs[name] = Job(actions.train, {"arguments": words, "fault": partial(together, *faults)}, ranks=2)
 
     def bad(*steps: int, place: str = "data", **more: Any) -> Any:
         return partial(injections.injected, *({"step": step, "rank": 1, "place": place, **more} for step in steps))
@@ -220,19 +213,12 @@ def endings(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         name = "killed after" if saved else "killed before"
         add(f"{name}, first", bad(BAD), partial(injections.killed_at_rewind, saved=saved), at=name, **rewind)
         # The sample would be bad again if the run read it again.
-        add(name, bad(BAD) if not saved else None, at=name, **rewind)
+        add(name, *([] if saved else [bad(BAD)]), at=name, **rewind)
     spikes = {**skip, **SPIKES, "training__num_steps": SPIKE_AT + 5}
     add("one go", bad(3, SPIKE_AT, factor=1e4), bad(5), **spikes)
     add("resumed, first", bad(3, SPIKE_AT, factor=1e4), bad(5), at="resumed", training__stop_at_step=17, **spikes)
     add("resumed", bad(SPIKE_AT, factor=1e4), at="resumed", **spikes)
     return run_jobs(folder / "endings", jobs)
-
-
-def together(*faults: Any) -> Any:
-    """Return the context manager of several faults, without those that are None."""
-    from tests.support import faults as support
-
-    return partial(support.together, *(fault for fault in faults if fault is not None))
 
 
 def error(folder: Path, name: str) -> str:
@@ -254,10 +240,7 @@ def test_too_many_bad_steps_end_the_run(endings: dict[str, Any], folder: Path) -
     assert [run.code for run in endings["too many"]] == [4, 4]
     assert "more bad steps than training.max_bad_steps allows (2 in 100 steps)" in error(folder, "too many")
     assert outcome(folder / "too many")["step"] == 7
-    actions_told = [
-        r["details"]["action"] for r in read_records(folder / "too many" / "metrics.jsonl") if "details" in r
-    ]
-    assert actions_told == ["skip", "skip", "stop"]
+    assert [r["details"]["action"] for r in incidents(folder / "too many")] == ["skip", "skip", "stop"]
 
 
 @pytest.mark.slow

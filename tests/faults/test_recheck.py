@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from dit.monitoring.sinks import read_records
 from tests.faults.injections import injected
 from tests.faults.test_numbers import arguments
 from tests.integration import actions
-from tests.integration.runs import assert_same_bits, checkpoint, outcome, read_tensors, scalars
+from tests.integration.runs import assert_same_bits, checkpoint, incidents, outcome, read_tensors, scalars
 from tests.support.ranks import Job, rows, run_jobs, selected
 
 STEPS, DUE = 5, 4
@@ -49,11 +48,6 @@ def words(folder: Path, layout: str, interval: int) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("recheck")
-
-
-@pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     """Run the selected cases, and for each layout a run without repeated steps and one that repeats all."""
     jobs: dict[str, Job] = {}
@@ -65,10 +59,6 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         case = {"arguments": words(folder / name, layout, DUE), "fault": partial(injected, *wrong)}
         jobs[name] = Job(actions.train, case, ranks=2)
     return run_jobs(folder / "world", jobs)
-
-
-def incidents(run_dir: Path) -> list[dict[str, Any]]:
-    return [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "incident"]
 
 
 @pytest.mark.parametrize(ROW, rows(CASES, is_quick))

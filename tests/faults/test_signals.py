@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kill_campaign import RANKS, RESUME, SETTINGS, entered, is_in, phases_of
+from tests.faults.kill_campaign import RANKS, RESUME, SETTINGS, phases_of, wait_for_phase
 from tests.integration.runs import assert_same_bits, checkpoint, checkpoints, losses, outcome, read_tensors
 from tests.support.attempts import Files, arguments, attempt, finish, prepare_media
 
@@ -22,18 +22,11 @@ MOMENTS = (*RESUME, "training", "beginning a save", "copying to the host", "writ
 def stop_at(words: list[str], files: Files, phase: str, number: int, rng: random.Random) -> tuple[list[int], int]:
     """Start the run and signal all ranks in a phase; return their exit codes, and the newest step at that moment."""
     with attempt(words, files, phases_of) as ranks:
-        deadline, since, skip = time.monotonic() + 240, time.time(), rng.randrange(1, 3)
+        first = rng.randrange(1, 3)
         if phase == "starting":
             time.sleep(0.3 * rng.random())
         else:
-            while phase not in RESUME and len(files.steps(0)) < skip:
-                assert all(rank.is_alive() for rank in ranks), files.log()
-                assert time.monotonic() < deadline, files.log()
-                time.sleep(0.002)
-            before = entered(files, phase)
-            while not is_in(phase, files, before, since) and len(files.steps(0)) < skip + 4:
-                assert all(rank.is_alive() for rank in ranks), files.log()
-                assert time.monotonic() < deadline, files.log()
+            wait_for_phase(ranks, files, phase, first, 4)
             time.sleep(0.01 * rng.random())
         done = max(files.steps(0), default=0)
         for rank in ranks:

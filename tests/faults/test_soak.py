@@ -47,11 +47,6 @@ def soaked(run_dir: Path, data: Path, steps: int, *, is_async: bool) -> Usage:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("soak")
-
-
-@pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Any]:
     sizes = [(1, 4, 4), (2, 4, 4), (1, 6, 8)]
     splits = {"train": clips(75, sizes=sizes), "val": clips(21, sizes=sizes, seed=1)}

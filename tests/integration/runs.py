@@ -170,6 +170,11 @@ def scalars(run_dir: Path, name: str) -> dict[int, float]:
     return {r["step"]: r[name] for r in read_records(run_dir / "metrics.jsonl") if name in r}
 
 
+def incidents(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the records of bad steps, rewinds and other incidents of a run, in order."""
+    return [record for record in read_records(run_dir / "metrics.jsonl") if record["kind"] == "incident"]
+
+
 def outcome(run_dir: Path) -> dict[str, Any]:
     """Return the exit record."""
     return json.loads((run_dir / "exit.json").read_text())

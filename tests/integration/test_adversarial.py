@@ -40,11 +40,6 @@ UNTRAINED = "checkpoint.start_from loads only the autoencoder; the discriminator
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adversarial")
-
-
-@pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     def run(name: str, **settings: Any) -> Job:
         words = overrides(folder / name, **{**SETTINGS, **settings})

@@ -80,11 +80,6 @@ def stills_and_clips(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("bad_input")
-
-
-@pytest.fixture(scope="module")
 def damaged(letters_data: Path, folder: Path) -> tuple[Path, str, str]:
     return flip_a_bit(letters_data, folder / "damaged")
 

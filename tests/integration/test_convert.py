@@ -45,11 +45,6 @@ TINY_STEP = 1e-7  # one step of Adam moves a weight by at most the learning rate
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("convert")
-
-
-@pytest.fixture(scope="module")
 def theirs(folder: Path) -> dict[str, torch.Tensor]:
     """A published state dict with a learned variance, saved as safetensors and as a training checkpoint."""
     state = random_state(**SIZES, out_channels=8)

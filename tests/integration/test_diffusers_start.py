@@ -54,11 +54,6 @@ STEPPED = ("flux_fsdp2", "flux_tp2_cp2")
 """Layouts on which two steps are compared as well; on the others, equal states imply equal steps."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("start")
-
-
 def arguments(recipe: str, base: Path, run_dir: Path, **settings: Any) -> list[str]:
     shared = {
         **{"data": "mock", "data__num_streams": 2, "data__height": 8, "data__width": 8, "optimizer__lr": 1e-3},

@@ -51,11 +51,6 @@ def published(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("finetune")
-
-
-@pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     published(folder / "published")
     encoder = f"text={save_t5(folder / 't5')}"

@@ -37,11 +37,6 @@ WIDTHS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("options")
-
-
-@pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     """Runs on synthetic data in one start of the ranks; each saves a checkpoint at every step."""
     jobs: dict[str, Job] = {}

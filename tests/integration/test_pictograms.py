@@ -36,11 +36,6 @@ SHUFFLED = 0.02  # of a standard deviation of 1: the shuffle buffer returns some
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pictograms")
-
-
-@pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     def run(factory: str, name: str, **settings: Any) -> dict[str, Any]:
         words = overrides(folder / name, **{**TRAINING, **settings})

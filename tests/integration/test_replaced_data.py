@@ -39,11 +39,6 @@ def forget_identity(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("replaced")
-
-
-@pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Any]:
     data = folder / "data"
 

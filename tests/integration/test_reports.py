@@ -26,11 +26,6 @@ PAGE = {"logging__wandb_name": "the-page", "logging__wandb_group": "the-group"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("reports")
-
-
-@pytest.fixture(scope="module")
 def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     """A run with all mirrors, one whose mirror breaks, one without mirrors, and benchmarks."""
     settings = {"training__num_steps": 6, "checkpoint__interval": 3, "sampling__num_steps": 2}

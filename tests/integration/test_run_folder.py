@@ -30,11 +30,6 @@ def overwrite_records(folder: Path, content: bytes) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run_folder")
-
-
-@pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     """Runs on synthetic data, one after the other, in one start of two ranks."""
     jobs: dict[str, Job] = {}

@@ -47,11 +47,6 @@ class Colours(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("out")
-
-
-@pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     kind, config = MODELS["image"]
     torch.manual_seed(0)

@@ -55,11 +55,6 @@ RATE_REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sampling")
-
-
-@pytest.fixture(scope="module")
 def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     """Short runs with each objective, with text, with a frame rate and without average, and their samples."""
     np.save(folder / "words.npy", TEXTS[0].numpy())

@@ -24,11 +24,6 @@ ALL = tuple(range(INTERVAL, STEPS + 1, INTERVAL))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("saves")
-
-
-@pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Any]:
     jobs: dict[str, Job] = {}
 

@@ -67,11 +67,6 @@ def packs(run_dir: Path, **settings: Any) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stops")
-
-
-@pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Any]:
     jobs: dict[str, Job] = {}
 

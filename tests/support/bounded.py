@@ -1,14 +1,27 @@
 """Run an action with bounded time and memory."""
 
+import contextlib
 import multiprocessing
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0  # the actions take a second or two; without the bounds that they test, minutes or forever
 MEMORY_BYTES = 1 << 30
+
+
+@contextlib.contextmanager
+def memory_limited(more_bytes: int) -> Iterator[None]:
+    """Let allocations fail if they would make this process larger by `more_bytes`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    present = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (present + more_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def bounded(action: Callable[[], Any], *, memory_bytes: int = MEMORY_BYTES) -> Any:
@@ -39,11 +52,9 @@ def bounded(action: Callable[[], Any], *, memory_bytes: int = MEMORY_BYTES) -> A
 
 
 def _run(action: Callable[[], Any], memory_bytes: int, sender: Connection) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        reply = action(), None
+        with memory_limited(memory_bytes):
+            reply = action(), None
     except BaseException as error:
         reply = None, error
     sender.send(reply)

@@ -178,7 +178,7 @@ class Writer:
         """Execute a request, and return the reply: kind, step, and the error or None."""
         actions: dict[str, Callable[[dict[str, Any]], None]] = {
             "save": self._lead if self.rank == 0 else self._follow,
-            "attach": self._attach,
+            "attach": lambda order: self.store.attach(order["step"], order["meta"]),
             "abort": lambda order: self.store.abort(order["step"]),
         }
         error = None
@@ -248,10 +248,6 @@ class Writer:
             write_atomic(folder / part_file(rank), json.dumps(note), flush=False)
         if note["error"] is not None:
             raise CheckpointError(note["error"])
-
-    def _attach(self, order: dict[str, Any]) -> None:
-        if self.store.path(order["step"]).is_dir():
-            self.store.attach(order["step"], order["meta"])
 
     def _patience(self) -> Iterator[bool]:
         """Sleep and yield True until the time limit, then yield False."""

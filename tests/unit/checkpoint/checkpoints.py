@@ -15,9 +15,9 @@ def make_store(root, **keep):
     return CheckpointStore(root, CheckpointConfig(**keep))
 
 
-def fill(folder, step, names=FILES):
+def fill(folder, step):
     """Write files whose content is a function of the step and the name."""
-    for name in names:
+    for name in FILES:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         seeded = random.Random(f"{step} {name}")

@@ -1,7 +1,6 @@
 """Checkpoint folders are complete or refused, and one is always retained."""
 
 import errno
-import json
 import logging
 import math
 import os
@@ -14,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from dit.checkpoint import manifest, reader_lock
-from dit.checkpoint.manifest import MANIFEST, Manifest, verify_folder
+from dit.checkpoint.manifest import MANIFEST, Manifest, check_same_model, model_fingerprint, verify_folder
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import candidates, find_checkpoint
-from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, newest_valid, save
 
@@ -39,12 +37,6 @@ def test_a_published_folder_has_the_written_files(tmp_path):
     assert manifest.held_out_loss == 0.1 + 0.2
     assert leftovers(store) == []
     assert verify_folder(path) == manifest
-
-
-def test_importing_the_store_needs_no_torch():
-    """A tool that only lists checkpoints starts in milliseconds."""
-    code = "import sys, dit.checkpoint.store; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -294,18 +286,6 @@ def test_an_empty_save_is_not_a_checkpoint(tmp_path):
 
 
 # --- the manifest ---------------------------------------------------------------------------------------------------
-
-
-def test_manifest_text_is_strict_json(tmp_path):
-    """A non-finite held-out loss is still strict JSON, and is read back."""
-    store = make_store(tmp_path)
-    save(store, 1, held_out_loss=math.inf)
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    json.loads((store.path(1) / MANIFEST).read_text(), parse_constant=refuse)
-    assert newest_valid(store)[1].held_out_loss == math.inf
 
 
 def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):

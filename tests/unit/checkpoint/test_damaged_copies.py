@@ -73,8 +73,8 @@ def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):
     store = make_store(tmp_path / "a")
     manifest = save(store, 3)
     outside = replace(manifest, files={"../../evil": next(iter(manifest.files.values()))})
-    bucket.client().put_object(Bucket=BUCKET, Key="mine/iter_0000003/manifest.json", Body=outside.to_text().encode())
-    bucket.client().put_object(Bucket=BUCKET, Key="mine/evil", Body=b"x")
+    put(bucket, "iter_0000003/manifest.json", outside.to_text().encode())
+    put(bucket, "evil", b"x")
     other = make_store(tmp_path / "b" / "checkpoints")
     with pytest.raises(CheckpointError, match="a path outside the checkpoint"):
         fetch_newer(other, RemoteStore(ADDRESS))

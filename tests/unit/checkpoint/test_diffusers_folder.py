@@ -49,12 +49,20 @@ def random_box(shape: tuple[int, ...], generator: random.Random) -> Box:
     return Box(tuple(starts), tuple(generator.randint(1, size - start) for size, start in zip(shape, starts)))
 
 
+def assert_reads(weights: Any, key: str, box: Box, expected: torch.Tensor) -> None:
+    """Check that a box of a tensor has the expected values, to the bit, and that nothing outside of it is written."""
+    memory = torch.full((box.numel + 2,), 7.0)
+    weights.read(key, expected.shape, [(box, memory[1:-1].view(box.sizes))])
+    assert torch.equal(memory[1:-1].view(box.sizes), expected[box.slices_in(Box.of(expected.shape))]), key
+    assert memory[0] == memory[-1] == 7
+
+
 @pytest.mark.parametrize("piece", [4 << 20, 50])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_box_equals_that_of_the_full_conversion(
     folders: Path, name: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, also when read in pieces; nothing outside the box is written."""
+    """Also when it is read in pieces."""
     monkeypatch.setattr(sliced_weights, "PIECE_ELEMENTS", piece)
     monkeypatch.setattr(sliced_weights, "LARGEST_GAP", 3)
     _, tensors = read_diffusers(folders / name)
@@ -68,10 +76,7 @@ def test_every_box_equals_that_of_the_full_conversion(
         boxes = [Box.of(expected.shape), random_box(tuple(expected.shape), generator)]
         boxes += boxes_of_range(expected.shape, generator.randrange(stop), stop)  # as with a distributed optimizer
         for box in boxes:
-            memory = torch.full((box.numel + 2,), 7.0)
-            weights.read(key, expected.shape, [(box, memory[1:-1].view(box.sizes))])
-            assert torch.equal(memory[1:-1].view(box.sizes), expected[box.slices_in(Box.of(expected.shape))]), key
-            assert memory[0] == memory[-1] == 7
+            assert_reads(weights, key, box, expected)
 
 
 @pytest.mark.parametrize(("name", "layer"), [("flux", "embed.linear"), ("unet", "conv_in")])
@@ -90,10 +95,7 @@ def test_the_inputs_of_a_control_picture_start_as_zeros(folders: Path, name: str
             )
         boxes = [Box.of(shape), random_box(shape, generator), *boxes_of_range(shape, 1, expected.numel() - 2)]
         for box in boxes:
-            memory = torch.full((box.numel + 2,), 7.0)
-            weights.read(key, shape, [(box, memory[1:-1].view(box.sizes))])
-            assert torch.equal(memory[1:-1].view(box.sizes), expected[box.slices_in(Box.of(shape))]), key
-            assert memory[0] == memory[-1] == 7
+            assert_reads(weights, key, box, expected)
     assert f"zeros for the control picture in {layer}.weight" in str(weights)
 
 

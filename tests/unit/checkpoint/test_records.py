@@ -13,7 +13,6 @@ from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, us
 from dit.config_record import from_record
 from dit.errors import CheckpointError, ConfigError
 from dit.monitoring.exit_record import read_outcome
-from launch.status import read_status
 
 SOUND = {"class_names": ["a"], "latent_size": [1, 8, 8], "fps": 24.0, "text_encoder": None, "attributions": []}
 
@@ -102,15 +101,6 @@ def test_shapes_of_a_wrong_type_differ() -> None:
     manifest = Manifest(step=3, files={}, meta={"fingerprint": {"digest": "x", "parameters": {"w": 5}}})
     with pytest.raises(ConfigError, match=r"w is 5 in the checkpoint and \[2\] in the model"):
         check_same_model(manifest, model_fingerprint({"w": (2,)}))
-
-
-def test_invalid_lines_are_omitted_from_the_status(tmp_path: Path) -> None:
-    good = {"kind": "scalars", "step": 7, "attempt": 1, "time": 1.0, "samples_per_s": 1.0, "loss": 0.5}
-    wrong = [good | {"attempt": "x"}, {"kind": "scalars", "step": 9, "samples_per_s": 1.0}]
-    wrong.append({"kind": "incident", "incident": "rewind", "details": 3})
-    lines = ["[" * 100_000, *map(json.dumps, [*wrong, good])]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert read_status(tmp_path).step == 7
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from dit.checkpoint.background.remote import INDEX, OWNER, Owner, RemoteStore, c
 from dit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, verify_folder
 from dit.errors import CheckpointError, ConfigError
 from dit.settings import CheckpointConfig
-from tests.support.object_store import BUCKET, hanging
+from tests.support.object_store import hanging
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
 from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, content, copied, put
 
@@ -68,7 +68,7 @@ def test_an_interrupted_copy_is_invalid_and_copied_again(bucket, tmp_path):
 def test_interrupted_copies_are_removed_later(bucket, tmp_path):
     """Its checkpoint was deleted meanwhile. Copies newer than all checkpoints of this folder are not touched."""
     for step in (2, 9):
-        bucket.client().put_object(Bucket=BUCKET, Key=f"mine/iter_000000{step}/state.json", Body=b"{}")
+        put(bucket, f"iter_000000{step}/state.json", b"{}")
     copied(tmp_path, 3)
     assert steps_of(bucket) == [3, 9]
 
@@ -251,7 +251,7 @@ def test_another_run_changes_no_copy(bucket, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", [b"\xff", b"run: [", b"- 1", b"{run: mine}", b""])
 def test_a_damaged_owner_is_refused(bucket, content):
-    bucket.client().put_object(Bucket=BUCKET, Key=f"mine/{OWNER}", Body=content)
+    put(bucket, OWNER, content)
     with pytest.raises(CheckpointError, match=OWNER):
         RemoteStore(ADDRESS).claim(MINE)
     assert bucket.objects() == {f"mine/{OWNER}": content}

@@ -180,11 +180,3 @@ def test_replaced_data_are_a_change_of_the_setting_that_names_them():
         check_same_experiment(FOLDER, config.to_record(), config, [], found)
     for accepted in ("data.blend", "data"):
         assert check_same_experiment(FOLDER, config.to_record(), config, [accepted], found) == found
-
-
-def test_replaced_samples_of_a_source_without_a_path_are_a_change_of_the_data():
-    (change,) = replaced_data({"": {"Pictures": "digest a"}}, {"": {"Pictures": "digest b"}})
-    assert (str(change), change.restarts_data) == ("data: Pictures: digest a -> digest b", True)
-    with pytest.raises(ConfigError, match=r"accept_changes=\[\"data\"\]"):
-        check_same_experiment(FOLDER, config_of().to_record(), config_of(), [], [change])
-    assert check_same_experiment(FOLDER, config_of().to_record(), config_of(), ["data"], [change]) == [change]

@@ -17,7 +17,7 @@ from dit.training.pretrain import Run
 from energon_data.indexed import Sample, Samples
 from energon_data.mock import MockData
 from launch.average import main as average
-from tests.unit.training.test_rates import tiny_config, tiny_run
+from tests.support.tiny_runs import ONE_STREAM, finish, tiny_config, tiny_run
 
 
 @pytest.mark.parametrize(("held_out", "validated"), [(None, False), (HeldOut(0.5, 3), False), (HeldOut(0.5, 6), True)])
@@ -38,7 +38,7 @@ def test_data_without_an_identity_are_reported_once(
         def identity(self) -> Any:
             return DataConfig.identity(self) if identity is None else identity
 
-    config = replace(tiny_config(tmp_path), data=Pictures(num_streams=1))
+    config = replace(tiny_config(tmp_path, *ONE_STREAM), data=Pictures(num_streams=1))
     _, spec = config.check_here()
     with caplog.at_level(logging.INFO, "dit.checkpoint"):
         state = build_state(config, spec, one_rank_world)
@@ -70,7 +70,7 @@ def test_a_resumed_run_refuses_other_samples_of_a_user_source(
     tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the change is accepted, the samples are read from the beginning."""
-    tiny = tiny_config(tmp_path, "model.in_channels=1", "model.context_size=null")
+    tiny = tiny_config(tmp_path, *ONE_STREAM, "model.in_channels=1", "model.context_size=null")
 
     def start(value: float, *accepted: str) -> Run:
         monkeypatch.setattr(Constant, "value", value, raising=False)
@@ -78,7 +78,7 @@ def test_a_resumed_run_refuses_other_samples_of_a_user_source(
         config = replace(tiny, data=Constant(), checkpoint=checkpoint)
         return Run(config, *config.check_here(), one_rank_world, quiet=True)
 
-    def finish(run: Run) -> int:
+    def taken(run: Run) -> int:
         (position,) = run.state.stream.state_dict()["streams"].values()
         run.close()
         return position["position"]["taken"]
@@ -86,42 +86,35 @@ def test_a_resumed_run_refuses_other_samples_of_a_user_source(
     run = start(0.5)
     run.step(torch.zeros(2))
     run.save()
-    assert finish(run) == finish(start(0.5)) == 4
+    assert taken(run) == taken(start(0.5)) == 4
     with pytest.raises(ConfigError, match=r'data: Constant: 8 samples, digest \w+ -> 8 .*accept_changes=\["data"\]'):
         start(0.25)
-    assert finish(start(0.25, "data")) == 0
+    assert taken(start(0.25, "data")) == 0
 
 
 def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
     """A run may drop a length, but not add one; `launch.average` reads the lengths of each checkpoint."""
 
     def start(lengths: str, *settings: str) -> Run:
-        return tiny_run(tmp_path, one_rank_world, f"training.ema_sigma_rel={lengths}", *settings)
+        return tiny_run(tmp_path, one_rank_world, *ONE_STREAM, f"training.ema_sigma_rel={lengths}", *settings)
 
     run, accept = start("[0.05, 0.25]"), 'checkpoint.accept_changes=["training.ema_sigma_rel"]'
-    for _ in range(3):
-        run.step(torch.zeros(2))
-    run.save()
-    run.close()
+    finish(run, 3)
     with pytest.raises(CheckpointError, match=r"no power-function average of .*=\[0\.1\], only of \[0\.05, 0\.25\]"):
         start("[0.25, 0.1]", accept)
     resumed = start("[0.25]", accept)
     short, long = run.state.ema.powers
     assert all(map(torch.equal, resumed.state.ema.powers[0].values, long.values))
     assert not all(map(torch.equal, short.values, long.values))
-    resumed.step(torch.zeros(2))
-    resumed.save()
-    resumed.close()
+    finish(resumed)
     assert average(["--checkpoint", str(tmp_path), "--sigma-rel", "0.05", "--out", str(tmp_path / "out")]) == 0
 
 
 def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
-    first = tiny_run(tmp_path / "first", one_rank_world, "training.ema_decay=none", "training.seed=1")
-    first.step(torch.zeros(2))
-    first.save()
-    first.close()
+    first = tiny_run(tmp_path / "first", one_rank_world, *ONE_STREAM, "training.ema_decay=none", "training.seed=1")
+    finish(first)
     words = f"checkpoint.start_from={tmp_path / 'first'}", "training.ema_sigma_rel=[0.05]"
-    run = tiny_run(tmp_path / "second", one_rank_world, *words)
+    run = tiny_run(tmp_path / "second", one_rank_world, *ONE_STREAM, *words)
     run.close()
     for ema in (run.state.ema, *run.state.ema.powers):
         assert all(torch.equal(x, shard.main) for x, shard in zip(ema.values, first.state.shards, strict=True))
@@ -131,12 +124,9 @@ def test_a_start_has_the_settings_that_no_shape_depends_on(tmp_path: Path, one_r
     """So has the base of adapters; settings of training and accepted ones may differ."""
 
     def start(name: str, *words: str) -> Run:
-        return tiny_run(tmp_path / name, one_rank_world, *words)
+        return tiny_run(tmp_path / name, one_rank_world, *ONE_STREAM, *words)
 
-    first = start("first")
-    first.step(torch.zeros(2))
-    first.save()
-    first.close()
+    finish(start("first"))
     words = f"checkpoint.start_from={tmp_path / 'first'}", "model.time_scale=7.0"
     message = (
         r'has time_scale=.*, but .* run has time_scale=7.0; .*"finetune\(base=.*accept_changes=\["model.time_scale"\]'
@@ -152,21 +142,16 @@ def test_adapters_resume_in_another_folder_on_their_base(tmp_path: Path, one_ran
     """`start_from` names the frozen weights, and `resume_from` the state; without adapters, only one may be set."""
 
     def start(name: str, *words: str) -> Run:
-        return tiny_run(tmp_path / name, one_rank_world, *words)
-
-    def finish(run: Run) -> list[torch.Tensor]:
-        run.step(torch.zeros(2))
-        run.save()
-        run.close()
-        return [shard.main for shard in run.state.shards]
+        return tiny_run(tmp_path / name, one_rank_world, *ONE_STREAM, *words)
 
     finish(start("base"))
     adapters = "model.lora=lora", f"checkpoint.start_from={tmp_path / 'base'}"
-    trained = finish(start("first", *adapters))
+    first = start("first", *adapters)
+    finish(first)
     source = f"checkpoint.resume_from={tmp_path / 'first'}"
     run = start("second", *adapters, source)
     run.close()
     assert run.state.step == 1
-    assert all(torch.equal(x, shard.main) for x, shard in zip(trained, run.state.shards, strict=True))
+    assert all(torch.equal(x.main, y.main) for x, y in zip(first.state.shards, run.state.shards, strict=True))
     with pytest.raises(ConfigError, match="remove one of the two"):
         start("third", adapters[1], source)

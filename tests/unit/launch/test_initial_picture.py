@@ -59,23 +59,11 @@ def test_strength_needs_a_picture_and_lies_above_0() -> None:
         check_strength(0.5, initial=False)
 
 
-def test_a_patch_is_generated_if_a_pixel_of_it_is_in_the_mask(tmp_path: Path) -> None:
-    """Pixels outside the mask keep their values, even in such a patch."""
-    rng = np.random.default_rng(0)
-    pixels, mask = rng.integers(0, 256, (6, 4, 3), np.uint8), np.zeros((6, 4, 3), np.uint8)
-    mask[3, 1] = 255
+def test_a_mask_that_is_dark_everywhere_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mask").mkdir()
-    paths = [picture(tmp_path, pixels), picture(tmp_path / "mask", mask)]
-    found = read_inpainting(paths, (1, 6, 4), 3, 2, NOTHING)
-    assert found.settings["mask"].tolist() == [[False, False], [True, False], [False, False]]
-    assert torch.equal(found.settings["known"], found.pixels)
-    drawn = torch.full((2, 3, 1, 6, 4), 0.5)
-    kept = found.kept(drawn)
-    assert torch.equal(kept[:, :, 0, 3, 1], drawn[:, :, 0, 3, 1])
-    outside = torch.from_numpy(mask[..., 0] == 0)
-    assert torch.equal(kept[:, :, 0, outside], found.pixels[:, 0, outside].expand(2, -1, -1))
+    dark = np.zeros((6, 4, 3), np.uint8)
     with pytest.raises(ConfigError, match="the mask is dark everywhere; paint white what to generate"):
-        read_inpainting([paths[0], picture(tmp_path / "mask", 0 * mask)], (1, 6, 4), 3, 2, NOTHING)
+        read_inpainting([picture(tmp_path, dark), picture(tmp_path / "mask", dark)], (1, 6, 4), 3, 2, NOTHING)
 
 
 def test_transparent_areas_of_a_mask_are_kept(tmp_path: Path) -> None:

@@ -97,25 +97,12 @@ def test_the_picture_shows_the_generated_samples(generator, tmp_path):
 
 
 def test_settings_reach_the_generator(generator, tmp_path):
-    flags = ["--solver", "heun", "--steps", "5", "--guidance-scale", "0", "--seed", "0", "--label", "3", "--count", "2"]
-    assert (
-        draw(
-            tmp_path,
-            *flags,
-            "--fps",
-            "12",
-            "--variance",
-            "large",
-            "--guidance-channels",
-            "3",
-            "--thresholding",
-            "static",
-            *("--tile", "24", "--tile-overlap", "8"),
-            *("--guidance-rescale", "0.7", "--guidance-norm", "--guidance-interval", "0.2", "5"),
-            *("--churn", "4", "0.1", "50", "1.003"),
-        )
-        == 0
+    flags = (
+        "--solver heun --steps 5 --guidance-scale 0 --seed 0 --label 3 --count 2 --fps 12 --variance large "
+        "--guidance-channels 3 --thresholding static --tile 24 --tile-overlap 8 --guidance-rescale 0.7 --guidance-norm "
+        "--guidance-interval 0.2 5 --churn 4 0.1 50 1.003"
     )
+    assert draw(tmp_path, *flags.split()) == 0
     assert generator.calls[0] == {
         "label": [3, 3],
         "count": 2,
@@ -151,7 +138,8 @@ def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys
     assert draw(tmp_path, *flags, "--files", str(tmp_path / "files")) == 0
     [call] = generator.calls
     assert call["mask"].tolist() == [[False, False, True], [False, False, True], [False, False, False]]
-    assert call["known"].shape == (3, 1, 6, 6)
+    known = torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1).permute(2, 0, 1)[:, None]
+    torch.testing.assert_close(call["known"], known)
     files = sorted((tmp_path / "files").glob("*.png"))
     assert len(files) == 2
     for path in files:
@@ -436,7 +424,7 @@ def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     assert found.asked == (large, "raw", "ranks")
     assert found.guide.asked == (small, "raw", "ranks")
     assert sample.open_generator(parse(["--checkpoint", large])).guide is None
-    with pytest.raises(CheckpointError, match=f"--guide {small}er is not a folder"):
+    with pytest.raises(CheckpointError, match=f"--guide {small}er does not exist"):
         sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
     (stage,) = read_stages([f"base={large}"], [["base", f"guide={small}"]])
     assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small

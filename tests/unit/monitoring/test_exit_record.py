@@ -29,12 +29,12 @@ def two_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
 
 
-def end_with(run_dir, error, rank=0, step=7):
-    """End a run with `error`, as if it were raised; return the exit code."""
+def end_with(run_dir, error, rank=0):
+    """End a run after step 7 with `error`, as if it were raised; return the exit code."""
     record = ExitRecord(run_dir, rank)
     try:
         with record:
-            record.step = step
+            record.step = 7
             if error is not None:
                 raise error
     except BaseException as raised:

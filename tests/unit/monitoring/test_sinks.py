@@ -125,14 +125,42 @@ def test_steps_after_a_start_or_a_rewind_are_dropped_before_they_are_logged_agai
     assert [r["kind"] for r in current_records(read_records(path))].count("incident") == 1
 
 
-def test_records_with_entries_of_wrong_kinds_are_dropped(tmp_path):
-    start = {"kind": "start", "step": 2, "attempt": 2, "time": 4}
-    sound = [{"kind": "scalars", "step": step, "attempt": 1, "time": step} for step in (1, 2, 3)]
-    rewind = {"kind": "incident", "incident": "rewind", "details": [1], "step": 3, "attempt": 1, "time": 3}
-    damaged = [{**sound[0], "step": "x"}, {"step": 1}, {**start, "attempt": None}, [1]]
+DAMAGED = {
+    "zeros": b"\0" * 200,
+    "not a table": b"[1]",
+    "null": b"null",
+    "cut": b'{"kind": "scalars", "st',
+    "deep": b"[" * 100_000,
+    "not UTF-8": b'{"kind": "\xff"}',
+    "no step": b'{"kind": "scalars", "time": 1, "attempt": 1}',
+    "no time": b'{"kind": "incident", "step": 1, "attempt": 1, "incident": "rewind"}',
+    "a text as step": b'{"kind": "scalars", "step": "x", "time": 1, "attempt": 1}',
+    "a step of 400 digits": b'{"kind": "scalars", "step": 1' + b"0" * 400 + b', "time": 1, "attempt": 1}',
+    "a text as time": b'{"kind": "scalars", "step": 1, "time": "then", "attempt": 1}',
+    "a text as attempt": b'{"kind": "scalars", "step": 1, "time": 1, "attempt": "2"}',
+    "a list as kind": b'{"kind": ["scalars"], "step": 1, "time": 1, "attempt": 1}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_lines_are_skipped_and_counted(tmp_path, caplog, name):
+    """Wherever the line is; the number of the next attempt is still right."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in (*sound, *damaged, rewind, start)))
-    assert current_records(read_records(path)) == [*sound[:2], rewind, start]
+    sink = JsonlSink(path)
+    sink.scalars(1, {"loss": 0.5}, consumed_samples=8)
+    sink.close()
+    sound = path.read_bytes()
+    path.write_bytes(DAMAGED[name] + b"\n" + sound + DAMAGED[name] + b"\n")
+    assert read_records(path) == [json.loads(sound)]
+    assert "skipped 2 damaged lines of 3" in caplog.text
+    assert JsonlSink(path).attempt == 2
+
+
+@pytest.mark.parametrize("details", [None, [1], {}, {"to_step": None}, {"to_step": "x"}, {"to_step": math.inf}])
+def test_a_rewind_with_damaged_details_drops_no_step(details):
+    steps = [{"kind": "scalars", "step": step, "attempt": 1, "time": step} for step in (1, 2)]
+    rewind = {"kind": "incident", "incident": "rewind", "details": details, "step": 3, "attempt": 1, "time": 3}
+    assert current_records([*steps, rewind]) == [*steps, rewind]
 
 
 def test_jsonl_keeps_every_complete_line_after_a_kill(tmp_path):

@@ -1,12 +1,25 @@
-"""The last two lines that a run prints."""
+"""The first line and the last two lines that a run prints."""
 
 import math
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
-from dit.monitoring.run_log import drawing_command, how_it_went
+from dit.monitoring.run_log import drawing_command, headline, how_it_went
 from dit.monitoring.sinks import JsonlSink
+from dit.parallel.dims import ParallelConfig, ParallelDims
+from launch.config_file import built
+from launch.sample import build_parser
+from launch.train import call_recipe
+
+
+@pytest.mark.parametrize(("instances", "words"), [(1, "x DP 4 (fsdp) |"), (2, "x DP 4 (fsdp, 2 instances) |")])
+def test_the_headline_names_the_instances_of_hybrid_sharding(instances, words):
+    config = built(call_recipe("tiny_dit"))
+    config.parallel = ParallelConfig(data_parallel="fsdp", num_distributed_optimizer_instances=instances)
+    state = SimpleNamespace(shards=[], step=0)
+    assert words in headline(config, ParallelDims(4, 4, 1, 2, 1), state, resumed=False)
 
 
 def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
@@ -31,48 +44,10 @@ def test_a_run_that_was_longer_before_tells_that_no_step_was_trained(tmp_path):
     assert line.startswith("no step was trained, because this run has 9 steps and training.num_steps=8; give a larger")
 
 
-DAMAGED = {
-    "zeros": b"\0" * 200,
-    "no table": b"[1]",
-    "no step": b'{"kind": "scalars"}',
-    "incident without a step": b'{"kind": "incident", "time": 1, "attempt": 1, "incident": "rewind"}',
-    "deep": b"[" * 100_000,
-    "not UTF-8": b'{"kind": "\xff"}',
-    "step of 400 digits": b'{"kind": "scalars", "step": 1' + b"0" * 400 + b', "time": 1, "attempt": 1}',
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-@pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_a_damaged_line_does_not_end_a_run(tmp_path, name, place, caplog):
-    """The line is skipped and counted; the number of the next attempt is still right."""
-    path = tmp_path / "metrics.jsonl"
-    for step in (4, 8):
-        if place == ("first" if step == 4 else "middle"):
-            path.write_bytes((path.read_bytes() if path.exists() else b"") + DAMAGED[name] + b"\n")
-        sink = JsonlSink(path)
-        assert sink.attempt == step // 4
-        sink.scalars(step, {"loss": step / 16, "held_out/loss": 1 / step}, 8 * step)
-        sink.close()
-    if place == "last":
-        path.write_bytes(path.read_bytes() + DAMAGED[name] + b"\n")
-    sink = JsonlSink(path)
-    assert sink.attempt == 3
-    sink.close()
-    losses = "loss 0.5000, best held-out loss 0.1250 at step 8"
-    assert how_it_went(path, 8, 8, 1.0) == f"finished step 8 of 8 after 1s, {losses}"
-    assert "skipped 1 damaged lines of 3" in caplog.text
-
-
 def test_a_loss_that_is_not_a_number_is_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "scalars", "step": 9, "time": 1, "attempt": 1, "loss": [], "held_out/loss": "x"}\n')
     assert how_it_went(path, 9, 9, 1.0) == "finished step 9 of 9 after 1s"
-
-
-def test_a_run_without_lines_has_no_losses_in_its_summary(tmp_path):
-    JsonlSink(tmp_path / "metrics.jsonl").close()
-    assert how_it_went(tmp_path / "metrics.jsonl", 4, 4, 1.0) == "finished step 4 of 4 after 1s"
 
 
 @pytest.mark.parametrize(
@@ -86,8 +61,6 @@ def test_a_run_without_lines_has_no_losses_in_its_summary(tmp_path):
     ],
 )
 def test_the_printed_command_is_accepted_by_a_shell_and_the_sampler(arguments, words):
-    from launch.sample import build_parser
-
     command = drawing_command("runs/my run", **({"frames": 1, "text_encoder": None, "prompts": None} | arguments))
     words_of_command = shlex.split(command)
     assert words_of_command == ["python", "-m", "launch.sample", "--checkpoint", "runs/my run", *words]

@@ -135,7 +135,7 @@ def test_a_model_of_intervals_starts_with_the_predictions_of_weights_without_the
     load_weights(find_start(str(folder)).weights(base), of_base, one_rank_world)
     if targets == ["layers.*"]:
         with pytest.raises(
-            ConfigError, match=r"zero, which no adapter changes; add 'conditioner\.interval\.\*' to model"
+            ConfigError, match=r"zeros, which no adapter changes; add 'conditioner\.interval\.\*' to model"
         ):
             load_base(config, network, one_rank_world)
         return

@@ -30,6 +30,7 @@ from dit.verify.ranks import run_world
 from launch.config_file import built
 from launch.train import call_recipe
 from tests.support.replays import record
+from tests.support.tiny_runs import tiny_config
 
 STEPS = WARM_UP + 5
 GRAPHS = 3  # of the passes, of the numbers, and of the update
@@ -185,7 +186,7 @@ def rechecked(folder: Any, groups: ProcessGroups, interval: int, wrong: int = 0)
     """
     words = "training.global_batch_size=2", "training.micro_batch_size=2", "data.num_streams=1", "data.text_tokens=1"
     words = *words, "training.deterministic=True", f"training.recheck_interval={interval}"
-    config = config_of(build_parser().parse_args(["--factory", "tiny_dit", *words]), str(folder))
+    config = tiny_config(folder, *words)
     dims_and_spec = config.check_here()
     config.training.cuda_graph = True
     run = Run(config, *dims_and_spec, groups, quiet=True)

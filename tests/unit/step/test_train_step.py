@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.step import build_parser, config_of
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.step.schedule import Logs
 from dit.step.train_step import Action, Compute, Part, Step, StepObserver, train_step
 from dit.training.pretrain import Run
+from tests.support.tiny_runs import tiny_run
 
 
 class Recorder(StepObserver):
@@ -44,9 +44,8 @@ class Recorder(StepObserver):
 
 def after_steps(folder: Any, groups: ProcessGroups, *observers: StepObserver) -> tuple[Run, list[Step]]:
     """Return a run of a tiny model after one step with each observer."""
-    words = ["--factory", "tiny_dit", "training.global_batch_size=2", "training.micro_batch_size=1"]
-    config = config_of(build_parser().parse_args([*words, "data.num_streams=1"]), str(folder))
-    run = Run(config, *config.check_here(), groups, quiet=True)
+    words = "training.global_batch_size=2", "training.micro_batch_size=1", "data.num_streams=1"
+    run = tiny_run(folder, groups, *words)
     steps = []
     for observer in observers:
         batches = iter([next(run.batches) for _ in range(2)])

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from dit.step_checks.bad_steps import suspicion
 from dit.step_checks.spikes import NumberGuard, spike_limit
 
 HISTORY = [float(value) for value in range(1, 18)]  # median 9, median absolute deviation 4
@@ -75,3 +76,12 @@ def test_the_state_survives_json_bitwise_unchanged():
     assert other.state_dict() == judge.state_dict()
     other.load_state_dict({})
     assert other.state_dict() == guard().state_dict()
+
+
+def test_the_report_of_a_bad_step_names_ranks_and_first_samples():
+    keys = [f"clip-{i}" for i in range(20)]
+    said = suspicion({3: keys, 5: keys})  # two ranks that share a model
+    assert "rank 3, 5 is" in said
+    assert "clip-7 and 12 more; look at these samples" in said
+    assert said.count("clip-0,") == 1
+    assert suspicion({}) == "Each rank's own loss is finite"

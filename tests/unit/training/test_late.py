@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.step import build_parser, config_of
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.errors import CheckpointError, ConfigError, NotFiniteError
@@ -20,10 +19,11 @@ from dit.optimizer.master_weights import SLOTS, get_step_count
 from dit.optimizer.update import FusedUpdate
 from dit.training import pretrain
 from dit.training.pretrain import Run
+from tests.support.tiny_runs import tiny_config
 
 STEPS, SAVED, LOGGED, BAD = 28, 6, 11, 14
 WORDS = (
-    *("--factory", "tiny_dit", f"training.num_steps={STEPS}", f"training.log_interval={LOGGED}"),
+    *(f"training.num_steps={STEPS}", f"training.log_interval={LOGGED}"),
     *(f"checkpoint.interval={SAVED}", "checkpoint.async_save=False", "training.global_batch_size=2"),
     *("training.micro_batch_size=1", "training.ema_decay=0.9", "data.num_streams=1", "logging.tensorboard=False"),
 )
@@ -54,7 +54,7 @@ class Scaled(Iterator[PackedBatch]):
 
 
 class Trainer:
-    """Trains a tiny model in a new folder on each call."""
+    """Trains a tiny model on each call, in a new folder or again in the last one."""
 
     def __init__(self, folder: Path, groups: ProcessGroups, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.groups, self.patch = folder, groups, patch
@@ -69,10 +69,11 @@ class Trainer:
         fused: bool = False,
         factors: Any = None,
         signal_in: int = 0,
+        again: bool = False,
     ) -> dict[str, Any]:
         """Train; return everything that a step changes. `self.late` lists the steps that were read late."""
-        self.calls += 1
-        config = config_of(build_parser().parse_args([*WORDS, *words]), str(self.folder / str(self.calls)))
+        self.calls += not again
+        config = tiny_config(self.folder / str(self.calls), *WORDS, *words)
         config = replace(config, data=replace(config.data, **data))
         run = Run(config, *config.check_here(), self.groups)
         asked = SimpleNamespace(signal_name="SIGTERM", requested=False)
@@ -179,9 +180,8 @@ def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer, capsys:
 def test_a_time_limit_that_is_over_is_refused_before_the_first_step(trainer: Trainer, monkeypatch: Any) -> None:
     """A run whose steps are done ends as usual."""
     trainer("training.num_steps=2", late=True)
-    trainer.calls = 0  # the same folder
     monkeypatch.setenv("SLURM_JOB_START_TIME", "1000")
-    trainer("training.num_steps=2", "training.time_limit=04:00:00", late=True)
+    trainer("training.num_steps=2", "training.time_limit=04:00:00", late=True, again=True)
     with pytest.raises(ConfigError, match=r"04:00:00 of the job that began .* ago \(SLURM_JOB_START_TIME\) is over"):
         trainer("training.time_limit=04:00:00", late=True)
 
@@ -194,21 +194,18 @@ def test_a_run_without_its_checkpoints_is_refused_or_warns(trainer: Trainer, cap
     shutil.rmtree(tmp_path / "1" / "checkpoints")
     for resume, count in (("never", 0), ("auto", 1)):
         assert caplog.text.count(warning) == 0
-        trainer.calls = 0  # the same folder
-        assert trainer(*words, f"checkpoint.resume={resume}", late=True)["counts"][0] == 2
+        assert trainer(*words, f"checkpoint.resume={resume}", late=True, again=True)["counts"][0] == 2
         assert caplog.text.count(warning) == count
         shutil.rmtree(tmp_path / "1" / "checkpoints")
     (tmp_path / "1" / "checkpoints").symlink_to("/nowhere/scratch")
-    trainer.calls = 0
     with pytest.raises(CheckpointError, match=r"checkpoints links to /nowhere/scratch, which does not exist; mount"):
-        trainer(*words, late=True)
+        trainer(*words, late=True, again=True)
 
 
 def test_a_run_that_starts_at_its_last_requested_step_ends_at_once(trainer: Trainer) -> None:
     """A requeued run does not train past `stop_at_step`; code 75 would requeue it forever."""
     for taken, stopped in ((BAD, True), (0, False)):
-        trainer.calls = 0  # the same folder
-        done = trainer(f"training.stop_at_step={BAD}", late=True)
+        done = trainer(f"training.stop_at_step={BAD}", late=True, again=True)
         step, record_step, *_, stops_early = done["counts"]
         assert (step, record_step, stops_early) == (BAD, taken, stopped)
 
@@ -229,8 +226,7 @@ def test_the_next_start_validates_where_a_run_stopped(
     due = ["training.validation_interval=2", "training.sample_interval=2", "sampling.num_steps=1"]
     words = ["training.num_steps=2", "schedule.warmup_steps=0", "data.validation_samples=2", *due, *words]
     for signal, stops in ((signal_in, stopped), (0, False)):
-        trainer.calls = 0  # the same folder
-        done = trainer(*words, late=True, signal_in=signal)
+        done = trainer(*words, late=True, signal_in=signal, again=True)
         assert (done["counts"][0], done["counts"][-1]) == (2, stops)
         reported = [r["kind"] for r in done["records"] if r["kind"] == "image" or "held_out/loss" in r]
         assert reported == ([] if stops else ["scalars", "image"])
@@ -239,8 +235,7 @@ def test_the_next_start_validates_where_a_run_stopped(
 def test_a_resumed_run_continues_to_count_skipped_updates(trainer: Trainer) -> None:
     words = SKIP, "training.num_steps=7", "training.log_interval=1", "schedule.warmup_steps=0"
     for last_step, factors, skipped in ((4, {3: float("nan")}, [1, 1]), (6, {2: float("nan")}, [1, 1, 1, 2])):
-        trainer.calls = 0  # the same folder
-        done = trainer(*words, f"training.stop_at_step={last_step}", late=True, factors=factors)
+        done = trainer(*words, f"training.stop_at_step={last_step}", late=True, factors=factors, again=True)
         assert [r["skipped_updates"] for r in done["records"] if "skipped_updates" in r] == skipped
 
 

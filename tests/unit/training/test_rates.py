@@ -1,39 +1,22 @@
 """Rates and gradient norms that a step reports."""
 
 from collections import Counter
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from benchmarks.step import build_parser, config_of
 from dit.backends.device import peak_flops
 from dit.backends.process_groups import ProcessGroups
 from dit.data_api import SampleCounts
 from dit.optimizer.part_norms import part_of
-from dit.run_config import RunConfig
 from dit.step.forward_step import training_forward_step
 from dit.training import rates
 from dit.training.pretrain import Run
 from energon_data.streams import StreamGroup
+from tests.support.tiny_runs import ONE_STREAM, finish, tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_rank_world")
-
-
-def tiny_config(folder: Any, *settings: str) -> RunConfig:
-    batch = [
-        "training.global_batch_size=4",
-        "training.micro_batch_size=4",
-        "optimizer.clip_grad=0",
-        "data.num_streams=1",
-    ]
-    return config_of(build_parser().parse_args(["--factory", "tiny_dit", *batch, *settings]), str(folder))
-
-
-def tiny_run(folder: Any, groups: ProcessGroups, *settings: str) -> Run:
-    config = tiny_config(folder, *settings)
-    return Run(config, *config.check_here(), groups, quiet=True)
 
 
 def by_autograd(run: Run) -> dict[str, torch.Tensor]:
@@ -47,7 +30,7 @@ def by_autograd(run: Run) -> dict[str, torch.Tensor]:
 
 
 def test_norms_of_parts_equal_autograd_in_logged_steps_only(tmp_path, one_rank_world: ProcessGroups) -> None:
-    run = tiny_run(tmp_path, one_rank_world, "training.log_interval=2")
+    run = tiny_run(tmp_path, one_rank_world, *ONE_STREAM, "optimizer.clip_grad=0", "training.log_interval=2")
     sums = torch.zeros(2)
     run.step(sums)
     assert run.part_norms.take() == {}
@@ -92,12 +75,8 @@ def test_drops_of_earlier_attempts_are_not_reported_again(
     """The positions of the data in a checkpoint include the counts."""
     counts = SampleCounts(Counter(image=90), Counter({("damaged", "image"): 7}))
     monkeypatch.setattr(StreamGroup, "sample_counts", lambda _: counts)
-    first = tiny_run(tmp_path, one_rank_world)
-    first.step(torch.zeros(2))
-    first.save()
-    first.saves.wait()
-    first.close()
-    run = tiny_run(tmp_path, one_rank_world)
+    finish(tiny_run(tmp_path, one_rank_world, *ONE_STREAM))
+    run = tiny_run(tmp_path, one_rank_world, *ONE_STREAM)
     run.log = Mock()
     run.drops.report(run.state, 7, one_rank_world, run.log)
     assert run.state.step == 1
@@ -120,7 +99,7 @@ def test_mfu_is_the_share_of_the_peak_of_a_known_device(
     device: str, tflops: float | None, tmp_path, monkeypatch: pytest.MonkeyPatch, one_rank_world: ProcessGroups
 ) -> None:
     assert peak_flops(device) == (None if tflops is None else tflops * 1e12)
-    run = tiny_run(tmp_path, one_rank_world)
+    run = tiny_run(tmp_path, one_rank_world, *ONE_STREAM)
     next(run.batches)
     monkeypatch.setattr(rates, "describe", lambda: device)
     _, values = rates.rates(run.batches.reset(), run.state.stream, one_rank_world, 1, 0.5, run.device)

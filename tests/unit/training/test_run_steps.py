@@ -9,20 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.step import build_parser, config_of
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.records import METADATA_FILE
 from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import Run
 from dit.verify.ranks import run_world
+from tests.support.tiny_runs import tiny_run
 
 pytestmark = pytest.mark.usefixtures("one_rank_world")
-
-
-def tiny_run(folder: Path, groups: ProcessGroups, *settings: str) -> Run:
-    config = config_of(build_parser().parse_args(["--factory", "tiny_dit", *settings]), str(folder))
-    return Run(config, *config.check_here(), groups, quiet=True)
 
 
 @pytest.fixture
