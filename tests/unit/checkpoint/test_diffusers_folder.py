@@ -57,7 +57,7 @@ def assert_reads(weights: Any, key: str, box: Box, expected: torch.Tensor) -> No
     assert memory[0] == memory[-1] == 7
 
 
-@pytest.mark.parametrize("piece", [4 << 20, 50])
+@pytest.mark.parametrize("piece", [4 << 20, 300])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_box_equals_that_of_the_full_conversion(
     folders: Path, name: str, piece: int, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,7 @@ from tests.unit.checkpoint.test_checkpoint_crashes import Trip, crashes
 
 RANKS = 3
 META = {"consumed_samples": 8, "held_out_loss": None}
-NUM_KILLS = 12
+NUM_KILLS = 6
 
 
 def content(step, rank):
