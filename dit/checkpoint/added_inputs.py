@@ -1,17 +1,18 @@
-"""Weights of a model start a model with added inputs, whose first prediction is that of the stored weights.
+"""Start a model that reads more than the model of the stored weights: a control picture, or time intervals (MeanFlow).
 
-A control picture (inputs of the first layer) and time intervals (MeanFlow) can be added:
+The weights of an added input are zeros, so the first prediction is that of the stored model:
 
     embed.linear.weight              | stored: inputs of the latent | zeros: inputs of the control picture |
     conditioner.interval.linear_1    weights of conditioner.time.linear_1
     conditioner.interval.linear_2    zeros
 
-Source: diffusers, `examples/flux-control/train_control_flux.py`.
+Source of the control picture: diffusers, `examples/flux-control/train_control_flux.py`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Optional
+from typing import Any, Optional
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ INTERVAL_OUTPUT = f"{INTERVAL}linear_2"
 
 
 class WithAddedInputs:
-    """Weights of a model with more inputs than the stored weights have.
+    """Stored weights, with values for parameters that are new or larger in the model that starts.
 
     Args:
         shapes: shape of each added or larger parameter.
@@ -39,6 +40,7 @@ class WithAddedInputs:
 
     Attributes:
         stored: the stored weights.
+        shapes: of all parameters of the model that starts.
     """
 
     def __init__(
@@ -77,11 +79,12 @@ def with_added_inputs(weights: Weights, model: ModelConfig) -> Weights:
 def _with_control(weights: Weights, model: ModelConfig) -> Weights:
     if getattr(model, "control_channels", None) is None:
         return weights
-    shapes = parameter_shapes(model.without_adapters())
+    full: Any = model.without_adapters()
+    shapes = parameter_shapes(full)
     layer = LINEAR if f"{LINEAR}.weight" in shapes else CONVOLUTION
     name = f"{layer}.weight"
-    if weights.shapes.get(name) == shapes[name]:
-        return weights
+    if weights.shapes.get(name) != parameter_shapes(replace(full, control_channels=None))[name]:
+        return weights  # they have a control picture; if it has other channels, the check of all shapes refuses them
     _check_adapters(model, "model.control_channels reads a picture", layer, layer)
     return WithAddedInputs(weights, {name: shapes[name]}, {name: name}, f"zeros for the control picture in {name}")
 

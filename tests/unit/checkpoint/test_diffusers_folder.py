@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dit.boxes import Box, boxes_of_range
+from dit.checkpoint.added_inputs import with_added_inputs
 from dit.checkpoint.base_model import MAY_DIFFER, find_start, start_line
 from dit.checkpoint.diffusers_folder import FolderWeights, local_path, read_network
 from dit.checkpoint.full_weights import read_all
@@ -97,6 +98,14 @@ def test_the_inputs_of_a_control_picture_start_as_zeros(folders: Path, name: str
         for box in boxes:
             assert_reads(weights, key, box, expected)
     assert f"zeros for the control picture in {layer}.weight" in str(weights)
+
+
+def test_stored_inputs_of_a_control_picture_are_neither_cut_nor_extended(folders: Path) -> None:
+    """The shapes stay different, which a start refuses."""
+    network = read_network(folders / "flux")
+    stored = network.weights(replace(network.trained.model, control_channels=3))
+    for channels in (2, 4):
+        assert with_added_inputs(stored, replace(network.trained.model, control_channels=channels)) is stored
 
 
 def test_an_embedding_of_intervals_starts_at_zero(folders: Path) -> None:
