@@ -172,8 +172,12 @@ def fingerprint_of(manifest: Manifest) -> dict[str, Any]:
     return stored
 
 
-def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
-    """Check that a checkpoint belongs to the model about to be trained."""
+def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any], changes: Sequence[object] = ()) -> None:
+    """Check that a checkpoint belongs to the model about to be trained.
+
+    Args:
+        changes: settings of the model that have changed since the checkpoint, for the message.
+    """
     stored = fingerprint_of(manifest)
     if stored["digest"] == fingerprint["digest"]:
         return
@@ -197,8 +201,9 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
             differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
     shown = "; ".join(differences[:NUM_DIFFERENCES])
     more = f"; and {len(differences) - NUM_DIFFERENCES} more" if len(differences) > NUM_DIFFERENCES else ""
+    settings = f" ({'; '.join(map(str, changes))})" if changes else ""
     raise ConfigError(
-        f"checkpoint of another model at step {manifest.step}: {len(differences)} of "
+        f"checkpoint of another model at step {manifest.step}{settings}: {len(differences)} of "
         f"{len(saved.keys() | expected.keys())} parameters differ: {shown}{more}; use the settings it was trained "
         "with, or another training.run_dir"
     )
