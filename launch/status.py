@@ -24,7 +24,7 @@ from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
 from dit.monitoring.sinks import METRICS_FILE, as_number, current_records, read_records
 from dit.safe_files import open_regular, parse_json, parse_yaml, read_bytes
-from dit.terminal import echo, printable
+from dit.terminal import counted, echo, printable
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # number of log lines in means and medians of current values
@@ -216,13 +216,13 @@ def _loss(status: RunStatus) -> str:
         return "none yet"
     finite = [step for step in steps if math.isfinite(values[step])]
     num_bad = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
-    note = f"; not finite in {num_bad} of the last {len(steps[-RECENT:])} lines" if num_bad else ""
+    note = f"; not finite in {num_bad} of the last {counted(len(steps[-RECENT:]), 'line')}" if num_bad else ""
     text = f"{values[steps[-1]]:.4f}"
     if not finite:
         return text + note
     span = max(1, min(RECENT, len(finite) // 2))
     now = _mean([values[step] for step in finite[-span:]])
-    text += f", mean of the last {span} {'finite ' if num_bad else ''}lines {now:.4f}"
+    text += f", mean of the last {counted(span, 'finite line' if num_bad else 'line')} {now:.4f}"
     if len(finite) < 2:
         return text + note
     before = _mean([values[step] for step in finite[-2 * span : -span]])
@@ -246,7 +246,7 @@ def _grad_norm(status: RunStatus) -> str:
     newest, count = values[max(values)], min(len(values), RECENT)
     text = f"the median {median(finite):.3g}, the largest {max(finite):.3g}" if finite else "none is finite"
     note = f", {count - len(finite)} not finite" if 0 < len(finite) < count else ""
-    return f"{newest:.3g}, of the last {count} lines {text}{note}{_largest_part(status)}"
+    return f"{newest:.3g}, of the last {counted(count, 'line')} {text}{note}{_largest_part(status)}"
 
 
 def _largest_part(status: RunStatus) -> str:

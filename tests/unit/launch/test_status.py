@@ -248,7 +248,7 @@ def test_nonfinite_numbers_are_shown_and_excluded_from_trends(tmp_path: Path) ->
     assert said["loss"] == f"inf, {last}"
     assert said["grad"].startswith("inf, of the last 12 lines the median 0.55, the largest 1, 2 not finite;")
     nothing = told(run_folder(tmp_path / "nothing", scalars(1, loss="NaN", grad_norm="NaN")))
-    assert nothing["loss"] == "nan; not finite in 1 of the last 1 lines"
+    assert nothing["loss"] == "nan; not finite in 1 of the last 1 line"
 
 
 def test_line_breaks_in_records_are_removed(tmp_path: Path) -> None:
