@@ -224,7 +224,7 @@ def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
     if not all(quoted):
         raise ConfigError(
             f"--metric ocr reads the texts in double quotes of each prompt, and {prompts[quoted.index([])]!r} has "
-            'none; give prompts such as: a shop sign that says "OPEN"'
+            'none; give --prompts FILE with lines such as: a shop sign that says "OPEN"'
         )
     reader = TextReader("--metric ocr")
     sums = torch.zeros(4, dtype=torch.float64)

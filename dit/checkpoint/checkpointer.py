@@ -29,7 +29,7 @@ from dit.checkpoint.manifest import (
     read_manifest,
 )
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
-from dit.checkpoint.resume_check import changes_scales, check_same_experiment, replaced_data
+from dit.checkpoint.resume_check import changes, changes_scales, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
 from dit.checkpoint.sharded_state import (
     fails_together,
@@ -171,9 +171,12 @@ class Checkpointer:
         return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
-        check_same_model(manifest, model_fingerprint(global_shapes(parameters_of(state.shards), state.groups)))
-        check_same_base(folder, manifest, state.base)
         saved = read_record(folder)
+        with usable(folder / CONFIG_FILE):
+            of_model = [str(change) for change in changes(saved, self.config) if change.path.startswith("model")]
+        shapes = global_shapes(parameters_of(state.shards), state.groups)
+        check_same_model(manifest, model_fingerprint(shapes), of_model)
+        check_same_base(folder, manifest, state.base)
         if state.ema is not None and saved["training"]["ema_decay"] is None:
             raise CheckpointError(
                 f"{folder} holds no weight average but training.ema_decay={state.ema.decay} needs one; "
@@ -183,14 +186,14 @@ class Checkpointer:
             replaced = replaced_data(manifest.meta.get(DATA, {}), state.data or {})
         with usable(folder / CONFIG_FILE):
             accepted = self.config.checkpoint.accept_changes or []
-            changes = check_same_experiment(folder, saved, self.config, accepted, replaced)
-        restarts_data = any(change.restarts_data for change in changes)
+            differences = check_same_experiment(folder, saved, self.config, accepted, replaced)
+        restarts_data = any(change.restarts_data for change in differences)
         if state.groups.rank == 0:
             if state.data and DATA not in manifest.meta:
                 logger.info("an earlier version saved step %d, without the identity of its data", manifest.step)
-            for change in changes:
+            for change in differences:
                 logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
-            if changes_scales(changes, self.config):
+            if changes_scales(differences, self.config):
                 logger.info("with training.fp8, another micro-batch has other scales, so losses change a little")
             if restarts_data:
                 logger.info("the data start afresh at step %d", manifest.step)

@@ -172,8 +172,12 @@ def fingerprint_of(manifest: Manifest) -> dict[str, Any]:
     return stored
 
 
-def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
-    """Check that a checkpoint belongs to the model about to be trained."""
+def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any], settings: Sequence[str] = ()) -> None:
+    """Check that a checkpoint belongs to the model about to be trained.
+
+    Args:
+        settings: settings of the model that have changed since the checkpoint, for the message.
+    """
     stored = fingerprint_of(manifest)
     if stored["digest"] == fingerprint["digest"]:
         return
@@ -195,8 +199,9 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
             differences.append(f"{name} {expected[name]} is only in the model")
         elif saved[name] != list(expected[name]):
             differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
+    changed = f" ({'; '.join(settings)})" if settings else ""
     raise ConfigError(
-        f"checkpoint of another model at step {manifest.step}: {len(differences)} of "
+        f"checkpoint of another model at step {manifest.step}{changed}: {len(differences)} of "
         f"{len(saved.keys() | expected.keys())} parameters differ: "
         f"{first_few(differences, NUM_DIFFERENCES, '; ')}; use the settings it was trained with, or another "
         "training.run_dir"

@@ -115,7 +115,9 @@ class MakeSamples:
                 _check_unicode(source)
                 source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
                 if self.options.text_encoder is not None and not source.captions:
-                    raise SampleError("no_caption", "it has no caption, and --text-encoder needs one; see --caption")
+                    raise SampleError(
+                        "no_caption", "the caption is missing or empty, and --text-encoder needs one; see --caption"
+                    )
                 if self._reads_pictures and source.reference is None:
                     raise SampleError(
                         "no_reference", "the text encoder reads the picture that it is edited from; see --reference"

@@ -7,6 +7,7 @@ from typing import Optional
 from PIL import Image
 
 from dit.errors import ConfigError
+from dit.terminal import counted
 from energon_data.media_files import Deadline, sampled_frames
 from energon_data.samples import SampleError
 
@@ -79,7 +80,7 @@ def clips_of(
     if usable:
         yield frames[:usable], _rate(times[:usable], stated)
     elif not count:
-        raise SampleError("too_short", f"{len(frames)} frames, a clip needs {cut.frames or cut.multiple_of}")
+        raise SampleError("too_short", f"{counted(len(frames), 'frame')}, a clip needs {cut.frames or cut.multiple_of}")
 
 
 def _rate(times: Sequence[float], stated: float) -> float:
