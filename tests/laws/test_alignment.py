@@ -21,7 +21,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_model_parallel_size": 2}),
     "tp2_sp": (2, TP2SP),
     "cp2": (2, {"context_parallel_size": 2}),
-    "cp2_contiguous": (2, {"context_parallel_size": 2, "context_split": "contiguous"}),
+    "cp2_balanced": (2, {"context_parallel_size": 2, "context_split": "load_balanced"}),
     "pp2": (2, PP2),
     "pp2_vpp2": (2, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
     "fsdp2": (2, {"data_parallel": "fsdp"}),
@@ -45,7 +45,7 @@ value residual, which pipelines refuse.
 """
 ROW = ("name", "layout")
 CASES = [(name, layout) for name in OBJECTIVES for layout in LAYOUTS if name != "sr_dit" or "pp2" not in layout]
-QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "fsdp2")} | {("reg", "pp2"), ("reg", "cp2_contiguous")}
+QUICK = {("dit", layout) for layout in ("pp2", "tp2_sp", "fsdp2")} | {("reg", "pp2"), ("reg", "cp2_balanced")}
 QUICK |= {("rit", "cp2"), ("sr_dit", "tp2")}
 SLOW = {(name, layout) for name in ("dit", "reg") for layout in LAYOUTS}
 SLOW |= {(name, "pp2_tp2_sp") for name in ("tread", "wan", "rit")} | {("wan", "pp2_vpp2"), ("tread", "cp2")}
