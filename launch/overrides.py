@@ -1,8 +1,8 @@
 """Overrides `key.path=value` on a recipe, typed by the signature of the configured class.
 
 nemo-run parses the values. The path is resolved here, because nemo-run 0.11 reports a misspelt key without the existing
-names, interprets any word as a factory before it interprets it as a string (a run folder named like a function of the
-main module would call it), and does not support `X | None`.
+names, interprets any word as a factory before it interprets it as a string (it would call a function of the main module
+for a run folder of that name), and does not support `X | None`.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ _CALL = re.compile(r"^([A-Za-z_][\w.]*)(?:\((.*)\))?$", re.DOTALL)
 def apply_overrides(task: Partial, overrides: list[str], load_component: Callable[[str], None]) -> None:
     """Apply overrides to a recipe in place.
 
-    A part that is replaced (`objective=edm`) is applied before its settings, independently of its position; otherwise
-    the order on the command line is used.
+    Keys with fewer dots are applied first, so `objective=edm` comes before `objective.sigma_data=1`; keys with equally
+    many dots are applied in the order of the command line.
 
     Args:
         load_component: imports the module that registers the component of this name, if there is one.
@@ -110,7 +110,7 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
 
 
 def _checked(result: object, annotation: object, text: str, key: str) -> object:
-    """Return the result of an operation as the type of its setting: 100 steps `/=2` are 50, not 50.0."""
+    """Return the result of an operation; for a whole-number setting as an int: 100 steps `/=2` are 50, not 50.0."""
     accepted = (annotation, *get_args(normalise(annotation)))
     if int in accepted and isinstance(result, float):
         if not result.is_integer():
@@ -126,8 +126,9 @@ def _child(node: Node, part: str, path: str) -> Node:
     child = value_of(node, name)
     for index in indices:
         if not isinstance(child, list) or not index.isdecimal() or int(index) >= len(child):
-            size = f"has {len(child)} entries" if isinstance(child, list) else "is not a list"
-            raise ConfigError(f"{_join(path, part)}: {_join(path, name)} {size}; choose an index below that")
+            key = _join(path, name)
+            cure = f"use an index below {len(child)}" if isinstance(child, list) else f"write {key} without [{index}]"
+            raise ConfigError(f"{_join(path, part)}: {key} has no entry {index}; {cure}")
         child = child[int(index)]
     if not isinstance(child, Config | Partial):
         raise ConfigError(f"{_join(path, part)}={child!r} has no settings of its own; assign all of it first")
