@@ -1,4 +1,4 @@
-"""Selection of the diffusers pipeline for a model, and checks that it draws the same samples as our sampler.
+"""Selection of the diffusers pipeline for a model; settings with which it would draw other samples are refused.
 
 A folder for `diffusers.DiffusionPipeline.from_pretrained` has one folder for each part and an index:
 
@@ -30,7 +30,7 @@ from dit.pipeline_folder import TEXT_ENCODERS
 
 CLIP = ("clip",)
 FLUX2_SHIFT = (1.62160747, 2.02335116, 256, 4096)
-"""`compute_empirical_mu` for 50 steps, which is linear up to 4300 tokens."""
+"""`compute_empirical_mu` for 50 steps: mu at 256 and at 4096 tokens; it is linear up to 4300 tokens."""
 GUIDER = "ClassifierFreeGuidance"
 """Class of the part `guider`."""
 WAN_FPS = 16
@@ -60,28 +60,33 @@ class Pipeline:
     """A pipeline class of diffusers for a model class of diffusers.
 
     Attributes:
-        flow: runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
-        shift: adds the `shift_factor` of the autoencoder; the others ignore it.
-        guided_by_texts: leads away from the embedding of the empty text.
+        class_name: class of the pipeline in diffusers.
+        texts: its text encoders.
+        flow: it runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
+        shift: it adds the `shift_factor` of the autoencoder; the others ignore it.
+        guided_by_texts: guidance uses the embedding of the empty text as unconditional.
         scale: argument of the call for the scale of guidance; None for a part `guider` that has it.
         scale_of_none: value of this argument without guidance.
-        keeps_norm: guides as `sampling.guidance_norm`.
-        zeros: entry of `model_index.json` that, if true, replaces that embedding by zeros; None for no such entry.
+        keeps_norm: guidance keeps the norm of predictions, as `sampling.guidance_norm` does.
+        zeros: entry of `model_index.json` that, if true, replaces the embedding of the empty text by zeros.
         distilled: `model_index.json` has the entry `is_distilled`; if it is true, the pipeline never guides.
+        vae: class of the autoencoder.
         compression: pixels per side, per position of a latent; None for those of the autoencoder.
         times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
-        shift_by_tokens: of the times in 50 steps, if the call does not read the scheduler's settings; `scheduler` if it
-            does; None if it has no such shift.
-        reads_sizes: calls the model with the sizes and the crop of the original.
+        shift_by_tokens: how the shift mu of the times depends on the number of tokens: `scheduler` if the call reads it
+            from the scheduler; four numbers as in `FLUX2_SHIFT` if it computes mu itself; None for no such shift.
+        draws_clips: it returns clips, not pictures.
+        reads_sizes: it calls the model with the sizes and the crop of the original.
         reads_control: takes a control picture, and encodes it with the autoencoder.
         reads_reference: takes a picture to edit.
-        reads_first_frame: `model_index.json` has the entry `expand_timesteps`; if true, the first frame is clean.
+        reads_first_frame: `model_index.json` has the entry `expand_timesteps`, for one time per token.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
         arguments: further arguments of the call; `{area}` is that of a picture in pixels.
         setup: lines of Python between opening the folder and the call; `{area}` as in `arguments`.
         reference_area: pixels to which it always scales a picture to edit; None if the caller chooses them.
-        note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).
+        note: difference to our sampler, printed if the encoder of the run changes no prompts (`prompt=plain`).
+        index: further entries of `model_index.json`.
     """
 
     class_name: str
@@ -428,7 +433,7 @@ def model_index(
     if pipeline.distilled:
         index["is_distilled"] = trained.sampling.get("guidance_scale") == 1
     if pipeline.reads_first_frame:
-        # The pipelines take every second position for a time.
+        # The time of a token is that of every second latent position, so patches must be 1 x 2 x 2.
         patch = (trained.model.patch_temporal, trained.model.patch_spatial)
         index["expand_timesteps"] = "first_frame" in trained.clean_parts and patch == (1, 2)
     if trained.class_names is not None:
@@ -481,7 +486,7 @@ def loading_lines(
     imports = ["from diffusers.utils import load_image"] if pictures else []
     drawn = [f"image = pipeline({', '.join(call)}).images[0]", 'image.save("image.png")']
     if pipeline.draws_clips:
-        imports, fps = ["from diffusers.utils import export_to_video"], round(trained.fps or WAN_FPS)
+        imports, fps = [*imports, "from diffusers.utils import export_to_video"], round(trained.fps or WAN_FPS)
         drawn = [f"clip = pipeline({', '.join(call)}).frames[0]", f'export_to_video(clip, "clip.mp4", {fps})']
     return "\n".join(
         [
