@@ -59,11 +59,11 @@ def whole(low: int, high: int) -> Range:
 
 
 COUNT = whole(1, 2**31 - 1)
-COUNT_OR_NONE = whole(0, 2**31 - 1)
+COUNT_OR_ZERO = whole(0, 2**31 - 1)
 SEED = whole(0, 2**63 - 1)
 RANKS = whole(1, 2**20)
 LAYERS = whole(1, 1000)
-MOST_POSITIONS = 1 << 24  # of a latent or a picture in pixels: frames x height x width
+MOST_POSITIONS = 1 << 24  # of one latent or picture: frames x height x width
 EXPERTS = whole(1, 4096)
 WIDTH = whole(1, 2**20)
 PATCHES = whole(1, 2**16)
@@ -77,9 +77,9 @@ INSIDE_0_1 = Range(0, 1, open_low=True, open_high=True)
 
 
 def check_ranges(part: str, config: "DataclassInstance", ranges: Mapping[str, Range]) -> None:
-    """Check that fields of a configuration are in their ranges, and fields of a `Literal` type have one of its values.
+    """Check that fields of a configuration are in their ranges; None passes, and a list passes if each entry does.
 
-    In ranges, None is allowed, and every entry of a list is checked.
+    Fields of a `Literal` type are always checked: they have one of its values.
 
     Args:
         part: name of the configuration in overrides, such as `training`.
@@ -141,7 +141,7 @@ def check_address(key: str, address: str) -> None:
     if not ADDRESS.fullmatch(address):
         without_password = re.sub(r"//[^/]*@", "//...@", address)
         raise ConfigError(
-            f"{key}={without_password!r} is not an address such as s3://bucket/folder; no user, password, `::` or `@`: "
+            f"{key}={without_password!r} is not an address such as s3://bucket/folder, without `:` and `@`: port and "
             "credentials come from the environment of the store's client (for s3 AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL)"
         )
 

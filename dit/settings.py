@@ -6,7 +6,7 @@ from typing import Literal, Optional
 from dit.errors import ConfigError
 from dit.ranges import (
     COUNT,
-    COUNT_OR_NONE,
+    COUNT_OR_ZERO,
     FINITE,
     LOSS_SCALE,
     NOT_NEGATIVE,
@@ -185,14 +185,14 @@ class TrainingConfig:
                 "recompute_layers": COUNT,
                 "seed": SEED,
                 "ema_decay": SHARE_BELOW_1,
-                "ema_start_step": COUNT_OR_NONE,
+                "ema_start_step": COUNT_OR_ZERO,
                 "log_interval": COUNT,
-                "validation_interval": COUNT_OR_NONE,
-                "sample_interval": COUNT_OR_NONE,
+                "validation_interval": COUNT_OR_ZERO,
+                "sample_interval": COUNT_OR_ZERO,
                 "stop_at_step": COUNT,
                 "spike_threshold": POSITIVE,
                 "max_bad_steps": COUNT,
-                "recheck_interval": COUNT_OR_NONE,
+                "recheck_interval": COUNT_OR_ZERO,
             },
         )
         if self.recompute == "none":
@@ -318,7 +318,7 @@ class CheckpointConfig:
                 "one; remove one of the two"
             )
         ranges = {"keep_last": COUNT, "save_timeout_s": POSITIVE}
-        ranges |= dict.fromkeys(("interval", "keep_every", "keep_best"), COUNT_OR_NONE)
+        ranges |= dict.fromkeys(("interval", "keep_every", "keep_best"), COUNT_OR_ZERO)
         check_ranges("checkpoint", self, ranges)
 
     @property

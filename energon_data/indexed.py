@@ -26,7 +26,7 @@ from dit.batch import PackedBatch
 from dit.condition_table import TABLE
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import ConfigError, DataError
-from dit.ranges import COUNT, COUNT_OR_NONE, RANKS, check_ranges, check_unused
+from dit.ranges import COUNT, COUNT_OR_ZERO, RANKS, check_ranges, check_unused
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.held_out import share_validation
@@ -101,7 +101,7 @@ class Samples(ReaderSettings, DataConfig):
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check ranges, streams and pack length."""
         counts = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "max_text_tokens")
-        ranges = dict.fromkeys(counts, COUNT) | dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_NONE)
+        ranges = dict.fromkeys(counts, COUNT) | dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_ZERO)
         check_ranges("data", self, {**ranges, "num_streams": RANKS})
         check_streams(self.num_streams, micro_batches_per_step)
         self.check_references(spec)

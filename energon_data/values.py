@@ -8,7 +8,7 @@ from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.ranges import (
     COUNT,
-    COUNT_OR_NONE,
+    COUNT_OR_ZERO,
     FINITE,
     NOT_NEGATIVE,
     RANKS,
@@ -27,12 +27,12 @@ def check_values(data: Any) -> None:
         "data",
         data,
         {
-            **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
+            **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_ZERO),
             **dict.fromkeys((*counts, *more), COUNT),
             "num_streams": RANKS,
             "min_aesthetic_score": FINITE,
             **dict.fromkeys(("blend_steps", "min_side", "max_side", "resize_side", "crop_size"), COUNT),
-            **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_NONE),
+            **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_ZERO),
             **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
             "max_aspect_ratio": Range(1, math.inf, open_high=True),
             "flip": SHARE,

@@ -55,7 +55,7 @@ class TextReader:
 
 
 def quoted_texts(prompt: str) -> list[str]:
-    """Return the different texts between double quotes in a prompt: letters and digits, in lower case."""
+    """Return the different texts in double quotes of a prompt: letters and digits in lower case, without spaces."""
     texts = ("".join(words_of([text])) for text in re.findall(r'["“„]([^"“”„]+)["”“]', prompt))
     return list(dict.fromkeys(text for text in texts if text))
 
@@ -66,14 +66,14 @@ def words_of(texts: Iterable[str]) -> list[str]:
 
 
 def edit_distance(text: str, words: Iterable[str]) -> int:
-    """Count the characters to insert, delete or replace in the consecutive words that are most like a text.
+    """Return the lowest edit distance between a text and any run of consecutive words, joined without spaces.
 
-    Words are joined without spaces. The count is at most the length of the text, as without any word.
+    It is at most the length of the text, which is also the distance from no words.
 
     Source: Sellers 1980, doi:10.1016/0196-6774(80)90016-4; here, the similar part starts and ends with whole words.
     """
     lowest = len(text)
-    edits = list(range(len(text) + 1))  # by length of the beginning of the text that the words so far stand for
+    edits = list(range(len(text) + 1))  # edits[i]: fewest between text[:i] and words that end with the last one read
     for word in words:
         edits = [min(pair) for pair in enumerate(edits)]  # the similar part may start with this word
         for character in word:

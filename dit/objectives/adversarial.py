@@ -10,7 +10,7 @@ from dit.auxiliary import PatchGAN
 from dit.layout import SequenceLayout
 from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import COUNT_OR_NONE, LAYERS, POSITIVE, WIDTH, check_ranges
+from dit.ranges import COUNT_OR_ZERO, LAYERS, POSITIVE, WIDTH, check_ranges
 
 NUM_SCORES = 3
 """Columns of a prediction that the discriminator adds (`dit.models.autoencoder.discriminator`)."""
@@ -70,7 +70,7 @@ class Adversarial:
     logged: ClassVar[tuple[str, ...]] = ("adaptive_weight",)
 
     def __post_init__(self) -> None:
-        ranges = {"weight": POSITIVE, "start_step": COUNT_OR_NONE, "num_layers": LAYERS, "hidden_size": WIDTH}
+        ranges = {"weight": POSITIVE, "start_step": COUNT_OR_ZERO, "num_layers": LAYERS, "hidden_size": WIDTH}
         check_ranges("objective.adversarial", self, {**ranges, "lr_factor": POSITIVE})
 
     @property

@@ -11,7 +11,7 @@ from dit.condition_table import TEACHER
 from dit.conditions import Condition
 from dit.layout import SequenceLayout
 from dit.objectives.losses import Term
-from dit.ranges import COUNT_OR_NONE, LAYERS, POSITIVE, WIDTH, check_ranges
+from dit.ranges import COUNT_OR_ZERO, LAYERS, POSITIVE, WIDTH, check_ranges
 
 
 @dataclass(kw_only=True)
@@ -42,7 +42,7 @@ class Alignment:
 
     def __post_init__(self) -> None:
         ranges = {"weight": POSITIVE, "layer": LAYERS, "features": WIDTH, "hidden_size": WIDTH}
-        check_ranges("objective.alignment", self, {**ranges, "until_step": COUNT_OR_NONE})
+        check_ranges("objective.alignment", self, {**ranges, "until_step": COUNT_OR_ZERO})
 
     @property
     def condition(self) -> Condition:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from dit.errors import ConfigError
 from dit.ranges import (
     COUNT,
-    COUNT_OR_NONE,
+    COUNT_OR_ZERO,
     NOT_NEGATIVE,
     Range,
     check_ranges,
@@ -74,7 +74,7 @@ class WarmUp(Schedule):
     warmup_steps: int = 0
 
     def validate(self) -> None:
-        check_ranges("schedule", self, {"warmup_steps": COUNT_OR_NONE, **self.ranges()})
+        check_ranges("schedule", self, {"warmup_steps": COUNT_OR_ZERO, **self.ranges()})
 
     def ranges(self) -> dict[str, Range]:
         """Return the ranges of fields added by a subclass."""

@@ -67,9 +67,9 @@ def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(ROW, rows(CASES, lambda *row: row in QUICK, lambda *row: row not in SLOW))
 def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
-    """The aligned layer and the embedding of the teacher's token are on the first pipeline stage, the loss on the last.
+    """Every parameter has a gradient, too.
 
-    The projection, the embedding and the prediction of the token have gradients.
+    Of two pipeline stages, the first has the aligned layer and the embedding of the teacher's token, the last the loss.
     """
     verdict = verdicts[name, layout]
     assert verdict.is_equal, verdict.text()

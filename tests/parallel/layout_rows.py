@@ -66,6 +66,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     "selective": {"recompute": {"recompute": "selective"}},
     "full": {"recompute": {"recompute": "full"}},
     "full_one_layer": {"recompute": {"recompute": "full", "recompute_layers": 1}},
+    # `break` changes the built model; FAULTS use it, too.
     "compiled": {"recompute": {"kernels": "compile"}, "break": as_operators},
 }
 """Settings that the row of one rank does not have."""
@@ -129,7 +130,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": False,
     },
     "lumina2": {"backbone": "lumina2", **STREAMS, "num_query_groups": 2},
-    # Every text and image has learned tokens, up to 32. With four layers, the second step has rounding above the bound.
+    # Every text and image has learned tokens, up to 32. With four layers, rounding in the second step exceeds the
+    # tolerance.
     "z_image": {"backbone": "z_image", **STREAMS, "num_joint_layers": 1, "num_single_layers": 1},
     # The text has keys and values, but no queries.
     "prx": {**PRX, "num_layers": 4},
@@ -139,7 +141,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"patch_spatial": 2, "qk_layernorm": True},
     },
     # Adapters of the blocks, after a frozen embedding; of every linear layer; of layers that read a text, which is
-    # replicated under sequence parallelism; and of convolutions.
+    # replicated under sequence parallelism; and of the linear layers of a UNet, whose convolutions have none.
     "adapted blocks": {**SHALLOW, "lora": LoRAConfig(rank=3)},
     "adapted linears": {**SHALLOW, "lora": ALL_LINEARS},
     "adapted cross": {"backbone": "dit_cross", "lora": ALL_LINEARS},
@@ -286,7 +288,7 @@ def forget_sequence_parallel(chunks: list) -> None:
 
 
 def forget_text_tokens(chunks: list) -> None:
-    """Do not sum the gradients of the text embedding over tensor-parallel ranks, as if each rank had all text rows."""
+    """Do not sum the gradient of the text embedding's bias over tensor-parallel ranks, as if each had all text rows."""
     chunks[0].embed_text.bias.sequence_parallel = False
 
 
