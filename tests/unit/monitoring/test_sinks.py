@@ -156,13 +156,6 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path, caplog, name):
     assert JsonlSink(path).attempt == 2
 
 
-@pytest.mark.parametrize("details", [None, [1], {}, {"to_step": None}, {"to_step": "x"}, {"to_step": math.inf}])
-def test_a_rewind_with_damaged_details_drops_no_step(details):
-    steps = [{"kind": "scalars", "step": step, "attempt": 1, "time": step} for step in (1, 2)]
-    rewind = {"kind": "incident", "incident": "rewind", "details": details, "step": 3, "attempt": 1, "time": 3}
-    assert current_records([*steps, rewind]) == [*steps, rewind]
-
-
 def test_jsonl_keeps_every_complete_line_after_a_kill(tmp_path):
     """Every record whose call returned before `kill -9` is in the file, exact, and the file can be continued."""
     path = tmp_path / "metrics.jsonl"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from dit.monitoring.run_log import drawing_command, headline, how_it_went
-from dit.monitoring.sinks import JsonlSink
+from dit.monitoring.sinks import JsonlSink, current_records
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from launch.config_file import built
 from launch.sample import build_parser
@@ -42,6 +42,13 @@ def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
 def test_a_run_that_was_longer_before_tells_that_no_step_was_trained(tmp_path):
     line = how_it_went(tmp_path / "metrics.jsonl", 9, 8, 1.0)
     assert line.startswith("no step was trained, because this run has 9 steps and training.num_steps=8; give a larger")
+
+
+@pytest.mark.parametrize("details", [None, [1], {}, {"to_step": None}, {"to_step": "x"}, {"to_step": math.inf}])
+def test_a_rewind_with_damaged_details_drops_no_step(details):
+    steps = [{"kind": "scalars", "step": step, "attempt": 1, "time": step} for step in (1, 2)]
+    rewind = {"kind": "incident", "incident": "rewind", "details": details, "step": 3, "attempt": 1, "time": 3}
+    assert current_records([*steps, rewind]) == [*steps, rewind]
 
 
 def test_a_loss_that_is_not_a_number_is_skipped(tmp_path):
