@@ -104,7 +104,7 @@ def _check_adapters(model: ModelConfig, reads: str, layer: str, pattern: str) ->
     """Check that a model trains the layer whose weights are zeros.
 
     Args:
-        reads: setting and input, for the message.
+        reads: start of the message, which names the setting and the added input.
         pattern: target of adapters for this layer.
     """
     if model.adapters is None:

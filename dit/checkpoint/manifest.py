@@ -176,7 +176,7 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any], setting
     """Check that a checkpoint belongs to the model about to be trained.
 
     Args:
-        settings: settings of the model that have changed since the checkpoint, for the message.
+        settings: changes of the model's settings since the checkpoint; the message lists them.
     """
     stored = fingerprint_of(manifest)
     if stored["digest"] == fingerprint["digest"]:
