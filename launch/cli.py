@@ -4,15 +4,17 @@ nemo-run (0.11) ignores unknown flags and exits with code 0 after every failure.
 only the factory and the overrides are passed to it.
 """
 
+import argparse
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Optional
+from functools import partial
+from typing import NoReturn, Optional
 
 from dit.errors import ConfigError, page_of
 from dit.planner.devices import DEVICES
-from dit.ranges import COUNT, RANKS
+from dit.ranges import COUNT, RANKS, Range
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -22,11 +24,12 @@ from dit.settings import (
 )
 from recipes import registry
 
-HELP = f"""\
+USAGE = """\
+python -m launch.train --factory RECIPE [flags] [key.path=value ...]
+       torchrun --standalone --nproc-per-node N -m launch.train --yes --factory RECIPE [flags] [key.path=value ...]\
+"""
+DESCRIPTION = """\
 Train a diffusion backbone.
-
-usage: python -m launch.train --factory RECIPE [flags] [key.path=value ...]
-       torchrun --standalone --nproc-per-node N -m launch.train --yes --factory RECIPE [flags] [key.path=value ...]
 
 first steps
   python -m launch.train --list                                  what can be trained
@@ -41,25 +44,8 @@ change any setting
   objective=edm objective.p_mean=-0.4                            swap a part by name, then set its fields
   "objective=ddpm(prediction='v')"                               the same in one argument (quote it for the shell)
   parallel.tensor_model_parallel_size=2                          split over ranks; see parallel.* with --print-config
-
-flags
-  -f, --factory RECIPE     recipe to run (a name from --list, or package.module.function of your own)
-      --yaml FILE|RUN_DIR  start from a saved configuration, or a run folder's, instead of a recipe
-      --yes                do not ask before starting (required under torchrun and in scripts)
-      --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
-      --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
-      --tokens N|TxHxW     tokens per sample to plan for with --dryrun, or its patches, such as 24x32x32 (frames x
-                           height x width); default: those of the data settings, else 256
-      --text-tokens N      tokens of its text (default: those of the data settings, else 512)
-      --device NAME        with --dryrun, also plan the time of a step (docs/planner.md) on one of
-                           {", ".join(DEVICES)}
-      --print-config       print the complete configuration as YAML
-      --to-yaml FILE       write it to FILE (readable by --yaml)
-  -l, --list               list the recipes
-      --describe NAME      print the full description of a recipe or component
-  -v, --verbose            debug messages, and tracebacks of usage errors
-  -h, --help               this page
-
+"""
+EXIT_CODES = """\
 exit codes
   0 target reached    2 usage or configuration    3 data    4 not finite    5 checkpoint    6 saving failed
   17 results of a step do not repeat    70 unexpected    75 preempted, checkpoint written (requeue)    130 Ctrl-C
@@ -69,7 +55,7 @@ exit codes
 
 @dataclass(kw_only=True)
 class Options:
-    """A parsed command line; each field is the flag of the same name (`list_recipes` is `--list`)."""
+    """A parsed command line; each field but `overrides` is the flag of the same name (`list_recipes` is `--list`)."""
 
     factory: Optional[str] = None
     yaml: Optional[str] = None
@@ -97,26 +83,6 @@ class Options:
         return not (self.help or self.list_recipes or self.describe or self.dryrun or self.print_config or self.to_yaml)
 
 
-_FLAGS = {"--" + f.name.replace("_", "-"): f.name for f in fields(Options) if f.name != "overrides"}
-_ALIASES = {
-    "-f": "factory",
-    "-l": "list_recipes",
-    "--list": "list_recipes",
-    "-v": "verbose",
-    "-h": "help",
-    "--dry-run": "dryrun",
-}
-_TAKES_VALUE = {
-    "factory",
-    "describe",
-    "yaml",
-    "to_yaml",
-    "world_size",
-    "tokens",
-    "text_tokens",
-    "device",
-}
-_NUMBERS = {"world_size", "text_tokens"}
 # nemo-run's own flags, refused with their replacement here.
 _ELSEWHERE = {
     "--load": "load a saved configuration with --yaml FILE",
@@ -145,30 +111,13 @@ PLAIN_KEYS = [f"{part}.{f.name}" for part, kind in PLAIN_PARTS.items() for f in 
 
 def parse(argv: Sequence[str]) -> Options:
     """Read the flags and collect the overrides."""
-    options, words = Options(), iter(argv)
+    options, words = PARSER.parse_known_args(argv, Options())
     for word in words:
-        if not word.startswith("-"):
-            if "=" not in word:
-                raise ConfigError(_stray_word_message(word))
-            options.overrides.append(word)
-            continue
-        flag, has_value, value = word.partition("=")
-        name = _FLAGS.get(flag) or _ALIASES.get(flag)
-        if name is None:
-            raise ConfigError(_unknown_flag_message(flag))
-        if name not in _TAKES_VALUE:
-            if has_value:
-                raise ConfigError(f"{flag} is a switch and takes no value, got {word!r}; write {flag}")
-            setattr(options, name, True)
-            continue
-        if not has_value:
-            value = next(words, "")
-        if not value or value.startswith("-"):
-            raise ConfigError(f"{flag} needs a value, got {value!r}; write {flag} {name.upper()}")
-        if name == "tokens":
-            options.tokens = _tokens(value)
-        else:
-            setattr(options, name, _number(flag, value) if name in _NUMBERS else value)
+        if word.startswith("-"):
+            raise ConfigError(_unknown_flag_message(word.partition("=")[0]))
+        if "=" not in word:
+            raise ConfigError(_stray_word_message(word))
+    options.overrides = words
     return options
 
 
@@ -197,11 +146,10 @@ def check_keys(overrides: Sequence[str]) -> None:
                 raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, names))
 
 
-def _number(flag: str, value: str) -> int:
-    allowed = RANKS if flag == "--world-size" else COUNT
-    if _integer(value) not in allowed:
-        raise ConfigError(f"{flag} must be {allowed}, got {value!r}")
-    return _integer(value)
+def _number(allowed: Range, text: str) -> int:
+    if _integer(text) not in allowed:
+        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+    return _integer(text)
 
 
 def _integer(text: str) -> int:
@@ -213,11 +161,76 @@ def _tokens(value: str) -> tuple[int, ...]:
     """Read `4096`, or `24x32x32` patches."""
     tokens = tuple(map(_integer, value.lower().split("x")))
     if len(tokens) not in (1, 3) or math.prod(tokens) not in COUNT:
-        raise ConfigError(
-            f"--tokens must be {COUNT}, or three numbers with such a product as TxHxW patches, got {value!r}; "
+        raise argparse.ArgumentTypeError(
+            f"must be {COUNT}, or three numbers with such a product as TxHxW patches, got {value!r}; "
             "write --tokens 4096 or --tokens 24x32x32"
         )
     return tokens
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help shows all flags")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the flags; the words that it does not know are overrides."""
+    parser = _Parser(
+        usage=USAGE,
+        description=DESCRIPTION,
+        epilog=EXIT_CODES,
+        add_help=False,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=29, width=120),
+    )
+    flag = parser.add_argument_group("flags").add_argument
+    switch = partial(flag, action="store_true")
+    flag(
+        "--factory",
+        "-f",
+        metavar="RECIPE",
+        help="recipe to run: a name from --list, or package.module.function of your own",
+    )
+    flag("--yaml", metavar="FILE|RUN_DIR", help="a saved configuration, or that of a run folder, instead of a recipe")
+    switch("--yes", help="do not ask before starting (required under torchrun and in scripts)")
+    switch("--dryrun", "--dry-run", help="settings, parameters, memory per rank and FLOPs; needs no GPU and no data")
+    flag(
+        "--world-size",
+        metavar="N",
+        type=partial(_number, RANKS),
+        help="ranks to plan for with --dryrun (default: as launched, or the smallest number that fits)",
+    )
+    flag(
+        "--tokens",
+        metavar="N|TxHxW",
+        type=_tokens,
+        help="tokens of a sample to plan for with --dryrun, or its patches, such as 24x32x32 (frames x height x width) "
+        "(default: those of the data settings, else 256)",
+    )
+    flag(
+        "--text-tokens",
+        metavar="N",
+        type=partial(_number, COUNT),
+        help="tokens of its text (default: those of the data settings, else 512)",
+    )
+    flag(
+        "--device",
+        metavar="NAME",
+        help=f"with --dryrun, also plan the time of a step (docs/planner.md) on one of {', '.join(DEVICES)}",
+    )
+    switch("--print-config", help="print the complete configuration as YAML")
+    flag("--to-yaml", metavar="FILE", help="write it to FILE, which --yaml reads")
+    switch("--list", "-l", dest="list_recipes", help="list the recipes")
+    flag("--describe", metavar="NAME", help="print the full description of a recipe or component")
+    switch("--verbose", "-v", help="debug messages, and tracebacks of usage errors")
+    switch("--help", "-h", help="this page")
+    return parser
+
+
+PARSER = _parser()
+HELP = PARSER.format_help()
+FLAGS = re.findall("--[a-z-]+", HELP.partition("flags:")[2])
 
 
 def _stray_word_message(word: str) -> str:
@@ -230,7 +243,7 @@ def _stray_word_message(word: str) -> str:
 def _unknown_flag_message(flag: str) -> str:
     if flag in _ELSEWHERE:
         return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
-    hint = registry.did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])
+    hint = registry.did_you_mean(flag, FLAGS)
     keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
     if keys:
         hint = f"; settings are written without dashes, {' or '.join(f'{key}=VALUE' for key in keys)}"
