@@ -189,8 +189,6 @@ class Checkpointer:
             differences = check_same_experiment(folder, saved, self.config, accepted, replaced)
         restarts_data = any(change.restarts_data for change in differences)
         if state.groups.rank == 0:
-            if state.data and DATA not in manifest.meta:
-                logger.info("an earlier version saved step %d, without the identity of its data", manifest.step)
             for change in differences:
                 logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
             if changes_scales(differences, self.config):

@@ -80,7 +80,7 @@ class Manifest:
         value = self.meta.get("held_out_loss")
         if value is None:
             return None
-        # "NaN" reads back as nan. Older manifests have no `held_out_step`: their loss is that of their own step.
+        # float("NaN") is nan. Without `held_out_step`, it is the loss of this step.
         return HeldOut(float(value), int(self.meta.get("held_out_step", self.step)))
 
     @property
@@ -95,7 +95,7 @@ class Manifest:
 
     @property
     def run(self) -> Optional[str]:
-        """The id of the run that saved it; None if an earlier version of the project saved it."""
+        """The id of the run that saved it; None for imported weights."""
         value = self.meta.get(RUN)
         return None if value is None else str(value)
 

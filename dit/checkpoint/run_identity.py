@@ -46,7 +46,7 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
                 check_owner(address, owner, run, config)
                 run = run or owner.run
             run = run or _new_id()
-            if owner is None or owner.run is None:
+            if owner is None:
                 with suppress(CheckpointError, FileNotFoundError):  # the first copy tries again and reports the error
                     remote.put_owner(Owner(run, config.to_record()))
             fetch_newer(store, remote)
@@ -71,7 +71,7 @@ def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfi
             for change in changes(owner.settings, config)
             if change.identifies_run and not change.is_in(accepted) and not _is_same_folder(change)
         ]
-    if run is not None and owner.run is not None and run != owner.run:
+    if run not in (None, owner.run):
         raise ConfigError(
             f"{present}, and {RUN_DIR}={config.training.run_dir} is run {run}; give this run another address, or "
             "delete the copies there"

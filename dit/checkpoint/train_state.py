@@ -35,7 +35,7 @@ class TrainState:
         held_out: newest held-out loss; None before the first.
         loss_scale: loss scale of an fp16 run; None in other precisions.
         base: checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
-        run: id of the run, see `dit.checkpoint.run_identity`; None before `Checkpointer.resume`.
+        run: id of the run, see `dit.checkpoint.run_identity`; empty before `Checkpointer.resume`.
     """
 
     wrapped: Sequence[Any]
@@ -52,7 +52,7 @@ class TrainState:
     loss_scale: Optional[LossScale] = None
     base: Optional[Mapping[str, str]] = None
     data: Optional[Mapping[str, Mapping[str, str]]] = None
-    run: Optional[str] = None
+    run: str = ""
 
     @property
     def is_validated(self) -> bool:

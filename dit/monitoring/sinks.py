@@ -303,7 +303,7 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
         kind, step, back_to = record["kind"], record["step"], None
         if kind == "start" and step is not None:
             back_to, started = step, record["attempt"]
-        elif kind == "scalars" and record["attempt"] > started:  # older versions recorded no start
+        elif kind == "scalars" and record["attempt"] > started:  # its start was not written
             back_to, started = step - 1, record["attempt"]
         elif kind == "incident" and record.get("incident") == "rewind":
             with suppress(KeyError, TypeError, ValueError, OverflowError):  # damaged details

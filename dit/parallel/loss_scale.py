@@ -123,8 +123,8 @@ class LossScale:
     def load(self, scalars: Mapping[str, float]) -> None:
         """Restore the result of `scalars`; ignore states of other precisions, and keep a constant scale."""
         self.overflowed_steps = int(scalars.get(OVERFLOWS, 0))
-        if SCALE in scalars:
-            self.tokens = int(scalars.get(TOKENS, 1))  # earlier versions scaled the sum
+        if TOKENS in scalars:
+            self.tokens = int(scalars[TOKENS])
         if SCALE in scalars and all(name in scalars for name in TRACKERS):
             scale = torch.full_like(self._scaler.scale, scalars[SCALE])
             self._scaler.load_state_dict({"scale": scale, **{name: int(scalars[name]) for name in TRACKERS}})

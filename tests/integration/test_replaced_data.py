@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from dit.checkpoint.checkpointer import read_loader_state
-from dit.checkpoint.manifest import DATA, MANIFEST, read_manifest
 from tests.integration import actions
 from tests.integration.runs import checkpoint, letters, same
 from tests.support.ranks import Job, run_jobs
@@ -31,13 +29,6 @@ def write(folder: Path, count: int, seed: int, held_out_seed: int = 0) -> None:
     write_dataset(folder, {"train": samples(count, seed), "val": samples(8, held_out_seed)}, per_shard=32)
 
 
-def forget_identity(folder: Path) -> None:
-    """Turn the manifest of a checkpoint into one of an earlier version."""
-    manifest = read_manifest(folder)
-    meta = {name: value for name, value in manifest.meta.items() if name != DATA}
-    (folder / MANIFEST).write_text(replace(manifest, meta=meta).to_text())
-
-
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Any]:
     data = folder / "data"
@@ -49,12 +40,9 @@ def ended(folder: Path) -> dict[str, Any]:
     def written(*arguments: int) -> Job:
         return Job(write, dict(zip(("folder", "count", "seed", "held_out_seed"), (data, *arguments))))
 
-    copy = {"src": folder / "run", "dst": folder / "legacy"}
     jobs = {
         "write": written(80, 0),
         "begin": train("run", STOP),
-        "copy": Job(shutil.copytree, copy),
-        "forget": Job(forget_identity, {"folder": checkpoint(folder / "legacy", STOP)}),
         "write fewer": written(30, 0),
         "fewer": train("run", STEPS),
         "write noise": written(80, 1, 1),
@@ -62,7 +50,6 @@ def ended(folder: Path) -> dict[str, Any]:
         "accepted": train("run", STEPS, checkpoint__accept_changes='["data.path"]'),
         "fresh": train("fresh", STEPS - STOP),
         "goes on": train("run", STEPS, checkpoint__accept_changes='["data.path"]'),
-        "legacy": train("legacy", STEPS),
         "write held-out": written(80, 1, 2),
         "held-out": train("run", STEPS),
     }
@@ -92,10 +79,3 @@ def test_other_held_out_data_are_reported(ended: dict[str, Any], folder: Path) -
     assert ended["held-out"].code == 0, ended["held-out"].err
     log = (folder / "world" / "rank_0.log").read_text()
     assert f"changed since step 6: data.validation_split: {folder / 'data'} (val): 8 samples in 1 shard" in log
-
-
-def test_a_checkpoint_of_an_earlier_version_is_accepted_with_a_message(ended: dict[str, Any], folder: Path) -> None:
-    assert ended["legacy"].code == 0, ended["legacy"].err
-    assert DATA in read_manifest(checkpoint(folder / "legacy", STEPS)).meta
-    log = (folder / "world" / "rank_0.log").read_text()
-    assert log.count("an earlier version saved step 4, without the identity of its data") == 1

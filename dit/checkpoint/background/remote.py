@@ -29,7 +29,7 @@ import yaml
 
 from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_files
 from dit.checkpoint.reader_lock import being_read
-from dit.checkpoint.records import CONFIG_FILE, usable
+from dit.checkpoint.records import usable
 from dit.checkpoint.store import DISK_FULL, CheckpointStore, DamagedError
 from dit.durable_files import strict_json
 from dit.errors import CheckpointError
@@ -49,11 +49,11 @@ class Owner:
     """The run that an address belongs to.
 
     Attributes:
-        run: id of the run; None if an earlier version made the copies.
+        run: id of the run.
         settings: see `RunConfig.to_record`.
     """
 
-    run: Optional[str]
+    run: str
     settings: Mapping[str, Any]
 
     def __str__(self) -> str:
@@ -102,22 +102,19 @@ class RemoteStore:
         self._index_text = b"{}"
 
     def owner(self) -> Optional[Owner]:
-        """Return the run that the address belongs to; None if the address is empty.
-
-        Earlier versions wrote no owner; their copies belong to the run in the newest manifest.
-        """
-        with suppress(FileNotFoundError):
-            entry = self._record(OWNER)
-            with usable(f"{self.address}/{OWNER}"):
-                return Owner(str(entry["run"]), entry["settings"])
-        newest = next(self.manifests(), None)
-        if newest is None:
-            return None
-        folder = _folder(newest.step)
+        """Return the run that the address belongs to; None if the address is empty."""
         try:
-            return Owner(newest.run, self._record(f"{folder}/{CONFIG_FILE}"))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.address}/{folder} has no {CONFIG_FILE}; delete that copy") from error
+            text = self._try(partial(self._read, f"{self._root}/{OWNER}"))
+        except FileNotFoundError:
+            if steps := self.steps():
+                raise CheckpointError(
+                    f"{self.address} has {len(steps)} checkpoints, but no {OWNER} that names their run; delete them, "
+                    "or use another checkpoint.copy_to"
+                ) from None
+            return None
+        with usable(f"{self.address}/{OWNER}"):
+            entry = parse_yaml(text)
+            return Owner(str(entry["run"]), entry["settings"])
 
     def put_owner(self, owner: Owner) -> None:
         """Record the run that the address belongs to.
@@ -279,18 +276,6 @@ class RemoteStore:
             self._try(lambda: self._files.rm_file(self._path(step, MANIFEST)))
         with suppress(FileNotFoundError):
             self._try(lambda: self._files.rm(self._path(step), recursive=True))
-
-    def _record(self, name: str) -> Any:
-        """Parse a YAML object.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-        """
-        text = self._try(partial(self._read, f"{self._root}/{name}"))
-        try:
-            return parse_yaml(text)
-        except ValueError as error:
-            raise CheckpointError(f"{self.address}/{name} is damaged: {error}") from error
 
     def _read(self, path: str) -> bytes:
         """Read an object; objects longer than `LONGEST_FILE` are truncated, so that verification fails."""

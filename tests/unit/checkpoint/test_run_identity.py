@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from dit.checkpoint.background import remote
-from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, copy_all
+from dit.checkpoint.background.remote import Owner, RemoteStore, copy_all
 from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.run_identity import RUN_FILE, join_run
 from dit.checkpoint.store import CheckpointStore
@@ -158,20 +158,6 @@ def test_an_address_that_cannot_be_read_stops_only_a_run_without_checkpoints(
     folder.save(4, "0123")
     assert folder.join() == "0123"
     assert f"the checkpoints of {folder.store.root} are used: " in caplog.text
-
-
-def test_copies_of_an_earlier_version_are_compared_by_their_settings(owner: tuple[Folder, str], tmp_path: Path) -> None:
-    """They have no owner, and their manifests have no id."""
-    folder, _ = owner
-    (tmp_path / "copies" / OWNER).unlink()
-    folder.save(5, None)
-    copy_all(folder.store, RemoteStore(f"file://{tmp_path}/copies"))
-    lose(folder)
-    with pytest.raises(ConfigError, match=r"run None in .*optimizer.lr"):
-        Folder(tmp_path, "a", optimizer=OptimizerConfig(lr=3e-4)).join()
-    run = Folder(tmp_path, "a").join()
-    found = RemoteStore(f"file://{tmp_path}/copies").owner()
-    assert found == Owner(run, folder.config.to_record())
 
 
 def test_a_run_without_copies_keeps_its_id(tmp_path: Path) -> None:

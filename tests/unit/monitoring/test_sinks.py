@@ -90,7 +90,7 @@ def test_numpy_scalars_are_numbers(tmp_path):
 
 
 def test_resuming_keeps_every_line_and_drops_lost_steps_for_readers(tmp_path):
-    """Repeated steps are written again, marked by attempt. Older versions recorded no start."""
+    """Repeated steps are written again, marked by attempt; the second attempt wrote no start."""
     path = tmp_path / "metrics.jsonl"
     for attempt, steps in ((1, (1, 2, 3)), (2, (2, 3, 4))):
         sink = JsonlSink(path)

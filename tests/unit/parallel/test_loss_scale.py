@@ -110,12 +110,6 @@ def test_the_scale_applies_to_the_mean_loss(one_rank_world, tokens, divisor):
     assert scale.value == 512
 
 
-def test_a_state_of_an_earlier_version_scales_the_sum(one_rank_world):
-    scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16"))
-    scale.load({"loss_scale": 8.0, "overflowed_steps": 13, "growth_tracker": 1, "hysteresis_tracker": 1})
-    assert (scale.tokens, scale.scale.item()) == (1, 8)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_precisions_have_no_loss_scale(one_rank_world, precision):
     assert loss_scale_of(optimizer_of(one_rank_world, precision=precision)) is None
