@@ -24,7 +24,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.parallel.build import parameter_shapes
 from dit.patchify import Grid
-from dit.tracing.forward import ForwardCost
+from dit.tracing.forward import forward_cost
 
 Convention = Literal["model", "hardware", "nemo"]
 
@@ -44,7 +44,7 @@ class PackFlops:
 
     def __init__(self, model: ModelConfig, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> None:
         self.model, self._discriminator, self._passes = model, auxiliary.discriminator, auxiliary.extra_passes
-        self._cost = ForwardCost(model)
+        self._cost = forward_cost(model)
         self._nemo_weights: Optional[int] = None
 
     def forward(

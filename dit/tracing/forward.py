@@ -12,6 +12,7 @@ If a backbone's cost is not such a form, these checks fail, and each of its shap
 """
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -154,6 +155,14 @@ class ForwardCost:
             if self._network is None:
                 self._network = _Shortened(self.model)
             return self._network.count(pack)
+
+
+_COSTS: dict[tuple[type, str], ForwardCost] = {}
+
+
+def forward_cost(model: ModelConfig) -> ForwardCost:
+    """Return the counts of a model; runs of equal models in one process share them, because a trace takes 0.1 s."""
+    return _COSTS.setdefault((type(model), repr(model)), ForwardCost(copy.deepcopy(model)))
 
 
 class _MetaFlops(TorchDispatchMode):
