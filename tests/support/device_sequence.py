@@ -9,7 +9,6 @@ A CUDA graph repeats the kernels of one step, so all steps must have
 
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ from benchmarks.waits import NO_CAUSE, WaitCounter, meta_device
 from dit.backends import process_groups
 from dit.planner.job import Job
 from dit.planner.program import Program
-from dit.planner.trace import Tracer
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
 
@@ -84,12 +82,6 @@ def differences(one: Sequence[Operation], other: Sequence[Operation]) -> Counter
         elif x.live != y.live:
             differing[f"memory {x.name}, {x.line}"] += 1
     return differing
-
-
-def record_steps(job: Job, steps: int) -> list[list[Operation]]:
-    """Record the operations of consecutive steps of a job in a new process, after two others."""
-    with Tracer() as tracer:
-        return tracer.run(partial(record_steps_here, steps=steps), [job])[0]
 
 
 def record_steps_here(job: Job, steps: int) -> list[list[Operation]]:

@@ -2,8 +2,10 @@
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -31,7 +33,7 @@ from dit.step.forward_step import training_forward_step
 from dit.step.schedule import Logs
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.world import fake_world
-from tests.support.device_sequence import SequenceRecorder, differences, record_steps
+from tests.support.device_sequence import SequenceRecorder, differences, record_steps_here
 
 STEPS = 3  # the packs of a job repeat after three
 THIRD_TO_TENTH = 8  # graphs are captured in the third step
@@ -51,13 +53,20 @@ ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._var
 """The length of the longest sample is a number on the host."""
 
 
-def differing_operations(packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
+@pytest.fixture(scope="module")
+def tracer() -> Iterator[Tracer]:
+    """Trace the jobs of all tests in one process, which keeps the results of operations."""
+    with Tracer() as tracer:
+        yield tracer
+
+
+def differing_operations(tracer: Tracer, packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
     """Return the operations that differ between steps, except those of the noise."""
     job = wait_job(recipe, "packed", kernels)
     if job.pack.text_lengths:
         packs = [replace(pack, text_lengths=(5, 6, 7, 8)) for pack in packs]
     job = replace(job, pack=packs[0], packs=tuple(packs))
-    first, *others = record_steps(job, THIRD_TO_TENTH)
+    first, *others = tracer.run(partial(record_steps_here, steps=THIRD_TO_TENTH), [job])[0]
     assert len(first) > 500
     assert len(others) == THIRD_TO_TENTH - 1
     lines = sum((differences(first, other) for other in others), Counter[str]())
@@ -72,12 +81,12 @@ def differing_operations(packs: list[PackShape], recipe: str, kernels: Any) -> s
         pytest.param("tiny_ldm_unet", "eager", set(), marks=pytest.mark.slow),
     ],
 )
-def test_steps_of_dense_batches_are_equal(recipe: str, kernels: str, expected: set[str]) -> None:
-    assert differing_operations([DENSE], recipe, kernels) == expected
+def test_steps_of_dense_batches_are_equal(tracer: Tracer, recipe: str, kernels: str, expected: set[str]) -> None:
+    assert differing_operations(tracer, [DENSE], recipe, kernels) == expected
 
 
-def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_attention() -> None:
-    assert differing_operations(PACKS, "tiny_dit", "triton") == ATTENTION
+def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_attention(tracer: Tracer) -> None:
+    assert differing_operations(tracer, PACKS, "tiny_dit", "triton") == ATTENTION
 
 
 class NoWaits(WaitCounter):
@@ -108,9 +117,8 @@ def steps_without_waits_here(job: Job) -> int:
 
 
 @pytest.mark.parametrize(("recipe", "pack"), [("tiny_dit", "dense"), ("tiny_dit_cross", "packed")])
-def test_complete_steps_run_where_a_wait_is_an_error(recipe: str, pack: Any) -> None:
-    with Tracer() as tracer:
-        assert tracer.run(steps_without_waits_here, [wait_job(recipe, pack, "triton")]) == [STEPS]
+def test_complete_steps_run_where_a_wait_is_an_error(tracer: Tracer, recipe: str, pack: Any) -> None:
+    assert tracer.run(steps_without_waits_here, [wait_job(recipe, pack, "triton")]) == [STEPS]
 
 
 def test_each_kind_of_wait_is_an_error() -> None:
@@ -282,12 +290,13 @@ def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
         pytest.param("tiny_ldm_unet", "eager", marks=pytest.mark.slow),
     ],
 )
-def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(recipe: str, kernels: Any) -> None:
+def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
+    tracer: Tracer, recipe: str, kernels: Any
+) -> None:
     job = wait_job(recipe, "dense", kernels)
     texts = (8,) * len(job.pack.text_lengths)
     job = replace(job, packs=tuple(replace(job.pack, text_lengths=texts) for _ in job.packs))
-    with Tracer() as tracer:
-        assert_equal_steps_without_waits(tracer.run(passes_here, [job])[0], least=301)
+    assert_equal_steps_without_waits(tracer.run(passes_here, [job])[0], least=301)
 
 
 @pytest.mark.parametrize(
@@ -304,15 +313,14 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(reci
     ],
 )
 def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_all_steps(
-    recipe: str, kernels: Any, tensor: int
+    tracer: Tracer, recipe: str, kernels: Any, tensor: int
 ) -> None:
     """The packs differ in the number of samples and in the lengths of samples and texts."""
     job = wait_job(recipe, "packed", kernels)
     parallel = ParallelConfig(tensor_model_parallel_size=tensor)
     assert len({(len(pack.grids), pack.text_lengths) for pack in job.packs}) == 3
     job = replace(job, parallel=parallel, world_size=tensor)
-    with Tracer() as tracer:
-        assert_equal_steps_without_waits(tracer.run(passes_of_packs_here, [job])[0], least=301)
+    assert_equal_steps_without_waits(tracer.run(passes_of_packs_here, [job])[0], least=301)
 
 
 @pytest.mark.parametrize(
@@ -325,14 +333,13 @@ def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_all_steps(
     ],
 )
 def test_updates_have_no_wait_or_copy_and_are_equal_in_all_steps(
-    kernels: Any, data_parallel: Any, algorithm: Any
+    tracer: Tracer, kernels: Any, data_parallel: Any, algorithm: Any
 ) -> None:
     """In bf16, on two tensor-parallel ranks and two replicas; rates, limits and the weight of the average change."""
     job = wait_job("tiny_dit", "dense", kernels)
     parallel = ParallelConfig(tensor_model_parallel_size=2, data_parallel=data_parallel)
     job = replace(job, parallel=parallel, world_size=4, optimizer=OptimizerConfig(algorithm=algorithm))
-    with Tracer() as tracer:
-        numbers, updates = tracer.run(updates_here, [job])[0]
+    numbers, updates = tracer.run(updates_here, [job])[0]
     for recorded, least in ((numbers, 15), (updates, 8)):
         assert len(recorded) == STEPS
         assert_equal_steps_without_waits(recorded, least)
