@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
@@ -39,10 +40,12 @@ from dit.terminal import echo
 from launch import cli, environment
 
 if TYPE_CHECKING:
+    from dit.parallel.dims import ParallelDims
     from dit.planner.plan import Plan
     from dit.run_config import RunConfig
     from dit.tracing.counter import StepTrace
 
+HEAD = "| published step | measured, ms | planned, ms | error | error if the fit has not seen the system |"
 STEPS, DELTA, LARGEST_STEP, PENALTY = 12, 1e-3, 0.3, 0.02
 """Of the fit: iterations, difference for slopes, largest change of a logarithm in an iteration, penalty of a change."""
 EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
@@ -68,6 +71,7 @@ class Row:
 
     Attributes:
         name: as in the table.
+        source: of the measurement, see `ROWS`.
         system: rows of a system are left out of the fit together.
         device: name of the device.
         gpus: number of GPUs.
@@ -76,12 +80,13 @@ class Row:
         tokens, text_tokens: (t, h, w) patches of a sample and tokens of its text, if not those of the recipe.
         node_size: GPUs joined by NVLink, if not those of the device.
         fp8: whether matrix products are in MXFP8.
-        fitted: whether the constants are fitted to it.
+        fitted: whether the constants are fitted to it; later and partly unknown rows test the fit.
         modulation: weights of a layer's unsharded adaLN projections, divided by the squared hidden size, in NeMo's
             rows; 0 for rows whose memory-bound work is traced.
     """
 
     name: str
+    source: str
     system: str
     device: str
     gpus: int
@@ -95,6 +100,11 @@ class Row:
     fitted: bool = True
     modulation: int = 0
 
+    @property
+    def cells(self) -> str:
+        """The first cells of the table: the published step and its milliseconds."""
+        return f"| {self.name}{', MXFP8' * self.fp8} ({self.source}) | {self.seconds * 1e3:,.0f} |"
+
 
 _REPLICATED = (
     "parallel.data_parallel=distributed_optimizer",
@@ -106,13 +116,15 @@ _REPLICATED = (
 
 def _nemo(name: str, recipe: str, tokens: int, tokens_per_s: float, samples: int = 256) -> Row:
     """Return a row of NeMo: 256 H100, tokens/s per GPU."""
-    return Row(name, "NeMo, H100", "h100", 256, tokens * samples / (256 * tokens_per_s), recipe, modulation=9)
+    return Row(name, "NeMo", "NeMo, H100", "h100", 256, tokens * samples / (256 * tokens_per_s), recipe, modulation=9)
 
 
 def _flux(
-    system: str, device: str, gpus: int, samples: int, ms: float, tensor: int = 1, node_size: Optional[int] = None
+    source: str, device: str, gpus: int, samples: int, ms: float, tensor: int = 1, node_size: Optional[int] = None
 ) -> Row:
     """Return a row of MLPerf's FLUX.1: images of 256 px and 256 text tokens, one micro-batch to a step; MXFP8 if TP 1.
+
+    Version 6.0 is in no fit, because its precision is unknown.
 
     Args:
         samples: of a micro-batch.
@@ -125,15 +137,14 @@ def _flux(
         f"training.micro_batch_size={samples}",
         f"training.global_batch_size={batch}",
     )
-    name = f"FLUX.1, {samples} a rank, {layout}"
-    sample = (1, 16, 16), 256
-    return Row(
-        name, system, device, gpus, ms / 1e3, "bench_flux12b_1024", overrides, *sample, node_size, fp8=tensor == 1
-    )
+    name, sample = f"FLUX.1, {samples} a rank, {layout}", ((1, 16, 16), 256)
+    system = f"MLPerf, {device.upper()}"
+    row = name, source, system, device, gpus, ms / 1e3, "bench_flux12b_1024", overrides, *sample, node_size
+    return Row(*row, fp8=tensor == 1, fitted=source != "MLPerf 6.0")
 
 
 def _wan(
-    system: str, device: str, gpus: int, samples: int, seconds: float, context: int, *more: str, **row: Any
+    source: str, system: str, device: str, gpus: int, samples: int, seconds: float, context: int, *more: str, **row: Any
 ) -> Row:
     """Return a row of Wan 2.1 14B on clips of 37,440 tokens."""
     overrides = (
@@ -144,7 +155,7 @@ def _wan(
         *more,
     )
     name = f"Wan 14B, CP {context}, {gpus} {device.upper()}"
-    return Row(name, system, device, gpus, seconds, "wan_14b_mock", overrides, **row)
+    return Row(name, source, system, device, gpus, seconds, "wan_14b_mock", overrides, **row)
 
 
 ROWS = (
@@ -154,6 +165,7 @@ ROWS = (
     _nemo("DiT-28B 64k, FSDP, recomputed, 256 H100", "bench_dit28b_64k_fsdp_ckpt", 65_536, 1386),
     Row(
         "Wan 14B, TP 2 SP CP 4, 128 H100",
+        "DFM",
         "DFM, H100",
         "h100",
         128,
@@ -166,30 +178,34 @@ ROWS = (
             "training.recompute_layers=8",
         ),
     ),
-    _flux("MLPerf, GB200", "gb200", 16, 32, 567.3),
-    _flux("MLPerf, GB200", "gb200", 72, 32, 574.4),
-    _flux("MLPerf, GB200", "gb200", 512, 16, 184.0, 4, 64),
-    _flux("MLPerf, GB200", "gb200", 1152, 8, 133.4, 4, 64),
-    _flux("MLPerf, GB300", "gb300", 16, 64, 918.8),
-    _flux("MLPerf, GB300", "gb300", 72, 32, 511.0),
-    _flux("MLPerf, GB300", "gb300", 72, 32, 517.0),
-    _flux("MLPerf, GB300", "gb300", 512, 16, 171.4, 4, 64),
-    _flux("MLPerf, B200", "b200", 16, 32, 627.9),
-    _flux("MLPerf, B200", "b200", 72, 32, 625.3),
-    _flux("MLPerf, B200", "b200", 32, 32, 621.7),
-    _flux("MLPerf, B200", "b200", 16, 32, 620.6),
-    _flux("MLPerf, B200", "b200", 32, 32, 616.5),
-    _flux("MLPerf, B200", "b200", 64, 32, 630.2),
-    _flux("MLPerf, B200", "b200", 72, 32, 630.3),
-    _flux("MLPerf, B200", "b200", 128, 32, 649.9),
-    _wan("Bridge, Blackwell", "b200", 32, 64, 15.37, 2),
-    _wan("Bridge, Blackwell", "gb200", 32, 64, 15.69, 4, *_REPLICATED),
-    _wan("Bridge, Blackwell", "gb300", 32, 64, 11.99, 2, *_REPLICATED),
-    _wan("Automodel, H100", "h100", 8, 8, 35.1, 1, "training.recompute=full", fitted=False),
+    _flux("MLPerf, NVIDIA", "gb200", 16, 32, 567.3),
+    _flux("MLPerf, NVIDIA", "gb200", 72, 32, 574.4),
+    _flux("MLPerf, NVIDIA", "gb200", 512, 16, 184.0, 4, 64),
+    _flux("MLPerf, NVIDIA", "gb200", 1152, 8, 133.4, 4, 64),
+    _flux("MLPerf, NVIDIA", "gb300", 16, 64, 918.8),
+    _flux("MLPerf, NVIDIA", "gb300", 72, 32, 511.0),
+    _flux("MLPerf, Supermicro", "gb300", 72, 32, 517.0),
+    _flux("MLPerf, NVIDIA", "gb300", 512, 16, 171.4, 4, 64),
+    _flux("MLPerf, Oracle", "b200", 16, 32, 627.9),
+    _flux("MLPerf, Oracle", "b200", 72, 32, 625.3),
+    _flux("MLPerf, Nebius", "b200", 32, 32, 621.7),
+    _flux("MLPerf, Florida", "b200", 16, 32, 620.6),
+    _flux("MLPerf, Florida", "b200", 32, 32, 616.5),
+    _flux("MLPerf, Florida", "b200", 64, 32, 630.2),
+    _flux("MLPerf, Florida", "b200", 72, 32, 630.3),
+    _flux("MLPerf, Florida", "b200", 128, 32, 649.9),
+    _flux("MLPerf 6.0", "gb300", 32, 32, 433.0),
+    _flux("MLPerf 6.0", "gb300", 72, 32, 433.0),
+    _wan("Bridge", "Bridge, Blackwell", "b200", 32, 64, 15.37, 2),
+    _wan("Bridge", "Bridge, Blackwell", "gb200", 32, 64, 13.73, 2, fitted=False),
+    _wan("DFM", "Bridge, Blackwell", "gb200", 32, 64, 15.69, 4, *_REPLICATED),
+    _wan("DFM", "Bridge, Blackwell", "gb300", 32, 64, 11.99, 2, *_REPLICATED),
+    _wan("Automodel", "Automodel, H100", "h100", 8, 8, 35.1, 1, "training.recompute=full", fitted=False),
+    _wan("Automodel", "Automodel, H100", "h100", 64, 64, 26.99, 1, "training.recompute=full", fitted=False),
 )
-"""Sources: README of NVIDIA NeMo's diffusion collection, November 2024; performance summaries of NVIDIA-NeMo/DFM and of
-Megatron-Bridge; MLPerf Training v5.1, median step times in the logs of NVIDIA, Supermicro, Oracle, Nebius and the
-University of Florida. Automodel's layers are assumed to be recomputed."""
+"""Sources: README of NVIDIA NeMo's diffusion collection, November 2024; performance summaries of Megatron-Bridge and of
+NVIDIA-NeMo/DFM, also for Automodel, whose layers are assumed to be recomputed; MLPerf Training v5.1, median step times
+in the logs of NVIDIA, Supermicro, Oracle, Nebius and the University of Florida; v6.0, June 2026."""
 
 
 @dataclass(frozen=True)
@@ -238,25 +254,38 @@ class Traced:
         return self.predicted(fitted).total / self.row.seconds - 1
 
 
-def traced(row: Row) -> Traced:
-    """Trace a row's recipe."""
-    from dit.parallel.pipeline import split_layers
+@cache
+def planned(
+    recipe: str,
+    overrides: tuple[str, ...],
+    gpus: int,
+    tokens: Optional[tuple[int, int, int]],
+    text_tokens: Optional[int],
+) -> tuple["RunConfig", "ParallelDims", int, "Plan"]:
+    """Return the settings of a row's recipe, its sizes, the tokens of a sample and its plan, for any device."""
     from dit.planner.plan import plan
     from launch.config_file import built
     from launch.planned_sample import planned_sample
     from launch.train import resolve
 
-    task = resolve(cli.Options(factory=row.recipe, overrides=list(row.overrides)))
-    config = built(task)
-    dims, _ = config.check(row.gpus)
-    sample = planned_sample(config.data, config.model, row.tokens, row.text_tokens)
+    config = built(resolve(cli.Options(factory=recipe, overrides=list(overrides))))
+    dims, _ = config.check(gpus)
+    sample = planned_sample(config.data, config.model, tokens, text_tokens)
     parts = config.model, config.objective, config.optimizer, config.parallel, config.training
-    full_plan = plan(*parts, sample.shape(dims), dims)
+    return config, dims, sample.tokens, plan(*parts, sample.shape(dims), dims)
+
+
+def traced(row: Row) -> Traced:
+    """Trace a row's recipe."""
+    from dit.parallel.pipeline import split_layers
+
+    arguments = row.recipe, row.overrides, row.gpus, row.tokens, row.text_tokens
+    config, dims, tokens, full_plan = planned(*arguments)
     sizes, layout = config.model.megatron_sizes(), config.parallel
     layers = split_layers(sizes.num_layers, layout.pipeline_model_parallel_size)
     recomputed = recomputed_share(config.training, layout, config.model)
     share = layout.tensor_model_parallel_size * layout.context_parallel_size
-    one_pass = 2 * sample.tokens * dims.micro_batch_size * sizes.hidden_size / share
+    one_pass = 2 * tokens * dims.micro_batch_size * sizes.hidden_size / share
     weights = row.modulation * sizes.hidden_size**2
     moved = (
         (EAGER_PASSES + recomputed * EAGER_FORWARD_PASSES) * one_pass + MODULATION_BYTES * weights,
@@ -317,31 +346,28 @@ def left_out(rows: Sequence[Traced], system: str) -> Fitted:
 
 def table(rows: Sequence[Traced]) -> str:
     """Return a table of the predictions, each with the error of a fit without the row's system."""
-    lines = [
-        "| published step | measured, ms | planned, ms | error | error if the fit has not seen the system |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [HEAD, "|---|---|---|---|---|"]
     unseen = {system: left_out(rows, system) for system in dict.fromkeys(row.row.system for row in rows)}
-    errors = []
+    errors: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for row in rows:
-        error = row.error(unseen[row.row.system])
-        errors += [abs(error)] * row.row.fitted
-        name = row.row.name + (", MXFP8" if row.row.fp8 else "")
+        error, other = row.error(Fitted()), row.error(unseen[row.row.system])
+        errors[row.row.fitted].append((abs(error), abs(other)))
         lines.append(
-            f"| {name} ({row.row.system.partition(',')[0]}) | {row.row.seconds * 1e3:,.0f} | "
-            f"{row.predicted(Fitted()).total * 1e3:,.0f} | {row.error(Fitted()):+.1%} | "
-            + (f"{error:+.1%} |" if row.row.fitted else "in no fit |")
+            f"{row.row.cells} {row.predicted(Fitted()).total * 1e3:,.0f} | {error:+.1%} | "
+            f"{f'{other:+.1%}' if row.row.fitted else 'in no fit'} |"
         )
+    for is_fitted, pairs in errors.items():
+        cells = [f"{np.median(column):.1%}, {max(column):.1%}" for column in zip(*pairs)]
+        title = f"{len(pairs)} rows in {'the fit' if is_fitted else 'no fit'}: median and largest error"
+        lines.append(f"| {title} | | | {cells[0]} | {cells[1] if is_fitted else 'in no fit'} |")
+    return "\n".join(lines)
+
+
+def constants(rows: Sequence[Traced]) -> str:
+    """Return the constants of a fit to the rows, and those used."""
     best = asdict(fitted([row for row in rows if row.row.fitted]))
-    constants = [f"{name} {value:.4g} (used: {getattr(Fitted(), name):.4g})" for name, value in best.items()]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"systems that the fit has not seen: median {np.median(errors):.1%}, largest {max(errors):.1%}",
-            f"{len(best)} constants fitted to {len(errors)} rows: " + ", ".join(constants),
-        ]
-    )
+    used = asdict(Fitted())
+    return "constants of the fit: " + ", ".join(f"{name} {best[name]:.4g} (used: {used[name]:.4g})" for name in best)
 
 
 @one_line_errors
@@ -350,7 +376,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__).parse_args(argv)
     environment.prepare()
     environment.quiet_libraries()
-    echo(table([traced(row) for row in ROWS]))
+    rows = [traced(row) for row in ROWS]
+    echo(table(rows) + "\n\n" + constants(rows))
     return EXIT_OK
 
 

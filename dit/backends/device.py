@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Optional
 
@@ -148,6 +148,29 @@ def side_stream() -> Iterator[None]:
     with torch.cuda.stream(stream):
         yield
     torch.cuda.current_stream().wait_stream(stream)
+
+
+class Stream:
+    """A queue of work on the device; without a GPU, work is done at once.
+
+    Args:
+        current: queue to the current CUDA stream instead of a new one.
+    """
+
+    def __init__(self, *, current: bool = False) -> None:
+        self._stream = torch.cuda.Stream() if use_cuda() and not current else None
+
+    def queue(self, work: Optional[Callable[[], object]] = None, *, after: Any = None) -> Any:
+        """Queue work that starts after an event of another stream; return the event of its end.
+
+        The host does not wait. Without work, the event is the end of all work queued before.
+        """
+        with torch.cuda.stream(self._stream) if use_cuda() else nullcontext():  # None is the current stream
+            if after is not None:
+                torch.cuda.current_stream().wait_event(after)
+            if work is not None:
+                work()
+            return torch.cuda.current_stream().record_event() if use_cuda() else None
 
 
 @contextmanager

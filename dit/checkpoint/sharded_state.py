@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dit.backends.device import synchronize
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups, raise_together
 from dit.backends.sharding import sharding_of
@@ -100,6 +101,8 @@ def _values(
     shards: Sequence[MasterShard], ema: Optional[EMA], i: int, powers: Optional[Sequence[str]] = None
 ) -> dict[str, Tensor]:
     """Return this rank's values of the `i`-th parameter by slot; `powers` as `load_state`."""
+    if shards[i].host is not None:
+        synchronize()  # an update copies the moments while the host continues
     values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in shards[i].slots}}
     if ema is not None:
         values["ema"] = ema.values[i]

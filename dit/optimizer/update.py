@@ -10,7 +10,7 @@ can be repeated as a CUDA graph, whose inputs are the numbers of the step and th
 Before the average, they can scale the rows of weights (`dit.optimizer.unit_rows`).
 
 With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or torch's in eager mode, updates them in
-parts.
+parts that are copied to the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from dit.backends.device import device_numbers, synchronize
+from dit.backends.device import Stream, device_numbers
 from dit.backends.graphs import Graphed, Runner, call
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
@@ -41,8 +41,8 @@ from dit.parallel.fsdp import local
 from dit.patches import patches
 from dit.settings import OptimizerConfig
 
-PART = 1 << 24
-"""Elements whose moments are on the device at the same time: 128 MiB."""
+PART = 1 << 23
+"""Elements whose moments fit into one of two buffers on the device, of 64 MiB each."""
 
 
 class Update(Protocol):
@@ -98,31 +98,57 @@ def build_update(
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
     """Wrap an update of device parameters into one of parameters whose moments are in host memory.
 
-    About `PART` elements at a time are copied to the device, updated and copied back. The host does not wait: moments
-    may only be read after `synchronize`.
-    """
+    The moments of up to `PART` elements at a time are copied to one of two buffers on the device. Copies in both
+    directions and updates overlap; on the buffers a and b:
 
-    def update_some(batch: Sequence[Elements], rates: Rates) -> None:
-        moments = [moment for p in batch for moment in (p.exp_avg, p.exp_avg_sq)]
-        device_moments = [moment.to(batch[0].main.device, copy=True, non_blocking=True) for moment in moments]
-        adamw(
-            [replace(p, exp_avg=m, exp_avg_sq=v) for p, m, v in zip(batch, device_moments[::2], device_moments[1::2])],
-            rates,
-        )
-        for moment, new in zip(moments, device_moments):
-            moment.copy_(new, non_blocking=True)
+        copies to the device    0 -> a | 1 -> b |        | 2 -> a | 3 -> b
+        updates                        |   0    |   1    |        |   2    |   3
+        copies to the host                      | a -> 0 | b -> 1 |        | a -> 2 | b -> 3
+
+    The current stream waits for all copies, the host for none: it may only read moments after `synchronize`.
+    """
+    to_device, to_host, current = Stream(), Stream(), Stream(current=True)
 
     def update(parameters: Sequence[Elements], rates: Rates) -> None:
-        batch: list[Elements] = []
-        for part in (part for parameter in parameters for part in parts(parameter, PART)):
-            if sum(p.main.numel() for p in batch) + part.main.numel() > PART:
-                update_some(batch, rates)
-                batch = []
-            batch.append(part)
-        if batch:
-            update_some(batch, rates)
+        batches = list(batches_of(parameters))
+        size = max((2 * sum(aligned(p.main) for p in batch) for batch in batches), default=0)
+        buffers = [batch[0].main.new_empty(size) for batch in batches[:2]]
+        is_free = [current.queue()] * 2
+        for i, batch in enumerate(batches):
+            moments = [moment for p in batch for moment in (p.exp_avg, p.exp_avg_sq)]
+            sizes = [*map(aligned, moments)]
+            places = buffers[i % 2][: sum(sizes)].split(sizes)
+            copies = [place[: moment.numel()] for place, moment in zip(places, moments)]
+            on_device = [replace(p, exp_avg=m, exp_avg_sq=v) for p, m, v in zip(batch, copies[::2], copies[1::2])]
+            have_arrived = to_device.queue(partial(copy, moments, copies), after=is_free[i % 2])
+            are_updated = current.queue(partial(adamw, on_device, rates), after=have_arrived)
+            is_free[i % 2] = to_host.queue(partial(copy, copies, moments), after=are_updated)
+        for event in is_free:
+            current.queue(after=event)
 
     return update
+
+
+def copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy tensors between device and host; the host does not wait."""
+    torch._foreach_copy_(targets, sources, non_blocking=True)
+
+
+def aligned(values: Tensor) -> int:
+    """Return the number of elements rounded up so that the next tensor allows vectorised accesses."""
+    return -(-values.numel() // 4) * 4
+
+
+def batches_of(parameters: Sequence[Elements]) -> Iterator[list[Elements]]:
+    """Yield flat parts of the parameters, in batches of up to `PART` elements."""
+    batch: list[Elements] = []
+    for part in (part for parameter in parameters for part in parts(parameter, PART)):
+        if sum(p.main.numel() for p in batch) + part.main.numel() > PART:
+            yield batch
+            batch = []
+        batch.append(part)
+    if batch:
+        yield batch
 
 
 def parts(elements: Elements, size: int) -> Iterator[Elements]:
@@ -181,8 +207,7 @@ class FusedUpdate:
         self.unit_rows = UnitRows(()) if unit_rows is None else unit_rows
         # The kernel can update the average only if the new weights are final, and in device memory.
         self.averages = ema is not None and not ema.offload and not self.unit_rows.shards
-        on_host = any(shard.host is not None for shard in shards) or (ema is not None and ema.offload)
-        self.can_be_omitted = not on_host  # the host waits for copies
+        self.can_be_omitted = ema is None or not ema.offload  # otherwise, the host waits for copies
         self.parts = sub_optimizers(optimizer)
         groups = [(part, group) for part in self.parts for group in part.optimizer.param_groups]
         for _, group in groups:
@@ -214,8 +239,6 @@ class FusedUpdate:
         table = device_numbers([of_group.values() for of_group in rates])
         self.run(partial(self._apply, rates), numbers.on_device, table)
         self._count(count)
-        if any(shard.host is not None for shard in self.shards):
-            synchronize()
 
     def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
         """Queue the operations of an update.

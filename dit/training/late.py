@@ -18,8 +18,8 @@ def may_be_late(config: RunConfig, state: TrainState, step: int) -> bool:
     The numbers of all other steps are read at once:
 
         every step    with fp16, because the loss scale depends on the gradients; with hooks; with
-                      `on_bad_numbers=rewind`, because the next batches depend on them; with weights, moments or
-                      averages that are updated in host memory
+                      `on_bad_numbers=rewind`, because the next batches depend on them; with averages that are
+                      updated in host memory
         some steps    before a log line, a checkpoint, a validation or a grid of samples; before a step that
                       `recheck_interval` computes twice; before `auxiliary.start_step`, where the history of losses
                       starts again; at the end

@@ -5,8 +5,9 @@ from statistics import median
 
 import pytest
 
-from benchmarks.planned import ROWS, fitted, left_out, traced
+from benchmarks.planned import ROWS, fitted, left_out, table, traced
 from dit.planner.devices import Fitted
+from tests.support.planner_table import PAGE
 
 pytestmark = pytest.mark.long
 
@@ -34,3 +35,8 @@ def test_the_fit_predicts_the_rows_of_another_system(rows):
 def test_the_constants_equal_those_of_the_fit(rows):
     best = fitted([row for row in rows if row.row.fitted])
     assert asdict(best) == pytest.approx(asdict(Fitted()), rel=0.02)
+
+
+def test_the_page_has_the_planned_table(rows):
+    """If not: `python -m tests.support.planner_table --write`."""
+    assert table(rows) in PAGE.read_text(encoding="utf-8")

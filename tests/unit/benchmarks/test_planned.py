@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.planned import ROWS, fitted, traced
 from dit.planner.devices import Fitted
+from tests.support.planner_table import PAGE
 
 PUBLISHED = 0.07
 
@@ -31,6 +32,12 @@ def test_a_fit_finds_the_rates_of_the_rows_and_keeps_other_constants():
     assert found.hopper_matmul == pytest.approx(truth.hopper_matmul, rel=0.01)  # because of a penalty
     assert found.hopper_attention == pytest.approx(truth.hopper_attention, rel=0.01)
     assert found.blackwell_matmul == pytest.approx(Fitted().blackwell_matmul)
+
+
+def test_the_page_has_every_published_row():
+    """If not: `python -m tests.support.planner_table --write`."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert [row.cells for row in ROWS if page.count(row.cells) != 1] == []
 
 
 def test_a_published_row_of_nemo_is_planned_within_seven_percent():

@@ -1,6 +1,9 @@
 """Updates part by part, with Adam's moments in host memory."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import permutations
+from types import SimpleNamespace
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -53,6 +56,59 @@ def test_partial_updates_equal_the_full_update(monkeypatch: pytest.MonkeyPatch, 
             expected, found = getattr(one, name), getattr(other, name)
             # torch's kernel rounds the elements of full vectors differently from the remaining ones.
             torch.testing.assert_close(found, expected, rtol=1e-2 if name == "model" else 1e-6, atol=1e-7, msg=name)
+
+
+@dataclass
+class Queued:
+    """Work on a stream of `Device`, which is the event of its end, too."""
+
+    work: Any
+    after: Optional["Queued"]
+    is_done: bool = False
+
+
+class Device:
+    """A device that does no work until `run`; the order of streams is free, except for events."""
+
+    def __init__(self) -> None:
+        self.streams: list[list[Queued]] = []
+
+    def stream(self, *, current: bool = False) -> Any:
+        """Replace `dit.backends.device.Stream`."""
+        stream: list[Queued] = []
+        self.streams.append(stream)
+
+        def queue(work: Any = lambda: None, *, after: Optional[Queued] = None) -> Queued:
+            stream.append(Queued(work, after))
+            return stream[-1]
+
+        return SimpleNamespace(queue=queue)
+
+    def run(self, order: tuple[int, ...]) -> None:
+        """Do all work, always that of the first stream in an order that does not wait for an event."""
+        streams = [self.streams[i] for i in order]
+        while any(streams):
+            first = next(s for s in streams if s and (s[0].after is None or s[0].after.is_done)).pop(0)
+            first.work()
+            first.is_done = True
+
+
+@pytest.mark.parametrize("part", [4, 16, 1000])
+@pytest.mark.parametrize("order", permutations(range(3)))
+def test_copies_and_updates_may_overlap(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...], part: int) -> None:
+    """Two updates give the same bits, whichever of the three streams is ahead."""
+    monkeypatch.setattr(update, "PART", part)
+    in_turn, overlapping = (parameters(averaged=True, half=True) for _ in range(2))
+    device, steps = Device(), (RATES, replace(RATES, step=4))
+    update_in_turn = update.with_moments_on_the_host(adamw)
+    monkeypatch.setattr(update, "Stream", device.stream)
+    update_overlapping = update.with_moments_on_the_host(adamw)
+    for rates in steps:
+        update_in_turn(in_turn, rates)
+        update_overlapping(overlapping, rates)
+    device.run(order)
+    for one, other in zip(in_turn, overlapping):
+        assert all(torch.equal(value, vars(other)[name]) for name, value in vars(one).items())
 
 
 def test_clipping_equals_that_of_megatron_core() -> None:

@@ -139,7 +139,7 @@ CASES: dict[str, Any] = {
     "ddp": (["parallel.data_parallel=ddp"], {}),
     "no clipping": (["optimizer.clip_grad=0"], {}),
     "skip": ([SKIP], {"factors": {BAD: float("nan"), BAD + 1: float("inf"), 20: float("nan")}}),
-    "skip, fused": ([SKIP], {"factors": {BAD: float("nan"), BAD + 1: float("nan")}, "fused": True}),
+    "skip, offloaded": ([SKIP, "optimizer.offload=True"], {"factors": {BAD: float("nan"), BAD + 1: float("nan")}}),
     "skip before a save": ([SKIP], {"factors": {3 * SAVED - 1: float("nan")}}),
     "spike": ([SKIP, "training.spike_threshold=30"], {"factors": {25: 1e4}, "fused": True}),
     "stop": ([], {"factors": {BAD: float("nan")}}),
@@ -252,7 +252,6 @@ def test_a_bad_last_step_is_repeated_with_other_data(trainer: Trainer) -> None:
     [
         ["training.precision=fp16"],
         ["training.on_bad_numbers=rewind"],
-        ["optimizer.offload=True"],
         ["training.ema_offload=True"],
         ["training.log_interval=1"],
         ["training.validation_interval=1", "data.validation_samples=2"],
