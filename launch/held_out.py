@@ -72,7 +72,7 @@ def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[
 
 def _by_levels(batch: PackedBatch, objective: "Objective") -> list[PackedBatch]:
     """Split a pack into packs of samples with the same noise levels, which may depend on the size of a sample."""
-    from dit.pack_selection import select_samples
+    from dit.sampling.pack_selection import select_samples
 
     samples_of: dict[int, list[int]] = {}
     for i, grid in enumerate(batch.grids):

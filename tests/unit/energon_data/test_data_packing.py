@@ -16,8 +16,8 @@ from small_data import spec
 from benchmarks.packing import ATTENTION, MIXES, many_resolutions, measure
 from dit.data_api import sample_id
 from dit.errors import BatchError
-from dit.pack_selection import select_samples
 from dit.patchify import grid_positions, patchify
+from dit.sampling.pack_selection import select_samples
 from dit.tracing.forward import ForwardCost
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
