@@ -81,9 +81,14 @@ class AuxiliaryNetworks:
     lr_factor: float = 1.0
     extra_passes: int = 0
 
+    @property
+    def changes(self) -> tuple[Optional[int], ...]:
+        """Completed steps after which terms of the loss start or end; None for never."""
+        return self.start_step, None if self.projection is None else self.projection.until_step
+
     def idle(self, step: int) -> tuple[str, ...]:
         """Return the name prefixes of the parameters without a gradient after `step` completed steps."""
-        until = None if self.projection is None else self.projection.until_step
+        _, until = self.changes
         ended = until is not None and step >= until
         return (*([DISCRIMINATOR] if step < self.start_step else []), *([ALIGNMENT] if ended else []))
 

@@ -147,6 +147,11 @@ class DataConfig(ABC):
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check the settings without reading data, for dry runs; arguments as in `validate`."""
 
+    @property
+    def longest_text(self) -> Optional[int]:
+        """Tokens to which texts are truncated, also prompts of samples; None for no limit."""
+        return None
+
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch, which some backbones do not support."""
         return True

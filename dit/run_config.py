@@ -150,6 +150,11 @@ class RunConfig:
             check_references(self.model, self.objective, setting, "data without it")
         return dims, spec
 
+    @property
+    def loss_changes(self) -> tuple[Optional[int], ...]:
+        """Completed steps after which terms of the loss or weights of a blend change; None for never."""
+        return *self.objective.auxiliary.changes, *(getattr(self.data, "blend_steps", None) or ())
+
     def fixed_packs(self, spec: BatchSpec) -> Optional[PackMaxima]:
         """Return the sizes to which packs are padded for a CUDA graph; None for dense batches, or without a graph."""
         return self.data.pack_maxima() if self.training.cuda_graph and self.data.mixes_shapes(spec) else None

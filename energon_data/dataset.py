@@ -47,7 +47,7 @@ class EnergonData(ReaderSettings, DataConfig):
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch samples of one shape, for convolutional backbones.
-        max_text_tokens: truncate longer texts; None for no limit.
+        max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
         min_side, max_side: drop pictures and clips with a smaller or larger side (pixels).

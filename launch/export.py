@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -104,7 +105,7 @@ def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
     if config.objective.reconstructs:
         config.model = with_latent_scale(config.model, checkpoint, raw_weights=args.raw_weights)
     slot = slot_of(checkpoint, config, "raw" if args.raw_weights else "ema")
-    trained = trained_model(config, metadata)
+    trained = with_one_shift(trained_model(config, metadata))
     if args.format in ADAPTER_FORMATS:
         return write_adapters(args.format, checkpoint, slot, config, trained, out)
     merged = [] if config.model.adapters is None else ["the adapters (LoRA) are merged into the weights"]
@@ -168,19 +169,17 @@ def with_latent_scale(model: "ModelConfig", folder: Path, *, raw_weights: bool) 
 
 
 def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedModel":
-    """Return the model with the metadata that is exported with its weights."""
+    """Return the model with the metadata that are written with its weights."""
     from dit.convert.diffusers_format import TrainedModel
 
-    (frames, height, width), objective = metadata["latent_size"], config.objective
-    if getattr(objective, "shift_dimension", None) is not None:  # unknown to other code bases
-        objective = objective.at_size(frames * height * width, config.model.in_channels)
+    frames, height, width = metadata["latent_size"]
     clean = {
         "reference": config.data.references_setting(),
         "first_frame": getattr(config.data, "clean_first_frame", 0.0),
     }
     return TrainedModel(
         model=config.model.without_adapters(),
-        objective=objective,
+        objective=config.objective,
         latent_size=(frames, height, width),
         sampling=asdict(config.sampling),
         # A data set may have classes that the model does not use.
@@ -189,6 +188,14 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
         fps=metadata.get("fps"),
         clean_parts=metadata.get("clean_parts") or [name for name, setting in clean.items() if setting],
     )
+
+
+def with_one_shift(trained: "TrainedModel") -> "TrainedModel":
+    """Return a model with the time shift of its latent size; other code bases have none that depends on the size."""
+    objective = trained.objective
+    if getattr(objective, "shift_dimension", None) is None:
+        return trained
+    return replace(trained, objective=objective.at_size(math.prod(trained.latent_size), trained.model.in_channels))
 
 
 def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path) -> list[str]:

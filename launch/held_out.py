@@ -1,6 +1,7 @@
 """Held-out data for `launch.evaluate`, distributed over the ranks by micro-batch, and the metric `loss` on them."""
 
 import argparse
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -18,6 +19,7 @@ from launch.sample import sampling_settings, tile_settings
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
+    from dit.objectives.base import Objective
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +55,7 @@ def held_out_batches(
 
 
 def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield the samples of this rank's held-out micro-batches, and as many generated ones.
+    """Yield samples of this rank's held-out micro-batches, and as many generated ones.
 
     A generated sample has the size and the conditions of a held-out one, and noise that depends on its name only.
     """
@@ -63,9 +65,22 @@ def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[
     settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
     sampling = generator.sampling(**settings)
     for batch in held_out_batches(args, generator, to_draw=True):
-        batch = batch.to(local_device())
-        real = batch.unpatchified(batch.latents_TC, *generator.spec.patch)
-        yield real, generator.generate_pack(batch, sampling, **tiles)
+        for part in _by_levels(batch.to(local_device()), generator.config.objective):
+            real = part.unpatchified(part.latents_TC, *generator.spec.patch)
+            yield real, generator.generate_pack(part, sampling, **tiles)
+
+
+def _by_levels(batch: PackedBatch, objective: "Objective") -> list[PackedBatch]:
+    """Split a pack into packs of samples with the same noise levels, which may depend on the size of a sample."""
+    from dit.sampling.pack_selection import select_samples
+
+    samples_of: dict[int, list[int]] = {}
+    for i, grid in enumerate(batch.grids):
+        samples_of.setdefault(math.prod(grid), []).append(i)
+    objectives = [objective.at_size(tokens, batch.latents_TC.shape[1]) for tokens in samples_of]
+    if all(other == objectives[0] for other in objectives):
+        return [batch]
+    return [select_samples(batch, samples) for samples in samples_of.values()]
 
 
 def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:

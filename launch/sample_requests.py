@@ -147,7 +147,7 @@ def encode_prompts(
     *,
     negative: bool = False,
 ) -> dict[str, list[Tensor]]:
-    """Embed texts with the encoders of the training data.
+    """Embed texts with the encoders of the training data, truncated as in training.
 
     Args:
         pictures: the picture to edit of each text, for encoders that read it.
@@ -161,12 +161,11 @@ def encode_prompts(
             "--text-embedding"
         )
     from dit.backends.device import local_device
-    from dit.encoders.text import load_text_encoders
-    from dit.encoders.text_config import as_conditions
+    from dit.encoders.text import load_text_encoders, texts_as_conditions
 
     encoders = load_text_encoders(generator.text_encoder, str(local_device()))
     entries = encoders.encode(prompts, pictures, negative=negative)
-    return as_conditions(entries, generator.spec.conditions)
+    return texts_as_conditions(entries, generator.spec.conditions, generator.config.data.longest_text)
 
 
 def telling_words(prompts: Sequence[str]) -> list[str]:

@@ -204,6 +204,8 @@ class Checkpointer:
                 dist.all_gather_object(resumed, list(state.stream.state_dict().get("streams", {})))
                 check_resumed_streams(position, resumed)
         self.resumed_metadata = read_metadata(folder)
+        if any(change.is_refused for change in differences):
+            self.resumed_metadata.pop("guard", None)  # losses of another experiment show no spikes of this one
 
     def rewind(self, state: TrainState) -> Optional[dict[str, Any]]:
         """Go back to the newest valid checkpoint of this run; the data position does not change.

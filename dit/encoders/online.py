@@ -22,7 +22,7 @@ from dit.batch import PackedBatch, pixel_values
 from dit.conditions import Condition, Conditions, pack_conditions
 from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
 from dit.encoders.batching import in_batches
-from dit.encoders.text import TextEncoder, empty_texts, join_entries
+from dit.encoders.text import TextEncoder, empty_texts, join_entries, texts_as_conditions
 from dit.encoders.text_config import as_conditions, check_text_encoder
 from dit.encoders.vae import VAE
 from dit.layout import to_device
@@ -133,7 +133,7 @@ class OnlineEncoders:
         entries = join_entries(self.texts, [self._embed(encoder, unique) for encoder in self.texts])
         by_caption = {
             name: dict(zip(unique, values, strict=True))
-            for name, values in as_conditions(entries, self.spec.conditions).items()
+            for name, values in texts_as_conditions(entries, self.spec.conditions, self.max_text_tokens).items()
         }
         texts = {name: [values[caption] for caption in captions] for name, values in by_caption.items()}
         return pack_conditions(self.spec.conditions, texts, batch.layout, self.spec.patch)
@@ -150,10 +150,7 @@ class OnlineEncoders:
             for numbers in ids
         ]
         encoded = self._on_all_peers(encoder.batches(ids), shapes, encode)
-        return {
-            entry: [rows[place] if entry == "pooled" else rows[place][: self.max_text_tokens] for rows in encoded]
-            for place, entry in enumerate(makes)
-        }
+        return {entry: [rows[place] for rows in encoded] for place, entry in enumerate(makes)}
 
     def _on_all_peers(
         self,

@@ -326,6 +326,19 @@ def join_entries(
     return entries
 
 
+def texts_as_conditions(
+    entries: Mapping[str, list[Tensor]], conditions: Sequence[Condition], max_tokens: Optional[int]
+) -> dict[str, list[Tensor]]:
+    """Rename embeddings to the conditions of a model, with tokens truncated as in training.
+
+    Args:
+        max_tokens: `data.max_text_tokens`; None for no limit.
+    """
+    texts = {condition.name for condition in conditions if condition.axis == "text"}
+    values = as_conditions(entries, conditions)
+    return {name: [row[:max_tokens] if name in texts else row for row in rows] for name, rows in values.items()}
+
+
 def _of_one_width(tensors: Sequence[Tensor], axis: int) -> list[Tensor]:
     """Return tensors to concatenate along an axis: for tokens, with zeros up to the width of the widest."""
     width = max(x.shape[-1] for x in tensors) if axis == -2 else 0

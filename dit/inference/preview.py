@@ -69,6 +69,7 @@ class PictureWriter:
             `dit.encoders.text_config`.
         autoencoder: of the training data; it decodes the samples unless `sampling.vae` names another one.
         nulls: embeddings of the empty text by condition, for a model that reads them in place of dropped texts.
+        max_text_tokens: longer prompts are truncated, as the texts of the training data; None for no limit.
 
     Attributes:
         note: a line for the user if latents are drawn without their autoencoder; else None.
@@ -84,10 +85,11 @@ class PictureWriter:
         text_encoder: Optional[str] = None,
         autoencoder: Optional[str] = None,
         nulls: Optional[Mapping[str, Tensor]] = None,
+        max_text_tokens: Optional[int] = None,
     ) -> None:
         self.model, self.objective, self.spec, self.sampling = model, objective, spec, sampling
         self.class_names, self.text_encoder = class_names, text_encoder
-        self.nulls = nulls or {}
+        self.nulls, self.max_text_tokens = nulls or {}, max_text_tokens
         self._texts: Optional[dict[str, list[Tensor]]] = None
         name, self.note = find_autoencoder(model.in_channels, sampling.vae, autoencoder, "sampling.vae=PATH")
         self._decoder = Decoder(name, local_device())
@@ -192,12 +194,11 @@ class PictureWriter:
         if not self.sampling.prompts:
             return {}
         if self._texts is None:
-            from dit.encoders.text import TextEncoders
-            from dit.encoders.text_config import as_conditions
+            from dit.encoders.text import TextEncoders, texts_as_conditions
 
             assert self.text_encoder is not None
             embeddings = TextEncoders(self.text_encoder).encode(self.sampling.prompts)
-            self._texts = as_conditions(embeddings, self.spec.conditions)
+            self._texts = texts_as_conditions(embeddings, self.spec.conditions, self.max_text_tokens)
         return {name: values * self.sampling.samples_per_class for name, values in self._texts.items()}
 
     def write(

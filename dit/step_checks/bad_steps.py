@@ -60,8 +60,8 @@ class BadSteps:
         self.skipped = int(metadata.get("skipped_updates", 0))
 
     def begin_step(self) -> None:
-        """Store the logged counts before a step; the first step with new terms of the loss starts a new history."""
-        if self.state.step == self.config.objective.auxiliary.start_step:
+        """Store the logged counts before a step; the first step with another loss starts a new history."""
+        if self.state.step in self.config.loss_changes:
             self.guard.clear_history()
         self.mark_counts()
 

@@ -21,8 +21,8 @@ def may_be_late(config: RunConfig, state: TrainState, step: int) -> bool:
                       `on_bad_numbers=rewind`, because the next batches depend on them; with averages that are
                       updated in host memory
         some steps    before a log line, a checkpoint, a validation or a grid of samples; before a step that
-                      `recheck_interval` computes twice; before `auxiliary.start_step`, where the history of losses
-                      starts again; at the end
+                      `recheck_interval` computes twice; before `loss_changes`, where the history of losses starts
+                      again; at the end
     """
     training = config.training
     if state.loss_scale is not None or training.hooks or training.on_bad_numbers == "rewind":
@@ -33,7 +33,7 @@ def may_be_late(config: RunConfig, state: TrainState, step: int) -> bool:
         training.validation_interval,
         training.sample_interval,
     )
-    last_steps = training.num_steps, training.stop_at_step, config.objective.auxiliary.start_step
+    last_steps = training.num_steps, training.stop_at_step, *config.loss_changes
     return (
         state.update.can_be_omitted
         and step not in last_steps

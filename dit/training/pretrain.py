@@ -293,7 +293,7 @@ class Run:
         if not resumed and config.checkpoint.start_from is not None:
             start_from(config, self.state)
         cost = PackFlops(config.model, config.objective.auxiliary).of_pack
-        nulls = null_texts(config.data, spec.conditions, self.device)
+        nulls, longest_text = null_texts(config.data, spec.conditions, self.device), config.data.longest_text
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.packs: Packs = balanced(self.state.stream, cost, dims.micro_batches, groups)
         maxima, train = config.fixed_packs(spec), self.train_shard
@@ -313,7 +313,7 @@ class Run:
         decoder = self.autoencoder if config.training.sample_interval else None
         sampled = replace(spec, conditions=config.model.conditions())
         drawn = config.model, config.objective, sampled, config.sampling
-        self.pictures = PictureWriter(*drawn, self.class_names, self.text_encoder, decoder, nulls)
+        self.pictures = PictureWriter(*drawn, self.class_names, self.text_encoder, decoder, nulls, longest_text)
         reports = groups.rank == 0 and not quiet
         if reports and config.training.sample_interval and self.pictures.note:
             logger.info(self.pictures.note)

@@ -4,6 +4,7 @@ Other packages add commands (`dit.extensions`), such as `letters` of examples/.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -23,6 +24,7 @@ WITH_VIDEOS = ("videos", "folder", "webdataset")
 
 
 def _options(args: argparse.Namespace) -> "Options":
+    from dit.encoders.vae import Geometry
     from energon_data.prepare.media import Options
     from energon_data.prepare.pictures import Fit
     from energon_data.prepare.videos import Cut
@@ -30,7 +32,9 @@ def _options(args: argparse.Namespace) -> "Options":
 
     cut = Cut()
     if args.command in WITH_VIDEOS:
-        cut = Cut(fps=args.fps, frames=args.frames, multiple_of=args.frames_multiple_of, clips=args.clips)
+        time = 1 if args.vae is None else Geometry.read(args.vae).time
+        multiple = args.frames_multiple_of if time == 1 else math.lcm(args.frames_multiple_of, time)
+        cut = Cut(fps=args.fps, frames=args.frames, multiple_of=multiple, after_first=time > 1, clips=args.clips)
     return Options(
         fit=Fit(
             size=args.size,
@@ -165,7 +169,13 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     if command in WITH_VIDEOS:
         parser.add_argument("--fps", type=float, help="frames per second to take (all)")
         parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
-        parser.add_argument("--frames-multiple-of", type=int, default=1, metavar="N", help="of a clip (%(default)s)")
+        parser.add_argument(
+            "--frames-multiple-of",
+            type=int,
+            default=1,
+            metavar="N",
+            help="of a clip, without its first frame if --vae encodes that by itself (%(default)s)",
+        )
         parser.add_argument("--clips", type=int, metavar="N", help="largest number of clips per video (all)")
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"

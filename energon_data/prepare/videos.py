@@ -24,12 +24,14 @@ class Cut:
         frames: frames of each clip; the last part of a video, if shorter, is dropped. None for one clip with all
             frames.
         multiple_of: the length of a clip is a multiple of this.
+        after_first: the length is 1 + such a multiple, as causal autoencoders encode.
         clips: largest number of clips of a video, from its beginning; None for all.
     """
 
     fps: Optional[float] = None
     frames: Optional[int] = None
     multiple_of: int = 1
+    after_first: bool = False
     clips: Optional[int] = None
 
     def __post_init__(self) -> None:
@@ -40,11 +42,13 @@ class Cut:
         if self.clips is not None and self.clips < 1:
             raise ConfigError(f"--clips {self.clips} must be at least 1; leave it out for all clips")
         if self.frames is not None and (self.frames < 1 or self.usable(self.frames) != self.frames):
-            raise ConfigError(f"--frames {self.frames} must be a multiple of {self.multiple_of}")
+            causal = "1 + " if self.after_first else ""
+            raise ConfigError(f"--frames {self.frames} must be {causal}a multiple of {self.multiple_of}")
 
     def usable(self, frames: int) -> int:
         """Return the largest allowed length of a clip within `frames`; 0 if there are too few."""
-        return frames // self.multiple_of * self.multiple_of
+        first = min(frames, self.after_first)
+        return first + (frames - first) // self.multiple_of * self.multiple_of
 
 
 def clips_of(

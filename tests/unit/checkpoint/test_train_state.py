@@ -92,6 +92,20 @@ def test_a_resumed_run_refuses_other_samples_of_a_user_source(
     assert taken(start(0.25, "data")) == 0
 
 
+def test_losses_of_another_objective_are_no_history_for_spikes(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """With another objective, all losses may be above the limit that the former ones give."""
+
+    def losses(*words: str) -> list[str]:
+        run = tiny_run(tmp_path, one_rank_world, *ONE_STREAM, *words)
+        finish(run, 0 if words else 2)
+        return run.bad_steps.guard.state_dict()["loss"]
+
+    former = losses()
+    assert len(former) == 2
+    assert losses("optimizer.lr=1e-5") == former
+    assert losses("objective.time_shift=2", 'checkpoint.accept_changes=["objective"]') == []
+
+
 def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
     """A run may drop a length, but not add one; `launch.average` reads the lengths of each checkpoint."""
 

@@ -90,6 +90,17 @@ def test_stored_padding_has_the_lengths_of_encoded_texts(folder, one_rank_world,
         torch.testing.assert_close(found["context"].values[: len(expected)], expected)
 
 
+def test_appended_texts_are_truncated_together(folder, one_rank_world):
+    """A stored text has the tokens of all encoders, so `data.max_text_tokens` limits their sum."""
+    line = f"text={folder}/t5,text={folder}/t5:appended"
+    spec = replace(SPEC, conditions=tuple(c for c in SPEC.conditions if c.name != "pooled"))
+    raw, encoding = packs(folder, "pixels", spec, online_text_encoder=line, max_text_tokens=3)
+    encode, encoders = OnlineEncoders(encoding, spec, CPU, one_rank_world.tp_cp), TextEncoders(line)
+    for pack in raw:
+        expected = torch.cat([text[:3] for text in encoders.encode(pack.raw.captions)["text"]])
+        torch.testing.assert_close(encode(pack).conditions["context"].values, expected)
+
+
 def test_one_part_is_encoded_while_the_other_is_stored(folder, one_rank_world):
     """Captions are encoded with stored latents, and pixels with stored embeddings that are not in the pixels' data."""
     texts, encoding = packs(folder, "latents", online_text_encoder=f"text={folder}/t5,pooled={folder}/clip")

@@ -1,5 +1,6 @@
 """Packing: every sample once, no pack over the limit, little padding; packs contain the values of the samples."""
 
+from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby, pairwise
 from typing import Any, Optional
@@ -16,7 +17,9 @@ from benchmarks.packing import ATTENTION, MIXES, many_resolutions, measure
 from dit.data_api import sample_id
 from dit.errors import BatchError
 from dit.patchify import grid_positions, patchify
+from dit.sampling.pack_selection import select_samples
 from dit.tracing.forward import ForwardCost
+from energon_data.frame_levels import FrameLevels
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipCounter
@@ -166,6 +169,26 @@ def test_conditions_without_use_in_the_model_are_omitted() -> None:
     assert batch.conditions["fps"].values.tolist() == [30.0, 12.0]
     with pytest.raises(BatchError, match="need 3 tokens"):
         collate([_clip(0, (1, 2, 2), 3), _clip(1, (2, 2, 2), 3)], asked, total_tokens=2)
+
+
+def test_a_selection_of_a_pack_is_the_pack_of_these_samples() -> None:
+    """With padding, loss weights, references and a noise level for each frame."""
+    sizes = {"latent_channels": 3, "num_classes": 10, "context_size": 5, "pooled_size": 7}
+    asked, levels = spec(**sizes, micro_batch_size=1, multiple_of=4), FrameLevels(own=1.0)
+    edit = {"reference": torch.ones(3, 1, 4, 2), "reference_grid": (1, 2, 1), "loss_weight": 0.5}
+    clips = [_clip(0, (1, 2, 6), 2), _clip(1, (2, 2, 4), 4, **edit), _clip(2, (1, 4, 4), 1), _clip(3, (3, 2, 2), 3)]
+    batch = levels(collate(clips, asked, total_tokens=40))
+    for samples in ([2, 1], [3, 0, 1]):
+        found = select_samples(replace(batch, draws_S=torch.arange(4)), samples)
+        expected = levels(collate([clips[i] for i in samples], asked))
+        assert found.validate(asked.conditions).draws_S.tolist() == samples
+        for name in ("layout", "grids", "reference_grids", "keys"):
+            assert getattr(found, name) == getattr(expected, name)
+        for name in ("latents_TC", "positions_T3", "sample_ids_S", "loss_weight_S"):
+            assert torch.equal(getattr(found, name), getattr(expected, name))
+        for name, entry in expected.conditions.items():
+            assert torch.equal(found.conditions[name].values, entry.values)
+            assert found.conditions[name].layout == entry.layout
 
 
 def test_the_order_of_packs_does_not_depend_on_their_lengths() -> None:

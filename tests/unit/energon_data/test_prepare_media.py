@@ -228,6 +228,8 @@ def test_clips_have_the_requested_frame_rate():
     assert len(list(clips_of(data, Cut(frames=5, clips=3)))) == 3
     [(found, _)] = clips_of(data, Cut(multiple_of=5))
     assert len(found) == 20
+    [(found, _)] = clips_of(data, Cut(multiple_of=4, after_first=True))
+    assert len(found) == 21
     with pytest.raises(SampleError, match="24 frames, a clip needs 25"):
         list(clips_of(data, Cut(frames=25)))
 

@@ -135,6 +135,16 @@ def test_impossible_numbers_of_a_command_are_refused_by_name(tmp_path, capsys, s
     assert f"--{setting} {value} must" in capsys.readouterr().err
 
 
+def test_clips_have_the_lengths_that_the_autoencoder_encodes(tmp_path, capsys):
+    """A causal one encodes its first frame separately; the lengths of a video's clips are checked at the start."""
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
+    command = ["videos", "--in", str(tmp_path), "--out", str(tmp_path / "out"), "--vae", str(tmp_path)]
+    for multiple, of in ((1, 4), (6, 12)):
+        words = ["--frames", "8", "--frames-multiple-of", str(multiple)]
+        assert main([*command, *words]) == EXIT_CONFIG
+        assert f"--frames 8 must be 1 + a multiple of {of}" in capsys.readouterr().err
+
+
 def test_frames_of_a_video_are_scaled_one_by_one(tmp_path, monkeypatch):
     """A clip of full-size frames would fill the memory: the decoder and the clip hold two at most."""
     apply, decoded, counts = Fit.apply, [], []

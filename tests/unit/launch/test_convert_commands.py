@@ -474,11 +474,12 @@ def test_an_import_reports_the_unconditional_branch_of_guidance(
 
 
 def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
-    """Other code bases have no shift that depends on the dimension."""
+    """Other code bases have no shift that depends on the dimension; run folders have it (`launch.average`)."""
     objective = FlowMatching(time_shift=1.5, shift_dimension=64)
     config = RunConfig(model=DiTConfig(in_channels=4), data=NoData(), objective=objective)
     trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
-    assert trained.objective == FlowMatching(time_shift=3.0)
+    assert trained.objective == objective
+    assert export.with_one_shift(trained).objective == FlowMatching(time_shift=3.0)
 
 
 def test_the_clean_parts_of_a_run_are_those_of_its_data() -> None:

@@ -1,7 +1,9 @@
 """Metrics of `launch.evaluate` on pictures, compared with values computed by hand from a tiny model's samples."""
 
+import math
 from argparse import Namespace
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from dit import extensions
+from dit.batch import PackedBatch
 from dit.data_api import NoData
 from dit.errors import ConfigError, DataError
 from dit.evaluation.clip import ClipModel
@@ -43,12 +46,12 @@ CLASSES = DiTConfig(**SMALL, in_channels=1, num_classes=3)
 TEXTS = DiTCrossConfig(**SMALL, in_channels=3, context_size=6)
 
 
-def generator_of(model: Any, build_model: BuildModel) -> Generator:
+def generator_of(model: Any, build_model: BuildModel, **objective: Any) -> Generator:
     data = MockData(shapes=["1x8x8", "1x16x8"], validation_samples=8)
     config = RunConfig(
         model=model,
         data=data,
-        objective=FlowMatching(),
+        objective=FlowMatching(**objective),
         sampling=SAMPLING,
         training=TrainingConfig(micro_batch_size=4),
     )
@@ -78,16 +81,25 @@ def features(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
     return of
 
 
+@pytest.mark.parametrize("shift", [None, 64])
 def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_conditions(
-    build_model: BuildModel, features: Callable[[Tensor], Tensor]
+    build_model: BuildModel, features: Callable[[Tensor], Tensor], shift: Any
 ) -> None:
-    generator = generator_of(CLASSES, build_model)
+    """Noise levels may depend on the size, of which a micro-batch has two."""
+    generator = generator_of(CLASSES, build_model, shift_dimension=shift)
+
+    def drawn_of(batch: PackedBatch) -> list[Tensor]:
+        by_grid = {}
+        for grid in batch.grids:
+            sized, objective = copy(generator), generator.config.objective
+            sized.config = replace(generator.config, objective=objective.at_size(math.prod(grid), 4))
+            by_grid[grid] = sized.generate_pack(batch, SAMPLING)
+        return [by_grid[grid][i] for i, grid in enumerate(batch.grids)]
+
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     spec = CLASSES.batch_spec(micro_batch_size=4)
     for batch in generator.config.data.build_validation(spec, dp_rank=0, dp_size=1):
-        for side, latents in zip(
-            sides, (batch.unpatchified(batch.latents_TC, 1, 2), generator.generate_pack(batch, SAMPLING))
-        ):
+        for side, latents in zip(sides, (batch.unpatchified(batch.latents_TC, 1, 2), drawn_of(batch))):
             for latent in latents:
                 side.append(features(latent[:, 0][None].clamp(-1, 1))[0].double())
     real, drawn = (torch.stack(side) for side in sides)

@@ -42,7 +42,7 @@ class FakeGenerator:
     )
     latent_size: tuple[int, int, int] = (1, 6, 6)
     calls: list[dict] = field(default_factory=list)
-    data: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(path="somewhere"))
+    data: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(path="somewhere", longest_text=None))
 
     @property
     def config(self):
@@ -195,7 +195,7 @@ def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
     ],
 )
 def test_a_run_that_never_trained_with_such_pictures_is_refused(generator, tmp_path, capsys, flags, setting, message):
-    generator.data = SimpleNamespace(path="somewhere", **setting)
+    generator.data = SimpleNamespace(path="somewhere", longest_text=None, **setting)
     assert draw(tmp_path, *flags, str(tmp_path / "picture.png")) == 2
     assert message in capsys.readouterr().err
 

@@ -33,7 +33,9 @@ from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step_checks.bad_steps import BadSteps
+from dit.training.late import may_be_late
 from dit.training.validate import held_out_loss
+from energon_data.dataset import EnergonData
 from launch.verify import MockPacks, tiny_pair
 from tests.unit.objectives.packs import run_config
 
@@ -268,27 +270,47 @@ def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> N
         Adversarial(**setting)
 
 
-def test_the_first_step_of_the_terms_is_not_a_spike(one_rank_world: ProcessGroups) -> None:
-    """Also after an fp16 overflow or a rewind; later steps are compared with the steps since the start of the terms."""
-    start, state = 20, SimpleNamespace(chunks=[], step=0)
-    words = f"objective.adversarial=adversarial(start_step={start})", "training.spike_threshold=5.0"
-    bad_steps = BadSteps(run_config("pictogram_autoencoder", *words), cast(Any, state), one_rank_world)
+CHANGE = 20
+CHANGES = {
+    "start": ("pictogram_autoencoder", f"objective.adversarial=adversarial(start_step={CHANGE})"),
+    "end": (
+        "tiny_dit",
+        "objective=flow_matching",
+        "objective.alignment=repa",
+        "objective.alignment.layer=1",
+        f"objective.alignment.until_step={CHANGE}",
+    ),
+    "data": ("tiny_dit",),
+}
+"""Runs with a term of the loss that starts or ends after step `CHANGE`, or with other data from then on."""
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_the_first_step_of_another_loss_is_not_a_spike(one_rank_world: ProcessGroups, case: str) -> None:
+    """Also after an fp16 overflow or a rewind; later steps are compared with the steps since the change."""
+    state = SimpleNamespace(chunks=[], step=0, loss_scale=None, update=SimpleNamespace(can_be_omitted=True))
+    config = run_config(*CHANGES[case], "training.spike_threshold=5.0", "training.log_interval=1000")
+    if case == "data":
+        config.data = EnergonData(blend=[{"path": "a", "weight": [1, 2]}], blend_steps=[CHANGE])
+    bad_steps = BadSteps(config, cast(Any, state), one_rank_world)
 
     def is_bad(step: int, loss: float) -> bool:
         state.step = step - 1
         bad_steps.begin_step()
         return bad_steps.guard.judge(step, loss, 1.0) is not None
 
-    assert not any(is_bad(step, 1.0) for step in range(1, start + 1))
+    assert not any(is_bad(step, 1.0) for step in range(1, CHANGE + 1))
     before = bad_steps.guard.state_dict()
-    assert is_bad(start, 1.5)
+    assert is_bad(CHANGE, 1.5)
     for _ in range(2):
-        assert not any(is_bad(step, 1.5) for step in range(start + 1, start + 20))
-        assert is_bad(start + 20, 3.0)
+        assert not any(is_bad(step, 1.5) for step in range(CHANGE + 1, CHANGE + 20))
+        assert is_bad(CHANGE + 20, 3.0)
         bad_steps.guard.load_state_dict(before)
-    state.step = start
+    state.step = CHANGE
     bad_steps.begin_step()  # the step overflows and is not judged
-    assert not is_bad(start + 2, 1.5)
+    assert not is_bad(CHANGE + 2, 1.5)
+    # A step that is judged after the change would enter the new history.
+    assert [may_be_late(config, cast(Any, state), step) for step in (CHANGE - 1, CHANGE)] == [True, False]
 
 
 @pytest.mark.parametrize(("recipe", "layers"), [("pictogram_vq_autoencoder", 2), ("pictogram_autoencoder", 3)])

@@ -1,16 +1,23 @@
-"""A model with a pooled embedding in addition to text tokens never gets the null vector instead."""
+"""Texts of samples: a pooled embedding never is the null vector instead; long prompts are truncated as in training."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from dit.encoders.text import TextEncoders
 from dit.errors import ConfigError
 from dit.inference.preview import PictureWriter
+from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig
+from energon_data.dataset import EnergonData
+from launch.sample_requests import encode_prompts
 
 MODEL = FluxConfig(
     in_channels=2,
@@ -44,3 +51,15 @@ def test_prompts_that_the_encoders_do_not_fit_are_refused_before_training(line: 
     with pytest.raises(ConfigError, match=fault):
         PictureWriter(model, FlowMatching(), model.batch_spec(), SamplingConfig(prompts=["the letter Q"]), None, line)
     PictureWriter(model, FlowMatching(), model.batch_spec(), SamplingConfig(), None, line)
+
+
+@pytest.mark.parametrize("limit", [3, None])
+def test_prompts_have_the_longest_text_of_the_data(limit: Any) -> None:
+    model, line, prompts = DiTCrossConfig(context_size=257), "identity", ["abcdef"]
+    [text] = TextEncoders(line).encode(prompts)["text"]
+    config = RunConfig(model=model, data=EnergonData(path="x", max_text_tokens=limit), objective=FlowMatching())
+    generator = SimpleNamespace(config=config, text_encoder=line, spec=model.batch_spec())
+    settings = replace(config.sampling, prompts=prompts)
+    writer = PictureWriter(model, config.objective, generator.spec, settings, None, line, max_text_tokens=limit)
+    for texts in (encode_prompts(cast(Any, generator), prompts), writer._encoded_prompts()):
+        assert torch.equal(texts["context"][0], text[:limit])
