@@ -232,8 +232,8 @@ def test_a_pack_of_two_sizes_equals_two_calls_of_diffusers(
 
 EDITING = {"flux_schnell": 1, "flux2_dev": 10, "flux2_klein": 10, "qwen_image": 1, "qwen_image_edit_2511": 1}
 """Families that edit pictures (FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit): spacing of pictures on the first axis."""
-REFERENCES = (((6, 8), (4, 4)), ((10, 2),))
-"""Height and width of the references of each sample (3 x 4 and 2 x 2 tokens, 5 x 1 tokens)."""
+REFERENCES = (((4, 4), (6, 20)), ((10, 2),))
+"""Height and width of the references of each sample (2 x 2 and 3 x 10 tokens, 5 x 1 tokens)."""
 
 
 def channels_first(x_TC: Tensor) -> Tensor:
