@@ -243,7 +243,7 @@ class _Originals(NamedTuple):
         if not place.is_dir():
             raise ConfigError(f"--reference {place} is not a folder; name the one with the pictures before the edit")
         pictures, _ = _walk(place, PICTURES, follow_links)
-        by_name = {walk.composed(picture.name): (picture,) for picture in pictures}
+        by_name: dict[str, tuple[Entry, ...]] = {walk.composed(picture.name): (picture,) for picture in pictures}
         by_stem: dict[str, tuple[Entry, ...]] = {}
         for name, picture in by_name.items():
             by_stem[walk.stem_of(name)] = (*by_stem.get(walk.stem_of(name), ()), *picture)

@@ -23,8 +23,10 @@ from dit.encoders.vae import VAE
 from dit.errors import EXIT_CONFIG, EXIT_OK
 from dit.models.flux.config import FluxConfig
 from dit.patchify import unpatchify
+from energon_data.cookers import read_condition
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
+from energon_data.samples import Clip
 from tests.support.encoders import Processor, save_language_model, save_vae
 
 SPEC = BatchSpec(patch_temporal=1, patch_spatial=4, latent_channels=3, conditions=(), micro_batch_size=1)
@@ -153,6 +155,13 @@ def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path
         )
     encoded = [tuple(vae.encode(x[None])[0] for x in pair) for pair in PAIRS]
     assert numbers(pairs, encoded) == set(range(COUNT))
+
+
+def test_the_control_picture_is_the_first_reference_for_every_caption() -> None:
+    parts = {f"{stem}.npy": np.full((4, 1, 2, 2), i, np.float32) for i, stem in enumerate(("reference", "reference-1"))}
+    control, latent = FluxConfig(in_channels=4, control_channels=4).condition("control"), torch.zeros(4, 1, 2, 2)
+    clip = Clip(__key__="a", __restore_key__=(), latent=latent, metadata={}, parts=parts, wording=1)
+    assert torch.equal(read_condition(control, clip), latent)
 
 
 def test_flips_and_crops_are_equal_for_both_pictures(tmp_path: Path) -> None:
