@@ -6,6 +6,7 @@ Shape suffixes: T packed tokens, S samples in the pack, C latent channels per to
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Optional
 
 import torch
@@ -46,8 +47,7 @@ class PackedBatch:
         sample_ids_S: 63-bit id of each sample, int64; part of the counter from which its noise is generated.
         grids: (t, h, w) of each sample in patches, on the host. A sample may have clean reference tokens after those of
             its grid (`dit.levels`).
-        reference_grids: (t, h, w) of the reference of each sample in patches, zeros for none, on the host; empty if no
-            sample has one.
+        reference_grids: (t, h, w) of each reference of each sample in patches, on the host; empty if no sample has any.
         keys: name of each sample, for messages.
         conditions: inputs of the network other than the latents, by name.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
@@ -75,7 +75,7 @@ class PackedBatch:
     draw_keys_S: Optional[Tensor] = None
     negatives_TC: Optional[Tensor] = None
     repeated: bool = False
-    reference_grids: tuple[tuple[int, int, int], ...] = ()
+    reference_grids: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     grids_S3: Optional[Tensor] = None
     raw: Optional[RawSamples] = None
 
@@ -83,9 +83,13 @@ class PackedBatch:
         """Return (t, h, w) of each sample in patches on the device, int64 `[S, 3]`."""
         return self.layout.tensor(self.grids) if self.grids_S3 is None else self.grids_S3
 
-    def reference_sizes(self) -> Optional[Tensor]:
-        """Return (t, h, w) of the reference of each sample in patches on the device, int64 `[S, 3]`; None for none."""
-        return self.layout.tensor(self.reference_grids) if self.reference_grids else None
+    def picture_sizes(self) -> Tensor:
+        """Return (t, h, w) of each sample, then of its references, in patches on the device, int64 `[1 + R, S, 3]`.
+
+        Samples with fewer than R references have zeros.
+        """
+        references = zip_longest(*self.reference_grids, fillvalue=(0, 0, 0))
+        return torch.stack([self.grid_sizes(), *map(self.layout.tensor, references)])
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy every tensor to `device`, with the tables that the layouts have; the host does not wait.

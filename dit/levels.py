@@ -1,8 +1,8 @@
 """Noise levels inside the samples of a pack.
 
 A sample may consist of several segments with their own noise level: a clean first frame and the other frames (image to
-video), frames with a level each, a masked region in a clean picture, a picture to generate and a clean reference
-picture. Time, modulation and loss weight are per segment; attention, conditions and noise stay per sample. The tokens
+video), frames with a level each, a masked region in a clean picture, a picture to generate and clean reference
+pictures. Time, modulation and loss weight are per segment; attention, conditions and noise stay per sample. The tokens
 of a segment are contiguous in the pack, so a region may need several; positions are stored per token.
 
 Sample a has a clean first frame of two tokens, sample b has one level (`.` is padding, which belongs to the last
@@ -53,28 +53,31 @@ def unmasked_clean(mask_T: Tensor) -> list[Segment]:
     return [(count, 0 if is_masked else CLEAN) for is_masked, count in zip(masked.tolist(), counts.tolist())]
 
 
-def reference_positions(reference: Grid, grid: Grid) -> Tensor:
-    """Return the positions of the tokens of a reference, int64 `[tokens, 3]`: its frames follow those of the sample.
+def reference_positions(references: Sequence[Grid], grid: Grid) -> list[Tensor]:
+    """Return the positions of the tokens of each reference, int64 `[tokens, 3]`.
+
+    The frames of the first reference follow those of the sample, the frames of each other one those of the previous.
 
     Args:
-        reference, grid: (t, h, w) of the reference and of the sample.
+        references, grid: (t, h, w) of the references of a sample, and of the sample.
     """
-    return grid_positions(reference) + torch.tensor([grid[0], 0, 0])
+    starts = accumulate((frames for frames, _, _ in references), initial=grid[0])
+    return [grid_positions(reference) + torch.tensor([start, 0, 0]) for reference, start in zip(references, starts)]
 
 
 def with_references_at_sample_time(time_L: Tensor, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
     """Return times and a pack in which references have the level of the first noised segment of their sample.
 
-    For networks that modulate the clean tokens of a reference like the noised tokens of its sample. Samples whose
-    segments then all have one level get one time again.
+    For networks that modulate the clean tokens of references like the noised tokens of their sample. Samples whose
+    segments then all have one level get one time again. All references of a sample are its last segment.
     """
     levels = batch.layout.levels
     if levels is None or not batch.reference_grids:
         return time_L, batch
     numbers, sources = list(levels.numbers), list(range(len(levels.numbers)))
     ends = list(accumulate(levels.counts))
-    for end, first, grid in zip(ends, _first_noised(levels), batch.reference_grids):
-        if any(grid):
+    for end, first, references in zip(ends, _first_noised(levels), batch.reference_grids):
+        if references:
             numbers[end - 1], sources[end - 1] = numbers[first], first
     starts = [0, *ends[:-1]]
     has_one_level = all(len(set(numbers[start:end])) == 1 for start, end in zip(starts, ends))

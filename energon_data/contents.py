@@ -21,7 +21,7 @@ class Contents:
         context_size: width of the text embeddings; None without texts.
         text_encoder: encoder of the texts, as in `dit.encoders.text_config`; None if the file does not state it.
         num_classes: number of classes; 0 unless every sample has a class.
-        edited: whether samples have a reference that they are edited from.
+        most_references: most references of a sample, from which it is edited; 0 if none is edited.
         reference_shapes: distinct (C, T, H, W) of references; empty if the file does not state them.
         num_train, num_held_out: number of samples; None if the file does not state it.
     """
@@ -32,7 +32,7 @@ class Contents:
     text_encoder: Optional[str] = None
     num_classes: int
     captions: tuple[str, ...]
-    edited: bool = False
+    most_references: int = 0
     reference_shapes: tuple[Shape, ...] = ()
     num_train: Optional[int]
     num_held_out: Optional[int]
@@ -58,7 +58,7 @@ class Contents:
                 if all_labelled
                 else 0,
                 captions=tuple(description.get("captions", ())),
-                edited=description.get("edited", 0) > 0,
+                most_references=description.get("most_references", int(description.get("edited", 0) > 0)),
                 reference_shapes=_shapes(description.get("reference_shapes", ())),
                 num_train=counts.get("train"),
                 num_held_out=counts.get("val", 0) if counts else None,

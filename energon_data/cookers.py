@@ -30,7 +30,7 @@ from energon_data.samples import (
     Clip,
     SampleError,
     finite_number,
-    stem_of_wording,
+    numbered_stem,
 )
 
 LOSS_WEIGHT_RANGE = (0.0, 1e3)
@@ -130,8 +130,9 @@ def _range(condition: Condition) -> str:
 
 def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
     """Read an array part, None if it is missing and optional; a picture is repeated for all frames of the latent."""
-    # Parts that are stored once belong to all captions.
-    stems = [stem_of_wording(name, i) for i in dict.fromkeys((clip.wording, 0)) for name in condition.stored_as]
+    # Parts that are stored once belong to all captions. Pictures are: `reference-1` is the second reference.
+    numbers = dict.fromkeys((0 if condition.is_per_token else clip.wording, 0))
+    stems = [numbered_stem(name, i) for i in numbers for name in condition.stored_as]
     tensors = (_tensor(clip.parts, stem) for stem in stems)
     value = next((x for x in tensors if x is not None), None)
     if value is None and condition.axis == "sample":
@@ -176,22 +177,33 @@ def _list_of_numbers(metadata: dict[str, Any], names: tuple[str, ...]) -> Option
     return torch.tensor([finite_number({name: value}, name) for value in values])
 
 
-def read_reference(
+def read_references(
     sample: dict[str, Any], latent: Tensor, change: Optional[Callable[[Tensor], Tensor]] = None
-) -> Optional[Tensor]:
-    """Return the latent that a sample is edited from, `[C, T, H, W]` float32; None if it has none.
+) -> list[Tensor]:
+    """Return the latents that a sample is edited from, `[C, T, H, W]` float32: `reference`, `reference-1`, ...
 
     Args:
-        change: augments pixels of the reference as those of the sample.
+        change: augments pixels of the references as those of the sample.
 
     Raises:
-        SampleError: it has other channels than the sample, or another rank, or it is an array and `change` is given.
+        SampleError: one has other channels than the sample, or another rank, or is an array and `change` is given.
     """
-    reference = _tensor(sample, REFERENCE)
+    references: list[Tensor] = []
+    while (reference := _reference(sample, len(references), latent, change)) is not None:
+        references.append(reference)
+    return references
+
+
+def _reference(
+    sample: dict[str, Any], number: int, latent: Tensor, change: Optional[Callable[[Tensor], Tensor]]
+) -> Optional[Tensor]:
+    """Return one reference; None if the sample has fewer."""
+    stem = numbered_stem(REFERENCE, number)
+    reference = _tensor(sample, stem)
     if reference is not None:
         _check_unchanged("reference that is a latent", change)
     else:
-        pixels = _pixels(sample, REFERENCE)
+        pixels = _pixels(sample, stem)
         if pixels is None:
             return None
         reference = pixel_values(pixels if change is None else change(pixels))
@@ -199,7 +211,7 @@ def read_reference(
     if reference.dim() != 4 or 0 in reference.shape or len(reference) != len(latent):
         raise SampleError(
             "wrong_shape",
-            f"the reference has shape {list(reference.shape)}, expected [{len(latent)}, T, H, W] as the latent",
+            f"the {stem} has shape {list(reference.shape)}, expected [{len(latent)}, T, H, W] as the latent",
         )
     return reference.float()
 
@@ -277,7 +289,7 @@ def cook_clip(
         vae: autoencoder that encodes pixels on the training device; None if latents are stored or pixels are the
             latents.
         change: augments pixels, uint8 `[3, T, H, W]`.
-        references: also read the latent that the sample is edited from.
+        references: also read the latents that the sample is edited from.
 
     Raises:
         SampleError: the latent is missing or has the wrong rank or type, or the loss weight is out of range.
@@ -305,7 +317,7 @@ def cook_clip(
         shard=sample["__shard__"],
         id=sample_id(key),
         loss_weight=1.0 if weight is None else weight,
-        reference=read_reference(sample, latent, change) if references else None,
+        references=read_references(sample, latent, change) if references else [],
     )
 
 

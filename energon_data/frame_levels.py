@@ -1,4 +1,4 @@
-"""Noise levels inside samples: a clean first frame, a level for every frame, a masked region, a clean reference.
+"""Noise levels inside samples: a clean first frame, a level for every frame, a masked region, clean references.
 
 Every draw is a function of the sample and of the number of its draw, so it does not depend on ranks, packs and workers.
 """
@@ -32,19 +32,19 @@ class FrameLevels:
     def __call__(self, batch: PackedBatch) -> PackedBatch:
         """Return a full pack whose clips have the levels that are drawn for them; references are clean.
 
-        Tokens after those of a sample's grid are a reference.
+        Tokens after those of a sample's grid are its references.
         """
-        references = [tokens - math.prod(grid) for tokens, grid in zip(batch.layout.lengths, batch.grids)]
-        if not (self.clean_first_frame or self.own or self.masked or any(references)):
+        clean = [tokens - math.prod(grid) for tokens, grid in zip(batch.layout.lengths, batch.grids)]
+        if not (self.clean_first_frame or self.own or self.masked or any(clean)):
             return batch
         ids: list[int] = batch.sample_ids_S.tolist()
         draws: list[int] = [0] * len(ids) if batch.draws_S is None else batch.draws_S.tolist()
-        segments = list(map(self._segments, batch.grids, references, ids, draws))
+        segments = list(map(self._segments, batch.grids, clean, ids, draws))
         return replace(batch, layout=with_levels(batch.layout, segments))
 
-    def _segments(self, grid: Grid, reference: int, sample: int, draw: int) -> list[Segment]:
+    def _segments(self, grid: Grid, clean: int, sample: int, draw: int) -> list[Segment]:
         frames = self._of_frames(grid, sample, draw) or self._of_mask(grid, sample, draw)
-        return [*(frames or [(math.prod(grid), 0)]), (reference, CLEAN)] if reference else frames
+        return [*(frames or [(math.prod(grid), 0)]), (clean, CLEAN)] if clean else frames
 
     def _of_frames(self, grid: Grid, sample: int, draw: int) -> list[Segment]:
         frames, tokens = grid[0], grid[1] * grid[2]

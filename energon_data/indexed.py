@@ -47,7 +47,7 @@ class Sample:
     Attributes:
         latent: `[C, H, W]` for an image or `[C, T, H, W]` for a clip; pixels in [-1, 1] for a pixel-space model.
         conditions: values by name: a class or number, or an array, such as `label=3` and `text=[K, D]`. With
-            `data.references`, `reference` is a latent that the sample is edited from.
+            `data.references`, `reference` is a latent that the sample is edited from, `reference-1` a second one.
     """
 
     latent: Tensor | np.ndarray
@@ -167,7 +167,8 @@ class Samples(ReaderSettings, DataConfig):
     def stored_conditions(self) -> set[str]:
         """Return the names of the conditions of the first sample that can be read."""
         clip = _first_clip(self)
-        return {*clip.metadata, *(name.removesuffix(".npy") for name in clip.parts)} - {LATENT, REFERENCE}
+        stems = {name.removesuffix(".npy") for name in clip.parts if name.partition("-")[0] != f"{REFERENCE}.npy"}
+        return {*clip.metadata, *stems} - {LATENT}
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Return a line with the values of the first sample under names of no condition."""

@@ -152,13 +152,6 @@ def _positions(grid: Grid) -> Tensor:
     return grid_positions(grid)
 
 
-def _all_positions(clip: Clip) -> list[Tensor]:
-    """Return the positions of a clip, then those of its reference."""
-    if clip.reference is None:
-        return [_positions(clip.grid)]
-    return [_positions(clip.grid), reference_positions(clip.reference_grid, clip.grid)]
-
-
 def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[int] = None) -> PackedBatch:
     """Concatenate clips into a pack.
 
@@ -168,16 +161,17 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
     layout = SequenceLayout.from_lengths(
         [c.num_tokens for c in clips], multiple_of=spec.multiple_of, total_tokens=total_tokens
     )
-    parts = [part for c in clips for part in (c.latent, c.reference) if part is not None]
+    parts = [part for c in clips for part in (c.latent, *c.references)]
+    positions = [x for c in clips for x in (_positions(c.grid), *reference_positions(c.reference_grids, c.grid))]
     values = {condition.name: [clip.value(condition) for clip in clips] for condition in spec.conditions}
     weights = [c.loss_weight for c in clips]
     return PackedBatch(
         latents_TC=layout.insert_padding(patchify_all(parts, *spec.patch)),
-        positions_T3=layout.insert_padding(torch.cat([positions for c in clips for positions in _all_positions(c)])),
+        positions_T3=layout.insert_padding(torch.cat(positions)),
         layout=layout,
         sample_ids_S=torch.tensor([c.id for c in clips], dtype=torch.int64),
         grids=tuple(c.grid for c in clips),
-        reference_grids=tuple(c.reference_grid for c in clips) if any(any(c.reference_grid) for c in clips) else (),
+        reference_grids=tuple(c.reference_grids for c in clips) if any(c.references for c in clips) else (),
         keys=tuple(c.__key__ for c in clips),
         conditions=pack_conditions(spec.conditions, values, layout, spec.patch),
         loss_weight_S=None if all(w == 1.0 for w in weights) else torch.tensor(weights),

@@ -25,7 +25,7 @@ class ReaderSettings(StreamSettings):
     Attributes:
         background: read every stream in a separate worker process, ahead of training (only on Linux).
         max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
-        references: read latents or pictures from which samples are edited (part `reference`).
+        references: read latents or pictures from which samples are edited (parts `reference`, `reference-1`, ...).
     """
 
     worker_modules: ClassVar[tuple[str, ...]] = ()

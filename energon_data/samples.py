@@ -44,8 +44,8 @@ class Clip:
         wording: index of the caption, and its embedding, in use.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
-        reference: clean latent `[C, T, H, W]` that the sample is edited from; None for none.
-        reference_grid: (t, h, w) of it in patches.
+        references: clean latents `[C, T, H, W]` that the sample is edited from.
+        reference_grids: (t, h, w) of each in patches; empty before encoding.
     """
 
     __key__: str
@@ -63,13 +63,13 @@ class Clip:
     id: int = 0
     loss_weight: float = 1.0
     grid: tuple[int, int, int] = (0, 0, 0)
-    reference: Optional[Tensor] = None
-    reference_grid: tuple[int, int, int] = (0, 0, 0)
+    references: list[Tensor] = field(default_factory=list)
+    reference_grids: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens, including those of the reference."""
-        return math.prod(self.grid) + math.prod(self.reference_grid)
+        """Number of tokens, including those of the references."""
+        return math.prod(self.grid) + sum(map(math.prod, self.reference_grids))
 
     def value(self, condition: Condition) -> Value:
         """Return a condition of the model, or its default if the sample has none."""
@@ -146,9 +146,9 @@ def unseal(raw: bytes) -> dict[str, Any]:
     return metadata
 
 
-def stem_of_wording(stem: str, wording: int) -> str:
-    """Return the name of the part `stem` for a caption: `text` for the first, then `text-1`, `text-2`."""
-    return f"{stem}-{wording}" if wording else stem
+def numbered_stem(stem: str, number: int) -> str:
+    """Return the name of the part for a caption or of a reference: `text` for number 0, then `text-1`, `text-2`."""
+    return f"{stem}-{number}" if number else stem
 
 
 def finite_number(metadata: dict[str, Any], name: str) -> float:

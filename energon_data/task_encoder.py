@@ -213,9 +213,10 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """
         spec = self.spec
         clip.latent, clip.grid = self._fitting(clip.latent, "latent")
-        if clip.reference is not None:
-            clip.reference, clip.reference_grid = self._fitting(clip.reference, "reference")
-            check_finite(clip.reference, "values of the reference")
+        fitted = [self._fitting(reference, "reference") for reference in clip.references]
+        clip.references, clip.reference_grids = [x for x, _ in fitted], tuple(grid for _, grid in fitted)
+        for reference in clip.references:
+            check_finite(reference, "values of the reference")
         self.options.filters.check_length(clip.num_tokens)
         check_finite(clip.latent, "latent values")
         for condition in spec.conditions:

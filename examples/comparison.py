@@ -56,7 +56,7 @@ def draw_samples(
     args: argparse.Namespace,
     generator: "Generator",
     conditions: "Mapping[str, Sequence[Value]]",
-    references: Optional[Sequence[Tensor]] = None,
+    references: Optional[Sequence[Sequence[Tensor]]] = None,
 ) -> Tensor:
     """Draw a sample for each value of the conditions (collective).
 
@@ -64,7 +64,7 @@ def draw_samples(
     on any number of ranks.
 
     Args:
-        references: latent that each sample is edited from; None for none.
+        references: latents that each sample is edited from; None for none.
 
     Returns:
         Latents `[N, C, T, H, W]`, all of them on every rank, on its device.

@@ -64,28 +64,35 @@ def check_trained(args: "Namespace", generator: "Generator") -> None:
 
 
 def add_pictures(
-    requests: Sequence["Request"], option: str, paths: Sequence[Path], count: int, read: Callable[[Path], "Tensor"]
+    requests: Sequence["Request"],
+    option: str,
+    paths: Sequence[Sequence[Path]],
+    count: int,
+    read: Callable[[Path], "Tensor"],
 ) -> list["Request"]:
-    """Return the requests with the picture that each is edited from (`--reference`), or the control picture of each.
+    """Return the requests with the pictures that each is edited from (`--reference`), or the control picture of each.
 
     Args:
-        paths: one picture for all, or one for each `count` requests.
+        paths: pictures of all requests, or of each `count` requests.
     """
     _check_count(option, paths, len(requests) // count)
-    latents, name, changed = [read(path) for path in paths], option.removeprefix("--"), []
+    latents, name, changed = [tuple(map(read, several)) for several in paths], option.removeprefix("--"), []
     for i, request in enumerate(requests):
         number = i // count % len(paths)
-        request = replace(request, record=request.record | {name: str(paths[number])})
+        request = replace(request, record=request.record | {name: list(map(str, paths[number]))})
         if name == "reference":
-            changed.append(replace(request, reference=latents[number]))
+            changed.append(replace(request, references=latents[number]))
         else:
-            changed.append(replace(request, conditions={**request.conditions, name: latents[number]}))
+            changed.append(replace(request, conditions={**request.conditions, name: latents[number][0]}))
     return changed
 
 
-def _check_count(option: str, paths: Sequence[Path], samples: int) -> None:
+def _check_count(option: str, paths: Sequence[Sequence[Path]], samples: int) -> None:
     if len(paths) not in (1, samples):
-        raise ConfigError(f"{option} has {len(paths)} pictures for {samples} samples; give one, or one for each")
+        cure = "repeat the option for each" if option == "--reference" else "give one for each"
+        raise ConfigError(
+            f"{option} has pictures of {len(paths)} samples, and there are {samples}; {cure}, or give pictures for all"
+        )
 
 
 def open_requested(path: Path, option: str, paper: str = "white") -> "Image":
@@ -99,16 +106,18 @@ def open_requested(path: Path, option: str, paper: str = "white") -> "Image":
         raise ConfigError(f"{option} {path} cannot be read: {error}") from error
 
 
-def pictures_of_texts(paths: Sequence[Path], text_encoder: Optional[str], count: int) -> Optional[list["Image"]]:
-    """Return the picture to edit of each text (`--reference`); None if there is none or no text encoder reads it."""
+def pictures_of_texts(
+    paths: Sequence[Sequence[Path]], text_encoder: Optional[str], count: int
+) -> Optional[list[list["Image"]]]:
+    """Return the pictures to edit of each text (`--reference`); None if no text encoder reads pictures."""
     from dit.encoders.text_config import check_text_encoder
 
     if not paths or text_encoder is None or not check_text_encoder(text_encoder).reads_pictures:
         return None
     if count == 0:
-        raise ConfigError("--reference needs --prompt: the text encoder of the run reads picture and text together")
+        raise ConfigError("--reference needs --prompt: the text encoder of the run reads pictures and text together")
     _check_count("--reference", paths, count)
-    pictures = [open_requested(path, "--reference") for path in paths]
+    pictures = [[open_requested(path, "--reference") for path in several] for several in paths]
     return pictures * count if len(pictures) == 1 else pictures
 
 

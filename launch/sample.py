@@ -174,11 +174,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--reference",
+        action="append",
         nargs="+",
         type=Path,
         default=[],
         metavar="PICTURE",
-        help="edit this picture as the prompt says, or one for each prompt (train with data.references)",
+        help="edit this picture, or compose several, as the prompt says; repeat it for each prompt (train with "
+        "data.references)",
     )
     parser.add_argument(
         "--control",
@@ -333,7 +335,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         echo(note, file=sys.stderr)
     show: Callable[[Tensor], Tensor] = (decode := Decoder(name, local_device()))
     settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
-    requested = what_to_draw(args, generator, settings.get("size"), references=args.reference or ())
+    requested = what_to_draw(args, generator, settings.get("size"), references=args.reference)
     requests, size = with_pictures(generator, requested, pictures, args.augmentation)
     settings |= size
     strength = check_strength(args.strength, initial=args.init is not None)
@@ -354,7 +356,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         inpainting = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
         settings |= inpainting.settings
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda x: inpainting.kept(decode(x))
-    for option, paths in (("--reference", args.reference), ("--control", args.control)):
+    for option, paths in (("--reference", args.reference), ("--control", [[path] for path in args.control])):
         if paths:
             read = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option=option)
             requests = add_pictures(requests, option, paths, args.count, read)

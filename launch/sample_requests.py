@@ -143,14 +143,14 @@ def _read_value(name: str, word: str) -> Any:
 def encode_prompts(
     generator: "Generator",
     prompts: Sequence[str],
-    pictures: Optional[Sequence["Image"]] = None,
+    pictures: Optional[Sequence[Sequence["Image"]]] = None,
     *,
     negative: bool = False,
 ) -> dict[str, list[Tensor]]:
     """Embed texts with the encoders of the training data, truncated as in training.
 
     Args:
-        pictures: the picture to edit of each text, for encoders that read it.
+        pictures: the pictures to edit of each text, for encoders that read them.
         negative: whether these are negative prompts.
     """
     if generator.config.model.condition("context") is None:
@@ -178,7 +178,7 @@ def read_texts(
     args: argparse.Namespace,
     prompts: Sequence[str],
     generator: "Generator",
-    pictures: Optional[Sequence["Image"]],
+    pictures: Optional[Sequence[Sequence["Image"]]],
 ) -> tuple[dict[str, list[Tensor]], list[str]]:
     """Return the conditions and the caption of each text, or of each requested embedding."""
     if prompts:
@@ -196,14 +196,14 @@ def what_to_draw(
     size: Optional[tuple[int, int]] = None,
     *,
     every_class: bool = False,
-    references: Sequence[Path] = (),
+    references: Sequence[Sequence[Path]] = (),
 ) -> list["Request"]:
     """Return the requested samples: `--count` of each prompt, embedding or class.
 
     Args:
         size: height and width of their latents; None for the largest training sample.
         every_class: without a choice, request all classes, not at most `MAX_DEFAULT_CLASSES`.
-        references: the picture to edit of all prompts, or of each.
+        references: the pictures to edit of all prompts, or of each.
     """
     from dit.inference.drawing import Request, numbered
 
@@ -277,12 +277,12 @@ def lengths_of(
 
 
 def encode_negatives(
-    generator: "Generator", texts: Sequence[Optional[str]], pictures: Optional[Sequence["Image"]]
+    generator: "Generator", texts: Sequence[Optional[str]], pictures: Optional[Sequence[Sequence["Image"]]]
 ) -> list[dict[str, Tensor]]:
     """Embed each different text once; no condition for None.
 
     Args:
-        pictures: the picture to edit of each text, for encoders that read it, also with the empty text for None.
+        pictures: the pictures to edit of each text, for encoders that read them, also with the empty text for None.
     """
     if pictures is not None:
         encoded = encode_prompts(generator, [text or "" for text in texts], pictures, negative=True)

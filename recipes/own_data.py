@@ -159,10 +159,11 @@ def own_data(
     found = Contents.read(Path(data))
     contents = _encoded(found or ABSENT, vae)
     patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
-    shapes = [contents.shapes, contents.reference_shapes or contents.shapes][: 1 + contents.edited]
+    edited = contents.most_references > 0
+    shapes = [contents.shapes, *[contents.reference_shapes or contents.shapes] * contents.most_references]
     longest = sum(max(t * h * w for _, t, h, w in some) for some in shapes) // patch**2
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
-    name = _backbone(backbone, moves or contents.edited, text_width)
+    name = _backbone(backbone, moves or edited, text_width)
     recipe = small_run(
         f"runs/{Path(data).name}",
         model=_model(name, contents, patch, text_width, text_encoder or contents.text_encoder),
@@ -170,7 +171,7 @@ def own_data(
             EnergonData,
             path=data,
             num_streams=1 if contents.num_train == 1 else 2,
-            references=contents.edited,
+            references=edited,
             max_tokens_per_pack=-(-max(longest, min(PACK_SAMPLES * longest, PACK_TOKENS)) // MULTIPLE) * MULTIPLE,
             online_vae=vae,
             online_text_encoder=text_encoder if text_width is not None else None,
@@ -182,7 +183,7 @@ def own_data(
         recipe.sampling = run.Config(SamplingConfig, solver="ddim", num_steps=30)
     recipe.training.validation_interval = 500 if contents.num_held_out else 0
     # Samples while training have no reference.
-    recipe.training.sample_interval = 0 if contents.edited else 500
+    recipe.training.sample_interval = 0 if edited else 500
     recipe.sampling.guidance_scale = 3.0 if text_width is not None or contents.num_classes else 1.0
     if text_width is not None:
         recipe.sampling.prompts = list(contents.captions[:PROMPTS]) or None

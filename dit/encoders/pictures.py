@@ -1,7 +1,7 @@
 """Pictures that a text encoder reads next to a caption, in the form that Qwen2.5-VL takes.
 
     picture -- scale to an area --> pixels -- image processor --> patches
-    caption -- prompt --> ids with one mark for the picture --> ids with one mark for each of its tokens
+    caption -- prompt --> ids with one mark for each picture --> ids with one mark for each of its tokens
 
 Source: diffusers 0.38, `pipeline_qwenimage_edit.py` and `pipeline_qwenimage_edit_plus.py`.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from dit.encoders.pretrained import load_without_code
 from dit.encoders.prompts import PICTURE_MARK
 from dit.errors import ConfigError
+from dit.terminal import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,18 +52,18 @@ class PictureReader:
         self.what, self.mark = what, mark
         self._processor = load_without_code(Qwen2VLImageProcessorPil, f"the image processor of {what}", **source)
 
-    def __call__(self, ids: Sequence[int], picture: "Image", area: int) -> dict[str, Tensor]:
-        """Return the inputs of the network for one text with one mark, and its picture."""
-        if list(ids).count(self.mark) != 1:
+    def __call__(self, ids: Sequence[int], pictures: Sequence["Image"], area: int) -> dict[str, Tensor]:
+        """Return the inputs of the network for one text with a mark for each picture, and its pictures."""
+        if list(ids).count(self.mark) != len(pictures):
             raise ConfigError(
-                f"{self.what}: a text has {list(ids).count(self.mark)} tokens {PICTURE_MARK} for one picture; use the "
-                "tokenizer of the published model, and captions without this word"
+                f"{self.what}: a text has {counted(list(ids).count(self.mark), 'token')} {PICTURE_MARK} for "
+                f"{counted(len(pictures), 'picture')}; use the tokenizer of the published model, and captions without "
+                "this word"
             )
-        pixels = self._processor(images=[scaled(picture, area)], return_tensors="pt")
-        tokens = int(pixels["image_grid_thw"].prod()) // self._processor.merge_size**2
-        place = list(ids).index(self.mark)
-        ids_1K = torch.tensor([[*ids[:place], *[self.mark] * tokens, *ids[place + 1 :]]])
-        # The rotary positions of the picture's tokens follow its rows and columns.
+        pixels = self._processor(images=[scaled(picture, area) for picture in pictures], return_tensors="pt")
+        tokens = iter((pixels["image_grid_thw"].prod(1) // self._processor.merge_size**2).tolist())
+        ids_1K = torch.tensor([[x for i in ids for x in ([i] * next(tokens) if i == self.mark else [i])]])
+        # The rotary positions of a picture's tokens follow its rows and columns.
         types_1K = (ids_1K == self.mark).int()
         return {"input_ids": ids_1K, "mm_token_type_ids": types_1K, **pixels}
 

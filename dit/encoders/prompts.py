@@ -27,8 +27,9 @@ class Prompt:
 
     Attributes:
         before, after: text around the caption.
-        picture: text after `before` that stands for the picture to edit, if the encoder reads it; empty if it does not.
-        picture_area: pixels to which this picture is scaled.
+        picture: text after `before` that stands for a picture to edit, if the encoder reads it; empty if it does not.
+            With `{}` for the number of the picture, the encoder reads several.
+        picture_area: pixels to which a picture is scaled.
         chat: returns the conversation that the tokenizer's chat template converts to a text; None for no template.
         template: arguments of the chat template.
         dropped: rows to remove from the embedding, from the number of tokens in `before`.
@@ -47,20 +48,22 @@ class Prompt:
     negative: Optional[str] = None
     may_be_empty: bool = False
 
-    def render(self, caption: str, tokenizer: Any, *, picture: bool = False) -> str:
+    def render(self, caption: str, tokenizer: Any, *, pictures: int = 0) -> str:
         """Return the text of a caption.
 
         Args:
-            picture: whether the encoder reads a picture with it.
+            pictures: number of pictures that the encoder reads with it.
 
         Raises:
-            ValueError: the tokenizer has no chat template.
+            ValueError: the tokenizer has no chat template, or the prompt has no place for so many pictures.
         """
         words = self.clean(caption)
         if self.chat is not None:
             text: str = tokenizer.apply_chat_template(self.chat(words), tokenize=False, **self.template)
             return text
-        before = self.before + self.picture * picture
+        if pictures > 1 and "{}" not in self.picture:
+            raise ValueError(f"this prompt reads one picture, not {pictures}; use prompt=qwen_image_edit_plus")
+        before = self.before + "".join(self.picture.format(i + 1) for i in range(pictures))
         return words if self.negative and not caption else before + words + self.after
 
 
@@ -160,7 +163,7 @@ PROMPTS = {
         dropped=lambda tokens: slice(0, 34),  # the tokens of `before` in Qwen's vocabulary
     ),
     "qwen_image_edit": _QWEN_IMAGE_EDIT,
-    "qwen_image_edit_plus": replace(_QWEN_IMAGE_EDIT, picture=f"Picture 1: {_PICTURE}", picture_area=384 * 384),
+    "qwen_image_edit_plus": replace(_QWEN_IMAGE_EDIT, picture=f"Picture {{}}: {_PICTURE}", picture_area=384 * 384),
     "hunyuan_video": Prompt(
         chat=_of_hunyuan_video,
         template={"add_generation_prompt": True},

@@ -85,19 +85,20 @@ class TextEncoder:
             encoder.config, encoder._dropped = replace(self.config, prompt=name), slice(0, 0)
         return encoder
 
-    def tokenize(self, texts: Sequence[str], *, picture: bool = False) -> list[list[int]]:
+    def tokenize(self, texts: Sequence[str], *, pictures: Optional[Sequence[int]] = None) -> list[list[int]]:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
         A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
 
         Args:
-            picture: whether each text is read with a picture, for which it has one token.
+            pictures: number of pictures that each text is read with; it has one token for each. None for no pictures.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
             return [[*text.encode()[: max_tokens - 1], END] for text in texts]
         try:
-            rendered = [around.render(text, self._tokenizer, picture=picture) for text in texts]
+            counts = [0] * len(texts) if pictures is None else pictures
+            rendered = [around.render(text, self._tokenizer, pictures=n) for text, n in zip(texts, counts, strict=True)]
         except ValueError as error:
             raise ConfigError(f"text encoder {self.config.name!r}: {error}") from error
         start = self._tokenizer.bos_token if around.chat else None
@@ -121,30 +122,30 @@ class TextEncoder:
         return min(rows + self.config.padded_once, self.geometry.max_tokens)
 
     @torch.no_grad()
-    def forward(self, ids: Sequence[Sequence[int]], picture: Optional["Image"] = None) -> dict[str, Tensor]:
+    def forward(self, ids: Sequence[Sequence[int]], pictures: Sequence["Image"] = ()) -> dict[str, Tensor]:
         """Embed texts of one length, or of any lengths if they are padded.
 
         Args:
-            picture: that the encoder reads with the only text.
+            pictures: that the encoder reads with the only text.
 
         Returns:
             Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
         """
-        tokens, pooled = self._embed(ids, picture)
+        tokens, pooled = self._embed(ids, pictures)
         tokens = torch.cat([tokens[:, : self._dropped.start], tokens[:, self._dropped.stop :]], 1)
         if self.config.zero_padded:
             tokens = torch.nn.functional.pad(tokens, (0, 0, 0, self.geometry.max_tokens - tokens.shape[1]))
         entries = {entry: pooled if entry == "pooled" else tokens for entry in self.config.makes}
         return {entry: values.float() for entry, values in entries.items() if values is not None}
 
-    def _embed(self, ids: Sequence[Sequence[int]], picture: Optional["Image"]) -> tuple[Tensor, Optional[Tensor]]:
+    def _embed(self, ids: Sequence[Sequence[int]], pictures: Sequence["Image"]) -> tuple[Tensor, Optional[Tensor]]:
         kind, layers = self.geometry.kind, self.config.layers
         if not (ids[0] or self.config.padded or self.config.padded_once):
             return torch.zeros(len(ids), 0, self.geometry.width, device=self.device), None
         if kind == "identity":
             return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
-        if picture is not None and self._pictures is not None:
-            values = self._pictures(ids[0], picture, self.config.around.picture_area)
+        if pictures and self._pictures is not None:
+            values = self._pictures(ids[0], pictures, self.config.around.picture_area)
             inputs = {name: value.to(self.device) for name, value in values.items()}
         elif self.config.padded or self.config.padded_once:
             inputs = self._padded(ids)
@@ -202,21 +203,21 @@ class TextEncoder:
         lengths = [self.geometry.max_tokens if self.config.padded else len(numbers) for numbers in ids]
         return in_batches(lengths, lambda length: MAX_BATCH_TOKENS // max(1, length))
 
-    def encode(self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None) -> dict[str, list[Tensor]]:
+    def encode(
+        self, texts: Sequence[str], pictures: Optional[Sequence[Sequence["Image"]]] = None
+    ) -> dict[str, list[Tensor]]:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.
 
         Args:
-            pictures: the picture to edit of each text, for encoders that read it; None for texts without pictures.
+            pictures: the pictures to edit of each text, for encoders that read them; None for texts without pictures.
 
         Returns:
             For each entry the values of each text, float32 on the encoder's device: tokens `[K, width]`, start and end
             tokens included, or a pooled vector `[width]`.
         """
         if self._pictures is not None and pictures is not None:
-            by_text = [
-                self.forward([ids], picture)
-                for ids, picture in zip(self.tokenize(texts, picture=True), pictures, strict=True)
-            ]
+            ids = self.tokenize(texts, pictures=list(map(len, pictures)))
+            by_text = [self.forward([ids[i]], several) for i, several in enumerate(pictures)]
             return {entry: [entries[entry][0] for entries in by_text] for entry in self.config.makes}
         unique = list(dict.fromkeys(texts))
         ids = self.tokenize(unique)
@@ -301,7 +302,7 @@ class TextEncoders:
         return cls(line, device=device)
 
     def encode(
-        self, texts: Sequence[str], pictures: Optional[Sequence["Image"]] = None, *, negative: bool = False
+        self, texts: Sequence[str], pictures: Optional[Sequence[Sequence["Image"]]] = None, *, negative: bool = False
     ) -> dict[str, list[Tensor]]:
         """Embed texts by every encoder, as `TextEncoder.encode`.
 

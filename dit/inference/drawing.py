@@ -22,7 +22,7 @@ class Request:
         conditions: of the model, by name.
         seed: of its noise; None for the seed shared by all samples.
         number: counts the samples of one seed.
-        reference: latent `[C, T, H, W]` that it is edited from; all requests have one, or none has.
+        references: latents `[C, T, H, W]` that it is edited from.
     """
 
     caption: str
@@ -31,7 +31,7 @@ class Request:
     seed: Optional[int]
     number: int
     record: dict[str, Any] = field(default_factory=dict)
-    reference: Optional[Tensor] = None
+    references: tuple[Tensor, ...] = ()
 
 
 def numbered(seeds: Sequence[Optional[int]], count: int) -> list[tuple[Optional[int], int]]:
@@ -87,7 +87,7 @@ def draw(
             for part in ("conditions", "negative")
         )
         seeds = [request.seed for request in batch]
-        references = [request.reference for request in batch if request.reference is not None]
+        references = [request.references for request in batch]
         yield (
             indices,
             generator.generate(
@@ -96,7 +96,7 @@ def draw(
                 negative=negative or None,
                 seeds=None if set(seeds) == {None} else seeds,
                 numbers=[request.number for request in batch],
-                references=references or None,
+                references=references if any(references) else None,
                 on_step=partial(on_step, place),
                 **settings,
             ),

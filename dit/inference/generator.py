@@ -84,7 +84,7 @@ class Generator:
         initial: Optional[Tensor] = None,
         strength: Optional[float] = None,
         first_frame: Optional[Tensor] = None,
-        references: Optional[Sequence[Tensor]] = None,
+        references: Optional[Sequence[Sequence[Tensor]]] = None,
         known: Optional[Tensor] = None,
         mask: Optional[Tensor] = None,
         tile: Optional[int] = None,
@@ -111,8 +111,8 @@ class Generator:
             strength: share of the steps that follow `initial`, see `generate_each`; None without it.
             first_frame: a latent `[C, 1, H, W]` that is the first frame of all clips (image to video), for a model
                 trained with clean first frames, or with the condition `first_frames`; None to generate all frames.
-            references: latent `[C, T, H, W]` of each sample that it is edited from, for a model trained with
-                references; None for none.
+            references: latents `[C, T, H, W]` that each sample is edited from, for a model trained with references;
+                None for none.
             known: latent `[C, T, H, W]` of all samples outside `mask`, for a model trained with `data.inpaint`; None to
                 generate all of them.
             mask: bool `[H, W]`, True for the patches to generate in every frame; given together with `known`.

@@ -76,7 +76,7 @@ def _media(args: argparse.Namespace) -> None:
         repeats=getattr(args, "repeats", False),
         list_file=getattr(args, "list", None),
         follow_links=args.follow_links,
-        references=getattr(args, "reference", None),
+        references=getattr(args, "reference", ()),
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
@@ -100,10 +100,12 @@ def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
     if command == "images":
         parser.add_argument(
             "--reference",
+            nargs="+",
             type=Path,
+            default=(),
             metavar="DIR",
-            help="store the picture of this folder that each one is edited from (data.references): of the same name, "
-            "or that `reference` of its row in the list names",
+            help="store the pictures of these folders that each one is edited from (data.references): of the same "
+            "name, or that `reference` of its row in the list names; a picture may lack those of the last folders",
         )
     _add_samples(parser, command)
 

@@ -70,7 +70,7 @@ class Sample:
         origin: name of its file; all samples of a file belong to one split.
         parts: bytes by part name.
         repeats: number of reads in one pass over the training data; equal for all samples of a unit.
-        reference_shape: (C, T, H, W) of the picture that it is edited from; None if it is not edited.
+        reference_shapes: (C, T, H, W) of the pictures that it is edited from.
     """
 
     key: str
@@ -81,7 +81,7 @@ class Sample:
     changes: Changes = field(default_factory=Changes)
     latent: Moments = field(default_factory=Moments)
     repeats: int = 1
-    reference_shape: Optional[tuple[int, ...]] = None
+    reference_shapes: tuple[tuple[int, ...], ...] = ()
 
 
 Raw = Source | tuple[str, SampleError]
@@ -103,6 +103,8 @@ class UnitRecord:
         turned, enlarged: number of samples with these `Changes`.
         colours: number of samples by `Colours`, without sRGB.
         files_by_colours: the first file of each.
+        edited: number of samples that are edited from other pictures.
+        most_references: number of these pictures, of the sample with most.
         largest_cut: share of a picture, and the name of its file.
         animated: number of samples that are the first frame of an animated picture, and the name of one file.
     """
@@ -116,6 +118,8 @@ class UnitRecord:
     captions: list[str] = field(default_factory=list)
     num_classes: int = 0
     labelled: int = 0
+    edited: int = 0
+    most_references: int = 0
     without_caption: int = 0
     turned: int = 0
     enlarged: int = 0
@@ -131,10 +135,11 @@ class UnitRecord:
         caption = sample.metadata.get("caption")
         captions = [caption] if isinstance(caption, str) else []
         unusual = [changes.colours] if changes.colours != "sRGB" else []
-        edited_from = [sample.reference_shape] if sample.reference_shape is not None else []
         one = UnitRecord(
             shapes=Counter(["x".join(map(str, sample.shape))]),
-            reference_shapes=Counter("x".join(map(str, shape)) for shape in edited_from),
+            reference_shapes=Counter("x".join(map(str, shape)) for shape in sample.reference_shapes),
+            edited=int(bool(sample.reference_shapes)),
+            most_references=len(sample.reference_shapes),
             captions=captions,
             num_classes=sample.metadata.get("label", -1) + 1,
             labelled=int("label" in sample.metadata),
@@ -152,11 +157,6 @@ class UnitRecord:
     def skip(self, name: str, error: SampleError) -> None:
         """Count a sample that cannot be used."""
         self.skips.append(Skipped.of(name, error))
-
-    @property
-    def edited(self) -> int:
-        """Number of samples that are edited from another picture."""
-        return self.reference_shapes.total()
 
     @property
     def skipped(self) -> Counter[str]:
@@ -188,6 +188,8 @@ class UnitRecord:
         self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
         self.num_classes = max(self.num_classes, other.num_classes)
         self.labelled += other.labelled
+        self.edited += other.edited
+        self.most_references = max(self.most_references, other.most_references)
         self.without_caption += other.without_caption
         self.turned += other.turned
         self.enlarged += other.enlarged
@@ -416,6 +418,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "num_classes": total.num_classes,
             "labelled": total.labelled,
             "edited": total.edited,
+            "most_references": total.most_references,
             "turned": total.turned,
             "enlarged": total.enlarged,
             "colours": dict(total.colours),

@@ -4,14 +4,15 @@
     cats/1.jpg  dogs/7.png                 one folder per class (`labels`)
     10_sks dog/1.jpg                       repeated 10 times; caption "sks dog" if it has none (`repeats`)
     metadata.jsonl  .csv  .parquet         one row per file
-    edited/1.png  originals/1.jpg          each edited from the picture of its name, or of `reference` in its row
+    edited/1.png  originals/1.jpg          each edited from the pictures of its name, one in each folder of originals,
+                                           or from those that `reference` in its row names
 
 See `energon_data.prepare.lists` for the lists.
 """
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -47,7 +48,8 @@ class Entry:
         companions: name, size and time of each of its `COMPANIONS`; empty if a list has the rows.
         repeats: number of reads in one pass over the data.
         caption: of its folder, for a file without one.
-        references: the picture that it is edited from, in another folder, or several that could be it.
+        references: for each picture that it is edited from, that file in another folder, or several that could be it;
+            empty if there is none.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Entry:
     row: Optional[dict[str, Any]] = None
     repeats: int = 1
     caption: Optional[str] = None
-    references: tuple["Entry", ...] = ()
+    references: tuple[tuple["Entry", ...], ...] = ()
 
     @property
     def group(self) -> str:
@@ -68,26 +70,19 @@ class Entry:
     @property
     def stamp(self) -> list[Any]:
         """Values by which a resumed preparation detects a changed file, caption or metadata."""
-        references = [value for reference in self.references for value in reference.stamp]
+        references = [value for files in self.references for file in files for value in file.stamp]
         return [self.name, self.size, self.mtime_ns, *self.companions, *references]
 
-    def source(self, folder: Path, *, follow_links: bool = False, references: Optional[Path] = None) -> Source:
-        """Read the caption and metadata next to the file."""
+    def source(self, folder: Path, *, follow_links: bool = False, references: Sequence[Path] = ()) -> Source:
+        """Read the caption and metadata next to the file.
+
+        Args:
+            references: folders of `references`; the last one has all further pictures.
+        """
         path, root = folder / self.name, None if follow_links else folder
         row = dict(self.row) if self.row is not None else self._read_companions(folder, root)
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
-        reference: Optional[Callable[[], bytes]] = None
-        if references is not None:
-            if not self.references:
-                description = f"called {named}" if (named := row.pop(REFERENCE, None)) else "of its name"
-                raise SampleError("no_reference", f"--reference {references} has no picture {description}")
-            original, *others = self.references
-            if others:
-                names = ", ".join(entry.name for entry in self.references)
-                raise SampleError(
-                    "no_reference", f"--reference {references} has {names}; name one of them as `reference` in a list"
-                )
-            reference = partial(original._read, references / original.name, root and references)
+        originals = [self._original(i, references, row, root) for i in range(len(self.references))]
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name,
@@ -97,8 +92,24 @@ class Entry:
             metadata=scalars_of(row),
             span=None if is_still else span_of(row),
             repeats=self.repeats,
-            reference=reference,
+            references=tuple(originals),
         )
+
+    def _original(
+        self, number: int, folders: Sequence[Path], row: dict[str, Any], root: Optional[Path]
+    ) -> Callable[[], bytes]:
+        """Return a function that reads one of the pictures that the file is edited from."""
+        folder, files = folders[min(number, len(folders) - 1)], self.references[number]
+        if not files:
+            named = names_of_references(row)
+            description = f"called {named[number]}" if named else "of its name"
+            raise SampleError("no_reference", f"--reference {folder} has no picture {description}")
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files)
+            raise SampleError(
+                "no_reference", f"--reference {folder} has {names}; name one of them as `reference` in a list"
+            )
+        return partial(files[0]._read, folder / files[0].name, root and folder)
 
     def _read(self, path: Path, root: Optional[Path]) -> bytes:
         if self.size < 0 and not os.path.lexists(path):
@@ -134,7 +145,7 @@ def list_folder(
     repeats: bool = False,
     list_file: Optional[Path] = None,
     follow_links: bool = False,
-    references: Optional[Path] = None,
+    references: Sequence[Path] = (),
 ) -> Listing:
     """List the files of a folder and its subfolders, sorted by name.
 
@@ -143,7 +154,7 @@ def list_folder(
         repeats: the first level of folders are called `N_NAME`.
         list_file: a list of files, see `energon_data.prepare.lists`; None for that of the folder, if it has one.
         follow_links: also list linked folders, and accept a list of files that is a link.
-        references: folder with the pictures that those of `folder` are edited from; None if they are not edited.
+        references: folders with the pictures that those of `folder` are edited from.
     """
     if not folder.is_dir():
         hint = "; `prepare huggingface` reads parquet files" if folder.suffix == ".parquet" else ""
@@ -159,7 +170,7 @@ def list_folder(
         hint = "; `prepare huggingface` reads .parquet" if any(s.name.endswith(".parquet") for s in skipped) else ""
         endings = ", ".join(sorted(extensions))
         raise DataError(f"{folder} and its subfolders have no file that ends in {endings}{why}{hint}")
-    if references is not None:
+    if references:
         entries = _with_references(entries, folder, references, follow_links)
     if labels:
         classes = _groups(folder, entries, "class folder")
@@ -188,27 +199,64 @@ def _listed(
     return entries, not_used
 
 
-def _with_references(entries: Sequence[Entry], folder: Path, references: Path, follow_links: bool) -> list[Entry]:
-    """Return the files with the pictures that they are edited from; without one if there is none."""
-    if not references.is_dir():
-        raise ConfigError(f"--reference {references} is not a folder; name the one with the pictures before the edit")
-    pictures, _ = _walk(references, PICTURES, follow_links)
-    by_name = {walk.composed(picture.name): (picture,) for picture in pictures}
-    by_stem: dict[str, tuple[Entry, ...]] = {}
-    for name, picture in by_name.items():
-        by_stem[walk.stem_of(name)] = (*by_stem.get(walk.stem_of(name), ()), *picture)
-    is_same = references.samefile(folder)
+def names_of_references(row: Mapping[str, Any]) -> Optional[list[str]]:
+    """Return the pictures that a row of a list names, one or a list of them; None if it names none."""
+    names = row.get(REFERENCE)
+    return None if names is None else [str(name) for name in (names if isinstance(names, list) else [names])]
 
-    def references_of(entry: Entry) -> tuple[Entry, ...]:
-        name = (entry.row or {}).get(REFERENCE)
-        if name is not None:
-            return by_name.get(walk.composed(str(PurePosixPath(str(name)))), ())
-        if is_same:
-            return ()  # a picture is not its own reference
-        name = walk.composed(entry.name)
-        return by_name.get(name, by_stem.get(walk.stem_of(name), ()))
+
+def _with_references(
+    entries: Sequence[Entry], folder: Path, references: Sequence[Path], follow_links: bool
+) -> list[Entry]:
+    """Return the files with the pictures that they are edited from.
+
+    The first picture must exist, and all that a row names. Other files may lack the pictures of the last folders.
+    """
+    folders = [_Originals.of(place, folder, follow_links) for place in references]
+
+    def references_of(entry: Entry) -> tuple[tuple[Entry, ...], ...]:
+        names = names_of_references(entry.row or {})
+        if names:
+            return tuple(folders[min(i, len(folders) - 1)].called(name) for i, name in enumerate(names))
+        files = [originals.of_name(entry.name) for originals in folders]
+        while len(files) > 1 and not files[-1]:
+            files.pop()
+        return tuple(files)
 
     return [replace(entry, references=references_of(entry)) for entry in entries]
+
+
+class _Originals(NamedTuple):
+    """The pictures of a folder of `--reference`.
+
+    Attributes:
+        is_same: whether it is also the folder of the edited pictures.
+    """
+
+    by_name: dict[str, tuple[Entry, ...]]
+    by_stem: dict[str, tuple[Entry, ...]]
+    is_same: bool
+
+    @classmethod
+    def of(cls, place: Path, edited: Path, follow_links: bool) -> "_Originals":
+        """List a folder."""
+        if not place.is_dir():
+            raise ConfigError(f"--reference {place} is not a folder; name the one with the pictures before the edit")
+        pictures, _ = _walk(place, PICTURES, follow_links)
+        by_name: dict[str, tuple[Entry, ...]] = {walk.composed(picture.name): (picture,) for picture in pictures}
+        by_stem: dict[str, tuple[Entry, ...]] = {}
+        for name, picture in by_name.items():
+            by_stem[walk.stem_of(name)] = (*by_stem.get(walk.stem_of(name), ()), *picture)
+        return cls(by_name, by_stem, place.samefile(edited))
+
+    def called(self, name: str) -> tuple[Entry, ...]:
+        """Return the picture that a row names."""
+        return self.by_name.get(walk.composed(str(PurePosixPath(name))), ())
+
+    def of_name(self, name: str) -> tuple[Entry, ...]:
+        """Return the picture of the name of an edited one, or of its stem; a picture is not its own original."""
+        name = walk.composed(name)
+        return () if self.is_same else self.by_name.get(name, self.by_stem.get(walk.stem_of(name), ()))
 
 
 def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:

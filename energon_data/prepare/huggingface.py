@@ -91,7 +91,7 @@ class _Rows:
             captions=captions_of({"caption": caption}),
             label=class_of(None if label == -1 else label),  # -1 means no class
             metadata=scalars_of(row),
-            reference=None if self.reference is None else partial(_picture, row[self.reference], self.root),
+            references=() if self.reference is None else (partial(_picture, row[self.reference], self.root),),
         )
 
     def name(self, number: int) -> str:

@@ -1,6 +1,6 @@
 """Convert pictures and videos to samples: stored as pixels or encoded by a VAE, with optional caption embeddings."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Optional
 
@@ -33,7 +33,7 @@ from energon_data.prepare.sources import Source
 from energon_data.prepare.texts import caption_parts
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.prepare.wording import Wording
-from energon_data.samples import LATENT, PIXELS, REFERENCE, SampleError
+from energon_data.samples import LATENT, PIXELS, REFERENCE, SampleError, numbered_stem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Options:
 class _Decoded:
     """A decoded clip (a picture has one frame); `file` is its original file if the pixels are unchanged.
 
-    `reference` is the picture that it is edited from, fitted to its own size, and `original` the same before fitting.
+    `references` are the pictures that it is edited from, each fitted to its own size, and before fitting.
     """
 
     key: str
@@ -75,8 +75,7 @@ class _Decoded:
     file: Optional[tuple[str, bytes]]
     changes: Changes
     size_and_crop: list[int]
-    reference: Optional[Image.Image] = None
-    original: Optional[Image.Image] = None
+    references: Sequence[tuple[Image.Image, Image.Image]] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -118,9 +117,9 @@ class MakeSamples:
                     raise SampleError(
                         "no_caption", "the caption is missing or empty, and --text-encoder needs one; see --caption"
                     )
-                if self._reads_pictures and source.reference is None:
+                if self._reads_pictures and not source.references:
                     raise SampleError(
-                        "no_reference", "the text encoder reads the picture that it is edited from; see --reference"
+                        "no_reference", "the text encoder reads the pictures that it is edited from; see --reference"
                     )
                 for clip in self._clips(source):
                     yield clip
@@ -134,7 +133,7 @@ class MakeSamples:
 
     @property
     def _reads_pictures(self) -> bool:
-        """Whether a text encoder reads the reference picture."""
+        """Whether a text encoder reads the reference pictures."""
         line = self.options.text_encoder
         return line is not None and check_text_encoder(line).reads_pictures
 
@@ -146,8 +145,8 @@ class MakeSamples:
             original = opened.info["original"] if fitted is opened else None
             file = None if original is None else (original, data)
             changes, lengths = _changes(opened, target), _lengths(opened.size, target)
-            references = () if source.reference is None else self._reference(source.reference())
-            yield _Decoded(source.key, source, [fitted], None, file, changes, lengths, *references)
+            references = [self._reference(i, read()) for i, read in enumerate(source.references, 1)]
+            yield _Decoded(source.key, source, [fitted], None, file, changes, lengths, references)
             return
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut, source.span, fit.apply)):
@@ -164,13 +163,14 @@ class MakeSamples:
             changes, lengths = _changes(frames[0], target), _lengths(size, target)
             yield _Decoded(f"{source.key}-{number:03d}", source, frames, fps, file, changes, lengths)
 
-    def _reference(self, data: bytes) -> tuple[Image.Image, Image.Image]:
+    def _reference(self, number: int, data: bytes) -> tuple[Image.Image, Image.Image]:
         """Return the fitted and the original picture."""
         try:
             original = open_picture(data)
             return self.options.fit.apply(original), original
         except SampleError as error:
-            raise SampleError(error.reason, f"its reference: {error.detail}") from error
+            name = "its reference" if number == 1 else f"its reference {number}"
+            raise SampleError(error.reason, f"{name}: {error.detail}") from error
 
     def _is_clip(self, source: Source, data: bytes) -> bool:
         if source.extension != "gif":
@@ -182,20 +182,18 @@ class MakeSamples:
             return
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
         others = zip(self._texts(clips), self._references(clips), self._features(clips), strict=True)
-        for clip, (shape, parts, moments), (text, (reference, size), features) in zip(
-            clips, media, others, strict=True
-        ):
+        for clip, (shape, parts, moments), (text, references, features) in zip(clips, media, others, strict=True):
             source = clip.source
             yield Sample(
                 key=clip.key,
                 origin=source.origin,
                 metadata=_metadata(clip),
-                parts={**parts, **text, **reference, **features},
+                parts={**parts, **text, **{name: data for name, data, _ in references}, **features},
                 shape=shape,
                 changes=clip.changes,
                 latent=moments,
                 repeats=source.repeats,
-                reference_shape=size,
+                reference_shapes=tuple(shape for _, _, shape in references),
             )
 
     def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes], Moments]:
@@ -211,16 +209,18 @@ class MakeSamples:
         latents = self._encoded([clip.frames for clip in clips])
         return [(latent.shape, {f"{LATENT}.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
 
-    def _references(self, clips: list[_Decoded]) -> list[tuple[dict[str, bytes], Optional[tuple[int, ...]]]]:
-        """Return the part `reference` of each sample and its shape: a latent, or a picture without an autoencoder."""
-        pictures = [clip.reference for clip in clips if clip.reference is not None]
+    def _references(self, clips: list[_Decoded]) -> list[list[tuple[str, bytes, tuple[int, ...]]]]:
+        """Return name, data and shape of the references of each sample: latents, or pictures without an autoencoder."""
+        pictures = [fitted for clip in clips for fitted, _ in clip.references]
         if self.options.vae is not None:
             stored = [(npy_bytes(x), x.shape) for x in self._encoded([[picture] for picture in pictures])]
         else:
             stored = [(self._picture(picture), (3, 1, picture.height, picture.width)) for picture in pictures]
-        name = f"{REFERENCE}.{'npy' if self.options.vae else self.options.image_format}"
-        parts = iter([({name: data}, shape) for data, shape in stored])
-        return [({}, None) if clip.reference is None else next(parts) for clip in clips]
+        ending, parts = "npy" if self.options.vae else self.options.image_format, iter(stored)
+        return [
+            [(f"{numbered_stem(REFERENCE, i)}.{ending}", *next(parts)) for i in range(len(clip.references))]
+            for clip in clips
+        ]
 
     def _picture(self, picture: Image.Image) -> bytes:
         return picture_bytes(picture, self.options.image_format, self.options.quality)
@@ -245,7 +245,7 @@ class MakeSamples:
         if self.options.text_encoder is None:
             return [{} for _ in clips]
         encoders = load_text_encoders(self.options.text_encoder, self.options.device, self.options.precision)
-        pictures = [clip.original for clip in clips if clip.original is not None]
+        pictures = [[original for _, original in clip.references] for clip in clips]
         captions = [clip.source.captions for clip in clips]
         return caption_parts(encoders, captions, pictures if self._reads_pictures else None)
 

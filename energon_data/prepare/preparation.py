@@ -34,7 +34,7 @@ TRY_OUT = 8  # samples that a dry run makes
 
 
 def _sources_of_folder(
-    folder: Path, references: Optional[Path], follow_links: bool, unit: list[Entry]
+    folder: Path, references: Sequence[Path], follow_links: bool, unit: list[Entry]
 ) -> Iterator[Raw]:
     for entry in unit:
         try:
@@ -78,7 +78,7 @@ class Preparation:
         repeats: bool = False,
         list_file: Optional[Path] = None,
         follow_links: bool = False,
-        references: Optional[Path] = None,
+        references: Sequence[Path] = (),
         samples_per_shard: int = 1000,
         validation: float = 0.02,
     ) -> "Preparation":
@@ -115,7 +115,7 @@ class Preparation:
             "labels": labels,
             "repeats": repeats,
             "follow_links": follow_links,
-            "reference": None if references is None else str(references.resolve()),
+            "references": [str(place.resolve()) for place in references],
             "samples_per_shard": samples_per_shard,
             "validation": validation,
             "files": {"list": list_stamp(list_file), "each": listed},

@@ -38,7 +38,7 @@ class Source:
         name: path within the user's folder or archive, for messages and as the address of the sample.
         span: start and end in seconds of a clip of a video; None for the complete video.
         repeats: number of reads in one pass over the data.
-        reference: returns the bytes of the picture that it is edited from; None if it is not edited.
+        references: return the bytes of the pictures that it is edited from.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Source:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     span: Optional[Span] = None
     repeats: int = 1
-    reference: Optional[Callable[[], bytes]] = None
+    references: tuple[Callable[[], bytes], ...] = ()
 
     @property
     def address(self) -> str:

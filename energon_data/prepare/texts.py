@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dit.encoders.text_config import check_text_encoder
 from energon_data.prepare.shards import npy_bytes
-from energon_data.samples import stem_of_wording
+from energon_data.samples import numbered_stem
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,20 +30,20 @@ def _array(row: Tensor) -> bytes:
 
 
 def caption_parts(
-    encoders: "TextEncoders", captions: Sequence[Sequence[str]], pictures: Optional[Sequence["Image"]] = None
+    encoders: "TextEncoders", captions: Sequence[Sequence[str]], pictures: Optional[Sequence[Sequence["Image"]]] = None
 ) -> list[dict[str, bytes]]:
     """Return the parts of samples with one or more captions each: `text.npy` of the first, then `text-1.npy`, ...
 
     Args:
-        pictures: the picture to edit of each sample, for encoders that read it.
+        pictures: the pictures to edit of each sample, for encoders that read them.
     """
     texts = [caption for several in captions for caption in several]
     if pictures is not None:
-        pictures = [picture for several, picture in zip(captions, pictures, strict=True) for _ in several]
+        pictures = [references for several, references in zip(captions, pictures, strict=True) for _ in several]
     rows = iter(text_parts(encoders.encode(texts, pictures)))
     return [
         {
-            f"{stem_of_wording(name.removesuffix('.npy'), i)}.npy": data
+            f"{numbered_stem(name.removesuffix('.npy'), i)}.npy": data
             for i in range(len(several))
             for name, data in next(rows).items()
         }

@@ -162,7 +162,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     edits, trained = requested_edits(drawings)
     prompts = [instruction(edit.word, f"{edit.original}") for edit in edits]
     # A model of pictures sees black letters on white in three equal channels.
-    originals = [-inks[edit.original].expand(3, -1, -1)[:, None] for edit in edits]
+    originals = [[-inks[edit.original].expand(3, -1, -1)[:, None]] for edit in edits]
     samples = draw_samples(args, generator, encode_prompts(generator, prompts), originals).cpu()
     pictures = -samples[:, :, 0].mean(1, keepdim=True).clamp(-1, 1)
     reader = load_reader(DEFAULT_DATA)

@@ -87,6 +87,25 @@ def test_two_commands_produce_decoded_samples(tmp_path):
 
 
 @pytest.mark.slow
+def test_samples_of_two_references_are_prepared_trained_redrawn_and_drawn(tmp_path):
+    """One of twelve samples lacks the picture of the second folder."""
+    own_files(tmp_path)
+    shutil.copytree(tmp_path / "originals", tmp_path / "styles", ignore=shutil.ignore_patterns("0.*"))
+    texts = "--validation 0.3 --text-encoder identity"
+    lines = [
+        f"python -m energon_data.prepare images --in edited --reference originals styles --out data/two {texts}",
+        "python -m launch.train --yes --factory \"own_data(data='data/two')\" training.validation_interval=2",
+        "python -m launch.sample --checkpoint runs/two --reference photo.jpg styles/1.jpg --prompt blue --out two.png",
+    ]
+    follow(tmp_path, lines)
+    described = json.loads((tmp_path / "data" / "two" / "dataset.json").read_text())
+    assert (described["edited"], described["most_references"]) == (12, 2)
+    assert sum(described["reference_shapes"].values()) == 23
+    assert grid(tmp_path, "two.png").format == "PNG"
+    assert grid(tmp_path, "runs/two/samples/step_0000002/ema.png").size[0] > 64
+
+
+@pytest.mark.slow
 def test_every_command_of_the_page_works(tmp_path):
     own_files(tmp_path)
     follow(tmp_path, LINES)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers import (
     ChromaTransformer2DModel,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
@@ -230,9 +231,9 @@ def test_a_pack_of_two_sizes_equals_two_calls_of_diffusers(
 
 
 EDITING = {"flux_schnell": 1, "flux2_dev": 10, "flux2_klein": 10, "qwen_image": 1, "qwen_image_edit_2511": 1}
-"""Families that edit pictures (FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit): position of a reference on the first axis."""
-REFERENCES = ((6, 8), (10, 2))
-"""Height and width of the reference of each sample (3 x 4 and 5 x 1 tokens)."""
+"""Families that edit pictures (FLUX.1 Kontext, FLUX.2, Qwen-Image-Edit): spacing of pictures on the first axis."""
+REFERENCES = (((4, 4), (6, 20)), ((10, 2),))
+"""Height and width of the references of each sample (2 x 2 and 3 x 10 tokens, 5 x 1 tokens)."""
 
 
 def channels_first(x_TC: Tensor) -> Tensor:
@@ -240,16 +241,17 @@ def channels_first(x_TC: Tensor) -> Tensor:
     return x_TC.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
 
 
-def edited_by_diffusers(external: Any, batch: PackedBatch, sample: int, text_KC: Tensor, start: int) -> Tensor:
+def edited_by_diffusers(external: Any, batch: PackedBatch, sample: int, text_KC: Tensor, spacing: int) -> Tensor:
     """Return the prediction for the picture of a sample, from the inputs of the pipeline."""
     begin, length, axes = batch.layout.starts[sample], batch.layout.lengths[sample], external.config.axes_dims_rope
-    grids, x_TC = (batch.grids[sample], batch.reference_grids[sample]), batch.latents_TC[begin : begin + length]
+    grids, x_TC = (batch.grids[sample], *batch.reference_grids[sample]), batch.latents_TC[begin : begin + length]
     others: dict[str, Any] = {"img_shapes": [list(grids)]}
     if not isinstance(external, QwenImageTransformer2DModel):
-        ids, text_ids = torch.cat(list(map(grid_positions, grids))), torch.zeros(len(text_KC), len(axes))
-        ids[math.prod(grids[0]) :, 0] = start
+        references = [torch.zeros(1, 1, h, w) for _, h, w in grids[1:]]
+        (reference_ids,) = Flux2Pipeline._prepare_image_ids(references, scale=spacing)
+        ids, text_ids = pad(grid_positions(grids[0]), (0, 1)), torch.zeros(len(text_KC), len(axes))
         text_ids[:, 3:] = torch.arange(len(text_KC))[:, None]
-        others = {"img_ids": pad(ids, (0, len(axes) - 3)), "txt_ids": text_ids}
+        others = {"img_ids": torch.cat([ids, reference_ids])[:, : len(axes)], "txt_ids": text_ids}
     if getattr(external.config, "guidance_embeds", False):
         others["guidance"] = torch.tensor([0.25])
     if "pooled" in batch.conditions:
@@ -260,10 +262,11 @@ def edited_by_diffusers(external: Any, batch: PackedBatch, sample: int, text_KC:
 
 @pytest.mark.parametrize("name", EDITING)
 def test_edited_pictures_equal_those_of_the_diffusers_pipelines(build_model: BuildModel, name: str) -> None:
-    """Compare a pack of two sizes with two calls; the reference follows the picture, at another position."""
+    """Compare a pack of two sizes with two calls; references follow the picture, each at another position."""
     external, model, weights = import_random(FAMILIES[name])
     _, texts = latents_and_texts(model)
-    references = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(5)) for h, w in REFERENCES]
+    generator = torch.Generator().manual_seed(5)
+    references = [[torch.randn(4, 1, h, w, generator=generator) for h, w in sizes] for sizes in REFERENCES]
     batch = add_references(pack_of(model), references, model.batch_spec(micro_batch_size=2, multiple_of=4))
     network = load(build_model(model), weights)
     predicted_TC = network(batch.latents_TC, shared_level(torch.tensor(0.25), batch.layout).float(), batch)

@@ -60,37 +60,38 @@ def strong_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     return {name: x * (10 if "norm" in name else 1) for name, x in weights.items()}
 
 
-def pictures(folder: Path) -> list[Path]:
+def pictures(folder: Path, count: int) -> list[list[Path]]:
+    """Write `count` pictures for each prompt."""
     generator, paths = torch.Generator().manual_seed(1), []
-    for i in range(len(CASE.prompts)):
+    for i in range(len(CASE.prompts) * count):
         pixels = torch.randint(0, 256, (SIDE, SIDE, 3), generator=generator, dtype=torch.uint8)
         paths.append(folder / f"{i}.png")
         Image.fromarray(pixels.numpy()).save(paths[-1])
-    return paths
+    return [paths[i : i + count] for i in range(0, len(paths), count)]
 
 
-def drawn_by_us(generator: Generator, vae: Path, paths: list[Path], *words: str) -> tuple[Tensor, Tensor]:
+def drawn_by_us(generator: Generator, vae: Path, paths: list[list[Path]]) -> tuple[Tensor, Tensor]:
     """Return the latents that the command draws, and those of the references."""
-    references = ["--reference", *map(str, paths)]
-    args = build_parser().parse_args(["--checkpoint", "run", "--prompt", *CASE.prompts, *references, *words])
+    references = [word for several in paths for word in ("--reference", *map(str, several))]
+    args = build_parser().parse_args(["--checkpoint", "run", "--prompt", *CASE.prompts, *references])
     requests = what_to_draw(args, generator, references=args.reference)
     decoder = Decoder(str(vae), torch.device("cpu"))
     requests = add_pictures(
         requests, "--reference", paths, 1, lambda path: read_initial(path, (1, 8, 8), 16, decoder, "--reference")
     )
     ((_, latents),) = draw(generator, requests, batch_size=2, **sampling_settings(args))
-    return latents, torch.stack([request.reference for request in requests])
+    return latents, torch.stack([x for request in requests for x in request.references])
 
 
-def drawn_by_diffusers(folder: Path, noise: Tensor, paths: list[Path]) -> tuple[str, Tensor]:
+def drawn_by_diffusers(folder: Path, noise: Tensor, paths: list[list[Path]]) -> tuple[str, Tensor]:
     """Return the class of an exported pipeline, and the latents that it draws by the code of its README."""
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     names = {}
     exec(code.partition("image = ")[0].replace("THIS_FOLDER", str(folder)), names)
     pipeline, call, drawn = names["pipeline"], page_call(code), []
     pipeline.set_progress_bar_config(disable=True)
-    for i, path in enumerate(paths):
-        words = {"image": Image.open(path), "prompt": CASE.prompts[i]}
+    for i, several in enumerate(paths):
+        words = {"image": [Image.open(path) for path in several], "prompt": CASE.prompts[i]}
         words["latents"] = pipeline._pack_latents(noise[i : i + 1], 1, 16, 8, 8)
         (latents,) = pipeline(**{**call, **words}, output_type="latent", return_dict=False)
         drawn.append(pipeline._unpack_latents(latents, SIDE, SIDE, 8)[0])
@@ -98,11 +99,15 @@ def drawn_by_diffusers(folder: Path, noise: Tensor, paths: list[Path]) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("prompt", "name"),
-    [("qwen_image_edit", "QwenImageEditPipeline"), ("qwen_image_edit_plus", "QwenImageEditPlusPipeline")],
+    ("prompt", "name", "count"),
+    [
+        ("qwen_image_edit", "QwenImageEditPipeline", 1),
+        ("qwen_image_edit_plus", "QwenImageEditPlusPipeline", 1),
+        ("qwen_image_edit_plus", "QwenImageEditPlusPipeline", 2),
+    ],
 )
 def test_edits_equal_those_of_the_exported_pipeline(
-    build_model: BuildModel, tmp_path: Path, capsys: pytest.CaptureFixture, prompt: str, name: str
+    build_model: BuildModel, tmp_path: Path, capsys: pytest.CaptureFixture, prompt: str, name: str, count: int
 ) -> None:
     """Equal noise, texts read with the picture (also the unconditional one), references and guidance."""
     Processor(None).pictures.save_pretrained(tmp_path / "qwen2_5_vl")
@@ -112,13 +117,15 @@ def test_edits_equal_those_of_the_exported_pipeline(
     assert export([*words, str(folder), "--text-encoder", str(tmp_path / "first")]) == 0
     note = f"{name} scales the picture to edit to 1,048,576 pixels, and samples of this run have 4,096"
     assert (note in capsys.readouterr().err) == (prompt == "qwen_image_edit")
-    generator, paths = generator_of(run, build_model), pictures(tmp_path)
+    generator, paths = generator_of(run, build_model), pictures(tmp_path, count)
     actual, references = drawn_by_us(generator, tmp_path / "vae", paths)
     pixels = torch.stack([VAE(str(tmp_path / "vae")).decode(x[None])[0] for x in references])
     assert pixels.shape[-2:] == (SIDE, SIDE)
     noise = start_noise(generator, {"context": [torch.zeros(1, QWEN["context_size"])] * 2})
     kind, exact = drawn_by_diffusers(folder, noise, paths)
     assert kind == name
-    swapped, _ = drawn_by_us(generator, tmp_path / "vae", paths[::-1])
+    # Swap the pictures of a sample, or of the samples.
+    other_paths = paths[::-1] if count == 1 else [several[::-1] for several in paths]
+    swapped, _ = drawn_by_us(generator, tmp_path / "vae", other_paths)
     assert relative_error(actual, exact) <= RTOL
     assert relative_error(swapped, exact) > 30 * RTOL

@@ -160,7 +160,7 @@ def language_model(kind: str, layers: int) -> Any:
 
 
 class Processor:
-    """`Qwen2VLProcessor` for one text and picture; its part for videos needs torchvision."""
+    """`Qwen2VLProcessor` for one text with pictures; its part for videos needs torchvision."""
 
     def __init__(self, tokenizer: Any, pictures: Any = None) -> None:
         self.tokenizer = tokenizer
@@ -174,7 +174,9 @@ class Processor:
 
     def __call__(self, text: list[str], images: Any, padding: bool, return_tensors: str) -> BatchFeature:
         pixels = self.pictures(images=images, return_tensors=return_tensors)
-        words = text[0].replace(PICTURE_MARK, PICTURE_MARK * (int(pixels["image_grid_thw"].prod()) // 4))
+        first, *parts = text[0].split(PICTURE_MARK)
+        counts = (pixels["image_grid_thw"].prod(1) // 4).tolist()
+        words = first + "".join(PICTURE_MARK * n + part for n, part in zip(counts, parts, strict=True))
         return BatchFeature({**self.tokenizer([words], padding=padding, return_tensors=return_tensors), **pixels})
 
 

@@ -33,16 +33,17 @@ def leveled(batch: PackedBatch) -> PackedBatch:
 
 
 def edited(batch: PackedBatch) -> PackedBatch:
-    """Make the last rows of two of three pictures a reference, by the id of the sample."""
+    """Make the last rows of two of three pictures one or two references, by the id of the sample."""
     grids, references, segments, positions_T3 = [], [], [], batch.positions_T3.clone()
     for number, start, (t, h, w) in zip(batch.sample_ids_S.tolist(), batch.layout.starts, batch.grids):
         rows = max(1, h // 3) if number % 3 and h > 1 else 0
-        grid, reference = (t, h - rows, w), (t * (rows > 0), rows, w * (rows > 0))
+        first = max(1, w // 3) if number % 3 == 2 and w > 1 else w
+        grid, columns = (t, h - rows, w), (first, w - first)
         grids.append(grid)
-        references.append(reference)
-        segments.append([(math.prod(grid), 0), (math.prod(reference), CLEAN)] if rows else [])
+        references.append(tuple((t, rows, n) for n in columns if rows and n))
+        segments.append([(math.prod(grid), 0), (t * rows * w, CLEAN)] if rows else [])
         positions_T3[start : start + t * h * w] = torch.cat(
-            [grid_positions(grid), reference_positions(reference, grid)]
+            [grid_positions(grid), *reference_positions(references[-1], grid)]
         )
     return replace(
         batch,

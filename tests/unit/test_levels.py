@@ -250,7 +250,7 @@ def test_ranks_have_the_text_and_the_segments_of_their_tokens(split: str) -> Non
 def test_references_have_the_level_of_their_sample() -> None:
     """If all segments of each sample then have one level, so has the sample."""
     layout = SequenceLayout.from_lengths([5, 3, 7], multiple_of=2, total_tokens=20)
-    references = ((1, 1, 2), (0, 0, 0), (1, 1, 3))
+    references = (((1, 1, 2),), (), ((1, 1, 2), (1, 1, 1)))
 
     def changed(segments: list, times: list[float]) -> tuple[Tensor, PackedBatch]:
         batch = replace(a_pack(with_levels(layout, segments)), reference_grids=references)

@@ -233,18 +233,17 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
         return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
     if config.text_positions == "after_image":
         share = 2 if config.centred_positions else 1
-        sizes_S3, reference_S3 = batch.grid_sizes(), batch.reference_sizes()
-        sizes_S3 = sizes_S3 if reference_S3 is None else sizes_S3.maximum(reference_S3)
-        start_K1 = texts.per_token(sizes_S3[:, 1:].amax(1) // share)
+        start_K1 = texts.per_token(batch.picture_sizes()[:, :, 1:].amax((0, 2)) // share)
         return (index_K1 + start_K1).expand(-1, 3), image_T3
     return image_T3.new_zeros(texts.total_tokens, 3), image_T3
 
 
 def _centres(batch: PackedBatch) -> Tensor:
-    """Return h and w of the centre of each token's picture, the sample or its reference, int64 `[T, 2]`."""
-    sizes_S3, reference_S3 = batch.grid_sizes(), batch.reference_sizes()
-    centres_T2 = batch.layout.per_token((sizes_S3[:, 1:] + 1) // 2)
-    if reference_S3 is None:
-        return centres_T2
-    is_reference_T1 = batch.layout.token_index_T[:, None] >= batch.layout.per_token(sizes_S3.prod(1))
-    return torch.where(is_reference_T1, batch.layout.per_token((reference_S3[:, 1:] + 1) // 2), centres_T2)
+    """Return h and w of the centre of each token's picture, the sample or one of its references, int64 `[T, 2]`."""
+    sizes_RS3 = batch.picture_sizes()
+    centres_RS2, ends_RS = (sizes_RS3[:, :, 1:] + 1) // 2, sizes_RS3.prod(2).cumsum(0)
+    centres_T2 = batch.layout.per_token(centres_RS2[0])
+    for start_S, centre_S2 in zip(ends_RS, centres_RS2[1:]):
+        is_reference_T1 = batch.layout.token_index_T[:, None] >= batch.layout.per_token(start_S)
+        centres_T2 = torch.where(is_reference_T1, batch.layout.per_token(centre_S2), centres_T2)
+    return centres_T2

@@ -18,7 +18,7 @@ from dit.condition_table import MASK
 from dit.errors import ConfigError, DataError
 from dit.patchify import unpatchify
 from energon_data.augment import Augmentation, Visit, resize
-from energon_data.cookers import read_reference
+from energon_data.cookers import read_references
 from energon_data.dataset import EnergonData
 from energon_data.filters import FilteredOutError
 from energon_data.media_files import open_picture, pixels_of
@@ -177,9 +177,9 @@ def test_captions_and_durations_have_limits(picture_folder: Path, monkeypatch: p
 
 def test_a_reference_that_is_a_latent_is_not_augmented() -> None:
     sample, latent = {"reference.npy": np.zeros((3, 1, 4, 4), np.float32)}, torch.zeros(3, 1, 4, 4)
-    assert torch.equal(torch.zeros(3, 1, 4, 4), read_reference(sample, latent))
+    assert torch.equal(torch.zeros(3, 1, 4, 4), *read_references(sample, latent))
     with pytest.raises(SampleError, match=r"has a reference that is a latent, which cannot be resized") as error:
-        read_reference(sample, latent, lambda pixels: pixels.flip(-1))
+        read_references(sample, latent, lambda pixels: pixels.flip(-1))
     assert error.value.reason == "not_pixels"
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from preparations import as_file, folder_of, noise, run, write_list
+from preparations import as_file, folder_of, noise, run, samples, write_list
 from pyarrow import parquet
 from torch import Tensor
 
@@ -23,8 +23,10 @@ from dit.encoders.vae import VAE
 from dit.errors import EXIT_CONFIG, EXIT_OK
 from dit.models.flux.config import FluxConfig
 from dit.patchify import unpatchify
+from energon_data.cookers import read_condition
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
+from energon_data.samples import Clip
 from tests.support.encoders import Processor, save_language_model, save_vae
 
 SPEC = BatchSpec(patch_temporal=1, patch_spatial=4, latent_channels=3, conditions=(), micro_batch_size=1)
@@ -115,12 +117,13 @@ def test_of_several_originals_of_a_stem_the_one_of_the_same_format_is_taken(
 
 
 def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The encoder reads the original file; a sample without one is skipped."""
+    """The encoder reads the original files, here one twice; a sample without them is skipped."""
     edited, originals = write_pairs(tmp_path)
     Processor(None).pictures.save_pretrained(save_language_model("qwen2_5_vl", tmp_path / "encoder"))
     line = f"{tmp_path}/encoder:prompt=qwen_image_edit_plus"
-    assert prepare(edited, tmp_path / "out", "--reference", originals, "--text-encoder", line) == EXIT_OK
-    shown = [noise(*SIZES[i % 2], seed=100 + i) for i in range(COUNT)]
+    words = ["--reference", originals, originals, "--text-encoder", line]
+    assert prepare(edited, tmp_path / "out", *words) == EXIT_OK
+    shown = [[noise(*SIZES[i % 2], seed=100 + i)] * 2 for i in range(COUNT)]
     expected = TextEncoders(line).encode([f"make it {i}" for i in range(COUNT)], shown)["text"]
     stored = []
     for tar in sorted((tmp_path / "out").glob("**/*.tar")):
@@ -132,7 +135,7 @@ def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, caps
         assert any(array.shape == x.shape and np.array_equal(array, x.half().numpy()) for x in expected)
     capsys.readouterr()
     prepare(edited, tmp_path / "without", "--text-encoder", line)
-    assert f"{COUNT} no_reference (0.png: the text encoder reads the picture" in "".join(capsys.readouterr())
+    assert f"{COUNT} no_reference (0.png: the text encoder reads the pictures" in "".join(capsys.readouterr())
 
 
 def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path: Path) -> None:
@@ -152,6 +155,13 @@ def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path
         )
     encoded = [tuple(vae.encode(x[None])[0] for x in pair) for pair in PAIRS]
     assert numbers(pairs, encoded) == set(range(COUNT))
+
+
+def test_the_control_picture_is_the_first_reference_for_every_caption() -> None:
+    parts = {f"{stem}.npy": np.full((4, 1, 2, 2), i, np.float32) for i, stem in enumerate(("reference", "reference-1"))}
+    control, latent = FluxConfig(in_channels=4, control_channels=4).condition("control"), torch.zeros(4, 1, 2, 2)
+    clip = Clip(__key__="a", __restore_key__=(), latent=latent, metadata={}, parts=parts, wording=1)
+    assert torch.equal(read_condition(control, clip), latent)
 
 
 def test_flips_and_crops_are_equal_for_both_pictures(tmp_path: Path) -> None:
@@ -184,6 +194,28 @@ def test_a_list_names_the_original_of_each_picture(tmp_path: Path, capsys: pytes
     assert numbers(pairs_of(tmp_path / "out"), [(tall[i], tall[0]) for i in range(1, COUNT)]) == {0, 1, 2}
 
 
+def test_further_folders_have_further_references(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A sample may lack the last pictures, but not one between others. A list names several pictures of one folder."""
+    edited, originals = write_pairs(tmp_path)
+    styles = folder_of(tmp_path / "styles", {f"{i}.png": as_file(noise(8, 24, seed=i)) for i in (0, 1)})
+    poses = folder_of(tmp_path / "poses", {f"{i}.png": as_file(noise(24, 8, seed=i)) for i in (0, 2)})
+
+    def shapes(out: Path) -> dict[str, list[tuple[int, ...]]]:
+        """Return height and width of the references of each sample."""
+        return {about["source"]: [x.shape[2:] for x in clip.references] for _, about, clip, _ in samples(out)}
+
+    assert prepare(edited, tmp_path / "out", "--reference", originals, styles, poses) == EXIT_OK
+    said = capsys.readouterr().out
+    assert f"skipped, no_reference: 1; 2.png: --reference {styles} has no picture of its name" in said
+    assert "edited from another picture: 3 samples" in said
+    tall, wide = (32, 16), (16, 32)
+    expected = {"0.png": [tall, (24, 8), (8, 24)], "1.png": [wide, (24, 8)], "deep/3.png": [wide]}
+    assert shapes(tmp_path / "out") == expected
+    write_list(edited, [{"file_name": "0.png", "reference": ["1.bmp", "2.bmp"]}, {"file_name": "1.png"}])
+    assert prepare(edited, tmp_path / "listed", "--reference", originals) == EXIT_OK
+    assert shapes(tmp_path / "listed") == {"0.png": [wide, tall], "1.png": [wide]}
+
+
 def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns are those of published sets of edits on the hub."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -212,7 +244,7 @@ def test_a_changed_original_is_detected(tmp_path: Path, capsys: pytest.CaptureFi
 
     def plan() -> dict:
         options = Options(fit=Fit(multiple_of=8))
-        return Preparation.of("images", edited, tmp_path / "out", options, references=originals).plan
+        return Preparation.of("images", edited, tmp_path / "out", options, references=[originals]).plan
 
     first = plan()
     assert plan() == first

@@ -29,12 +29,15 @@ MODEL = DiTConfig(
 )
 SPEC = MODEL.batch_spec()
 LATENTS = [torch.randn(4, t, h, w, generator=torch.Generator().manual_seed(t)) for t, h, w in ((1, 8, 4), (3, 4, 4))]
-REFERENCES = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(h)) for h, w in ((4, 8), (6, 4))]
+REFERENCES = [
+    [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(h)) for h, w in sizes]
+    for sizes in (((4, 8),), ((6, 4), (2, 8)))
+]
 
 
 @dataclass(kw_only=True)
 class Edits(Samples):
-    """A picture and a clip, each with a reference of another shape; every third sample has none."""
+    """A picture with a reference, a clip with two, all of other shapes; every third sample has none."""
 
     num_streams: Any = 1
     background: bool = False
@@ -47,7 +50,7 @@ class Edits(Samples):
     def __getitem__(self, index: int) -> Sample:
         if index == 2:
             return Sample(LATENTS[0], {"label": 2})
-        return Sample(LATENTS[index], {"label": index, "reference": REFERENCES[index]})
+        return Sample(LATENTS[index], {"label": index, **dict(zip(("reference", "reference-1"), REFERENCES[index]))})
 
 
 def packs(count: int, **settings: Any) -> list[PackedBatch]:
@@ -61,7 +64,7 @@ def rows(batch: PackedBatch, i: int) -> slice:
     return slice(batch.layout.starts[i], batch.layout.starts[i] + batch.layout.lengths[i])
 
 
-def test_the_tokens_of_a_reference_follow_those_of_its_sample() -> None:
+def test_the_tokens_of_references_follow_those_of_their_sample() -> None:
     seen = set()
     for batch in packs(6):
         levels = batch.layout.levels
@@ -69,10 +72,10 @@ def test_the_tokens_of_a_reference_follow_those_of_its_sample() -> None:
             number = int(key.split("/")[-1])
             tokens, grid = patchify(LATENTS[number % 2], *SPEC.patch)
             expected, positions = [tokens], [grid_positions(grid)]
-            if number < 2:
-                clean, clean_grid = patchify(REFERENCES[number], *SPEC.patch)
+            for place, reference in enumerate(REFERENCES[number] if number < 2 else []):
+                clean, clean_grid = patchify(reference, *SPEC.patch)
                 expected.append(clean)
-                positions.append(grid_positions(clean_grid) + torch.tensor([grid[0], 0, 0]))
+                positions.append(grid_positions(clean_grid) + torch.tensor([grid[0] + place, 0, 0]))
             assert batch.grids[i] == grid
             assert torch.equal(batch.latents_TC[rows(batch, i)], torch.cat(expected))
             assert torch.equal(batch.positions_T3[rows(batch, i)], torch.cat(positions))
@@ -90,7 +93,7 @@ def test_clips_may_have_a_reference_and_a_clean_first_frame() -> None:
             if int(key.split("/")[-1]) == 1:
                 first, last = sum(batch.layout.levels.counts[:i]), sum(batch.layout.levels.counts[: i + 1])
                 assert batch.layout.levels.numbers[first:last] == (CLEAN, 0, CLEAN)
-                assert batch.layout.levels.layout.lengths[first:last] == (4, 8, 6)
+                assert batch.layout.levels.layout.lengths[first:last] == (4, 8, 10)
 
 
 def test_without_the_setting_references_are_not_read() -> None:
@@ -126,9 +129,9 @@ def test_samples_are_drawn_with_references(build_model: BuildModel) -> None:
     generator.network = watched  # type: ignore[assignment]
     drawn = generator.generate(labels=[0, 1], references=REFERENCES)
     assert drawn.shape == (2, 4, 1, 8, 4)
-    clean_TC = torch.cat([patchify(reference, *SPEC.patch)[0] for reference in REFERENCES])
+    clean_TC = torch.cat([patchify(x, *SPEC.patch)[0] for several in REFERENCES for x in several])
     assert all(torch.equal(x[: len(clean_TC)], clean_TC) for x in seen)
-    other = generator.generate(labels=[0, 1], references=[REFERENCES[0], REFERENCES[1] + 1])
+    other = generator.generate(labels=[0, 1], references=[REFERENCES[0], [REFERENCES[1][0], REFERENCES[1][1] + 1]])
     torch.testing.assert_close(other[0], drawn[0])
     assert (other[1] - drawn[1]).abs().max() > 1e-3
 

@@ -129,7 +129,7 @@ def test_the_grid_while_training_shows_the_classes_that_have_names(build_model: 
 
 @pytest.mark.parametrize("kind", ["control", "reference"])
 def test_a_model_of_pictures_redraws_held_out_samples(kind: str) -> None:
-    """The network returns the picture that it reads, so the second row has these pictures."""
+    """The network returns the last picture that it reads, so the second row has these pictures."""
     model = FluxConfig(in_channels=3, patch_spatial=1, control_channels=3 if kind == "control" else None)
     spec, objective = model.batch_spec(), FlowMatching(prediction="x0")
     data = MockData(shapes=["1x4x4"], max_tokens_per_pack=64, validation_samples=3)
@@ -144,15 +144,16 @@ def test_a_model_of_pictures_redraws_held_out_samples(kind: str) -> None:
     else:
         assert batch is None
         batch = next(data.build_validation(spec, dp_rank=0, dp_size=1))
-        read = [torch.randn(3, 1, 4, 4) for _ in batch.grids]
+        read = [[torch.randn(3, 1, 4, 4), torch.randn(3, 1, 4, 4)] for _ in batch.grids]
         batch = add_references(batch, read, spec)
-        read_TC = batch.layout.insert_padding(torch.cat([patchify(x, *spec.patch)[0].repeat(2, 1) for x in read]))
+        last = [patchify(x, *spec.patch)[0].repeat(3, 1) for _, x in read]
+        read_TC = batch.layout.insert_padding(torch.cat(last))
 
     def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         if kind == "control":
             return batch.conditions["control"].values
-        halves = [x.chunk(2)[1].repeat(2, 1) for x in inputs_TC.split(list(batch.layout.lengths))]
-        return batch.layout.insert_padding(torch.cat(halves))
+        last = [x.chunk(3)[2].repeat(3, 1) for x in inputs_TC.split(list(batch.layout.lengths))]
+        return batch.layout.insert_padding(torch.cat(last))
 
     sampling = SamplingConfig(num_steps=2, guidance_scale=1.0)
     (grid,) = PictureWriter(model, objective, spec, sampling, None).redraw(network, batch, CPU)

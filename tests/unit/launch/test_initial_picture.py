@@ -86,11 +86,11 @@ def test_a_mask_of_another_aspect_ratio_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_picture_that_the_text_encoder_reads_needs_a_prompt(tmp_path: Path) -> None:
-    paths = [picture(tmp_path, np.zeros((4, 4, 3), np.uint8))]
+    paths = [[picture(tmp_path, np.zeros((4, 4, 3), np.uint8))] * 2]
     (tmp_path / "config.json").write_text('{"model_type": "qwen2_5_vl"}')
     line = f"{tmp_path}:prompt=qwen_image_edit"
     assert check_text_encoder(line).reads_pictures
     with pytest.raises(ConfigError, match="--reference needs --prompt"):
         pictures_of_texts(paths, line, 0)
-    assert len(pictures_of_texts(paths, line, 2) or ()) == 2
+    assert list(map(len, pictures_of_texts(paths, line, 3) or ())) == [2, 2, 2]
     assert pictures_of_texts(paths, None, 0) is None

@@ -168,22 +168,25 @@ def test_labels_are_names_or_numbers(text, names, labels):
 
 
 def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
-    """One picture is used for all prompts; otherwise each prompt needs a picture."""
+    """The option is given for all prompts or for each one; a prompt may compose several pictures."""
     generator.channels = 3
     files = []
     for name, shade in (("dark", 0), ("bright", 255)):
         files.append(str(tmp_path / f"{name}.png"))
         Image.new("RGB", (12, 9), (shade,) * 3).save(files[-1])
     flags = ["--labels", "A,B", "--count", "2", "--files", str(tmp_path / "files")]
-    assert draw(tmp_path, *flags, "--reference", *files) == 0
+    assert draw(tmp_path, *flags, "--reference", files[0], "--reference", *reversed(files)) == 0
     assert draw(tmp_path, *flags, "--reference", files[1]) == 0
-    for call, shades in zip(generator.calls, ([-1, -1, 1, 1], [1] * 4), strict=True):
-        assert [x.shape for x in call["references"]] == [(3, 1, 6, 6)] * 4
-        assert [x.unique().tolist() for x in call["references"]] == [[shade] for shade in shades]
+    for call, shades in zip(generator.calls, ([[-1], [-1], [1, -1], [1, -1]], [[1]] * 4), strict=True):
+        assert {x.shape for several in call["references"] for x in several} == {(3, 1, 6, 6)}
+        assert [[x.unique().item() for x in several] for several in call["references"]] == shades
     records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
-    assert [record["reference"] for record in records] == [files[1]] * 4
-    assert draw(tmp_path, "--labels", "A,B,C", "--reference", *files) == 2
-    assert "--reference has 2 pictures for 3 samples; give one, or one for each" in capsys.readouterr().err
+    assert [record["reference"] for record in records] == [[files[1]]] * 4
+    assert draw(tmp_path, "--labels", "A,B,C", "--reference", files[0], "--reference", files[1]) == 2
+    said = (
+        "--reference has pictures of 2 samples, and there are 3; repeat the option for each, or give pictures for all"
+    )
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

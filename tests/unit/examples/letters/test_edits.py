@@ -128,8 +128,8 @@ def judge(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         inks = torch.stack([ink(folder / d.file) for d in drawings])
         requests, _ = edit_score.requested_edits(drawings)
 
-        def generate(*, conditions: dict, references: list[Tensor], numbers: range, **settings: Any) -> Tensor:
-            for n, reference in zip(numbers, references, strict=True):
+        def generate(*, conditions: dict, references: list[list[Tensor]], numbers: range, **settings: Any) -> Tensor:
+            for n, (reference,) in zip(numbers, references, strict=True):
                 torch.testing.assert_close(reference, -inks[requests[n].original].expand(3, -1, -1)[:, None])
             texts = [INSTRUCTIONS[requests[n].word] for n in numbers]
             assert all(text in wordings for text, wordings in zip(conditions["context"], texts, strict=True))
