@@ -33,7 +33,17 @@ from dit.backends.sharding import (
     sharding_of,
 )
 from dit.errors import ConfigError
-from dit.kernels.choice import UNTRIED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
+from dit.kernels.choice import (
+    UNTRIED,
+    Implementation,
+    Op,
+    Target,
+    capability_from,
+    choose,
+    installed,
+    on_cuda,
+    on_symmetric_memory,
+)
 from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 from dit.settings import Fp8
@@ -107,8 +117,13 @@ class RowLinear(RowParallelLinear):
         if self.is_unsharded:
             y_TD = _unsharded(self, x_TD, None if self.skip_bias_add else self.bias)
         else:
-            y_TD = super().forward(x_TD)[0]
+            y_TD = self._sharded(x_TD)
         return PendingBias(y_TD, self.bias if self.skip_bias_add else None) if self.returns_bias else y_TD
+
+    def _sharded(self, x_TD: Tensor) -> Tensor:
+        """Apply a layer of several tensor-parallel ranks."""
+        y_TD: Tensor = super().forward(x_TD)[0]
+        return y_TD
 
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.fp8 is None:
@@ -129,10 +144,17 @@ def _transformer_engine() -> tuple[Any, Any]:
     return TEColumnLinear, TERowLinear
 
 
+def _overlapped() -> tuple[Any, Any]:
+    from dit.backends.overlapped_linears import OverlappedColumnLinear, OverlappedRowLinear  # imports this module
+
+    return OverlappedColumnLinear, OverlappedRowLinear
+
+
 LINEARS = Op[tuple[Any, Any]](
     "linears",
     (
         Implementation("transformer_engine", _transformer_engine, (on_cuda, installed("transformer_engine")), UNTRIED),
+        Implementation("overlapped", _overlapped, (on_symmetric_memory,), UNTRIED),
         Implementation("megatron", lambda: (ColumnLinear, RowLinear)),
     ),
     setting="training.linears",
