@@ -234,6 +234,7 @@ SLOW = [
     *on(2, "rotary stdit", "tp2 sp", "cp2 cut", "cp2 selective"),
     *on(2, "stdit", "cp2 ddp overlap one_token", "cp2 cut overlap gather one_token"),
     *on(2, "adapted cross", "tp2 sp overlapped"),
+    *on(2, "dit", "tp2 sp compiled overlapped", "tp2 sp full overlapped"),
     *on(4, "deep dit", "tp2 sp fsdp overlapped", "tp2 pp2 sp overlap gather overlapped"),
     *on(4, "dit", "tp4 sp overlapped"),
     *on(4, "dit", "tp2 sp", "tp4 sp", "cp4 balanced", "cp4 two_level balanced dense", "tp2 cp2 sp a2a"),
@@ -352,14 +353,15 @@ def case_of(row: Row) -> dict[str, Any]:
     """Return the case of a row for `run_world`."""
     model, _, layout = row
     case: dict[str, Any] = {"task": f"{__name__}:train", "row": row}
-    case |= {"packed": True, "parallel": {}, "model": MODELS[model]}
+    case |= {"packed": True, "parallel": {}, "recompute": {}, "model": MODELS[model]}
     if model in OBJECTIVES:
         case["objective"] = OBJECTIVES[model]
     for word in layout.split():
         if word in PARALLEL:
             case["parallel"] = {**case["parallel"], **PARALLEL[word]}
         else:
-            case |= {**BATCHES, **KERNELS}[word]
+            settings = {**BATCHES, **KERNELS}[word]
+            case |= {**settings, "recompute": {**case["recompute"], **settings.get("recompute", {})}}
     return case
 
 
