@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from dit.backends.provider import ColumnLinear, RowLinear
+from dit.backends.linears import ColumnLinear, RowLinear
 
 
 class OverlappedColumnLinear(ColumnLinear):
