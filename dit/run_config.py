@@ -326,6 +326,12 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
             "its modules count micro-batches on the host",
             "use training.linears=megatron",
         ),
+        (
+            training.linears == "overlapped",
+            "training.linears=overlapped",
+            "its memory for messages grows with the largest micro-batch",
+            "use training.linears=megatron",
+        ),
     )
     for applies, setting, reason, cure in reasons:
         if applies:

@@ -93,7 +93,8 @@ class TrainingConfig:
             doubles. An overflow skips the update and halves it.
         attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
             (bf16 on CUDA) or scaled-dot-product attention.
-        linears: parallel linears; `auto` selects Megatron-Core's.
+        linears: parallel linears; `auto` selects Megatron-Core's, `overlapped` overlaps the communication of sequence
+            parallelism with products.
         kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
             FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
         cuda_graph: repeat the passes of a step and its update as CUDA graphs; needs batches of one shape, or packs.
@@ -134,7 +135,7 @@ class TrainingConfig:
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"] = (
         "auto"
     )
-    linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
+    linears: Literal["auto", "megatron", "overlapped", "transformer_engine"] = "auto"
     kernels: Literal["auto", "triton", "compile", "eager"] = "auto"
     cuda_graph: bool = False
     deterministic: bool = False
@@ -254,7 +255,7 @@ class TrainingConfig:
         """Raise an error for kernels that have not been verified to be deterministic."""
         unchecked = {
             "attention": (self.attention == "transformer_engine", "attention=auto"),
-            "linears": (self.linears == "transformer_engine", "linears=megatron"),
+            "linears": (self.linears in ("overlapped", "transformer_engine"), "linears=megatron"),
             "kernels": (self.kernels == "compile", "kernels=eager or triton"),
         }
         for name, (is_requested, cure) in unchecked.items():

@@ -120,7 +120,8 @@ def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device:
     from dit.planner.schedule import planned_step
     from dit.planner.time import Cluster
 
-    time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel))
+    overlaps = config.training.linears == "overlapped"
+    time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel, overlaps))
     most = sorted(time.parts, key=lambda part: -time.parts[part])[:3]
     return (
         f"time        {time.total * 1e3:,.0f} ms per step on {dims.world_size} {device.name}, planned: "

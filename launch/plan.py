@@ -287,7 +287,6 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     from dit.planner.plan import plan
     from dit.planner.schedule import planned_step
     from dit.planner.search import Prices, costs, judged, with_traced_memory
-    from dit.planner.time import Cluster
     from dit.planner.trace import TracerPool
 
     options = allowed(problem, candidates(problem))
@@ -316,7 +315,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
             first, *others = verdict.fitting
             verdict = judged(problem, [with_traced_memory(first, full.fullest), *others, *verdict.too_large])
             if verdict.fitting and verdict.fitting[0].candidate == candidate:
-                step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout))
+                step = planned_step(full, dims, problem.cluster(layout))
                 peak = full.fullest.peak
     return Report(problem, rates(problem, sample), options, verdict, seconds, step, peak)
 

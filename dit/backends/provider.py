@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
-from dit.backends.fp8_linear import fp8_linear
 from dit.backends.gathered_linear import GatheredLinear
 from dit.backends.init import ZEROS, Init, uniform, with_init
-from dit.backends.pending_bias import PendingBias
+from dit.backends.linears import ColumnLinear, RowLinear
+from dit.backends.overlapped_linears import OverlappedColumnLinear, OverlappedRowLinear
 from dit.backends.sharding import (
     ONE_MATRIX,
     GradientCovers,
@@ -33,7 +33,17 @@ from dit.backends.sharding import (
     sharding_of,
 )
 from dit.errors import ConfigError
-from dit.kernels.choice import UNTRIED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
+from dit.kernels.choice import (
+    UNTRIED,
+    Implementation,
+    Op,
+    Target,
+    capability_from,
+    choose,
+    installed,
+    on_cuda,
+    on_symmetric_memory,
+)
 from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 from dit.settings import Fp8
@@ -41,86 +51,6 @@ from dit.settings import Fp8
 LINEAR_CLASSES = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
 """Classes of the linear layers of a model without Transformer Engine."""
 EXPERT = ParameterSharding(expert=True, matrices=ONE_MATRIX)
-
-
-class ColumnLinear(ColumnParallelLinear):
-    """y = x W^T + b with the output features split over tensor-parallel ranks; gathers the tokens under SP.
-
-    Attributes:
-        is_unsharded: whether this rank has all features, so that the layer is a plain torch linear.
-        returns_bias: whether the layer returns a `PendingBias`.
-        skip_bias_add: whether the output does not include the bias.
-        skip_bias_gradient: whether the output includes the bias, whose gradient the next operation computes.
-        fp8: quantised products; None for products in the precision of the weight.
-    """
-
-    is_unsharded, returns_bias, skip_bias_add, skip_bias_gradient = False, False, False, False
-    fp8: Optional[Fp8Products] = None
-
-    @property
-    def compiles(self) -> bool:
-        """Whether torch.compile supports the layer; Megatron-Core's communication breaks a graph."""
-        return self.is_unsharded
-
-    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
-        bias = self.bias
-        if self.skip_bias_gradient:
-            y_TD = _unsharded(self, x_TD, bias.detach())
-        elif self.is_unsharded:
-            y_TD = _unsharded(self, x_TD, None if self.skip_bias_add else bias)
-        else:
-            y_TD = super().forward(x_TD)[0]
-        if not self.returns_bias:
-            return y_TD
-        return PendingBias(y_TD, bias if self.skip_bias_add or self.skip_bias_gradient else None)
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fp8 is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        return fp8_linear(
-            self.fp8,
-            input,
-            weight,
-            kwargs["bias"],
-            group=self.tp_group,
-            sequence_parallel=kwargs["sequence_parallel"],
-            sum_gradient=kwargs["allreduce_dgrad"],
-        )
-
-
-class RowLinear(RowParallelLinear):
-    """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP.
-
-    Attributes:
-        is_unsharded, returns_bias, skip_bias_add, fp8: as in `ColumnLinear`.
-    """
-
-    is_unsharded, returns_bias, skip_bias_add = False, False, False
-    fp8: Optional[Fp8Products] = None
-
-    @property
-    def compiles(self) -> bool:
-        """See `ColumnLinear.compiles`."""
-        return self.is_unsharded
-
-    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
-        if self.is_unsharded:
-            y_TD = _unsharded(self, x_TD, None if self.skip_bias_add else self.bias)
-        else:
-            y_TD = super().forward(x_TD)[0]
-        return PendingBias(y_TD, self.bias if self.skip_bias_add else None) if self.returns_bias else y_TD
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.fp8 is None:
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        return fp8_linear(self.fp8, input, weight, None)  # the caller sums over ranks, then adds the bias
-
-
-def _unsharded(layer: ColumnLinear | RowLinear, x_TD: Tensor, bias: Optional[Tensor]) -> Tensor:
-    """Apply a layer of one tensor-parallel rank."""
-    if layer.fp8 is None:
-        return nn.functional.linear(x_TD, layer.weight, bias)
-    return fp8_linear(layer.fp8, x_TD, layer.weight, bias)
 
 
 def _transformer_engine() -> tuple[Any, Any]:
@@ -133,6 +63,9 @@ LINEARS = Op[tuple[Any, Any]](
     "linears",
     (
         Implementation("transformer_engine", _transformer_engine, (on_cuda, installed("transformer_engine")), UNTRIED),
+        Implementation(
+            "overlapped", lambda: (OverlappedColumnLinear, OverlappedRowLinear), (on_symmetric_memory,), UNTRIED
+        ),
         Implementation("megatron", lambda: (ColumnLinear, RowLinear)),
     ),
     setting="training.linears",

@@ -62,6 +62,15 @@ def on_cuda(target: Target) -> Optional[str]:
     return None if target.device.type == "cuda" else f"needs CUDA, not {target.device.type}"
 
 
+def on_symmetric_memory(target: Target) -> Optional[str]:
+    """Require torch's products on symmetric memory, and CUDA or torch's test mode of them."""
+    from torch.distributed import _symmetric_memory  # defines the operations
+
+    if not hasattr(torch.ops.symm_mem, "fused_matmul_reduce_scatter"):
+        return f"needs torch.ops.symm_mem.fused_matmul_reduce_scatter, which torch {torch.__version__} does not have"
+    return None if _symmetric_memory._is_test_mode else on_cuda(target)
+
+
 def on_cuda_or_interpreted(target: Target) -> Optional[str]:
     """Require CUDA, or Triton's interpreter (TRITON_INTERPRET=1), which runs kernels on CPU in tests."""
     return None if os.environ.get("TRITON_INTERPRET") == "1" else on_cuda(target)

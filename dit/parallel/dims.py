@@ -192,6 +192,8 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
         model.check_supports(Ability.FSDP, "parallel.data_parallel=fsdp", cure)
     if training.kernels == "compile":
         _check_compiled(model, parallel, training)
+    if training.linears == "overlapped":
+        _check_overlapped(parallel, training.fp8)
     if training.fp8 is not None:
         _check_fp8(model, parallel, training.fp8)
     for precision, ability in (("bf16", Ability.BF16), ("fp16", Ability.FP16)):
@@ -217,6 +219,22 @@ def _check_compiled(model: ModelConfig, parallel: ParallelConfig, training: Trai
     ):
         if refused:
             raise ConfigError(f"training.kernels=compile is not available: {why}; use training.kernels=auto")
+
+
+def _check_overlapped(parallel: ParallelConfig, fp8: Optional[Fp8]) -> None:
+    """Check that the linears have communication to overlap, and products of the weights' precision."""
+    tp, sequence_parallel = parallel.tensor_model_parallel_size, parallel.sequence_parallel
+    if tp == 1 or not sequence_parallel:
+        raise ConfigError(
+            "training.linears=overlapped overlaps the communication of sequence parallelism, but there is none with "
+            f"parallel.tensor_model_parallel_size={tp} and sequence_parallel={sequence_parallel}; use at least 2 and "
+            "True, or training.linears=auto"
+        )
+    if fp8 is not None:
+        raise ConfigError(
+            f"training.linears=overlapped cannot quantise its products by training.fp8={fp8}; use training.fp8=None, "
+            "or training.linears=auto"
+        )
 
 
 def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:

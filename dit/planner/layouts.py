@@ -116,6 +116,10 @@ class Problem:
         """Return the layout of a candidate; a CUDA graph excludes overlaps."""
         return candidate.parallel(self.parallel, overlaps=not self.training.cuda_graph)
 
+    def cluster(self, layout: ParallelConfig) -> Cluster:
+        """Return the placement of a layout's ranks."""
+        return Cluster(self.device, self.world_size, layout, self.training.linears == "overlapped")
+
     def layers_of_chunk(self, candidate: Candidate) -> int:
         """Return the number of layers of each model chunk of a candidate."""
         return self.model.megatron_sizes().num_layers // (candidate.pipeline * (candidate.chunks or 1))
@@ -145,7 +149,7 @@ def _kinds(problem: Problem, tensor: int, context: int, pipeline: int) -> list[t
     if pipeline > 1:
         return kinds
     layout = replace(problem.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline)
-    ring = Cluster(problem.device, problem.world_size, layout).bandwidth("dp_cp")
+    ring = problem.cluster(layout).bandwidth("dp_cp")
     nodes, rest = divmod(problem.world_size, problem.device.node_size)
     if ring < problem.device.nvlink and nodes > 1 and not rest and tensor * context < problem.device.node_size:
         kinds.append(("fsdp", nodes))

@@ -161,7 +161,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
     ]
     traces = yield jobs
     weights = _ends_and_layer(model, [probe.stages for probe in probes], num_layers)
-    cluster = Cluster(problem.device, problem.world_size, layout)
+    cluster = problem.cluster(layout)
     of_traces = [
         np.stack([cost_of(step, TRACED_MICRO_BATCHES, cluster) for step in traces]),
         np.stack([_bytes_of(step) for step in traces]),
@@ -206,7 +206,7 @@ class Prices:
     def of(self, candidate: Candidate, dims: ParallelDims) -> Priced:
         """Return the time and the memory of a candidate."""
         layout = self.problem.layout_of(candidate)
-        cluster = Cluster(self.problem.device, dims.world_size, layout)
+        cluster = self.problem.cluster(layout)
         split = self._sizes.num_layers / (candidate.pipeline * (candidate.chunks or 1))
         stages_of_all = [split] * round(self._sizes.num_layers / split)
         in_flight = layers_in_flight(stages_of_all, candidate.pipeline, 0, dims.micro_batches)

@@ -4,7 +4,8 @@ Each count of a trace is converted to seconds of one kind, which is linear. Then
 program:
 
 ```
-    one micro-batch  =  matmul + attention + memory + time per operation + tensor parallel
+    one micro-batch  =  matmul + attention + memory + time per operation
+                        + tensor parallel, as far as overlapped products do not hide it
                         + exchanges of context and experts
                         + ring of context parallelism, as far as attention does not hide it
                         + FSDP traffic, as far as all of this does not hide it
@@ -70,11 +71,15 @@ class Cluster:
     """Placement of a layout's ranks.
 
     Ranks are in Megatron's order: tensor, context, data, pipeline; tensor-parallel ranks are neighbours.
+
+    Attributes:
+        overlaps_tensor: tensor-parallel communication overlaps with matrix products (`training.linears=overlapped`).
     """
 
     device: Device
     world_size: int
     parallel: ParallelConfig
+    overlaps_tensor: bool = False
 
     def group(self, name: str) -> tuple[int, int]:
         """Return the size of a group and the distance between neighbouring ranks."""
@@ -215,11 +220,13 @@ def pass_parts(seconds: Seconds, cluster: Cluster) -> dict[str, float]:
     layout = cluster.parallel
     cp = layout.context_parallel_size
     hidden = seconds[K_ATTENTION] * (cp - 1) / cp  # the first block of keys and values is local
+    tp = layout.tensor_model_parallel_size
+    products = seconds[K_MATMUL] * (tp - 1) / tp if cluster.overlaps_tensor else 0.0  # the first tokens are local
     parts = {
         "matmul": seconds[K_MATMUL],
         "attention": seconds[K_ATTENTION],
         "memory-bound": seconds[K_MEMORY] + seconds[K_OPERATIONS],
-        "tensor parallel": seconds[K_TENSOR],
+        "tensor parallel": max(0.0, seconds[K_TENSOR] - products),
         "context parallel": seconds[K_CONTEXT] + max(0.0, seconds[K_RING] - hidden),
         "expert parallel": seconds[K_EXPERT],
         "pipeline sends": 0.0 if layout.virtual_pipeline_model_parallel_size else seconds[K_SEND],

@@ -17,6 +17,7 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.objectives.mean_flow import MeanFlow
+from tests.support.symmetric_memory import symmetric_memory_on_cpu
 
 Row = tuple[str, int, str]
 """Model, ranks and layout."""
@@ -68,6 +69,7 @@ KERNELS: dict[str, dict[str, Any]] = {
     "full_one_layer": {"recompute": {"recompute": "full", "recompute_layers": 1}},
     # `break` changes the built model; FAULTS use it, too.
     "compiled": {"recompute": {"kernels": "compile"}, "break": as_operators},
+    "overlapped": {"recompute": {"linears": "overlapped"}},
 }
 """Settings that the row of one rank does not have."""
 
@@ -182,6 +184,7 @@ QUICK = [
     *on(2, "dit", "cp2", "cp2 all_gather balanced", "cp2 all_gather balanced dense", "cp2 a2a balanced"),
     *on(2, "deep dit", "pp2 ddp", "pp2 uneven", "pp2 vpp2", "fsdp", "fsdp optim"),
     *on(2, "cross", "tp2 sp", "cp2", "pp2"),
+    *on(2, "dit, cross", "tp2 sp overlapped"),
     *on(2, "rotary cross, moviegen, sincos wan", "tp2 sp"),
     *on(2, "expert choice, top k", "tp2 ep2 sp", "cp2 ep2"),
     *on(2, "expert choice", "ep2 overlap gather dense", "ep2 fsdp optim"),
@@ -230,6 +233,10 @@ SLOW = [
     *on(2, "stdit", "tp2", "tp2 sp", "cp2", "cp2 balanced", "cp2 cut", "cp2 cut all_gather balanced", "cp2 cut a2a"),
     *on(2, "rotary stdit", "tp2 sp", "cp2 cut", "cp2 selective"),
     *on(2, "stdit", "cp2 ddp overlap one_token", "cp2 cut overlap gather one_token"),
+    *on(2, "adapted cross", "tp2 sp overlapped"),
+    *on(2, "dit", "tp2 sp compiled overlapped", "tp2 sp full overlapped"),
+    *on(4, "deep dit", "tp2 sp fsdp overlapped", "tp2 pp2 sp overlap gather overlapped"),
+    *on(4, "dit", "tp4 sp overlapped"),
     *on(4, "dit", "tp2 sp", "tp4 sp", "cp4 balanced", "cp4 two_level balanced dense", "tp2 cp2 sp a2a"),
     *on(4, "dit", "pp2 cp2 all_gather balanced"),
     *on(4, "expert choice", "ep2", "tp2 ep2 sp", "tp2 cp2 ep2 sp", "ep2 fsdp"),
@@ -346,21 +353,26 @@ def case_of(row: Row) -> dict[str, Any]:
     """Return the case of a row for `run_world`."""
     model, _, layout = row
     case: dict[str, Any] = {"task": f"{__name__}:train", "row": row}
-    case |= {"packed": True, "parallel": {}, "model": MODELS[model]}
+    case |= {"packed": True, "parallel": {}, "recompute": {}, "model": MODELS[model]}
     if model in OBJECTIVES:
         case["objective"] = OBJECTIVES[model]
     for word in layout.split():
         if word in PARALLEL:
             case["parallel"] = {**case["parallel"], **PARALLEL[word]}
         else:
-            case |= {**BATCHES, **KERNELS}[word]
+            settings = {**BATCHES, **KERNELS}[word]
+            case |= {**settings, "recompute": {**case["recompute"], **settings.get("recompute", {})}}
     return case
 
 
 def train(case: dict[str, Any]) -> dict[str, Any]:
-    """Train a case; the traceback of an error names its row, because one failed case ends all cases of a world."""
+    """Train a case and count the overlapped products.
+
+    The traceback of an error names its row, because one failed case ends all cases of a world.
+    """
     try:
-        return parallel_training.train(case)
+        with symmetric_memory_on_cpu() as calls:
+            return {**parallel_training.train(case), "overlapped": dict(calls)}
     except Exception as error:
         error.add_note(f"in the row {case['row']}")
         raise

@@ -8,6 +8,7 @@ from dit.verify.ranks import run_world
 from tests.parallel.layout_rows import FAULTS, HALF_QUICK, HALF_SLOW, LONG, QUICK, SLOW, case_of, in_fp32, of_one_rank
 from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
+from tests.support.symmetric_memory import OPERATIONS
 
 pytestmark = pytest.mark.timeout(2700)
 
@@ -32,6 +33,8 @@ TRAINED = {
     "adapted blocks": BLOCKS,
 }
 """Parameters with a gradient by model."""
+LINEARS = {"dit": 4, "cross": 6}
+"""Linears of a layer that gather or scatter tokens under sequence parallelism."""
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +74,11 @@ def test_layout_equals_one_rank(results, model, ranks, layout):
     assert many["expert_load"] == pytest.approx(one["expert_load"], rel=1e-5)
     if "adapted" in model:
         assert all("lora_" in name for name in many["gradients"])
+    if layout == "tp2 sp overlapped" and model in LINEARS:
+        # A linear calls one operation forward and the other one backward; 2 steps of 4 micro-batches, 2 layers.
+        assert many["overlapped"] == dict.fromkeys(OPERATIONS, 2 * 4 * 2 * LINEARS[model])
+    else:
+        assert bool(many["overlapped"]) == ("overlapped" in layout)
 
 
 @pytest.mark.parametrize("model", TRAINED)

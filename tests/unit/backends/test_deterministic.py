@@ -54,7 +54,12 @@ def test_an_environment_that_contradicts_is_refused(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     "setting",
-    [{"attention": "transformer_engine"}, {"linears": "transformer_engine"}, {"kernels": "compile"}],
+    [
+        {"attention": "transformer_engine"},
+        {"linears": "transformer_engine"},
+        {"linears": "overlapped"},
+        {"kernels": "compile"},
+    ],
 )
 def test_kernels_that_select_by_themselves_are_refused(setting: dict[str, object]) -> None:
     TrainingConfig(**setting).validate()

@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields, replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import pytest
@@ -106,7 +107,7 @@ def test_every_op_has_an_implementation_that_runs_everywhere():
     }
     packages = ("transformer_engine", "flash_attn_4", "flash_attn_3", "flash_attn", "triton")
     assert opt_in == {**dict.fromkeys(packages, UNVERIFIED), "compile": SLOW_START}
-    assert [one.opt_in_reason for one in LINEARS.implementations] == [UNTRIED, None]
+    assert [one.opt_in_reason for one in LINEARS.implementations] == [UNTRIED, UNTRIED, None]
 
 
 def test_kernels_that_may_not_be_deterministic_are_not_selected_in_deterministic_runs(monkeypatch):
@@ -203,9 +204,21 @@ def test_the_target_equals_that_of_the_model():
     training = TrainingConfig(precision="fp32", attention="sdpa", linears="megatron")
     found = implementations(model, training)
     assert (found["attention"].name, found["linears"].name) == ("sdpa", "megatron")
-    for name, words in (("attention", "needs bf16 or fp16 on CUDA, not float32 on cpu"), ("linears", "needs CUDA")):
-        with pytest.raises(ConfigError, match=f"training.{name}='transformer_engine' {words}"):
-            implementations(model, replace(training, **{name: "transformer_engine"}))
+    for name, value, words in (
+        ("attention", "transformer_engine", "needs bf16 or fp16 on CUDA, not float32 on cpu"),
+        ("linears", "transformer_engine", "needs CUDA"),
+        ("linears", "overlapped", "needs CUDA, not cpu"),
+    ):
+        with pytest.raises(ConfigError, match=f"training.{name}='{value}' {words}"):
+            implementations(model, replace(training, **{name: value}))
+
+
+def test_overlapped_linears_need_torchs_operations(monkeypatch):
+    assert choose(LINEARS, Target(GPU, HALF), "overlapped").name == "overlapped"
+    assert choose(LINEARS, Target(GPU, HALF)).name == "megatron"
+    monkeypatch.setattr(torch.ops, "symm_mem", SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"'overlapped' needs torch.ops.symm_mem.fused_matmul_reduce_scatter, which"):
+        choose(LINEARS, Target(GPU, HALF), "overlapped")
 
 
 @pytest.mark.parametrize(("op", "package"), [(ATTENTION, "flash_attn"), (LINEARS, "transformer_engine")])

@@ -105,7 +105,7 @@ ENGINE, OTHERS = LINEARS.implementations[0], LINEARS.implementations[1:]
 @pytest.mark.parametrize(("fp8", "tokens"), [("mxfp8", 64), (None, 40)])
 def test_transformer_engine_gets_whole_blocks_of_text_tokens(monkeypatch, fp8, tokens):
     """FLUX has a separate stream of text tokens. Megatron-Core's linears stand in for the package."""
-    stand_in = replace(ENGINE, load=OTHERS[0].load, requires=())
+    stand_in = replace(ENGINE, load=OTHERS[-1].load, requires=())
     monkeypatch.setattr("dit.backends.provider.LINEARS", replace(LINEARS, implementations=(stand_in, *OTHERS)))
     layers = LayerProvider(megatron_config(DIT, ParallelConfig(), "fp32", meta=True), None, ENGINE.name, fp8=fp8)
     assert pad_tokens(SequenceLayout.from_lengths([33, 7]), layers).total_tokens == tokens

@@ -12,7 +12,7 @@ from dit.models.base import Ability, Supports
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model
-from dit.parallel.dims import ParallelConfig
+from dit.parallel.dims import ParallelConfig, check_supported
 from dit.run_config import RunConfig
 from dit.settings import TrainingConfig
 from energon_data.dataset import EnergonData
@@ -64,6 +64,24 @@ def dry_run(config: RunConfig) -> None:
         for name, value in vars(getattr(config, part)).items():
             setattr(getattr(task, part), name, value)
     report(task, None)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel", "fp8", "says"),
+    [
+        (2, False, None, "there is none with .*_size=2 and sequence_parallel=False; use at least 2 and True, or"),
+        (1, False, None, "there is none with .*_size=1 and sequence_parallel=False; use at least 2 and True, or"),
+        (2, True, "mxfp8", "cannot quantise its products by training.fp8=mxfp8; use training.fp8=None, or"),
+    ],
+)
+def test_linears_without_communication_or_with_quantised_products_are_not_overlapped(
+    ranks: int, sequence_parallel: bool, fp8: Any, says: str
+) -> None:
+    layout = ParallelConfig(tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
+    with pytest.raises(ConfigError, match=f"^training.linears=overlapped .*{says} training.linears=auto$"):
+        check_supported(DiTConfig(), layout, TrainingConfig(linears="overlapped", fp8=fp8))
+    layout = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    check_supported(DiTConfig(), layout, TrainingConfig(linears="overlapped"))
 
 
 @pytest.mark.parametrize("what", ASKED)

@@ -21,6 +21,7 @@ from dit.planner.time import (
     K_MATMUL,
     K_MEMORY,
     K_REDUCE,
+    K_TENSOR,
     KINDS,
     MICRO_BATCH,
     ONCE,
@@ -155,6 +156,19 @@ def test_an_exchange_slows_down_overlapped_computation(exchanged, expected):
     seconds = np.zeros(len(KINDS))
     seconds[[K_MATMUL, K_GATHER]] = 3.0, exchanged
     assert pass_parts(seconds, CLUSTER)["data parallel"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sent", "expected"), [(2, 1.0, 0.0), (2, 4.0, 4.0 - 3.0 / 2), (4, 4.0, 4.0 - 9.0 / 4)]
+)
+def test_products_hide_overlapped_tensor_parallel_communication(ranks, sent, expected):
+    """All products of three seconds, except those of the local tokens."""
+    seconds = np.zeros(len(KINDS))
+    seconds[[K_MATMUL, K_TENSOR]] = 3.0, sent
+    layout = ParallelConfig(tensor_model_parallel_size=ranks, sequence_parallel=True)
+    assert pass_parts(seconds, Cluster(H100, 8, layout))["tensor parallel"] == sent
+    overlapped = Cluster(H100, 8, layout, overlaps_tensor=True)
+    assert pass_parts(seconds, overlapped)["tensor parallel"] == pytest.approx(expected)
 
 
 def cost(reduce=0.0, gather=0.0):

@@ -320,6 +320,11 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
             "schedule=TorchOneCycle, .* use training.kernels=triton",
         ),
         ("tiny_dit", {"linears": "transformer_engine"}, "linears=transformer_engine, .* use training.linears=megatron"),
+        (
+            "tiny_dit",
+            {"linears": "overlapped", "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "linears=overlapped, .* use training.linears=megatron",
+        ),
     ],
 )
 def test_runs_that_no_graph_can_repeat_are_errors(recipe: str, words: dict[str, Any], message: str) -> None:
