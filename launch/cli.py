@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Optional
 
+from dit.command_line import closest, did_you_mean
 from dit.errors import ConfigError, page_of
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS
@@ -177,7 +178,7 @@ def check_factory(name: str) -> None:
     base = name.partition("(")[0]
     names = [entry.name for entry in registry.recipes()]
     if "." not in base and base not in names:
-        hint = registry.did_you_mean(base, names) or "."
+        hint = did_you_mean(base, names) or "."
         raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(names)}")
 
 
@@ -193,7 +194,7 @@ def check_keys(overrides: Sequence[str]) -> None:
             names = [f.name for f in fields(PLAIN_PARTS[part])]
             setting = re.split(r"[.\[]", name)[0]
             elsewhere = any(other_key.rpartition(".")[2] == setting for other_key in PLAIN_KEYS)
-            if name and not elsewhere and registry.closest(setting, names):
+            if name and not elsewhere and closest(setting, names):
                 raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, names))
 
 
@@ -230,7 +231,7 @@ def _stray_word_message(word: str) -> str:
 def _unknown_flag_message(flag: str) -> str:
     if flag in _ELSEWHERE:
         return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
-    hint = registry.did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])
+    hint = did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])
     keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
     if keys:
         hint = f"; settings are written without dashes, {' or '.join(f'{key}=VALUE' for key in keys)}"
