@@ -185,12 +185,13 @@ def overview(folder: Path) -> list[str]:
     rows = []
     for status in map(read_status, runs):
         loss = status.series.get("loss", {})
-        parts = [f"step {_progress(status)}", *([f"loss {loss[max(loss)]:.4f}"] if loss else []), _state(status)]
+        state = _state(status, with_error=False)
+        parts = [f"step {_progress(status)}", *([f"loss {loss[max(loss)]:.4f}"] if loss else []), state]
         rows.append(printable(f"{status.run_dir!s:<{width}}  {', '.join(parts)}", allowed=""))
     return rows
 
 
-def _state(status: RunStatus) -> str:
+def _state(status: RunStatus, *, with_error: bool = True) -> str:
     outcome = read_outcome(status.run_dir)
     if status.running is None and (outcome is None or (status.beat or 0.0) > outcome.time):
         beats = "no heartbeat" if status.beat is None else f"heartbeat {format_duration(status.now - status.beat)} ago"
@@ -201,7 +202,7 @@ def _state(status: RunStatus) -> str:
         return f"running ({status.holder}){silent}"
     if outcome is not None:
         ended = f"ended {format_duration(status.now - outcome.time)} ago: {outcome.reason} (code {outcome.code})"
-        return ended + (f": {outcome.error}" if outcome.error else "")
+        return ended + (f": {outcome.error}" if outcome.error and with_error else "")
     return "ended without a record: it was killed, or its machine failed; the same command continues the run"
 
 

@@ -252,12 +252,12 @@ def test_values_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
 
 def test_a_folder_of_runs_gives_a_line_for_each(half_done: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = half_done.parent
-    write_outcome(run_folder(runs / "done", scalars(40, loss=0.5)), Outcome(0, "completed", 40, 0, "", NOW))
+    write_outcome(run_folder(runs / "done", scalars(40, loss=0.5)), Outcome(70, "unexpected", 40, 0, "long", NOW))
     (runs / "no_run").mkdir()
     assert main([str(runs)]) == 0
     done, half = capsys.readouterr().out.splitlines()
     assert done.startswith(f"{runs}/done  step 40 of 40 (100%), 2,560 samples, attempt 1, loss 0.5000, ended ")
-    assert done.endswith("completed (code 0)")
+    assert done.endswith("unexpected (code 70)")
     assert half.startswith(f"{runs}/half  step 20 of 40 (50%)")
 
 
