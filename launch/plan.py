@@ -325,7 +325,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_intermixed_args(argv)
     announce(f"{args.factory}: importing torch and Megatron-Core")
     environment.prepare()
     environment.quiet_libraries()

@@ -191,3 +191,9 @@ def test_the_error_for_an_unknown_option_names_the_nearest(words, near, capsys):
         console.main(words.split())
     assert ended.value.code == EXIT_CONFIG
     assert f"error: unknown option {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["plan --gpus 2", "verify", "bench"])
+def test_overrides_may_precede_and_follow_options(words, capsys):
+    assert console.main([*words.split(), "model.x=1", "--factory", "tiny_dti", "model.y=2"]) == EXIT_CONFIG
+    assert "did you mean tiny_dit" in capsys.readouterr().err
