@@ -84,7 +84,8 @@ def training_command(folder: Path) -> Optional[str]:
     if contents.edited and not (contents.captions or contents.context_size):
         return None
     text_encoder = ", text_encoder='all-minilm-l6-v2'" if contents.needs_text_encoder else ""
-    return f"python -m launch.train --yes --factory \"own_data(data='{folder}'{text_encoder})\""
+    flags = f"--yes --factory \"own_data(data='{folder}'{text_encoder})\""
+    return f"python -m launch.train {flags}"
 
 
 def _entry(preparation: Preparation) -> str:
