@@ -236,7 +236,7 @@ def write(record: dict[str, Any], out: Optional[Path]) -> None:
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code; out of memory and a refused layout are results, with a line each."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_intermixed_args(argv)
     if args.steps < 1 or args.warmup < 0:
         raise ConfigError(f"--steps={args.steps} must be at least 1 and --warmup={args.warmup} at least 0")
     environment.prepare()

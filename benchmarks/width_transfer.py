@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Train all widths and print the table."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_intermixed_args(argv)
     wrong = [width for width in args.widths if width % HEAD_SIZE]
     if wrong:
         raise ConfigError(f"--widths {wrong} must be multiples of {HEAD_SIZE}, the features of a head; use others")

@@ -27,6 +27,7 @@ class BatchSpec:
         multiple_of: every sample is padded to a multiple of this number of tokens (context and sequence parallelism).
         attention_tokens: sample length at which attention costs about as much as the rest of the model.
         largest_grid: largest numbers of patches along t, h and w; None for no limit.
+        orders_frames: whether the model distinguishes the order of a clip's frames.
     """
 
     patch_temporal: int
@@ -37,6 +38,7 @@ class BatchSpec:
     multiple_of: int = 1
     attention_tokens: int = 1
     largest_grid: Optional[tuple[int, int, int]] = None
+    orders_frames: bool = True
 
     def with_conditions(self, others: Sequence[Condition]) -> "BatchSpec":
         """Return the properties with conditions that the objective reads, in addition to those of the model."""

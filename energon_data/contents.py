@@ -37,6 +37,11 @@ class Contents:
     num_train: Optional[int]
     num_held_out: Optional[int]
 
+    @property
+    def needs_text_encoder(self) -> bool:
+        """Whether captions are the only condition, and no embeddings of them are stored."""
+        return self.context_size is None and bool(self.captions) and not self.num_classes
+
     @classmethod
     def read(cls, folder: Path) -> Optional["Contents"]:
         """Read the description of a folder."""

@@ -15,6 +15,7 @@ from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
+from energon_data.contents import Contents
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import divide_limit, share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
@@ -123,6 +124,8 @@ class EnergonData(ReaderSettings, DataConfig):
             check_online_texts(self.online_text_encoder, spec)
             text = None  # stored texts are not read
         for info in infos:
+            if not spec.orders_frames:
+                self._check_stills(info, spec)
             if info.samples < num_streams:
                 raise ConfigError(
                     f"{info.path} has {info.samples} samples in split {info.split!r}, fewer than data.num_streams="
@@ -150,6 +153,21 @@ class EnergonData(ReaderSettings, DataConfig):
         if names is not None and num_classes is not None and len(names) > num_classes:
             raise ConfigError(
                 f"{self.origin} has {len(names)} classes, model.num_classes is {num_classes}; raise it to {len(names)}"
+            )
+
+    def _check_stills(self, info: SplitInfo, spec: BatchSpec) -> None:
+        """Check that a folder that lists its shapes has no clips, for a model that ignores the order of frames."""
+        contents = Contents.read(info.path) if info.description.get("shapes") else None
+        shapes = () if contents is None else contents.shapes
+        if self.online_vae is not None:
+            geometry = Geometry.read(self.online_vae)
+            shapes = tuple(geometry.latent_shape(t, h, w) for _, t, h, w in shapes)
+        frames = max((t for _, t, _, _ in shapes), default=1)
+        if frames > spec.patch_temporal:
+            raise ConfigError(
+                f"{info.path} has clips of {frames} frames, and model.position_embedding=sincos_2d gives every frame "
+                "the same positions; set model.position_embedding=sincos_3d or rope_3d (own_data reads its model from "
+                "`data`: name a folder with clips there), or leave the folder out"
             )
 
     def online_encoding(self) -> Optional[OnlineEncoding]:

@@ -14,6 +14,7 @@ from typing import Optional
 
 from torch import Tensor
 
+from dit.command_line import Parser
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
 from energon_data.folder import check_dataset
@@ -37,7 +38,7 @@ examples
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m energon_data.inspect",
         description="Summarise a data set, from samples read in the same way as in training.",
         epilog=EXAMPLES,

@@ -35,7 +35,7 @@ MAX_FRAMES = 100_000
 MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
-_ANIMATED = ("PNG", "WEBP", "AVIF")  # only the first frame is used; GIF can be read as a video
+_ANIMATED = ("PNG", "WEBP", "AVIF", "GIF")  # only the first frame of a picture is used
 _HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
 _EMPTY = "the file is empty; copy it again"
 _ROUNDING = 1e-6  # seconds; smallest tolerance when times of frames are compared

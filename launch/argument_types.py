@@ -4,12 +4,14 @@ import argparse
 import math
 import re
 
+from dit.command_line import Parser
+
 UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 
 def command_parser(module: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
     """Return the parser of `python -m MODULE`, whose help keeps the line breaks of its texts."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"python -m {module}",
         description=description,
         epilog=epilog,

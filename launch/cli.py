@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import NoReturn, Optional
 
+from dit.command_line import closest, did_you_mean
 from dit.errors import ConfigError, page_of
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS, Range
@@ -126,7 +127,7 @@ def check_factory(name: str) -> None:
     base = name.partition("(")[0]
     names = [entry.name for entry in registry.recipes()]
     if "." not in base and base not in names:
-        hint = registry.did_you_mean(base, names) or "."
+        hint = did_you_mean(base, names) or "."
         raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(names)}")
 
 
@@ -142,7 +143,7 @@ def check_keys(overrides: Sequence[str]) -> None:
             names = [f.name for f in fields(PLAIN_PARTS[part])]
             setting = re.split(r"[.\[]", name)[0]
             elsewhere = any(other_key.rpartition(".")[2] == setting for other_key in PLAIN_KEYS)
-            if name and not elsewhere and registry.closest(setting, names):
+            if name and not elsewhere and closest(setting, names):
                 raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, names))
 
 
@@ -243,7 +244,7 @@ def _stray_word_message(word: str) -> str:
 def _unknown_flag_message(flag: str) -> str:
     if flag in _ELSEWHERE:
         return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
-    hint = registry.did_you_mean(flag, FLAGS)
+    hint = did_you_mean(flag, FLAGS)
     keys = [key for key in PLAIN_KEYS if key.rpartition(".")[2] == flag[2:].replace("-", "_")]
     if keys:
         hint = f"; settings are written without dashes, {' or '.join(f'{key}=VALUE' for key in keys)}"

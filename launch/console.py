@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from dit import __version__, extensions
+from dit.command_line import did_you_mean
 from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
 from dit.terminal import echo
 
@@ -92,8 +93,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 def _unknown(name: str) -> str:
     if not name:
         return f"no command given; use one of {', '.join(COMMANDS)}, or --help"
-    from recipes.registry import did_you_mean
-
     hint = did_you_mean(name, COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
     return f"{name!r} is not a command{hint}"
 

@@ -252,10 +252,14 @@ def note_objective(objective: "Objective", published: "Objective") -> list[str]:
     """Return a note if the weights need another scheduler than the published ones of the same class."""
     if objective == published or objective.reconstructs:
         return []
-    return [
-        f"the weights were trained by {objective}, the published ones by {published}: "
-        "choose the scheduler for the first"
-    ]
+    from dit.convert.run_record import name_of
+
+    ours, theirs = ({"objective": name_of(part), **asdict(part)} for part in (objective, published))  # type: ignore[call-overload]
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    if "objective" in names:
+        names = ["objective"]
+    differences = ", ".join(f"{name}={ours[name]} (published: {theirs[name]})" for name in names)
+    return [f"published weights of this class were trained with other settings: {differences}; sample with ours"]
 
 
 def original_rules(model: "ModelConfig", latent_size: "LatentSize") -> "RuleBook":

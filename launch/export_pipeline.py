@@ -144,7 +144,8 @@ def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[
         raise ConfigError(
             f"--format pipeline: {pipeline.class_name} needs an {pipeline.vae} of {channels} channels that compresses "
             f"{pixels} x {pixels} pixels, and {name!r} is a {geometry.kind} of {geometry.channels} that compresses "
-            f"{geometry.space} x {geometry.space}; give --vae PATH"
+            f"{geometry.space} x {geometry.space}; give --vae PATH, or use --format diffusers for the model without a "
+            "pipeline"
         )
     return geometry
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser
@@ -54,7 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers, lora), .safetensors or .pt"
     )
     parser.add_argument("--format", required=True, choices=IMPORT_FORMATS, help="format of the files")
-    parser.add_argument("--base", metavar="RUN", help="run of the model that the adapters of --format lora change")
+    parser.add_argument(
+        "--base", metavar="DIR", help="run, or folder of diffusers, that adapters (--format lora) change"
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
     parser.add_argument(
         "--drop-variance", action="store_true", help="drop a learned variance: train and sample without it"
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> list[str]:
     if args.format not in ("dit", LORA) and args.num_attention_heads is not None:
         raise ConfigError("--num-attention-heads is for --format dit; config.json has it")
     if (args.format == LORA) != (args.base is not None):
-        raise ConfigError(f"--format {LORA} and --base RUN belong together: adapters change the model of a run")
+        raise ConfigError(f"--format {LORA} and --base DIR belong together: adapters change another model")
     environment.prepare()
     environment.quiet_libraries()
     if args.format == LORA:
@@ -118,40 +120,45 @@ def run(args: argparse.Namespace) -> list[str]:
 
 
 def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
-    """Write a run folder with imported adapters for the weights of an existing run; return the notes."""
-    from dit.checkpoint.base_model import digest_of
+    """Write a run folder with imported adapters for the weights of a run or folder; return the notes."""
+    from dit.checkpoint.base_model import find_start
+    from dit.checkpoint.diffusers_folder import Network
     from dit.checkpoint.full_weights import write_imported
-    from dit.checkpoint.manifest import read_manifest
-    from dit.checkpoint.reading import find_checkpoint, read_settings
+    from dit.checkpoint.reading import read_settings
     from dit.convert.diffusers_format import format_of_model
     from dit.convert.lora_import import read_adapters
+    from dit.convert.run_record import build
     from dit.models.lora import A_WEIGHT
     from dit.models.lora_config import LoRAConfig
     from dit.monitoring.run_lock import RunLock
     from dit.parallel.build import parameter_shapes
+    from dit.settings import SamplingConfig
 
     flags = ("drop_variance", "num_attention_heads", "text_encoder", "objective")
     if flag := next((name for name in flags if getattr(args, name)), None):
         raise ConfigError(f"--{flag.replace('_', '-')} is a property of the model in --base; leave it out")
-    if not Path(args.base).is_dir():
-        raise CheckpointError(f"--base {args.base} is not a folder; give a run folder, or one checkpoint folder in it")
-    folder, _ = find_checkpoint(args.base)
-    config, metadata = read_settings(folder)
-    if config.model.adapters is not None:
+    start = find_start(args.base, setting="--base")
+    if start.base is not None:
         raise ConfigError(f"--base {args.base} already has adapters; give the run of the full model")
-    form, trained = format_of_model(config.model), trained_model(config, metadata)
-    rules = form.rules(config.model, parameter_shapes(config.model), trained.latent_size)
-    adapted = parameter_shapes(config.model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
+    if isinstance(start, Network):
+        trained, autoencoder = start.trained, start.autoencoder
+    else:
+        config, metadata = read_settings(start.folder)
+        trained, autoencoder = trained_model(config, metadata), config.sampling.vae or metadata.get("autoencoder")
+    model, form = trained.model, format_of_model(trained.model)
+    rules = form.rules(model, parameter_shapes(model), trained.latent_size)
+    adapted = parameter_shapes(model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
     linears = [name.removesuffix(A_WEIGHT) for name in adapted if name.endswith(A_WEIGHT)]
-    adapters = read_adapters(source, form, config.model, rules, linears)
-    trained = replace(trained, model=config.model.with_adapters(adapters.config))
-    base = {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
+    adapters = read_adapters(source, form, model, rules, linears)
+    trained = replace(trained, model=model.with_adapters(adapters.config))
+    sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
+    base = {"folder": str(start.folder.resolve()), "digest": start.digest(None)}
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
         write_imported(
-            *(Path(args.out), adapters.tensors, trained, config.sampling, f"lora: {source.resolve()}"),
+            *(Path(args.out), adapters.tensors, trained, sampling, f"lora: {source.resolve()}"),
             base=base,
-            autoencoder=config.sampling.vae or metadata.get("autoencoder"),
+            autoencoder=autoencoder,
         )
     return adapters.notes
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from dit.command_line import Parser
 from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
 from dit.planner.devices import DEVICES
 from dit.terminal import announce, echo, progress
@@ -43,7 +44,7 @@ CAUSES = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command; overrides are parsed by the recipe."""
-    parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__)
+    parser = Parser(prog="python -m launch.plan", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
     parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
@@ -323,7 +324,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_intermixed_args(argv)
     announce(f"{args.factory}: importing torch and Megatron-Core")
     environment.prepare()
     environment.quiet_libraries()

@@ -1,9 +1,8 @@
 """Status of runs from the files in their folders: `python -m launch.status RUN_DIR [RUN_DIR ...]`.
 
-It works at any time, also during a run or after a crash.
+It works at any time, also during a run or after a crash. A folder of runs gives one line per run.
 """
 
-import argparse
 import fcntl
 import math
 import os
@@ -25,6 +24,7 @@ from dit.monitoring.run_lock import LOCK_FILE
 from dit.monitoring.sinks import METRICS_FILE, as_number, current_records, read_records
 from dit.safe_files import open_regular, parse_json, parse_yaml, read_bytes
 from dit.terminal import echo, printable
+from launch.argument_types import command_parser
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # number of log lines in means and medians of current values
@@ -86,14 +86,14 @@ class RunStatus:
         return [values[step] for step in sorted(values)[-RECENT:] if math.isfinite(values[step])]
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a folder has a file of a run."""
+    return any((folder / name).is_file() for name in (METRICS_FILE, EXIT_FILE, LOCK_FILE))
+
+
 def read_status(run_dir: Path) -> RunStatus:
     """Read a run folder."""
     metrics = run_dir / METRICS_FILE
-    if not any((run_dir / name).is_file() for name in (METRICS_FILE, EXIT_FILE, LOCK_FILE)):
-        raise ConfigError(
-            f"{run_dir} is not a run folder: it has no {METRICS_FILE}, {EXIT_FILE} or {LOCK_FILE}; "
-            "give training.run_dir"
-        )
     status = RunStatus(run_dir)
     with suppress(OSError, ValueError, TypeError, KeyError):
         num_steps = parse_yaml(read_bytes(run_dir / "config.yaml"))["training"]["num_steps"]
@@ -171,7 +171,27 @@ def lines(status: RunStatus) -> list[str]:
     return [printable(line, allowed="") for line in text_lines]
 
 
-def _state(status: RunStatus) -> str:
+def overview(folder: Path) -> list[str]:
+    """Describe the runs directly below a folder, each in one line."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; give training.run_dir of a run")
+    runs = sorted(path for path in folder.iterdir() if is_run(path))
+    if not runs:
+        raise ConfigError(
+            f"neither {folder} nor a folder directly below it is a run: none has {METRICS_FILE}, {EXIT_FILE} or "
+            f"{LOCK_FILE}; give training.run_dir, or the folder above it"
+        )
+    width = max(len(str(run_dir)) for run_dir in runs)
+    rows = []
+    for status in map(read_status, runs):
+        loss = status.series.get("loss", {})
+        state = _state(status, with_error=False)
+        parts = [f"step {_progress(status)}", *([f"loss {loss[max(loss)]:.4f}"] if loss else []), state]
+        rows.append(printable(f"{status.run_dir!s:<{width}}  {', '.join(parts)}", allowed=""))
+    return rows
+
+
+def _state(status: RunStatus, *, with_error: bool = True) -> str:
     outcome = read_outcome(status.run_dir)
     if status.running is None and (outcome is None or (status.beat or 0.0) > outcome.time):
         beats = "no heartbeat" if status.beat is None else f"heartbeat {format_duration(status.now - status.beat)} ago"
@@ -182,7 +202,7 @@ def _state(status: RunStatus) -> str:
         return f"running ({status.holder}){silent}"
     if outcome is not None:
         ended = f"ended {format_duration(status.now - outcome.time)} ago: {outcome.reason} (code {outcome.code})"
-        return ended + (f": {outcome.error}" if outcome.error else "")
+        return ended + (f": {outcome.error}" if outcome.error and with_error else "")
     return "ended without a record: it was killed, or its machine failed; the same command continues the run"
 
 
@@ -303,13 +323,17 @@ def _incidents(status: RunStatus) -> str:
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.status",
-        description="Describe runs from the files in their folders.",
+    parser = command_parser("launch.status", "Describe runs from the files in their folders.")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="training.run_dir of a run, or a folder of runs, for a line of each",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="training.run_dir of a run")
     args = parser.parse_args(argv)
-    echo("\n\n".join("\n".join(lines(read_status(run_dir))) for run_dir in args.runs))
+    blocks = [lines(read_status(folder)) if is_run(folder) else overview(folder) for folder in args.runs]
+    echo("\n\n".join(map("\n".join, blocks)))
     return EXIT_OK
 
 

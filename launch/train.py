@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Optional
 
+from dit.command_line import did_you_mean
 from dit.config_record import TRUST_VARIABLE, user_packages
 from dit.errors import (
     EXIT_CONFIG,
@@ -229,7 +230,7 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
             argument = word.partition("=")[0].strip()
             if argument not in names:
                 takes = f"takes {', '.join(names)}" if names else "takes no arguments; its settings can be overridden"
-                hint = registry.did_you_mean(argument, names)
+                hint = did_you_mean(argument, names)
                 raise ConfigError(f"--factory {text}: {attribute} has no argument {argument!r}, it {takes}{hint}")
         factory = parse_call(factory, arguments, f"--factory {text}", "its settings can be overridden instead")
     takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in arguments

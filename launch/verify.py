@@ -405,7 +405,7 @@ def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse_intermixed_args(argv)
     if (args.factory is None) == (args.yaml is None):
         raise ConfigError("give --factory RECIPE (python -m launch.train --list shows all) or --yaml FILE, one of them")
     if args.factory:

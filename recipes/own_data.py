@@ -68,7 +68,7 @@ def _text_width(contents: Contents, folder: str, text_encoder: Optional[str]) ->
     """Return the width of the texts that are stored, or embedded during training; None without texts."""
     if text_encoder is not None:
         return None if text_encoder == "none" else check_text_encoder(text_encoder).widths.get("text")
-    if contents.context_size is None and contents.captions and not contents.num_classes:
+    if contents.needs_text_encoder:
         raise ConfigError(
             f"{folder} has captions and no embeddings of them: prepare it with --text-encoder all-minilm-l6-v2, or "
             f"embed them while training: --factory \"own_data(data='{folder}', text_encoder='all-minilm-l6-v2')\"; "

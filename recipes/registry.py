@@ -6,7 +6,6 @@ The files are those of this package and the modules that are registered as entry
 """
 
 import ast
-import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from dit import extensions
+from dit.command_line import closest, did_you_mean
 from dit.errors import ConfigError
 
 PACKAGE = "recipes"
@@ -142,26 +142,6 @@ def recipes() -> list[Entry]:
 def components() -> list[Entry]:
     """Return the named parts that an override such as `objective=edm` accepts."""
     return [e for e in entries() if not e.is_recipe]
-
-
-def closest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
-    """Return the names that look most like `name`, best first; none if nothing is near."""
-
-    def likeness(other: str) -> float:
-        a, b = name.lower(), other.lower()
-        ratio = difflib.SequenceMatcher(None, a, b).ratio()
-        return max(ratio, 0.8) if len(a) > 2 and a in b else ratio
-
-    ranked = sorted(((likeness(other), other) for other in names), key=lambda pair: -pair[0])
-    return [other for score, other in ranked if score >= max(0.6, ranked[0][0] - 0.15)][:count]
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return ", did you mean a, b or c?" for the nearest names, or an empty string."""
-    near = closest(name, names)
-    if not near:
-        return ""
-    return f"; did you mean {near[0] if len(near) == 1 else ', '.join(near[:-1]) + ' or ' + near[-1]}?"
 
 
 def no_such_setting(owner: Callable[..., object], path: str, name: str, names: Iterable[str]) -> str:

@@ -53,7 +53,7 @@ def find_autoencoder(
     if requested is not None:
         _check_channels(requested, channels)
         return requested, None
-    why = "the data set names no autoencoder"
+    why = "the checkpoint names no autoencoder"
     if recorded is not None:
         try:
             _check_channels(recorded, channels)

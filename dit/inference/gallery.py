@@ -107,23 +107,22 @@ class Gallery:
             with _writing(self.folder / RECORD_FILE):
                 write_complete(self.folder / RECORD_FILE, "".join(f"{line}\n" for line in lines).encode())
 
-    def save_grid(self, path: Path, columns: Optional[int], still_columns: Optional[int]) -> None:
+    def save_grid(self, path: Path, columns: Optional[int], group: Optional[int]) -> None:
         """Write the grid: an animation if `path` ends like one, else a picture with the frames of a clip in a row.
 
         Args:
-            still_columns: pictures per row for stills if `columns` is None. If both are None, the grid is about twice
-                as wide as high, or has a clip per row.
+            group: stills or animated clips per row if `columns` is None. If both are None, the grid is about twice as
+                wide as high.
         """
         pictures = torch.stack([self._pictures[i] for i in range(self.shown)])
         captions, frames = self.captions[: self.shown], pictures.shape[2]
-        columns = columns or (still_columns if frames == 1 else None)
         with _writing(path):
             if writer := CLIP_WRITERS.get(path.suffix.lower()):
-                writer(clip_grid(pictures, captions, columns), path, self.fps)
+                writer(clip_grid(pictures, captions, columns or group), path, self.fps)
                 return
             images = pictures.movedim(2, 1).flatten(0, 1)
             captions = [caption for caption in captions for _ in range(frames)]
-            save_png(image_grid(images, captions, columns or (frames if frames > 1 else None)), path)
+            save_png(image_grid(images, captions, columns or (frames if frames > 1 else group)), path)
 
     def save_latents(self, path: Path, metadata: Mapping[str, str]) -> None:
         """Write the samples before decoding as safetensors: `latents` `[N, C, t, h, w]`, float32."""

@@ -271,6 +271,7 @@ class ModelConfig(ABC):
             multiple_of=multiple_of,
             attention_tokens=self.attention_tokens,
             largest_grid=self.largest_grid,
+            orders_frames=self.orders_frames,
         )
 
     @property
@@ -301,6 +302,11 @@ class ModelConfig(ABC):
     def largest_grid(self) -> Optional[tuple[int, int, int]]:
         """Largest numbers of patches along t, h and w; None for no limit."""
         return None
+
+    @property
+    def orders_frames(self) -> bool:
+        """Whether the model distinguishes the order of a clip's frames."""
+        return True
 
     @property
     def halvings(self) -> int:

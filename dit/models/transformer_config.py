@@ -113,6 +113,10 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     lora: Optional[LoRAConfig] = None
     base_width: Optional[int] = None
 
+    @property
+    def orders_frames(self) -> bool:
+        return self.position_embedding != "sincos_2d"
+
     def at_base_width(self) -> Optional[Self]:
         if self.base_width is None:
             return None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit import extensions
+from dit.command_line import Parser
 from dit.errors import one_line_errors
 from dit.terminal import announce
 from energon_data.prepare.command import Command, add_teacher, add_text_encoder, add_work, text_encoder
@@ -221,7 +222,7 @@ COMMANDS = {
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(prog="python -m energon_data.prepare", description="Write a data set.")
+    parser = Parser(prog="python -m energon_data.prepare", description="Write a data set.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in extensions.load("preparations", COMMANDS).items():
         subparser = commands.add_parser(name, help=command.summary)

@@ -1,14 +1,17 @@
 """Console output of preparation: progress, summary, and the forecast of a dry run."""
 
 import argparse
+import re
 import sys
 import time
 from pathlib import Path
+from typing import Optional
 
 from tqdm import tqdm
 
 from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
+from energon_data.contents import Contents
 from energon_data.prepare.build import SKIPPED, UnitRecord
 from energon_data.prepare.preparation import EXTENSIONS, Preparation
 from energon_data.prepare.ranks import Ranks
@@ -33,6 +36,8 @@ def make(preparation: Preparation, args: argparse.Namespace) -> None:
     if first:
         noun = "row" if _entry(preparation) == "row" else "file"
         echo(_summary(args.out, total, time.monotonic() - began, noun))
+        if _entry(preparation) != "sample" and (command := training_command(args.out)):
+            echo(f"  train on it: {command}")
 
 
 def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, visible: bool) -> UnitRecord:
@@ -65,6 +70,22 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, vi
                 command = "the same command without --force" if args.force else "the same command"
                 bar.write(f"{command} continues from {partial}", file=sys.stderr)
             raise
+
+
+def training_command(folder: Path) -> Optional[str]:
+    """Return the command that trains `own_data` on a folder.
+
+    Returns:
+        None if the recipe has no model for the data, or a shell would change the path.
+    """
+    contents = Contents.read(folder)
+    if contents is None or not re.fullmatch(r"[\w./ -]+", str(folder)):
+        return None
+    if contents.edited and not (contents.captions or contents.context_size):
+        return None
+    text_encoder = ", text_encoder='all-minilm-l6-v2'" if contents.needs_text_encoder else ""
+    flags = f"--yes --factory \"own_data(data='{folder}'{text_encoder})\""
+    return f"python -m launch.train {flags}"
 
 
 def _entry(preparation: Preparation) -> str:

@@ -7,7 +7,6 @@
 A column of pictures has such entries or plain bytes, which `dit.media` decodes. Code in a data set is never run.
 """
 
-import difflib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+from dit.command_line import did_you_mean
 from dit.errors import ConfigError, DataError
 from dit.hub import check_reachable
 from energon_data.prepare.build import Raw
@@ -246,8 +246,7 @@ def _split_of(source: str, split: str, splits: Iterable[str]) -> str:
 
 
 def _hint(flag: str, name: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {near[0]}?" if near else f"; name one of them with {flag}"
+    return did_you_mean(name, names) or f"; name one of them with {flag}"
 
 
 def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Optional[str]]:

@@ -113,6 +113,8 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         "back": import_weights("merged", "back"),
         "lora back": import_weights("lora", "lora_back", *lora),
         "lora out again": export("lora_back", "diffusers-lora", "lora_again", "--raw-weights"),
+        "lora on a folder": import_weights("lora", "on_folder", "--format", "lora", "--base", folder / "published"),
+        "lora out of it": export("on_folder", "diffusers-lora", "lora_of_folder", "--raw-weights"),
         "lora on lora": import_weights("lora", "none", "--format", "lora", "--base", folder / "adapters"),
         "full as adapters": export("full", "diffusers-lora", "none", "--raw-weights"),
         "no base": train("finetune_lora", "no_base", checkpoint__start_from="none"),
@@ -150,6 +152,8 @@ WORKS = (
     "back",
     "lora back",
     "lora out again",
+    "lora on a folder",
+    "lora out of it",
     "go on",
     "go on resumed",
 )
@@ -218,8 +222,10 @@ def test_merged_weights_draw_the_samples_of_the_adapters(ended: dict[str, Any], 
 
 def test_reimported_adapters_are_equal(ended: dict[str, Any], folder: Path) -> None:
     """Adapters are equal to the bit after export, import and export, draw the same samples, and train on any layout."""
-    there, again = (load_file(folder / name / "pytorch_lora_weights.safetensors") for name in ("lora", "lora_again"))
-    assert_same_bits(again, there)
+    names = ("lora", "lora_again", "lora_of_folder")
+    there, *others = (load_file(folder / name / "pytorch_lora_weights.safetensors") for name in names)
+    for again in others:
+        assert_same_bits(again, there)
     here, back = (ended[f"sample {run}"] for run in ("adapters", "lora_back"))
     assert_same_bits(back[0], here[0])
     assert torch.equal(back[1][0], here[1][0])

@@ -3,6 +3,7 @@
 # Parts that each part may import. The table has no cycle.
 MAY_IMPORT = {
     "dit.terminal": set(),
+    "dit.command_line": set(),
     "dit.errors": {"dit.terminal"},
     "dit.patches": {"dit.errors"},
     "dit.auxiliary": set(),
@@ -166,6 +167,7 @@ MAY_IMPORT = {
         "dit.durable_files",
         "dit.safe_files",
         "dit.terminal",
+        "dit.command_line",
         "dit.heap",
         "dit.child_processes",
         "dit.media",

@@ -41,6 +41,10 @@ class STDiTConfig(CrossAttentionModelConfig):
         return any("temporal" in pattern for pattern in self.layer_pattern)
 
     @property
+    def orders_frames(self) -> bool:
+        return self.has_temporal or super().orders_frames
+
+    @property
     def supports(self) -> Supports:
         # Spatial and temporal attention read the numbers of frames and positions of each grid.
         return Supports(aligned=True, fixed_packs=set(self.layer_pattern) == {"full"})

@@ -227,14 +227,15 @@ def test_a_video_with_an_error_after_its_first_clips_is_used_and_listed(tmp_path
     assert "skipped, too_long: 1; long.mp4: after 2 clips, which are used: more than 5 frames" in said
 
 
-def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys):
-    """FFmpeg has no reader for them; an animated GIF becomes a clip."""
+@pytest.mark.parametrize(("command", "count"), [("folder", 2), ("images", 3)])
+def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys, command, count):
+    """FFmpeg has no reader for them; an animated GIF becomes a clip if the command takes clips."""
     source = pictures(tmp_path / "in", 1)
     for name in ("a.webp", "b.png", "d.gif"):
         red, black = Image.new("RGB", (32, 32), "red"), Image.new("RGB", (32, 32))
         red.save(source / name, save_all=True, append_images=[black])
-    assert prepare(source, tmp_path / "out", "--samples-per-shard", "1") == EXIT_OK
-    assert "first frame of an animation: 2 samples (a.webp)" in capsys.readouterr().out
+    assert prepare(source, tmp_path / "out", "--samples-per-shard", "1", command=command) == EXIT_OK
+    assert f"first frame of an animation: {count} samples (a.webp)" in capsys.readouterr().out
 
 
 def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, capsys, monkeypatch):

@@ -113,6 +113,8 @@ def test_a_clip_is_an_animation_at_the_requested_rate(tmp_path: Path, ending: st
     with Image.open(tmp_path / "grid.png") as grid:
         assert grid.size == (3 * (64 + 4) + 4, 2 * (64 + 16 + 4) + 4)
     if ending == ".gif":
+        gallery.save_grid(tmp_path / "grid.gif", None, 1)
+        assert Image.open(tmp_path / "grid.gif").size == (64 + 2 * 4, 2 * (64 + 16 + 4) + 4)
         with Image.open(tmp_path / "000001.gif") as film:
             assert (film.n_frames, film.info["duration"], film.size) == (3, 200, (16, 16))
         return

@@ -176,3 +176,24 @@ def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.Mo
         assert Path(page_of(package)).is_file()
         monkeypatch.chdir(REPOSITORY)
         assert page_of(package) == f"{package}/README.md"
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [
+        ("prepare images --in x --out y --caption-prefx z", "--caption-prefx; did you mean --caption-prefix"),
+        ("sample --checkpoint x --promt=y", "--promt; did you mean --prompt"),
+        ("status x --qqq", "--qqq; --help shows all options"),
+    ],
+)
+def test_the_error_for_an_unknown_option_names_the_nearest(words, near, capsys):
+    with pytest.raises(SystemExit) as ended:
+        console.main(words.split())
+    assert ended.value.code == EXIT_CONFIG
+    assert f"error: unknown option {near}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["plan --gpus 2", "verify", "bench"])
+def test_overrides_may_precede_and_follow_options(words, capsys):
+    assert console.main([*words.split(), "model.x=1", "--factory", "tiny_dti", "model.y=2"]) == EXIT_CONFIG
+    assert "did you mean tiny_dit" in capsys.readouterr().err

@@ -473,6 +473,13 @@ def test_an_import_reports_the_unconditional_branch_of_guidance(
     assert ("empty text" in printed) == bool(notes)
 
 
+def test_the_note_on_an_objective_has_the_differing_settings_only() -> None:
+    (of_settings,) = export.note_objective(FlowMatching(), FlowMatching(time_shift=3.0))
+    (of_kinds,) = export.note_objective(EDM(), FlowMatching())
+    assert "other settings: time_shift=1.0 (published: 3.0); " in of_settings
+    assert "other settings: objective=edm (published: flow_matching); " in of_kinds
+
+
 def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
     """Other code bases have no shift that depends on the dimension; run folders have it (`launch.average`)."""
     objective = FlowMatching(time_shift=1.5, shift_dimension=64)

@@ -250,6 +250,20 @@ def test_values_of_repeated_steps_are_replaced(tmp_path: Path) -> None:
     assert (status.attempt, status.series["loss"], list(status.times)) == (2, {1: 1.0, 2: 3.0}, [2])
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
-    assert "is not a run folder" in capsys.readouterr().err
+def test_a_folder_of_runs_gives_a_line_for_each(half_done: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = half_done.parent
+    write_outcome(run_folder(runs / "done", scalars(40, loss=0.5)), Outcome(70, "unexpected", 40, 0, "long", NOW))
+    (runs / "no_run").mkdir()
+    assert main([str(runs)]) == 0
+    done, half = capsys.readouterr().out.splitlines()
+    assert done.startswith(f"{runs}/done  step 40 of 40 (100%), 2,560 samples, attempt 1, loss 0.5000, ended ")
+    assert done.endswith("unexpected (code 70)")
+    assert half.startswith(f"{runs}/half  step 20 of 40 (50%)")
+
+
+@pytest.mark.parametrize(("name", "problem"), [("", "a folder directly below it is a run"), ("x", "is not a folder")])
+def test_a_folder_without_a_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, problem: str
+) -> None:
+    assert main([str(tmp_path / name)]) == 2
+    assert problem in capsys.readouterr().err

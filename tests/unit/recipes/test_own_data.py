@@ -125,6 +125,20 @@ def test_pictures_and_clips_of_one_folder_share_packs(tmp_path, capsys):
     assert {grid[0] for pack in first_packs(task) for grid in pack.grids} == {1, 4}
 
 
+def test_clips_are_refused_by_the_model_of_a_folder_of_pictures(tmp_path):
+    """The positions of its model are those of a picture, the same in every frame."""
+    fill(tmp_path / "in", 4, clips=4)
+    words = ("--text-encoder", "identity")
+    clips = prepared_folder(tmp_path, *words, command="folder").rename(tmp_path / "both")
+    task = recipe(prepared_folder(tmp_path, *words))
+    first_packs(task)
+    task.data.blend = [{"path": str(tmp_path / "data")}, {"path": str(clips)}]
+    with pytest.raises(ConfigError, match=r"both has clips of 4 frames, and model.position_embedding=sincos_2d"):
+        first_packs(task)
+    task.model.position_embedding = "sincos_3d"
+    first_packs(task)
+
+
 def leaves(task: run.Partial) -> str:
     """Return the diffusers pipeline that can run the exported model, or the model class if there is none."""
     model = fiddle.build(task.model)
@@ -213,6 +227,25 @@ def test_captions_without_an_encoder_are_refused(tmp_path):
     task = recipe(folder, text_encoder="none")
     assert (task.data.online_text_encoder, task.model.context_size) == (None, None)
     first_packs(task)
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("--text-encoder identity", ""),
+        ("--labels", ""),
+        ("", ", text_encoder='all-minilm-l6-v2'"),
+        ("--reference originals", ", text_encoder='all-minilm-l6-v2'"),
+    ],
+)
+def test_prepare_prints_a_command_that_trains_on_its_folder(tmp_path, monkeypatch, capsys, words, arguments):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("in/cats", "in/dogs", "originals/cats", "originals/dogs"):
+        fill(tmp_path / folder, 3)
+    task = f"own_data(data='{prepared_folder(tmp_path, *words.split())}'{arguments})"
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == f'  train on it: python -m launch.train --yes --factory "{task}"'
+    built(call_recipe(task)).check(1)
 
 
 def test_a_large_picture_of_pixels_gets_a_larger_patch(tmp_path):

@@ -10,6 +10,7 @@ import fiddle
 import pytest
 from nemo_run.config import get_type_namespace
 
+from dit.command_line import closest
 from dit.models.base import ModelConfig
 from dit.parallel.build import count_parameters
 from launch import train
@@ -174,4 +175,4 @@ def test_names_are_read_from_decorators(tmp_path):
     ],
 )
 def test_the_nearest_name_is_suggested_first(typed, known, best):
-    assert (registry.closest(typed, known) or [None])[0] == best
+    assert (closest(typed, known) or [None])[0] == best
