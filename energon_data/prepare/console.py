@@ -81,7 +81,7 @@ def training_command(folder: Path) -> Optional[str]:
     contents = Contents.read(folder)
     if contents is None or not re.fullmatch(r"[\w./ -]+", str(folder)):
         return None
-    if contents.edited and not (contents.captions or contents.context_size):
+    if contents.most_references and not (contents.captions or contents.context_size):
         return None
     text_encoder = ", text_encoder='all-minilm-l6-v2'" if contents.needs_text_encoder else ""
     flags = f"--yes --factory \"own_data(data='{folder}'{text_encoder})\""
