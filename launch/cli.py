@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
 
 PARSER = _parser()
 HELP = PARSER.format_help()
-FLAGS = re.findall("--[a-z-]+", HELP.partition("flags:")[2])
+FLAGS = [*dict.fromkeys(re.findall("--[a-z-]+", HELP.partition("flags:")[2]))]
 
 
 def _stray_word_message(word: str) -> str:

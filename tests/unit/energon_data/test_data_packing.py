@@ -175,7 +175,7 @@ def test_a_selection_of_a_pack_is_the_pack_of_these_samples() -> None:
     """With padding, loss weights, references and a noise level for each frame."""
     sizes = {"latent_channels": 3, "num_classes": 10, "context_size": 5, "pooled_size": 7}
     asked, levels = spec(**sizes, micro_batch_size=1, multiple_of=4), FrameLevels(own=1.0)
-    edit = {"reference": torch.ones(3, 1, 4, 2), "reference_grid": (1, 2, 1), "loss_weight": 0.5}
+    edit = {"references": [torch.ones(3, 1, 4, 2)], "reference_grids": [(1, 2, 1)], "loss_weight": 0.5}
     clips = [_clip(0, (1, 2, 6), 2), _clip(1, (2, 2, 4), 4, **edit), _clip(2, (1, 4, 4), 1), _clip(3, (3, 2, 2), 3)]
     batch = levels(collate(clips, asked, total_tokens=40))
     for samples in ([2, 1], [3, 0, 1]):
