@@ -1,4 +1,4 @@
-"""Command lines whose errors name the option or the word that the user may have meant."""
+"""Argument parsers and suggestions for misspelt words."""
 
 import argparse
 import difflib
@@ -7,10 +7,10 @@ from typing import Any
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose error for an unknown option names the nearest options; also of subcommands."""
+    """Parser whose error for an unknown option names the nearest options; subcommands have the same class."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the parsed arguments and the unknown words, which are not options."""
+        """Return the parsed arguments and the unknown words, which have no option of two dashes."""
         namespace, words = super().parse_known_args(args, namespace)
         options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         for word in words:

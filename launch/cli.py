@@ -56,7 +56,7 @@ exit codes
 
 @dataclass(kw_only=True)
 class Options:
-    """A parsed command line; each field but `overrides` is the flag of the same name (`list_recipes` is `--list`)."""
+    """A parsed command line; a field other than `overrides` is a flag of its name (`list_recipes` is `--list`)."""
 
     factory: Optional[str] = None
     yaml: Optional[str] = None
@@ -76,7 +76,7 @@ class Options:
 
     @property
     def source(self) -> Optional[str]:
-        """What selects the run: a recipe or a file."""
+        """The recipe or the file that selects the run."""
         return self.factory or self.yaml
 
     @property
@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
         "--text-tokens",
         metavar="N",
         type=partial(_number, COUNT),
-        help="tokens of its text (default: those of the data settings, else 512)",
+        help="tokens of the text of a sample (default: those of the data settings, else 512)",
     )
     flag(
         "--device",
@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"with --dryrun, also plan the time of a step (docs/planner.md) on one of {', '.join(DEVICES)}",
     )
     switch("--print-config", help="print the complete configuration as YAML")
-    flag("--to-yaml", metavar="FILE", help="write it to FILE, which --yaml reads")
+    flag("--to-yaml", metavar="FILE", help="write the configuration to FILE, which --yaml reads")
     switch("--list", "-l", dest="list_recipes", help="list the recipes")
     flag("--describe", metavar="NAME", help="print the full description of a recipe or component")
     switch("--verbose", "-v", help="debug messages, and tracebacks of usage errors")

@@ -1,4 +1,4 @@
-"""Megatron-Core's parallel linears, as the layers call them; without communication on one tensor-parallel rank."""
+"""Megatron-Core's parallel linears, which return one value; on one tensor-parallel rank, they are linears of torch."""
 
 from typing import Any, Optional
 

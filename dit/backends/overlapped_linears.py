@@ -1,20 +1,22 @@
 """Parallel linears that overlap the communication of sequence parallelism with their products.
 
-Torch's operations on symmetric memory divide a product by the ranks that send or receive its tokens. One part is
-copied between GPUs while another one is computed:
+Torch's operations on symmetric memory split a product into one part for each rank, and compute one part while another
+is copied between GPUs:
 
 ```
-    column-parallel    forward     gather x, y = x W^T           one operation
-                       backward    dx = dy W, sum and scatter    one operation
-                                   gather x, dW = dy^T x         the gather runs next to dx
-    row-parallel       forward     y = x W^T, sum and scatter    one operation
-                       backward    gather dy, dx = dy W          one operation
-                                   dW = dy^T x                   with the gathered dy
+    column-parallel    forward     all-gather x, y = x W^T       one operation
+                       backward    all-gather x                  starts first, runs during the next line
+                                   dx = dy W, reduce-scatter     one operation
+                                   dW = dy^T x
+    row-parallel       forward     y = x W^T, reduce-scatter     one operation
+                       backward    all-gather dy, dx = dy W      one operation
+                                   dW = dy^T x                   of the gathered dy
 ```
 
 No GPU has run them in this project yet. In torch's test mode, its fallbacks run functional collectives instead.
 
-Shape suffixes: t tokens of this rank, T tokens of all tensor-parallel ranks, K local input and N local output features.
+Shape suffixes: t tokens of this rank, T tokens of all tensor-parallel ranks, K input and N output features of this
+rank's part of the weight.
 """
 
 from typing import Any, Optional
@@ -33,7 +35,7 @@ class OverlappedColumnLinear(ColumnLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not kwargs["sequence_parallel"]:
             return super()._forward_impl(input, weight, *args, **kwargs)
-        y_TN: Tensor = _GatherThenMultiply.apply(input, weight, self.tp_group)
+        y_TN: Tensor = _AllGatherMatmul.apply(input, weight, self.tp_group)
         bias_N = kwargs["bias"]
         return y_TN if bias_N is None else y_TN + bias_N
 
@@ -42,7 +44,7 @@ class OverlappedRowLinear(RowLinear):
     """`RowLinear` whose sum over ranks overlaps with the product."""
 
     def _sharded(self, x_TK: Tensor) -> Tensor:
-        y_tN: Tensor = _MultiplyThenScatter.apply(x_TK, self.weight, self.tp_group)
+        y_tN: Tensor = _MatmulReduceScatter.apply(x_TK, self.weight, self.tp_group)
         return y_tN if self.bias is None or self.skip_bias_add else y_tN + self.bias
 
 
@@ -70,7 +72,7 @@ class _Context(FunctionCtx):
     group: Any
 
 
-class _GatherThenMultiply(torch.autograd.Function):
+class _AllGatherMatmul(torch.autograd.Function):
     """The products of a column-parallel layer. Only the local tokens are saved; the backward pass gathers them."""
 
     @staticmethod
@@ -83,9 +85,9 @@ class _GatherThenMultiply(torch.autograd.Function):
     def backward(ctx: _Context, grad_TN: Tensor) -> tuple[Optional[Tensor], ...]:
         x_tK, weight_NK = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        x_TK = x_tK.new_empty(grad_TN.shape[0], x_tK.shape[1])
         gather = None
         if needs_weight:
+            x_TK = x_tK.new_empty(grad_TN.shape[0], x_tK.shape[1])
             gather = dist.all_gather_into_tensor(x_TK, x_tK.contiguous(), group=ctx.group, async_op=True)
         grad_x = _multiply_scatter(grad_TN, weight_NK, ctx.group) if needs_x else None
         if gather is None:
@@ -94,7 +96,7 @@ class _GatherThenMultiply(torch.autograd.Function):
         return grad_x, grad_TN.t() @ x_TK, None
 
 
-class _MultiplyThenScatter(torch.autograd.Function):
+class _MatmulReduceScatter(torch.autograd.Function):
     """The products of a row-parallel layer."""
 
     @staticmethod

@@ -13,7 +13,8 @@ class PendingBias(NamedTuple):
 
     Attributes:
         y: the output.
-        bias: the bias that the next operation has to add; None if there is none, or `y` includes it.
+        bias: the bias that the next operation has to add; None if there is none, or `y` includes it. With
+            `skip_bias_gradient`, `y` includes it, and the next operation only computes its gradient.
     """
 
     y: Tensor

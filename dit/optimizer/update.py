@@ -4,10 +4,11 @@
     triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gather of weights
     muon    the weights of blocks by `Muon`, all others by the fused kernel or torch's
 
-The first two have the same state, so that a run may continue with the other one. The device omits the update of a bad
-step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step. All but the first
-can be repeated as a CUDA graph, whose inputs are the numbers of the step and the rates of each group of parameters.
-Before the average, they can scale the rows of weights (`dit.optimizer.unit_rows`).
+The first two have the same state, so that a run may continue with the other one. If `can_be_omitted`, the device omits
+the update of a bad step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the
+step. `FusedUpdate`, by a kernel of Triton or of torch, can be repeated as a CUDA graph, whose inputs are the numbers of
+the step and the rates of each group of parameters. Before the average, it can scale the rows of weights
+(`dit.optimizer.unit_rows`).
 
 With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or torch's in eager mode, updates them in
 parts that are copied to the device.
@@ -96,16 +97,17 @@ def build_update(
 
 
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
-    """Wrap an update of device parameters into one of parameters whose moments are in host memory.
+    """Return an update of parameters whose moments are in host memory.
 
-    The moments of up to `PART` elements at a time are copied to one of two buffers on the device. Copies in both
-    directions and updates overlap; on the buffers a and b:
+    The moments of up to `PART` elements at a time, a batch, are copied to one of two buffers on the device. Copies in
+    both directions and updates overlap; batches 0 to 3 on the buffers a and b:
 
         copies to the device    0 -> a | 1 -> b |        | 2 -> a | 3 -> b
         updates                        |   0    |   1    |        |   2    |   3
         copies to the host                      | a -> 0 | b -> 1 |        | a -> 2 | b -> 3
 
-    The current stream waits for all copies, the host for none: it may only read moments after `synchronize`.
+    The current stream waits for all copies. The host waits for none, so it must call `synchronize` before it reads
+    moments.
     """
     to_device, to_host, current = Stream(), Stream(), Stream(current=True)
 
@@ -113,17 +115,17 @@ def with_moments_on_the_host(adamw: AdamW) -> AdamW:
         batches = list(batches_of(parameters))
         size = max((2 * sum(aligned(p.main) for p in batch) for batch in batches), default=0)
         buffers = [batch[0].main.new_empty(size) for batch in batches[:2]]
-        is_free = [current.queue()] * 2
+        free_events = [current.queue()] * 2
         for i, batch in enumerate(batches):
             moments = [moment for p in batch for moment in (p.exp_avg, p.exp_avg_sq)]
             sizes = [*map(aligned, moments)]
             places = buffers[i % 2][: sum(sizes)].split(sizes)
             copies = [place[: moment.numel()] for place, moment in zip(places, moments)]
             on_device = [replace(p, exp_avg=m, exp_avg_sq=v) for p, m, v in zip(batch, copies[::2], copies[1::2])]
-            have_arrived = to_device.queue(partial(copy, moments, copies), after=is_free[i % 2])
-            are_updated = current.queue(partial(adamw, on_device, rates), after=have_arrived)
-            is_free[i % 2] = to_host.queue(partial(copy, copies, moments), after=are_updated)
-        for event in is_free:
+            arrival = to_device.queue(partial(copy, moments, copies), after=free_events[i % 2])
+            end_of_update = current.queue(partial(adamw, on_device, rates), after=arrival)
+            free_events[i % 2] = to_host.queue(partial(copy, copies, moments), after=end_of_update)
+        for event in free_events:
             current.queue(after=event)
 
     return update
@@ -181,7 +183,8 @@ class EagerUpdate:
 class FusedUpdate:
     """Update of all parameters, one call per group with the same weight decay and learning rate.
 
-    Gradients are not changed: the kernel multiplies them by the factor for clipping and division by tokens.
+    Triton's kernel does not change the gradients; torch's multiplies them by the factor for clipping and division by
+    tokens.
 
     Args:
         clip_grad: largest norm of the gradients; 0 for no clipping.
@@ -231,7 +234,7 @@ class FusedUpdate:
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 step=count,
-                clip=self.optimizer.gradient_factor.value,  # `_apply` clips the norm
+                clip=self.optimizer.gradient_factor.value,  # `_apply` replaces it
                 average=weight,
             )
             for _, group, _ in self.of_group

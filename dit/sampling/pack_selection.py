@@ -14,7 +14,7 @@ from dit.levels import with_levels
 
 
 def select_samples(batch: PackedBatch, samples: Sequence[int]) -> PackedBatch:
-    """Return a pack of some samples of a full pack, in this order.
+    """Return a pack of some samples of a pack with all tokens, in the order of `samples`.
 
     Args:
         samples: indices in the pack.
@@ -25,11 +25,12 @@ def select_samples(batch: PackedBatch, samples: Sequence[int]) -> PackedBatch:
     of_samples = {name: x_S[samples_S] for name in per_sample if (x_S := getattr(batch, name)) is not None}
 
     def selected(entry: Entry) -> Entry:
-        texts, rows = None, tokens_T if entry.axis in ("latent", "token") else samples_S
+        text_layout = None
+        rows = tokens_T if entry.axis in ("latent", "token") else samples_S
         if entry.layout is not None:
-            texts, rows = _select(entry.layout, samples)
+            text_layout, rows = _select(entry.layout, samples)
         dropped_S = None if entry.dropped_S is None else entry.dropped_S[samples_S]
-        return replace(entry, values=entry.values[rows], layout=texts, dropped_S=dropped_S)
+        return replace(entry, values=entry.values[rows], layout=text_layout, dropped_S=dropped_S)
 
     return replace(
         batch,
