@@ -69,7 +69,7 @@ def draw_samples(generator: Generator, case: Case, **sampling: Any) -> tuple[Ten
     if case.model.condition("control") is not None:
         given = {**given, "control": list(vae.encode(given_pictures(case)[:, :, None]))}
     if "reference" in case.clean_parts:
-        sampling["references"] = list(vae.encode(given_pictures(case)[:, :, None]))
+        sampling["references"] = [[x] for x in vae.encode(given_pictures(case)[:, :, None])]
     latents = generator.generate(conditions=given, **sampling)
     tokens = prod(case.size) // generator.spec.patch_volume * case.frames
     objective = case.objective.at_size(tokens, case.model.token_channels)
