@@ -73,7 +73,7 @@ def write_pipeline(
         )
 
     def write_parts(folder: Path) -> dict[str, str]:
-        VAE(autoencoder).save(folder / "vae", shift=pipeline.shift)
+        VAE(autoencoder).save(folder / "vae", shift=pipeline.adds_shift_factor)
         classes: dict[str, str] = {}
         for part, encoder in zip(pipeline.texts, encoders, strict=True):
             classes |= TextEncoder(encoder).save(folder, part.folder, cut=part.cut)

@@ -63,13 +63,13 @@ class Pipeline:
         class_name: class of the pipeline in diffusers.
         texts: its text encoders.
         flow: it runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
-        shift: it adds the `shift_factor` of the autoencoder; the others ignore it.
+        adds_shift_factor: it adds the `shift_factor` of the autoencoder; the others ignore it.
         guided_by_texts: guidance uses the embedding of the empty text as unconditional.
         scale: argument of the call for the scale of guidance; None for a part `guider` that has it.
         scale_of_none: value of this argument without guidance.
         keeps_norm: guidance keeps the norm of predictions, as `sampling.guidance_norm` does.
         zeros: entry of `model_index.json` that, if true, replaces the embedding of the empty text by zeros.
-        distilled: `model_index.json` has the entry `is_distilled`; if it is true, the pipeline never guides.
+        records_distilled: `model_index.json` has the entry `is_distilled`; if it is true, the pipeline never guides.
         vae: class of the autoencoder.
         compression: pixels per side, per position of a latent; None for those of the autoencoder.
         times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
@@ -78,27 +78,27 @@ class Pipeline:
             from the scheduler; four numbers as in `FLUX2_SHIFT` if it computes mu itself; None for no such shift.
         draws_clips: it returns clips, not pictures.
         reads_sizes: it calls the model with the sizes and the crop of the original.
-        reads_control: takes a control picture, and encodes it with the autoencoder.
-        reads_reference: takes a picture to edit.
+        reads_control, reads_reference: takes a control picture, which the autoencoder encodes; takes a picture to edit.
         reads_first_frame: `model_index.json` has the entry `expand_timesteps`, for one time per token.
         reads_adapters: its `load_lora_weights` exists and reads adapters of the model; that of PRX is for UNets.
         arguments: further arguments of the call; `{area}` is that of a picture in pixels.
         setup: lines of Python between opening the folder and the call; `{area}` as in `arguments`.
         reference_area: pixels to which it always scales a picture to edit; None if the caller chooses them.
-        note: difference to our sampler, printed if the encoder of the run changes no prompts (`prompt=plain`).
+        note: difference to our sampler, printed if an encoder of the run changes no prompts (`prompt=plain`), which a
+            pipeline with its own prompts accepts only with a note.
         index: further entries of `model_index.json`.
     """
 
     class_name: str
     texts: tuple[TextPart, ...] = ()
     flow: bool = False
-    shift: bool = False
+    adds_shift_factor: bool = False
     guided_by_texts: bool = False
     scale: Optional[str] = "guidance_scale"
     scale_of_none: float = 1.0
     keeps_norm: bool = False
     zeros: Optional[str] = None
-    distilled: bool = False
+    records_distilled: bool = False
     vae: str = "AutoencoderKL"
     compression: Optional[int] = None
     times: Literal["even", "argument", "end", "none"] = "even"
@@ -141,14 +141,14 @@ PIPELINES = {
             TextPart("text_encoder_2", ("t5",), "a T5"),
         ),
         flow=True,
-        shift=True,
+        adds_shift_factor=True,
         shift_by_tokens="scheduler",
     ),
     "ChromaTransformer2DModel": Pipeline(
         "ChromaPipeline",
         (TextPart("text_encoder", ("t5",), "a T5"),),
         flow=True,
-        shift=True,
+        adds_shift_factor=True,
         guided_by_texts=True,
         shift_by_tokens="scheduler",
         index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
@@ -160,7 +160,7 @@ PIPELINES = {
         (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
         flow=True,
         guided_by_texts=True,
-        distilled=True,
+        records_distilled=True,
         vae="AutoencoderKLFlux2",
         shift_by_tokens=FLUX2_SHIFT,
         reads_reference=True,
@@ -184,7 +184,7 @@ PIPELINES = {
             TextPart("text_encoder_3", ("t5",), "a T5"),
         ),
         flow=True,
-        shift=True,
+        adds_shift_factor=True,
         guided_by_texts=True,
         times="argument",
         shift_by_tokens="scheduler",
@@ -194,7 +194,7 @@ PIPELINES = {
         "Lumina2Pipeline",
         (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),
         flow=True,
-        shift=True,
+        adds_shift_factor=True,
         guided_by_texts=True,
         compression=8,
         arguments=("cfg_normalization=False",),
@@ -203,7 +203,7 @@ PIPELINES = {
         "ZImagePipeline",
         (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
         flow=True,
-        shift=True,
+        adds_shift_factor=True,
         guided_by_texts=True,
         scale_of_none=0.0,
         times="end",
@@ -213,7 +213,7 @@ PIPELINES = {
         "PRXPipeline",
         (TextPart("text_encoder", ("t5gemma",), "a T5Gemma", cut=True),),
         flow=True,
-        shift=True,
+        adds_shift_factor=True,
         guided_by_texts=True,
         times="none",
         reads_adapters=False,
@@ -430,7 +430,7 @@ def model_index(
     index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}
     if pipeline.zeros is not None:
         index[pipeline.zeros] = getattr(trained.model, "null_text", None) == "zeros"
-    if pipeline.distilled:
+    if pipeline.records_distilled:
         index["is_distilled"] = trained.sampling.get("guidance_scale") == 1
     if pipeline.reads_first_frame:
         # The time of a token is that of every second latent position, so patches must be 1 x 2 x 2.
@@ -462,9 +462,9 @@ def loading_lines(
         most_tokens: longest text by folder of the encoder.
     """
     sampling, (frames, height, width) = dict(trained.sampling), pixels
-    # The guidance_scale of FLUX is an input of the distilled network, that of Z-Image is 0 without guidance.
-    distilled = pipeline.flow and not pipeline.guided_by_texts
-    scale = getattr(trained.model, "guidance", None) if distilled else sampling.get("guidance_scale")
+    # The scale of FLUX is an input of the network; that of Z-Image is 0 without guidance.
+    is_input = pipeline.flow and not pipeline.guided_by_texts
+    scale = getattr(trained.model, "guidance", None) if is_input else sampling.get("guidance_scale")
     steps = num_steps_of(trained)
     call = [f"num_inference_steps={steps + (pipeline.times == 'end')}"]
     call += [f"{pipeline.scale}={(scale or 1.0) - 1.0 + pipeline.scale_of_none}"] * (pipeline.scale is not None)
