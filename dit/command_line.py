@@ -12,13 +12,17 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the parsed arguments and the unknown words, which have no option of two dashes."""
         namespace, words = super().parse_known_args(args, namespace)
-        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
         for word in words:
             if word.startswith("--"):
                 option = word.partition("=")[0]
-                hint = did_you_mean(option, options) or "; --help shows all options"
+                hint = did_you_mean(option, long_options(self)) or "; --help shows all options"
                 self.error(f"unknown option {option}{hint}")
         return namespace, words
+
+
+def long_options(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the options of a parser that begin with two dashes."""
+    return [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
 
 
 def closest(name: str, names: Iterable[str], count: int = 3) -> list[str]:

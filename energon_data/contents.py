@@ -39,7 +39,7 @@ class Contents:
 
     @property
     def needs_text_encoder(self) -> bool:
-        """Whether captions are the only condition, and no embeddings of them are stored."""
+        """True if captions are the only condition, and their embeddings are not stored."""
         return self.context_size is None and bool(self.captions) and not self.num_classes
 
     @classmethod

@@ -156,7 +156,7 @@ class EnergonData(ReaderSettings, DataConfig):
             )
 
     def _check_stills(self, info: SplitInfo, spec: BatchSpec) -> None:
-        """Check that a folder that lists its shapes has no clips, for a model that ignores the order of frames."""
+        """Refuse clips, whose frames the model cannot order; a folder without `shapes` is not checked."""
         contents = Contents.read(info.path) if info.description.get("shapes") else None
         shapes = () if contents is None else contents.shapes
         if self.online_vae is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import NoReturn, Optional
 
-from dit.command_line import closest, did_you_mean
+from dit.command_line import closest, did_you_mean, long_options
 from dit.errors import ConfigError, page_of
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS, Range
@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
 
 PARSER = _parser()
 HELP = PARSER.format_help()
-FLAGS = [*dict.fromkeys(re.findall("--[a-z-]+", HELP.partition("flags:")[2]))]
+FLAGS = long_options(PARSER)
 
 
 def _stray_word_message(word: str) -> str:

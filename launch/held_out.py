@@ -55,7 +55,7 @@ def held_out_batches(
 
 
 def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield samples of this rank's held-out micro-batches, and as many generated ones.
+    """Yield samples of this rank's held-out micro-batches, and the same number of generated samples.
 
     A generated sample has the size and the conditions of a held-out one, and noise that depends on its name only.
     """

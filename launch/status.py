@@ -329,7 +329,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         nargs="+",
         type=Path,
         metavar="RUN_DIR",
-        help="training.run_dir of a run, or a folder of runs, for a line of each",
+        help="training.run_dir of a run; a folder of runs prints one line per run",
     )
     args = parser.parse_args(argv)
     blocks = [lines(read_status(folder)) if is_run(folder) else overview(folder) for folder in args.runs]

@@ -26,7 +26,7 @@ class ColumnLinear(ColumnParallelLinear):
 
     @property
     def compiles(self) -> bool:
-        """Whether torch.compile supports the layer; Megatron-Core's communication breaks a graph."""
+        """Whether torch.compile supports the layer; it does not support Megatron-Core's communication."""
         return self.is_unsharded
 
     def forward(self, x_TD: Tensor) -> Tensor | PendingBias:

@@ -55,7 +55,7 @@ class Prompt:
             pictures: number of pictures that the encoder reads with it.
 
         Raises:
-            ValueError: the tokenizer has no chat template, or the prompt has no place for so many pictures.
+            ValueError: the tokenizer has no chat template, or the prompt reads fewer pictures.
         """
         words = self.clean(caption)
         if self.chat is not None:

@@ -245,7 +245,7 @@ class TextEncodersConfig:
 
     @property
     def reads_pictures(self) -> bool:
-        """Whether an encoder reads pictures together with their caption."""
+        """True if an encoder reads pictures and their caption together."""
         return any(encoder.around.picture for encoder in self.encoders)
 
     @property

@@ -111,7 +111,7 @@ class Generator:
             strength: share of the steps that follow `initial`, see `generate_each`; None without it.
             first_frame: a latent `[C, 1, H, W]` that is the first frame of all clips (image to video), for a model
                 trained with clean first frames, or with the condition `first_frames`; None to generate all frames.
-            references: latents `[C, T, H, W]` that each sample is edited from, for a model trained with references;
+            references: for each sample, latents `[C, T, H, W]` from which it is edited (`data.references=True`);
                 None for none.
             known: latent `[C, T, H, W]` of all samples outside `mask`, for a model trained with `data.inpaint`; None to
                 generate all of them.

@@ -133,7 +133,7 @@ class MakeSamples:
 
     @property
     def _reads_pictures(self) -> bool:
-        """Whether a text encoder reads the reference pictures."""
+        """True if a text encoder reads the reference pictures."""
         line = self.options.text_encoder
         return line is not None and check_text_encoder(line).reads_pictures
 
