@@ -2,7 +2,9 @@
 
 import argparse
 import difflib
+import sys
 from collections.abc import Iterable
+from itertools import takewhile
 from typing import Any
 
 
@@ -10,14 +12,15 @@ class Parser(argparse.ArgumentParser):
     """Parser whose error for an unknown option names the nearest options; subcommands have the same class."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Return the parsed arguments and the unknown words, which have no option of two dashes."""
-        namespace, words = super().parse_known_args(args, namespace)
-        for word in words:
-            if word.startswith("--"):
-                option = word.partition("=")[0]
-                hint = did_you_mean(option, long_options(self)) or "; --help shows all options"
+        """Return the parsed arguments and the unknown words; unknown options are an error before missing arguments."""
+        words, options = list(sys.argv[1:] if args is None else args), long_options(self)
+        is_command = self._subparsers is None  # a parser of subcommands does not know their options
+        for word in takewhile(lambda word: word != "--", words if is_command else ()):
+            option = word.partition("=")[0]
+            if option.startswith("--") and not any(name.startswith(option) for name in options):
+                hint = did_you_mean(option, options) or "; --help shows all options"
                 self.error(f"unknown option {option}{hint}")
-        return namespace, words
+        return super().parse_known_args(args, namespace)
 
 
 def long_options(parser: argparse.ArgumentParser) -> list[str]:

@@ -183,6 +183,7 @@ def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.Mo
     [
         ("prepare images --in x --out y --caption-prefx z", "--caption-prefx; did you mean --caption-prefix"),
         ("sample --checkpoint x --promt=y", "--promt; did you mean --prompt"),
+        ("plan --factory tiny_dit --gpsu 2", "--gpsu; did you mean --gpus"),
         ("status x --qqq", "--qqq; --help shows all options"),
     ],
 )
