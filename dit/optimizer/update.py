@@ -211,16 +211,16 @@ class FusedUpdate:
         # The kernel can update the average only if the new weights are final, and in device memory.
         self.averages = ema is not None and not ema.offload and not self.unit_rows.shards
         self.can_be_omitted = ema is None or not ema.offload  # otherwise, the host waits for copies
-        self.parts = sub_optimizers(optimizer)
-        groups = [(part, group) for part in self.parts for group in part.optimizer.param_groups]
-        for _, group in groups:
+        self.sub_optimizers = sub_optimizers(optimizer)
+        groups = [group for part in self.sub_optimizers for group in part.optimizer.param_groups]
+        for group in groups:
             if "fused" in group:
                 group["fused"] = False  # Adam's step count stays on the host, so nothing waits for the device
-        owners = {id(owner): i for i, (_, group) in enumerate(groups) for owner in group["params"]}
-        self.of_group: list[tuple[MegatronOptimizer, Any, list[int]]] = [(part, group, []) for part, group in groups]
+        owners = {id(owner): i for i, group in enumerate(groups) for owner in group["params"]}
+        self.groups: list[tuple[Any, list[int]]] = [(group, []) for group in groups]  # and indices of their shards
         for i, shard in enumerate(shards):
             if shard.stop > shard.start:  # others have no local elements
-                self.of_group[owners[id(shard.owner)]][2].append(i)
+                self.groups[owners[id(shard.owner)]][1].append(i)
 
     @torch.no_grad()
     def __call__(self, numbers: StepNumbers, step: int) -> None:
@@ -237,11 +237,11 @@ class FusedUpdate:
                 clip=self.optimizer.gradient_factor.value,  # `_apply` replaces it
                 average=weight,
             )
-            for _, group, _ in self.of_group
+            for group, _ in self.groups
         ]
-        table = device_numbers([of_group.values() for of_group in rates])
+        table = device_numbers([row.values() for row in rates])
         self.run(partial(self._apply, rates), numbers.on_device, table)
-        self._count(count)
+        self._set_step_count(count)
 
     def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
         """Queue the operations of an update.
@@ -253,8 +253,8 @@ class FusedUpdate:
         _, grad_norm, _, guard, factor = numbers.unbind()
         factor = (master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard).float()
         of_muon: dict[str, tuple[Elements, Rates]] = {}
-        for of_group, row, (_, _, members) in zip(rates, table, self.of_group, strict=True):
-            of_group = replace(of_group, clip=factor, table=row)
+        for host_rates, row, (_, members) in zip(rates, table, self.groups, strict=True):
+            group_rates = replace(host_rates, clip=factor, table=row)
             # The model has separate parameter tensors only in half precision.
             with_model: dict[bool, list[Elements]] = {True: [], False: []}
             for i in members:
@@ -265,9 +265,9 @@ class FusedUpdate:
                 if shard.matrices is None:
                     with_model[elements.model is not None].append(elements)
                 else:
-                    of_muon[shard.name] = elements, of_group
+                    of_muon[shard.name] = elements, group_rates
             for batch in with_model.values():
-                self.adamw(batch, of_group)
+                self.adamw(batch, group_rates)
         if self.muon is not None:
             self.muon(of_muon)
         if self.unit_rows.shards:
@@ -279,7 +279,7 @@ class FusedUpdate:
 
     def end(self, step: int, *, is_good: bool) -> None:
         if not is_good:
-            self._count(get_step_count(self.optimizer) - 1)
+            self._set_step_count(get_step_count(self.optimizer) - 1)
         elif self.ema is not None:
             (self.ema.update_powers if self.averages else self.ema.update)(step)
 
@@ -296,14 +296,14 @@ class FusedUpdate:
     def _copy_of(self, shard: MasterShard) -> Optional[Tensor]:
         """Return the part of the model's parameter that stores the rounded master weights."""
         parameter = shard.parameter
-        if parameter.dtype == torch.float32 or any(is_fsdp(part) for part in self.parts):
+        if parameter.dtype == torch.float32 or any(map(is_fsdp, self.sub_optimizers)):
             return None  # shares memory with the master weights, or Megatron-FSDP copies them
         return parameter.detach().view(-1)[shard.start : shard.stop]
 
-    def _count(self, count: int) -> None:
-        """Set Adam's step count, where the installed implementation stores it."""
+    def _set_step_count(self, count: int) -> None:
+        """Set Adam's step count as `master_weights.set_step_count`, but one tensor for all: nothing increments it."""
         step = torch.tensor(float(count))
-        for _, group, members in self.of_group:
+        for group, members in self.groups:
             if "fused" not in group:  # those of Transformer Engine and Apex
                 group["step"] = count
                 continue
@@ -317,10 +317,10 @@ class FusedUpdate:
     )
     def _gather(self) -> None:
         """Gather the new weights of all ranks, as Megatron-Core does after its own update."""
-        fsdp = [part for part in self.parts if is_fsdp(part)]
+        fsdp = [part for part in self.sub_optimizers if is_fsdp(part)]
         for part in fsdp:
             part._copy_main_params_to_model_params()  # type: ignore[attr-defined]
-        sharded = [part for part in self.parts if isinstance(part, DistributedOptimizer)]
+        sharded = [part for part in self.sub_optimizers if isinstance(part, DistributedOptimizer)]
         for chunk in {id(chunk): chunk for part in sharded for chunk in part.model_chunks}.values():
             if fsdp or not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
