@@ -1,5 +1,6 @@
 """Fixtures shared by the CPU tests: one Megatron-Core world of a single rank, and models built on it."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,12 @@ background.PRELOAD.append("tests.preload")
 FORKS.set_forkserver_preload(background.PRELOAD)
 
 BuildModel = Callable[..., Backbone]
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collections, which would scan millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -102,7 +109,7 @@ def build_model(provider_of: Callable[..., LayerProvider]) -> BuildModel:
         initialize_weights(model, seed, tp_rank=0, tp_size=1)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in model.parameters() if perturb else ():
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=perturb)
         return model
 

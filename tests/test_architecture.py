@@ -23,20 +23,27 @@ def tree(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), filename=str(path))
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of all imports of a file, also inside functions and by `import_module`."""
-    package = list(path.with_suffix("").parts[:-1])
-    for node in ast.walk(tree(path)):
+@cache
+def walk(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Return (line, dotted name) of all imports of a file, also inside functions and by `import_module`."""
+    package, found = list(path.with_suffix("").parts[:-1]), []
+    for node in walk(path):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parent = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*parent, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
+                found.append((node.lineno, node.args[0].value))
+    return found
 
 
 def inside(name: str, package: str) -> bool:
@@ -62,6 +69,14 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 IMPORTED_BY_TRAINING = {"isal", "rich", "safetensors", "yaml"}
 """Packages that `dit.training.pretrain` imports in addition to those of torch and Megatron-Core."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_trees() -> Iterator[None]:
+    """Free the syntax trees, which would slow down the garbage collections of later tests."""
+    yield
+    for cached in (tree, walk, imports):
+        cached.cache_clear()
 
 
 def report(found: list[str]) -> None:
@@ -118,7 +133,7 @@ def test_no_package_needs_the_tests_or_the_examples(package: str):
             f"{path}:{node.lineno}: {ast.unparse(node)}"
             for path in FILES
             if path.parts[0] != package
-            for node in ast.walk(tree(path))
+            for node in walk(path)
             if (isinstance(node, ast.Constant) and re.match(rf"{package}\.\w", str(node.value)))
             or (isinstance(node, ast.Import | ast.ImportFrom) and re.search(rf"\b{package}\b", ast.unparse(node)))
         ]
@@ -187,7 +202,7 @@ def test_cuda_is_named_in_backends_and_kernels_only():
     for path in FILES:
         if str(path).startswith(("dit/backends/", "dit/kernels/", "benchmarks/ahead_of_time.py")):  # a Triton target
             continue
-        for node in ast.walk(tree(path)):
+        for node in walk(path):
             literal = isinstance(node, ast.Constant) and isinstance(node.value, str)
             if literal and re.fullmatch(r"cuda(:\d*)?", node.value):
                 found.append(f"{path}:{node.lineno}: the device {node.value!r}")
@@ -204,7 +219,7 @@ def test_tables_reach_the_device_without_a_wait():
             f"{path}:{node.lineno} {ast.unparse(node)}"
             for path in FILES
             if path.parts[0] == "dit" and path.parts[1].removesuffix(".py") in rooms
-            for node in ast.walk(tree(path))
+            for node in walk(path)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and (
@@ -237,7 +252,7 @@ def test_only_set_sharding_writes_attributes_of_megatron():
             f"{path}:{node.lineno}: {ast.unparse(target)} is set; let dit.backends.sharding derive it"
             for path in FILES
             if str(path) != "dit/backends/sharding.py"
-            for node in ast.walk(tree(path))
+            for node in walk(path)
             for target in assigned_attributes(node)
             if target.attr in names and ast.unparse(target.value).rpartition(".")[2] not in ("parallel", "config")
         ]
@@ -257,10 +272,10 @@ def test_importing_defines_names_and_does_nothing_else():
     )
 
 
-@pytest.mark.parametrize("module", ["dit", "dit.models", "dit.errors", "recipes", "launch", "energon_data"])
-def test_importing_a_package_imports_nothing_heavy(module: str):
+def test_importing_a_package_imports_nothing_heavy():
     heavy = {"torch", "megatron", "numpy", "nemo_run", "wandb"}
-    program = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
+    packages = "dit, dit.models, dit.errors, recipes, launch, energon_data"
+    program = f"import sys, {packages}; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
@@ -291,7 +306,7 @@ def test_no_error_is_silently_ignored():
     """No bare `except`, and no `except Exception: pass`."""
     found = []
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in walk(path):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")
