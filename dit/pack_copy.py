@@ -21,6 +21,7 @@ from dit.layout import ITSELF, TABLES, SequenceLayout
 ALIGNMENT = 128
 """Each tensor starts at a multiple of this many bytes, because kernels may load several elements at once."""
 
+_LEAVES = (int, float, str, type(None))
 Value = TypeVar("Value")
 
 
@@ -126,6 +127,8 @@ class _Mapping:
         self._layouts: dict[int, SequenceLayout] = {}
 
     def __call__(self, value: Any) -> Any:
+        if isinstance(value, _LEAVES):  # most values: lengths and sizes of samples
+            return value
         if isinstance(value, Tensor):
             return self._function(value)
         if isinstance(value, SequenceLayout):

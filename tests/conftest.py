@@ -1,13 +1,17 @@
 """Fixtures shared by the CPU tests: one Megatron-Core world of a single rank, and models built on it."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from dit.backends import init
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.models.base import Backbone, ModelConfig
@@ -21,6 +25,14 @@ background.PRELOAD.append("tests.preload")
 FORKS.set_forkserver_preload(background.PRELOAD)
 
 BuildModel = Callable[..., Backbone]
+DRAW = lru_cache(maxsize=4096)(init.draw)
+"""Cached, because models of different tests have the same initial weights."""
+
+
+def pytest_collection_finish() -> None:
+    """Exempt modules and collected tests from garbage collections, which would scan millions of objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,7 +103,6 @@ def build_model(provider_of: Callable[..., LayerProvider]) -> BuildModel:
 
     `perturb` is the standard deviation of seeded noise added to all parameters, including zeros and ones.
     """
-    from dit.backends.init import initialize_weights
     from dit.kernels.attention import segment_sdpa
     from dit.models.base import Stage
 
@@ -99,10 +110,11 @@ def build_model(provider_of: Callable[..., LayerProvider]) -> BuildModel:
         sizes = model_config.megatron_sizes()
         provider = provider_of(**sizes.arguments())
         model = build_backbone(model_config, provider, segment_sdpa, Stage(range(sizes.num_layers)))
-        initialize_weights(model, seed, tp_rank=0, tp_size=1)
+        with mock.patch.object(init, "draw", DRAW):
+            init.initialize_weights(model, seed, tp_rank=0, tp_size=1)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for parameter in model.parameters() if perturb else ():
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=perturb)
         return model
 

@@ -1,8 +1,10 @@
 """Import the modules of test ranks once, before ranks are forked; nothing here starts a thread.
 
-Ranks share the FLOP counts of their models, because counting takes a fifth of the time of a run of eight steps.
+Ranks share the FLOP counts of their models, because counting takes a fifth of the time of a run of eight steps. A rank
+keeps the initial weights that it has drawn, because the layouts of a world train the same model.
 """
 
+import functools
 import gc
 import hashlib
 import os
@@ -42,6 +44,7 @@ for name in (
 ):
     import_module(name)
 
+from dit.backends import init  # noqa: E402
 from dit.models.registry import BACKBONES  # noqa: E402
 from dit.monitoring import flops  # noqa: E402
 from dit.tracing.forward import ForwardCost, ForwardFlops  # noqa: E402
@@ -69,4 +72,5 @@ class SharedCost(ForwardCost):
 
 
 flops.ForwardCost = SharedCost  # type: ignore[misc]
+init.draw = functools.lru_cache(maxsize=4096)(init.draw)
 gc.freeze()  # otherwise garbage collection in each rank copies these memory pages

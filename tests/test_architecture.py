@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.import_rules import EXCEPTIONS, HEAVY_HOMES, MAY_IMPORT
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("dit", "recipes", "energon_data", "launch", "benchmarks", "examples")
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
 
 @cache
@@ -23,20 +25,27 @@ def tree(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), filename=str(path))
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line, dotted name) of all imports of a file, also inside functions and by `import_module`."""
-    package = list(path.with_suffix("").parts[:-1])
-    for node in ast.walk(tree(path)):
+@cache
+def walk(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree(path)))
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
+    """Return (line, dotted name) of all imports of a file, also inside functions and by `import_module`."""
+    package, found = list(path.with_suffix("").parts[:-1]), []
+    for node in walk(path):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parent = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*parent, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+            found += [(node.lineno, f"{module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if called in ("import_module", "__import__") and isinstance(node.args[0].value, str):
-                yield node.lineno, node.args[0].value
+                found.append((node.lineno, node.args[0].value))
+    return found
 
 
 def inside(name: str, package: str) -> bool:
@@ -60,8 +69,25 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
                 yield from at_import(child)
 
 
-IMPORTED_BY_TRAINING = {"isal", "rich", "safetensors", "yaml"}
-"""Packages that `dit.training.pretrain` imports in addition to those of torch and Megatron-Core."""
+def imported_at_import(path: Path) -> set[str]:
+    """Return the dotted names of the imports that run at import, without those for types only."""
+    nodes = list(at_import(tree(path)))
+    guards = [node for node in nodes if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)]
+    for_types = {child for guard in guards for child in ast.walk(guard)}
+    lines = {n.lineno for n in nodes if isinstance(n, ast.Import | ast.ImportFrom) and n not in for_types}
+    return {name for line, name in imports(path) if line in lines}
+
+
+IMPORTED_BY_TRAINING = {"dit", "torch", "megatron", "einops", "numpy", "rich", "safetensors", "yaml"}
+"""Packages that `dit.training.pretrain` may import; Megatron-Core imports einops and numpy, too."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_trees() -> Iterator[None]:
+    """Free the syntax trees, which would slow down the garbage collections of later tests."""
+    yield
+    for cached in (tree, walk, imports):
+        cached.cache_clear()
 
 
 def report(found: list[str]) -> None:
@@ -78,11 +104,10 @@ def test_the_table_has_no_cycle():
 
 def test_files_have_no_import_cycle():
     """Imports between files have no cycle, including imports inside functions and imports only for types."""
-    modules = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
     graph = {
-        own: {module for _, name in imports(path) for module in (name, name.rpartition(".")[0]) if module in modules}
+        own: {module for _, name in imports(path) for module in (name, name.rpartition(".")[0]) if module in MODULES}
         - {own}
-        for own, path in modules.items()
+        for own, path in MODULES.items()
     }
     list(TopologicalSorter(graph).static_order())
 
@@ -118,7 +143,7 @@ def test_no_package_needs_the_tests_or_the_examples(package: str):
             f"{path}:{node.lineno}: {ast.unparse(node)}"
             for path in FILES
             if path.parts[0] != package
-            for node in ast.walk(tree(path))
+            for node in walk(path)
             if (isinstance(node, ast.Constant) and re.match(rf"{package}\.\w", str(node.value)))
             or (isinstance(node, ast.Import | ast.ImportFrom) and re.search(rf"\b{package}\b", ast.unparse(node)))
         ]
@@ -187,7 +212,7 @@ def test_cuda_is_named_in_backends_and_kernels_only():
     for path in FILES:
         if str(path).startswith(("dit/backends/", "dit/kernels/", "benchmarks/ahead_of_time.py")):  # a Triton target
             continue
-        for node in ast.walk(tree(path)):
+        for node in walk(path):
             literal = isinstance(node, ast.Constant) and isinstance(node.value, str)
             if literal and re.fullmatch(r"cuda(:\d*)?", node.value):
                 found.append(f"{path}:{node.lineno}: the device {node.value!r}")
@@ -204,7 +229,7 @@ def test_tables_reach_the_device_without_a_wait():
             f"{path}:{node.lineno} {ast.unparse(node)}"
             for path in FILES
             if path.parts[0] == "dit" and path.parts[1].removesuffix(".py") in rooms
-            for node in ast.walk(tree(path))
+            for node in walk(path)
             if isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and (
@@ -237,7 +262,7 @@ def test_only_set_sharding_writes_attributes_of_megatron():
             f"{path}:{node.lineno}: {ast.unparse(target)} is set; let dit.backends.sharding derive it"
             for path in FILES
             if str(path) != "dit/backends/sharding.py"
-            for node in ast.walk(tree(path))
+            for node in walk(path)
             for target in assigned_attributes(node)
             if target.attr in names and ast.unparse(target.value).rpartition(".")[2] not in ("parallel", "config")
         ]
@@ -257,41 +282,31 @@ def test_importing_defines_names_and_does_nothing_else():
     )
 
 
-@pytest.mark.parametrize("module", ["dit", "dit.models", "dit.errors", "recipes", "launch", "energon_data"])
-def test_importing_a_package_imports_nothing_heavy(module: str):
+def test_importing_a_package_imports_nothing_heavy():
     heavy = {"torch", "megatron", "numpy", "nemo_run", "wandb"}
-    program = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
+    packages = "dit, dit.models, dit.errors, recipes, launch, energon_data"
+    program = f"import sys, {packages}; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 
 def test_training_imports_few_packages_besides_torch_and_megatron_core():
     """Importing Megatron-Core takes four times as long as torch, so other packages must stay few."""
-    megatron = {
-        node.module
-        for path in FILES
-        if path.parts[0] == "dit"
-        for node in at_import(tree(path))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.")
-    }
-    program = f"""
-import sys, torch
-for name in {sorted(megatron)!r}:
-    __import__(name)
-packages = lambda: {{name.partition(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)
-before = packages()
-import dit.training.pretrain
-print(*packages() - before)
-"""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) <= {"dit", *IMPORTED_BY_TRAINING}
+    packages, seen, modules = set(), set(), {"dit.training.pretrain"}
+    while modules:
+        seen |= modules
+        names = {name for module in modules for name in imported_at_import(MODULES[module])}
+        packages |= {name.partition(".")[0] for name in names}
+        parts = {part for name in names for part in accumulate(name.split("."), "{}.{}".format)}
+        modules = (parts & MODULES.keys()) - seen
+    assert packages - set(sys.stdlib_module_names) == IMPORTED_BY_TRAINING
 
 
 def test_no_error_is_silently_ignored():
     """No bare `except`, and no `except Exception: pass`."""
     found = []
     for path in FILES:
-        for node in ast.walk(tree(path)):
+        for node in walk(path):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             broad = node.type is None or ast.unparse(node.type) in ("Exception", "BaseException")

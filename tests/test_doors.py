@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Optional
 
@@ -100,6 +101,7 @@ def full_name(node: ast.AST, imported: dict[str, str]) -> str:
     return imported.get(node.id, node.id) if isinstance(node, ast.Name) else "?"
 
 
+@cache
 def door(name: str) -> Optional[str]:
     """Return the first key of `ALLOWED` that matches a full name."""
     owner, _, function = name.rpartition(".")
@@ -118,9 +120,9 @@ def is_writing(call: ast.Call) -> bool:
 def doors(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, key of `ALLOWED`) for each use of a door: calls, and references as in `map(json.loads, lines)`."""
     tree = ast.parse(source)
-    imported = imports(tree)
-    writers = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call) and is_writing(node)}
-    for node in ast.walk(tree):
+    imported, nodes = imports(tree), list(ast.walk(tree))
+    writers = {node.func for node in nodes if isinstance(node, ast.Call) and is_writing(node)}
+    for node in nodes:
         if isinstance(node, ast.Name | ast.Attribute) and node not in writers:
             key = door(full_name(node, imported))
             yield from [] if key is None else [(node.lineno, key)]

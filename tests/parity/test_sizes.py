@@ -278,7 +278,7 @@ def test_published_networks_have_their_parameters(name: str) -> None:
     assert (getattr(imported.model, "null_text", None) == "learned") == (name in DISTILLED)
     with torch.device("meta"):
         published = {key: tuple(p.shape) for key, p in external.from_config(settings).named_parameters()}
-    rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+        rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     assert rules.external_shapes() == published
     parameters = sum(map(math.prod, published.values()))
     assert parameters == pytest.approx(count, rel=3e-3 if isinstance(count, float) else 0)

@@ -86,6 +86,7 @@ def spec(**changes: Any) -> BatchSpec:
 
 def first_batch(data: EnergonData, wanted: BatchSpec) -> PackedBatch:
     """Return the first micro-batch of a training on one rank."""
+    data = replace(data, shuffle_buffer=0, background=False)
     stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=None)
     try:
         return next(stream)

@@ -244,8 +244,9 @@ def test_tokens_of_a_picture_are_not_truncated(tmp_path: Path) -> None:
     parts |= {"image_tokens.npy": npy(np.ones((9, 5), np.float32))}
     folder = write_dataset(tmp_path / "data", {"train": [(key, meta, parts)]})
     model = replace(spec(), conditions=(replace(IMAGE_TOKENS, shape=(5,)),), micro_batch_size=1)
+    one_sample = {"max_tokens_per_pack": 4, "pack_multiple_of": 4, "packing_buffer_size": 1}
     for limit in (3, 9):
-        data = EnergonData(path=str(folder), max_text_tokens=limit, max_tokens_per_pack=4, pack_multiple_of=4)
+        data = EnergonData(path=str(folder), max_text_tokens=limit, shuffle_buffer=0, **one_sample)
         [batch] = take(data.build_train(model, dp_rank=0, dp_size=1, seed=0, log_dir=None), 1)
         assert batch.conditions["image_tokens"].layout.lengths == (9,)
         with pytest.raises(BatchError, match=r"raise data\.max_text_tokens") if limit == 3 else nullcontext():

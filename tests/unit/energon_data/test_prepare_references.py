@@ -58,7 +58,8 @@ def prepare(source: Path, out: Path, *words: object, command: str = "images") ->
 
 def pairs_of(folder: Path, spec: BatchSpec = SPEC, **settings: object) -> list[tuple[Tensor, Tensor]]:
     """Return the samples and references, of the same size, that training reads first."""
-    data = EnergonData(path=str(folder), references=True, num_streams=1, background=False, **settings)
+    common = {"num_streams": 1, "background": False, "shuffle_buffer": 0}
+    data = EnergonData(path=str(folder), references=True, **common, **settings)
     data.validate(spec, 1, 1)
     stream = data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None)
     pairs = []
@@ -145,7 +146,7 @@ def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path
     assert prepare(edited, tmp_path / "out", "--reference", originals, "--vae", tmp_path / "vae") == EXIT_OK
     control = FluxConfig(in_channels=4, control_channels=4).condition("control")
     spec = replace(SPEC, latent_channels=4, patch_spatial=2, conditions=(control,))
-    data = EnergonData(path=str(tmp_path / "out"), num_streams=1, background=False)
+    data = EnergonData(path=str(tmp_path / "out"), num_streams=1, background=False, shuffle_buffer=0)
     data.validate(spec, 1, 1)
     pairs = []
     for batch in islice(data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None), 3 * COUNT):

@@ -56,7 +56,7 @@ def first_packs(task: run.Partial, count: int = 6) -> list[PackedBatch]:
     config.check(1)
     spec = fiddle.build(task.model).batch_spec(micro_batch_size=1)
     config.data.validate(spec, 1, 2)
-    config.data.background = False
+    config.data.background, config.data.shuffle_buffer, config.data.packing_buffer_size = False, 0, 12
     stream = config.data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None, micro_batches_per_step=2)
     try:
         return list(islice(stream, count))
