@@ -303,12 +303,12 @@ class FusedUpdate:
     def _count(self, count: int) -> None:
         """Set Adam's step count, where the installed implementation stores it."""
         step = torch.tensor(float(count))
-        for part, group, _ in self.of_group:
+        for _, group, members in self.of_group:
             if "fused" not in group:  # those of Transformer Engine and Apex
                 group["step"] = count
                 continue
-            for owner in group["params"]:  # `get_step_count` reads any, also one without local elements
-                part.optimizer.state[owner]["step"] = step
+            for i in members:
+                self.shards[i].state["step"] = step
 
     @patches(
         "megatron-core 0.16",
