@@ -236,8 +236,9 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
                 group["step"] = step
                 continue
             for parameter in group["params"]:
-                device = parameter.device if group["fused"] else "cpu"  # torch's fused kernel counts on its device
-                part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
+                if local(parameter).numel():  # updates skip others, and `get_step_count` reads the first count
+                    device = parameter.device if group["fused"] else "cpu"  # torch's fused kernel counts on its device
+                    part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
 
 
 @patches(

@@ -39,7 +39,7 @@ FOUR = {
     "tp x distributed": {"data_parallel": "distributed_optimizer", **TP},
 }
 ALL = {"one": {}, **LAYOUTS, **FOUR}
-RESUMED = {"tp": "fsdp", "fsdp": "pp", "distributed": "tp", "one": "hybrid", "hybrid": "distributed"}
+RESUMED = {"tp": "fsdp_optim", "fsdp": "pp", "distributed": "tp", "one": "hybrid", "hybrid": "distributed"}
 """Layout that resumes a run, by the layout that saved it."""
 STEPS, SAVED_AT = 4, 2
 ROW, MODEL_ROW, HALF_ROW, RESUMED_ROW = ("layout",), ("model", "layout_of_model"), ("kind", "name"), ("first",)
