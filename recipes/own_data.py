@@ -160,8 +160,7 @@ def own_data(
     contents = _encoded(found or ABSENT, vae)
     patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
     edited = contents.most_references > 0
-    shapes = [contents.shapes, *[contents.reference_shapes or contents.shapes] * contents.most_references]
-    longest = sum(max(t * h * w for _, t, h, w in some) for some in shapes) // patch**2
+    longest = sum(map(math.prod, contents.longest(1, patch)))
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
     name = _backbone(backbone, moves or edited, text_width)
     recipe = small_run(
