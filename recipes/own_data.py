@@ -181,8 +181,8 @@ def own_data(
         recipe.objective = run.Config(DDPM, schedule="cosine", prediction="v", discrete_steps=1000)
         recipe.sampling = run.Config(SamplingConfig, solver="ddim", num_steps=30)
     recipe.training.validation_interval = 500 if contents.num_held_out else 0
-    # Samples while training have no reference.
-    recipe.training.sample_interval = 0 if edited else 500
+    # Edits of held-out pictures are drawn; prompts have no reference.
+    recipe.training.sample_interval = 500 if contents.num_held_out or not edited else 0
     recipe.sampling.guidance_scale = 3.0 if text_width is not None or contents.num_classes else 1.0
     if text_width is not None:
         recipe.sampling.prompts = list(contents.captions[:PROMPTS]) or None

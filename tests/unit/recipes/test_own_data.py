@@ -160,8 +160,13 @@ def test_edits_are_trained_with_their_references(tmp_path):
         prepared_folder(tmp_path, "--reference", str(fill(tmp_path / "originals")), "--text-encoder", "identity")
     )
     assert fiddle.get_callable(task.model) is WanConfig
-    assert task.training.sample_interval == 0
+    assert task.training.sample_interval == (500 if task.training.validation_interval else 0)
     packs = first_packs(task)
+    about = json.loads((tmp_path / "data/dataset.json").read_text())
+    for held_out, interval in ((0, 0), (4, 500)):
+        counts = about | {"samples": {"train": 8, "val": held_out}}
+        (tmp_path / "data/dataset.json").write_text(json.dumps(counts))
+        assert recipe(tmp_path / "data").training.sample_interval == interval
     assert len(lengths(packs)) > 1
     assert lengths(packs) <= {2 * width * height // 4**2 for width, height in SIDES}
     assert all(pack.layout.levels is not None for pack in packs)
