@@ -215,11 +215,13 @@ class PictureWriter:
 
         Args:
             averaged: context in which the model has its averaged weights; None if there is no average.
-            held_out: pack to redraw, see `redraw`; None to draw classes or prompts.
+            held_out: pack to redraw, see `redraw`, with its frames per second; None to draw classes or prompts.
 
         Returns:
             The files, by their names in the log.
         """
+        if held_out is not None and (rates := held_out.conditions.get(FPS.name)) is not None:
+            fps = float(rates.values[0])  # the first sample determines the size
         paths = {}
         names = {"raw": "samples"} if averaged is None else {"ema": "samples"}
         if self.sampling.raw_weights:

@@ -188,7 +188,7 @@ def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.Mo
         ("sample --checkpoint x --promt=y", "unknown option --promt; did you mean --prompt"),
         ("plan --factory tiny_dit --gpsu 2", "unknown option --gpsu; did you mean --gpus"),
         ("status x --qqq", "unknown option --qqq; --help shows all options"),
-        ("status", "missing runs; --help describes"),
+        ("status", "missing RUN_DIR; --help describes"),
         ("prepare", "missing COMMAND; use one of images, "),
         ("prepare images --in", "--in needs a value; write --in VALUE"),
         ("sample --checkpoint x --out y --reference", "--reference needs at least one value; --help describes"),
