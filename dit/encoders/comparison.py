@@ -55,7 +55,7 @@ def compare_encoders(
         fault = f"{weights} was trained with the {kind} {theirs!r}, and {values} of the data are of {ours!r}"
         cure = f"prepare the data with {option} {theirs}{other_cure}"
         if _differ(theirs, ours, read):
-            raise ConfigError(f"{fault}, which has another config.json; {cure}")
+            raise ConfigError(f"{fault}, which is of another kind, size or scale; {cure}")
         lines.append(f"{fault}; if these are not the same, {cure}")
     return lines
 

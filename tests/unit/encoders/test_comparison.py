@@ -46,8 +46,8 @@ def test_another_autoencoder_is_refused_by_its_sizes_and_reported_by_its_name(tm
     with pytest.raises(ConfigError) as raised:
         compare(Data(sd3), flux, None)
     assert str(raised.value) == (
-        f"runs/a was trained with the autoencoder {flux!r}, and the latents of the data are of {sd3!r}, which has "
-        f"another config.json; prepare the data with --vae {flux}, or accept it"
+        f"runs/a was trained with the autoencoder {flux!r}, and the latents of the data are of {sd3!r}, which is "
+        f"of another kind, size or scale; prepare the data with --vae {flux}, or accept it"
     )
     for other in (copy, str(tmp_path / "moved")):
         (line,) = compare(Data(other), flux, None)
