@@ -1,6 +1,6 @@
 """Comparison of the encoders of data with those that a model was trained with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,22 +50,20 @@ def compare_encoders(
         ours = None
         with suppress(DataError):  # absent in a dry run; or different ones of a blend, which the run refuses
             ours = read_name()
-        if theirs is None or ours is None or identify(theirs) == identify(ours):
+        if theirs is None or ours is None or theirs == ours:
             continue
+        try:
+            if identify(theirs) == identify(ours):
+                continue
+            differs = read(theirs) != read(ours)
+        except ConfigError:  # one cannot be read here
+            differs = False
         fault = f"{weights} was trained with the {kind} {theirs!r}, and {values} of the data are of {ours!r}"
         cure = f"prepare the data with {option} {theirs}{other_cure}"
-        if _differ(theirs, ours, read):
+        if differs:
             raise ConfigError(f"{fault}, which is of another kind, size or scale; {cure}")
         lines.append(f"{fault}; if these are not the same, {cure}")
     return lines
-
-
-def _differ(theirs: str, ours: str, read: Callable[[str], object]) -> bool:
-    """Return whether two encoders have other sizes; False if the sizes cannot be read here."""
-    try:
-        return read(theirs) != read(ours)
-    except ConfigError:
-        return False
 
 
 def _resolved(name: str) -> Path | str:

@@ -62,8 +62,9 @@ def test_another_autoencoder_is_refused_by_its_sizes_and_reported_by_its_name(tm
 def test_encoders_are_compared_for_the_texts_of_the_model_only() -> None:
     with pytest.raises(ConfigError, match=r"text encoder 'identity', and the embedded texts .* --text-encoder"):
         compare(Data(texts=MINILM), None, "identity")
-    (line,) = compare(Data(texts=f"{MINILM}:max_tokens=40"), None, MINILM)
-    assert "if these are not the same" in line
+    for other in (f"{MINILM}:max_tokens=40", f"{MINILM}:no_option", "unknown"):
+        (line,) = compare(Data(texts=other), None, MINILM)
+        assert "if these are not the same" in line
     for same in (MINILM, f"text+pooled={MINILM}", f"{MINILM},pooled={MINILM}", "absent"):
         assert compare(Data(texts=same), None, MINILM) == []
     assert compare(Data(texts=MINILM), None, "identity", conditions=(LABEL,)) == []
