@@ -153,8 +153,8 @@ class PictureWriter:
             captions = [names[index] for index in labels]
         empty: dict[str, Sequence[Value]] = {name: [null] * count for name, null in self.nulls.items()}
         conditions = {FPS.name: [fps] * count, **empty, **conditions, **self._encoded_prompts()}
-        frames, *sides = latent_size
-        padded = frames_to_patch(frames, self.spec.patch_temporal), *sides
+        frames, height, width = latent_size
+        padded = frames_to_patch(frames, self.spec.patch_temporal), height, width
         batch = empty_pack(self.spec, padded, count, device, conditions)
         latents = generate(
             network,

@@ -53,6 +53,7 @@ def test_the_largest_sample_is_a_still_if_the_frames_of_its_patch_are_equal(fram
     next(batches)
     assert batches.latent_size(spec) == (frames, 16, 16)
     batches.restore_largest({"latent_size": [1, 8, 8]}, spec)
+    assert batches.largest is not None
     assert (batches.largest.tokens, batches.latent_size(spec)) == (16, (1, 8, 8))
 
 
