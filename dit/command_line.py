@@ -2,10 +2,26 @@
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Iterable
 from itertools import takewhile
-from typing import Any
+from typing import Any, NoReturn
+
+MESSAGES = (
+    (r"^argument ([^:/]+).*: ignored explicit argument (.*)", r"\1 takes no value, got \2; write only \1"),
+    (
+        r"^argument ([^:/]+).*: expected one argument$",
+        r"\1 needs a value; write \1 VALUE, or \1=VALUE if it begins with -",
+    ),
+    (
+        r"^argument ([^:/]+).*: expected (at least one|\d+) argument(s?)$",
+        r"\1 needs \2 value\3; --help describes it",
+    ),
+    (r"^the following arguments are required: (.*)", r"missing \1; --help describes them"),
+    (r"^unrecognized arguments: (.*)", r"unknown words \1; --help describes the command"),
+)
+"""Patterns of argparse's messages, and texts with a cure."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,6 +37,21 @@ class Parser(argparse.ArgumentParser):
                 hint = did_you_mean(option, options) or "; --help shows all options"
                 self.error(f"unknown option {option}{hint}")
         return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error with its cure, and end the process with code 2."""
+        text = with_cure(message)
+        for action in self._actions if text.startswith("missing COMMAND") else ():
+            if isinstance(action, argparse._SubParsersAction):
+                text = f"missing COMMAND; use one of {', '.join(action.choices)}"
+        super().error(text)
+
+
+def with_cure(message: str) -> str:
+    """Return an error message of argparse with its cure."""
+    for pattern, text in MESSAGES:
+        message = re.sub(pattern, text, message)
+    return message
 
 
 def long_options(parser: argparse.ArgumentParser) -> list[str]:

@@ -118,6 +118,14 @@ def unpatchify(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: i
     )
 
 
+def num_frames(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: int) -> int:
+    """Return the frames of a latent whose tokens are given: 1 for a still, see `frames_to_patch`."""
+    if grid[0] > 1 or patch_temporal == 1:
+        return grid[0] * patch_temporal
+    frames = tokens.unflatten(1, (patch_spatial**2, patch_temporal, -1))
+    return 1 if bool((frames == frames[:, :, :1]).all()) else patch_temporal
+
+
 def grid_positions(grid: Grid) -> Tensor:
     """Return the (t, h, w) index of every token of a grid, int64 `[t * h * w, 3]`, in `patchify` order."""
     t, h, w = grid

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Optional, Self, get_type_hints
 
-from dit.condition_table import match_conditions
+from dit.condition_table import LABEL, match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
@@ -233,7 +233,7 @@ class RunConfig:
         return [*self.adaptations(dims), *self.unused_conditions(), *self.data.remarks(spec)]
 
     def adaptations(self, dims: ParallelDims) -> list[str]:
-        """Return a line for each setting that was adapted to the run's size or length, or is never reached."""
+        """Return a line for each setting that was adapted to the run's size or length, or has an untrained effect."""
         training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
@@ -255,6 +255,14 @@ class RunConfig:
             lines.append(
                 f"objective.adversarial.start_step={start_step} is not below training.num_steps={training.num_steps}, "
                 "so its terms never count"
+            )
+        # Weights to start from may have been trained with dropout.
+        kept = [c.name for c in self.model.conditions() if c.dropout == 0 and not c.may_be_empty]
+        if kept and self.sampling.guidance_scale != 1 and self.checkpoint.start_from is None:
+            name = "class_dropout" if LABEL.name in kept else "context_dropout"
+            lines.append(
+                f"sampling.guidance_scale={self.sampling.guidance_scale:g} uses the prediction without conditions, "
+                f"which model.{name}=0 never trains; set model.{name}=0.1, or sampling.guidance_scale=1"
             )
         return lines + self.schedule.adapted(training.num_steps)
 

@@ -1,11 +1,13 @@
 """Description of a prepared folder, for recipes that take their sizes from the data."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from dit.errors import DataError
+from dit.patchify import Grid, frames_to_patch
 from dit.safe_files import parse_json, read_bytes
 
 Shape = tuple[int, int, int, int]
@@ -36,6 +38,15 @@ class Contents:
     reference_shapes: tuple[Shape, ...] = ()
     num_train: Optional[int]
     num_held_out: Optional[int]
+
+    def longest(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
+        """Return (t, h, w) in patches of the largest sample, and of the largest references that one may have."""
+        largest = []
+        for shapes in (self.shapes, *[self.reference_shapes or self.shapes] * self.most_references):
+            _, frames, height, width = max(shapes, key=math.prod)
+            t = frames_to_patch(frames, patch_temporal) // patch_temporal
+            largest.append((t, height // patch_spatial, width // patch_spatial))
+        return largest
 
     @property
     def needs_text_encoder(self) -> bool:

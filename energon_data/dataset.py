@@ -1,10 +1,12 @@
 """Energon data sets as a `DataConfig`, with checks before anything is built."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
@@ -165,9 +167,10 @@ class EnergonData(ReaderSettings, DataConfig):
         frames = max((t for _, t, _, _ in shapes), default=1)
         if frames > spec.patch_temporal:
             raise ConfigError(
-                f"{info.path} has clips of {frames} frames, and model.position_embedding=sincos_2d gives every frame "
-                "the same positions; set model.position_embedding=sincos_3d or rope_3d (own_data reads its model from "
-                "`data`: name a folder with clips there), or leave the folder out"
+                f"{info.path} has clips of {frames} frames, and model.position_embedding=sincos_2d, or model.rope_axes "
+                "whose first number is 0, gives every frame the same positions; set model.position_embedding=sincos_3d "
+                "or rope_3d, with features for t (own_data reads its model from `data`: name a folder with clips "
+                "there), or leave the folder out"
             )
 
     def online_encoding(self) -> Optional[OnlineEncoding]:
@@ -234,13 +237,24 @@ class EnergonData(ReaderSettings, DataConfig):
             return nullcontext(self.path)
         return metadataset({m.path: m.weights[stage] for m in self._members()}, TRAIN_SPLIT)
 
-    def cropped_grid(self, patch_spatial: int) -> Optional[Grid]:
-        """Return (t, h, w) of a crop in patches of `patch_spatial` pixels; None if the size is not fixed."""
-        # The sizes of an online autoencoder are read when the run starts.
-        if self.crop_size is None or self.online_vae is not None:
-            return None
-        height, width = self.crop_size
-        return 1, height // patch_spatial, width // patch_spatial
+    def largest_sample(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
+        """Return (t, h, w) in patches of a crop, or of the largest sample in `dataset.json` and of its references.
+
+        Returns:
+            An empty list if the sizes are unknown.
+        """
+        if self.online_vae is not None:  # its sizes are read when the run starts
+            return []
+        if self.crop_size is not None:
+            return [(1, self.crop_size[0] // patch_spatial, self.crop_size[1] // patch_spatial)]
+        described = list[Contents]()
+        with suppress(DataError):  # a folder that `prepare` did not write
+            described = [contents for path in self._paths() if (contents := Contents.read(Path(path)))]
+        samples = [contents.longest(patch_temporal, patch_spatial) for contents in described]
+        if not samples or self.resize_side is not None:
+            return []
+        longest = max(samples, key=lambda grids: sum(map(math.prod, grids)))
+        return longest if self.references else longest[:1]
 
     def _pixel_multiple(self, spec: BatchSpec) -> int:
         """Return the number that sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""

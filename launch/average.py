@@ -99,8 +99,7 @@ def run(args: argparse.Namespace) -> str:
         names = [name for name in sources[0].shapes if not name.startswith(PREFIXES)]
         combined = {name: weighted_sum(weights, [read_full(source, name) for source in sources]) for name in names}
         source = f"the average of sigma_rel={args.sigma_rel:g} at step {last}, from {args.checkpoint}, steps {steps}"
-        trained, autoencoder = trained_model(config, metadata), metadata.get("autoencoder")
-        write_imported(Path(args.out), combined, trained, config.sampling, source, autoencoder=autoencoder)
+        write_imported(Path(args.out), combined, trained_model(config, metadata), config.sampling, source)
     return (
         f"combined {len(snapshots)} averages of steps {steps[0]} to {last} to sigma_rel={args.sigma_rel:g} at step "
         f"{last}; its cumulative weights of the steps differ from the exact ones by at most {100 * error:.2g} %"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import NoReturn, Optional
 
-from dit.command_line import closest, did_you_mean, long_options
+from dit.command_line import closest, did_you_mean, long_options, with_cure
 from dit.errors import ConfigError, page_of
 from dit.planner.devices import DEVICES
 from dit.ranges import COUNT, RANKS, Range
@@ -171,7 +171,7 @@ def _tokens(value: str) -> tuple[int, ...]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help shows all flags")
+        raise ConfigError(f"{with_cure(message)}; --help shows all flags")
 
 
 def _parser() -> argparse.ArgumentParser:

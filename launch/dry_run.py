@@ -159,6 +159,7 @@ def report(
     """
     from dit.checkpoint.base_model import start_line
     from dit.convert.diffusers_format import export_line
+    from dit.training.start_weights import start_remarks
     from launch.config_file import built, summary
 
     config = built(task)
@@ -168,6 +169,6 @@ def report(
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)
     layout.append(sample_line(config.model, config.objective.conditions))
     if config.checkpoint.start_from is not None:
-        layout.append(f"start       {start_line(config)}")
+        layout += [f"start       {start_line(config)}", *(f"{'':<12}{line}" for line in start_remarks(config))]
     layout.append(f"export      {export_line(config.model)[1]}")
     return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, planned_device)])

@@ -123,7 +123,7 @@ def _write(args: argparse.Namespace, checkpoint: Path, out: Path) -> list[str]:
         trained,
         weights,
         out,
-        autoencoder=args.vae or config.sampling.vae or metadata.get("autoencoder"),
+        autoencoder=args.vae or trained.autoencoder,
         max_shard_bytes=args.max_shard_size,
     )
 
@@ -185,6 +185,9 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
         # A data set may have classes that the model does not use.
         class_names=None if config.model.condition("label") is None else metadata["class_names"],
         text_encoder=metadata.get("text_encoder"),
+        autoencoder=config.sampling.vae or metadata.get("autoencoder"),
+        max_text_tokens=config.data.longest_text or metadata.get("max_text_tokens"),
+        attributions=metadata.get("attributions", []),
         fps=metadata.get("fps"),
         clean_parts=metadata.get("clean_parts") or [name for name, setting in clean.items() if setting],
     )

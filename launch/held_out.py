@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
@@ -12,6 +13,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.data_api import DataConfig, NoData
 from dit.errors import ConfigError
+from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one
 from launch.measurement import Measurement
@@ -41,12 +43,18 @@ def held_out_batches(
         to_draw: whether samples with the same conditions are drawn, of which all frames are generated.
     """
     from dit.backends.device import local_device
+    from dit.encoders.comparison import compare_encoders
     from dit.encoders.online import batch_encoder
     from dit.inference.preview import without_levels
 
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
+    if args.data is not None:
+        trained = generator.autoencoder, generator.text_encoder
+        notes = compare_encoders(data, trained, spec.conditions, f"--checkpoint {args.checkpoint}")
+        for note in notes if environment.rank() == 0 else ():
+            echo(f"note: {note}", file=sys.stderr)
     if to_draw:
         data = without_levels(data)
     encode = batch_encoder(data.online_encoding(), spec, local_device(), None, {})

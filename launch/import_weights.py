@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> list[str]:
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
         origin = f"{args.format}: {source.resolve()}"
-        write_imported(Path(args.out), weights, trained, sampling, origin, autoencoder=content.autoencoder)
+        write_imported(Path(args.out), weights, trained, sampling, origin)
     zeros = [f"{name} is imported as zeros: {why}" for name, why in content.rules.unmatched.items()]
     return [*trained.notes, *zeros, *content.notes, *notes]
 
@@ -140,11 +140,7 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     start = find_start(args.base, setting="--base")
     if start.base is not None:
         raise ConfigError(f"--base {args.base} already has adapters; give the run of the full model")
-    if isinstance(start, Network):
-        trained, autoencoder = start.trained, start.autoencoder
-    else:
-        config, metadata = read_settings(start.folder)
-        trained, autoencoder = trained_model(config, metadata), config.sampling.vae or metadata.get("autoencoder")
+    trained = start.trained if isinstance(start, Network) else trained_model(*read_settings(start.folder))
     model, form = trained.model, format_of_model(trained.model)
     rules = form.rules(model, parameter_shapes(model), trained.latent_size)
     adapted = parameter_shapes(model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
@@ -155,11 +151,8 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     base = {"folder": str(start.folder.resolve()), "digest": start.digest(None)}
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
-        write_imported(
-            *(Path(args.out), adapters.tensors, trained, sampling, f"lora: {source.resolve()}"),
-            base=base,
-            autoencoder=autoencoder,
-        )
+        origin = f"lora: {source.resolve()}"
+        write_imported(Path(args.out), adapters.tensors, trained, sampling, origin, base=base)
     return adapters.notes
 
 
@@ -176,7 +169,6 @@ class Content:
     rules: "RuleBook"
     tensors: dict[str, "Tensor"]
     recorded: bool
-    autoencoder: Optional[str] = None
     notes: Sequence[str] = ()
 
 
@@ -252,7 +244,7 @@ def read_diffusers_folder(source: Path) -> Content:
     network = read_network(source)
     trained = network.trained
     rules = network.rules(trained.model)
-    return Content(trained, rules, tensors, network.recorded, network.autoencoder, network.notes)
+    return Content(trained, rules, tensors, network.recorded, network.notes)
 
 
 @one_line_errors

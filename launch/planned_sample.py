@@ -77,7 +77,7 @@ def assumed_grid(tokens: int) -> Grid:
 def planned_sample(
     data: object, model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop."""
+    """Return the sample in the data settings: the largest synthetic or stored sample, the longest, or the crop."""
     pack = getattr(data, "max_tokens_per_pack", None)
     limit = getattr(data, "max_tokens_per_sample", None) or pack
     if model.condition("context") is None:
@@ -89,8 +89,11 @@ def planned_sample(
     if tokens is None and isinstance(data, MockData):
         patch_t, patch_s = model.patch_temporal, model.patch_spatial
         tokens = max(((t // patch_t, h // patch_s, w // patch_s) for t, h, w in data.sizes()), key=math.prod)
-    elif tokens is None and limit is None and isinstance(data, EnergonData):
-        tokens = data.cropped_grid(model.patch_spatial)
+    elif tokens is None and isinstance(data, EnergonData):
+        grids = data.largest_sample(model.patch_temporal, model.patch_spatial)
+        total = sum(map(math.prod, grids))
+        if 0 < total <= (limit or total):
+            tokens = grids[0] if len(grids) == 1 else (total,)
     if tokens is None:
         tokens, assumed = (limit or DEFAULT_TOKENS,), "shape" if limit else "size"
     if len(tokens) == 3:

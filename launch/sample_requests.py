@@ -165,7 +165,7 @@ def encode_prompts(
 
     encoders = load_text_encoders(generator.text_encoder, str(local_device()))
     entries = encoders.encode(prompts, pictures, negative=negative)
-    return texts_as_conditions(entries, generator.spec.conditions, generator.config.data.longest_text)
+    return texts_as_conditions(entries, generator.spec.conditions, generator.longest_text)
 
 
 def telling_words(prompts: Sequence[str]) -> list[str]:

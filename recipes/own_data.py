@@ -160,8 +160,7 @@ def own_data(
     contents = _encoded(found or ABSENT, vae)
     patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
     edited = contents.most_references > 0
-    shapes = [contents.shapes, *[contents.reference_shapes or contents.shapes] * contents.most_references]
-    longest = sum(max(t * h * w for _, t, h, w in some) for some in shapes) // patch**2
+    longest = sum(map(math.prod, contents.longest(1, patch)))
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
     name = _backbone(backbone, moves or edited, text_width)
     recipe = small_run(
@@ -182,8 +181,8 @@ def own_data(
         recipe.objective = run.Config(DDPM, schedule="cosine", prediction="v", discrete_steps=1000)
         recipe.sampling = run.Config(SamplingConfig, solver="ddim", num_steps=30)
     recipe.training.validation_interval = 500 if contents.num_held_out else 0
-    # Samples while training have no reference.
-    recipe.training.sample_interval = 0 if edited else 500
+    # Edits of held-out pictures are drawn; prompts have no reference.
+    recipe.training.sample_interval = 500 if contents.num_held_out or not edited else 0
     recipe.sampling.guidance_scale = 3.0 if text_width is not None or contents.num_classes else 1.0
     if text_width is not None:
         recipe.sampling.prompts = list(contents.captions[:PROMPTS]) or None

@@ -282,10 +282,19 @@ def test_importing_defines_names_and_does_nothing_else():
     )
 
 
-def test_importing_a_package_imports_nothing_heavy():
-    heavy = {"torch", "megatron", "numpy", "nemo_run", "wandb"}
-    packages = "dit, dit.models, dit.errors, recipes, launch, energon_data"
-    program = f"import sys, {packages}; print(*sorted({heavy} & set(sys.modules)))"
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (
+            "dit, dit.models, dit.errors, recipes, launch, energon_data",
+            {"torch", "megatron", "numpy", "nemo_run", "wandb"},
+        ),
+        ("launch.status", {"torch", "megatron", "nemo_run", "wandb"}),
+    ],
+)
+def test_importing_a_package_imports_nothing_heavy(modules: str, heavy: set[str]):
+    """`launch.status`, which reads files, starts within a second."""
+    program = f"import sys, {modules}; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 

@@ -23,7 +23,7 @@ from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
 from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
-from dit.checkpoint.records import read_record
+from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
@@ -73,6 +73,10 @@ class Start(Protocol):
         """The settings with which the weights were trained."""
 
     @property
+    def encoders(self) -> tuple[Optional[str], Optional[str]]:
+        """The names of autoencoder and text encoders of the training data; None if unknown."""
+
+    @property
     def base(self) -> Optional[Mapping[str, str]]:
         """The base weights if these are adapters, as in `Manifest.base`."""
 
@@ -100,6 +104,11 @@ class CheckpointStart:
     @property
     def model(self) -> ModelConfig:
         return read_settings(self.folder)[0].model
+
+    @property
+    def encoders(self) -> tuple[Optional[str], Optional[str]]:
+        metadata = read_metadata(self.folder)
+        return metadata.get("autoencoder"), metadata.get("text_encoder")
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
@@ -229,20 +238,27 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
         return {"folder": str(start.folder.resolve()), "digest": digest}
 
 
+def unverified_start(path: str) -> Optional[Start]:
+    """Return the newest weights of `checkpoint.start_from` without verifying them; None if there are none yet."""
+    folder = local_path(path)
+    if is_network(folder):
+        return read_network(folder)
+    newest = next(iter(candidates(folder)), None)
+    return None if newest is None else CheckpointStart(newest)
+
+
 def start_line(config: RunConfig) -> str:
     """Return a line about what a run will read from `checkpoint.start_from`, without reading weights."""
     path = str(config.checkpoint.start_from)
-    folder = local_path(path)
-    if is_network(folder):
-        network = read_network(folder)
-        weights = network.weights(config.model)
-        check_settings(network, config)
-        return str(weights)
-    if not candidates(folder):
+    start = unverified_start(path)
+    if start is None:
         return f"{path}, which has no checkpoint yet"
-    newest = candidates(folder)[0]
-    check_settings(CheckpointStart(newest), config)
-    return f"{sum(map(math.prod, stored_parameters(newest).values())):,} parameters of {newest}"
+    if isinstance(start, CheckpointStart):
+        line = f"{sum(map(math.prod, stored_parameters(start.folder).values())):,} parameters of {start.folder}"
+    else:
+        line = str(start.weights(config.model))
+    check_settings(start, config)
+    return line
 
 
 def log_start(weights: Weights, groups: ProcessGroups) -> None:

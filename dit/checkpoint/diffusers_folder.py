@@ -61,20 +61,23 @@ class Network:
         trained: our model, with published defaults for values that are not in the files.
         recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing is
             assumed.
-        autoencoder: folder of the pipeline's autoencoder; None without.
     """
 
     folder: Path
     form: DiffusersFormat[ModelConfig]
     trained: TrainedModel
     recorded: bool
-    autoencoder: Optional[str] = None
     notes: Sequence[str] = ()
 
     @property
     def model(self) -> ModelConfig:
         """The settings of the network."""
         return self.trained.model
+
+    @property
+    def encoders(self) -> tuple[Optional[str], Optional[str]]:
+        """The names of autoencoder and text encoders."""
+        return self.trained.autoencoder, self.trained.text_encoder
 
     @property
     def base(self) -> None:
@@ -144,6 +147,7 @@ def read_network(source: Path) -> Network:
         if CONFIG_KEY not in settings:
             trained = of_pipeline.trained
         else:
+            trained = replace(trained, autoencoder=of_pipeline.trained.autoencoder)
             if (line := of_pipeline.trained.text_encoder) is not None:
                 trained = replace(trained, text_encoder=with_folders_of(line, trained.text_encoder))
             pipeline, read = pipeline_class(form, trained.model), of_pipeline.trained.objective
@@ -154,7 +158,7 @@ def read_network(source: Path) -> Network:
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from error
     recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
-    return Network(folder, form, trained, recorded, of_pipeline.autoencoder, notes)
+    return Network(folder, form, trained, recorded, notes)
 
 
 def _exported(settings: Mapping[str, Any], form: DiffusersFormat[ModelConfig]) -> TrainedModel:

@@ -42,14 +42,12 @@ def write_imported(
     source: str,
     *,
     base: Optional[Mapping[str, str]] = None,
-    autoencoder: Optional[str] = None,
 ) -> Path:
     """Write a run folder of full weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
 
     Args:
         source: origin of the weights, recorded in the manifest.
         base: base of the adapters, as in `Manifest.base`.
-        autoencoder: decodes samples, see `dit.encoders.vae`; None if unknown.
 
     Raises:
         ConfigError: `run_dir` already has checkpoints.
@@ -72,8 +70,8 @@ def write_imported(
         "latent_size": list(trained.latent_size),
         "text_encoder": trained.text_encoder,
     }
-    optional = {"fps": trained.fps, "autoencoder": autoencoder, "clean_parts": trained.clean_parts or None}
-    metadata |= {name: value for name, value in optional.items() if value is not None}
+    optional = ("fps", "autoencoder", "max_text_tokens", "attributions", "clean_parts")
+    metadata |= {name: value for name in optional if (value := getattr(trained, name))}
     folder = store.begin(0)
     with store.writing(0):
         shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}

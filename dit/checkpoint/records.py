@@ -65,6 +65,7 @@ _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "text_encoder": (lambda value: isinstance(value, str), "name"),
     "autoencoder": (lambda value: isinstance(value, str), "name"),
     "clean_parts": (_is_texts, "list of names"),
+    "max_text_tokens": (lambda value: type(value) is int and value > 0, "number of tokens"),
     "fps": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "number of frames per second"),
 }
 """Checks of metadata entries that are not None, and the description of a valid value."""

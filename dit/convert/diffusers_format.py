@@ -42,6 +42,9 @@ class TrainedModel:
         sampling: the authors' sampling settings, by the names of `SamplingConfig`.
         class_names: name of each class; None if unknown.
         text_encoder: name of the text encoder; None without text, or if unknown.
+        autoencoder: of the latents; None if unknown.
+        max_text_tokens: tokens to which training texts were truncated; None for no limit.
+        attributions: lines to show with samples.
         fps: frames per second of the training data; None if unknown.
         clean_parts: parts of training samples without noise, `reference` (`data.references`) and `first_frame`
             (`data.clean_first_frame`).
@@ -54,6 +57,9 @@ class TrainedModel:
     sampling: Mapping[str, Any]
     class_names: Optional[list[str]] = None
     text_encoder: Optional[str] = None
+    autoencoder: Optional[str] = None
+    max_text_tokens: Optional[int] = None
+    attributions: list[str] = field(default_factory=list)
     fps: Optional[float] = None
     clean_parts: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

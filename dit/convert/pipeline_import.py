@@ -12,7 +12,7 @@ Source: diffusers 0.38, `pipelines/stable_diffusion`, `pipelines/stable_diffusio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from dit.convert.diffusers_format import TrainedModel, format_of_model
 from dit.convert.diffusers_pipeline import pipeline_class
@@ -54,7 +54,6 @@ class Completed:
     """An imported network with the settings of its pipeline."""
 
     trained: TrainedModel
-    autoencoder: Optional[str] = None
     has_schedule: bool = False
     notes: Sequence[str] = ()
 
@@ -91,14 +90,17 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         return Completed(trained)
     index, vae = read_json(root / INDEX), root / "vae"
     clean = {"reference": index.get("_class_name") in EDITS, "first_frame": index.get("expand_timesteps")}
-    trained = replace(trained, clean_parts=[name for name, is_clean in clean.items() if is_clean])
+    trained = replace(
+        trained,
+        clean_parts=[name for name, is_clean in clean.items() if is_clean],
+        autoencoder=str(vae) if (vae / CONFIG).exists() else trained.autoencoder,
+    )
     if index.get("is_distilled"):  # FLUX.2 klein
         trained = replace(trained, sampling={**trained.sampling, "num_steps": 4, "guidance_scale": 1.0})
     folders = TEXT_ENCODERS.get(str(index.get("_class_name")))
-    autoencoder = str(vae) if (vae / CONFIG).exists() else None
     if folders is None:
         note = f"the text encoders of {index.get('_class_name')!r} in {root / INDEX} are unknown"
-        return Completed(trained, autoencoder, notes=[note])
+        return Completed(trained, notes=[note])
     if folders and all((root / name / CONFIG).exists() for name in folders):
         trained = replace(trained, text_encoder=",".join(text_encoders_of(root)))
     path, notes = root / "scheduler" / SCHEDULER_CONFIG, []
@@ -113,7 +115,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
             notes.append(f"the steps of our sampler are those of {euler}, not of {name} in {path}; the shift is read")
         if spacings := [f"{name}=True" for name in SPACINGS if settings.get(name)]:
             notes.append(f"the steps of our sampler are those without {', '.join(spacings)} in {path}")
-        return Completed(trained, autoencoder, True, notes)
+        return Completed(trained, True, notes)
     zeros = index.get("force_zeros_for_empty_prompt", True)
     if isinstance(model, LDMUNetConfig) and model.pooled_size is not None and not zeros:
         trained = replace(trained, model=replace(model, null_text="empty"))
@@ -131,7 +133,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
                 f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes}), in a number of steps that divides "
                 f"{ddpm.discrete_steps}"
             )
-    return Completed(trained, autoencoder, isinstance(trained.objective, DDPM) and path.exists(), notes)
+    return Completed(trained, isinstance(trained.objective, DDPM) and path.exists(), notes)
 
 
 def read_shift(settings: Mapping[str, Any], trained: TrainedModel, where: str) -> FlowMatching:

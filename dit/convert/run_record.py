@@ -22,6 +22,14 @@ CONFIG_KEY = f"_{METADATA_KEY}"  # diffusers ignores keys that start with an und
 
 MAX_NUMBER = 1e300  # larger numbers, integers included, are not accepted as settings; NaN is not either
 
+ADDED: Mapping[str, Any] = {
+    "autoencoder": Optional[str],
+    "max_text_tokens": Optional[int],
+    "attributions": list[str],
+    "clean_parts": list[str],
+}
+"""Fields of `TrainedModel` that older exports lack, and their types."""
+
 Settings = TypeVar("Settings")
 
 
@@ -35,19 +43,18 @@ def to_record(trained: TrainedModel) -> dict[str, Any]:
         "class_names": trained.class_names,
         "text_encoder": trained.text_encoder,
         "fps": trained.fps,
-        "clean_parts": trained.clean_parts,
+        **{name: getattr(trained, name) for name in ADDED},
     }
 
 
 def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     """Rebuild a model from the result of `to_record`."""
     parts = {f.name for f in fields(TrainedModel)} - {"notes"}
-    if not isinstance(record, Mapping) or {"clean_parts", *record} != parts:
+    if not isinstance(record, Mapping) or {*ADDED, *record} != parts:
         raise ConfigError(f"the export's record must have {', '.join(sorted(parts))}; export the run again")
     model = build(model_class, record["model"], "the record's model")
     model.validate()
     size, names, fps = record["latent_size"], record["class_names"], record["fps"]
-    clean_parts = record.get("clean_parts", [])  # older exports have none
     if not (_fits(size, list[int]) and len(size) == 3 and min(size) > 0):
         raise ConfigError(f"the record's latent_size={size!r} must be three positive integers, (T, H, W)")
     label = model.condition("label")
@@ -58,8 +65,9 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
         raise ConfigError(f"the record's fps={fps!r} must be a positive number")
     if not _fits(record["text_encoder"], Optional[str]) or not isinstance(record["sampling"], Mapping):
         raise ConfigError("the record's text_encoder must be a name and its sampling settings by name")
-    if not _fits(clean_parts, list[str]):
-        raise ConfigError(f"the record's clean_parts={clean_parts!r:.80} must be a list of names")
+    added = {name: record[name] for name in ADDED if name in record}
+    if wrong := [f"{name}={value!r:.80}" for name, value in added.items() if not _fits(value, ADDED[name])]:
+        raise ConfigError(f"the record has {', '.join(wrong)} of another type; export the run again")
     return TrainedModel(
         model=model,
         objective=objective_of(record["objective"]),
@@ -68,7 +76,7 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
         class_names=names,
         text_encoder=record["text_encoder"],
         fps=fps,
-        clean_parts=clean_parts,
+        **added,
     )
 
 

@@ -138,7 +138,7 @@ def _compression(entry: dict[str, Any]) -> tuple[Any, Any]:
     return 1, 2 ** (len(entry.get("encoder_block_out_channels") or entry["block_out_channels"]) - 1)
 
 
-def _folder(name: str) -> Optional[Path]:
+def folder_of(name: str) -> Optional[Path]:
     """Return the local folder with the configuration, None for a name on the hub."""
     path = Path(name).expanduser()
     if not path.is_dir():
@@ -148,7 +148,7 @@ def _folder(name: str) -> Optional[Path]:
 
 def config_of(name: str) -> dict[str, Any]:
     """Return the configuration of an autoencoder."""
-    folder = _folder(name)
+    folder = folder_of(name)
     if folder is not None and not folder.is_dir() and (message := name_a_part(name, "vae", "vqvae")):
         raise ConfigError(f"autoencoder: {message}")
     try:
@@ -220,7 +220,7 @@ class VAE:
             raise _not_installed(name) from error
         # low_cpu_mem_usage: the default needs accelerate, and logs a warning without it.
         options = {"torch_dtype": self.dtype, "low_cpu_mem_usage": False}
-        source = _folder(name) or name
+        source = folder_of(name) or name
         return load_network(kind, f"autoencoder {name!r}", pretrained_model_name_or_path=source, **options)
 
     def _statistics(self) -> tuple[Tensor, Tensor]:

@@ -48,6 +48,7 @@ class Generator:
         text_encoder: of the training data, see `dit.encoders.text`; or None.
         autoencoder: of the training data, see `dit.encoders.vae`; or None.
         attributions: lines that name the authors of the training data; show them with samples.
+        longest_text: tokens to which texts are truncated, as in training; None for no limit.
         fps: frames per second of the training data; `DEFAULT_FPS` if the run did not record it.
         step: optimizer step of the weights.
         metadata: of the checkpoint.
@@ -64,6 +65,7 @@ class Generator:
         self.text_encoder: Optional[str] = metadata.get("text_encoder")
         self.autoencoder: Optional[str] = metadata.get("autoencoder")
         self.attributions: list[str] = metadata.get("attributions", [])
+        self.longest_text: Optional[int] = config.data.longest_text or metadata.get("max_text_tokens")
         self.fps: float = metadata.get("fps", DEFAULT_FPS)
         self.spec = config.model.batch_spec()
         frames, height, width = metadata["latent_size"]

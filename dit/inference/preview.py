@@ -19,6 +19,7 @@ from dit.errors import ConfigError
 from dit.inference.decoding import Decoder, find_autoencoder
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.patchify import frames_to_patch, num_frames
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
@@ -152,7 +153,9 @@ class PictureWriter:
             captions = [names[index] for index in labels]
         empty: dict[str, Sequence[Value]] = {name: [null] * count for name, null in self.nulls.items()}
         conditions = {FPS.name: [fps] * count, **empty, **conditions, **self._encoded_prompts()}
-        batch = empty_pack(self.spec, latent_size, count, device, conditions)
+        frames, height, width = latent_size
+        padded = frames_to_patch(frames, self.spec.patch_temporal), height, width
+        batch = empty_pack(self.spec, padded, count, device, conditions)
         latents = generate(
             network,
             self.objective,
@@ -161,7 +164,7 @@ class PictureWriter:
             self.sampling,
             negative=empty,
         )
-        return clip_grid(self._decoder(latents), captions, columns) if lay_out else []
+        return clip_grid(self._decoder(latents[:, :, :frames]), captions, columns) if lay_out else []
 
     def redraw(
         self, network: Callable[..., Tensor], batch: PackedBatch, device: torch.device, *, lay_out: bool = True
@@ -185,7 +188,9 @@ class PictureWriter:
             return []
         held_out = batch.unpatchified(batch.latents_TC, *self.spec.patch)
         shown = [i for i, x in enumerate(held_out) if x.shape == held_out[0].shape][:MOST_SAMPLES]
-        rows = torch.stack([row[i].float() for row in (held_out, drawn) for i in shown])
+        first = batch.latents_TC[: math.prod(batch.grids[0])]
+        frames = num_frames(first, batch.grids[0], *self.spec.patch)
+        rows = torch.stack([row[i][:, :frames].float() for row in (held_out, drawn) for i in shown])
         captions = ["held out"] * len(shown) + ["drawn"] * len(shown)
         return clip_grid(self._decoder(rows), captions, len(shown))
 
@@ -215,11 +220,13 @@ class PictureWriter:
 
         Args:
             averaged: context in which the model has its averaged weights; None if there is no average.
-            held_out: pack to redraw, see `redraw`; None to draw classes or prompts.
+            held_out: pack to redraw, see `redraw`, with its frames per second; None to draw classes or prompts.
 
         Returns:
             The files, by their names in the log.
         """
+        if held_out is not None and (rates := held_out.conditions.get(FPS.name)) is not None:
+            fps = float(rates.values[0])  # the first sample determines the size
         paths = {}
         names = {"raw": "samples"} if averaged is None else {"ema": "samples"}
         if self.sampling.raw_weights:

@@ -115,7 +115,8 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 
     @property
     def orders_frames(self) -> bool:
-        return self.position_embedding != "sincos_2d"
+        axes = getattr(self, "rope_axes", None) if self.position_embedding == "rope_3d" else None
+        return self.position_embedding != "sincos_2d" and (axes is None or axes[0] > 0)
 
     def at_base_width(self) -> Optional[Self]:
         if self.base_width is None:

@@ -19,8 +19,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Optional
 
-import torch.distributed as dist
-
 from dit.errors import BusyError, ConfigError, UserError
 from dit.monitoring.heartbeat import read_beat
 from dit.safe_files import open_regular, parse_json, read_bytes, refuse_links
@@ -83,23 +81,20 @@ class RunLock:
 
         The result is sent through the rendezvous store, so no device is used before the settings are checked.
         """
+        import torch.distributed as dist  # takes seconds, and `launch.status` does not need it
+
         store = dist.distributed_c10d._get_default_store()
         key = LOCK_FILE  # each attempt has its own store
         if self.rank == 0:
             store.set(key, json.dumps([self._holder, self._refusal, self._is_busy]))
         else:
             self._holder, self._refusal, self._is_busy = parse_json(store.get(key))
-        if self._refusal is not None:
-            self._leave_together(store, key)
-        self.check()
-
-    def _leave_together(self, store: dist.Store, key: str) -> None:
-        """Keep rank 0, which may host the store, until all ranks have read the refusal."""
-        if self.rank > 0:
+        if self._refusal is not None and self.rank > 0:
             store.set(f"{key}.{self.rank}", "read")
-            return
-        with suppress(dist.DistError):  # a rank died before
-            store.wait([f"{key}.{rank}" for rank in range(1, dist.get_world_size())], timedelta(seconds=READ_S))
+        elif self._refusal is not None:  # rank 0 may host the store, so it waits for the others
+            with suppress(dist.DistError):  # a rank died before
+                store.wait([f"{key}.{rank}" for rank in range(1, dist.get_world_size())], timedelta(seconds=READ_S))
+        self.check()
 
     def check(self) -> None:
         """Check that the lock was taken; for a single process.

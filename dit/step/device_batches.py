@@ -17,7 +17,7 @@ from dit.fixed_packs import PackMaxima
 from dit.layout import SequenceLayout
 from dit.monitoring.heartbeat import Phase
 from dit.pack_copy import compute_tables, layouts_of
-from dit.patchify import Grid
+from dit.patchify import Grid, frames_to_patch, num_frames
 from dit.step.balance import Packs
 
 
@@ -47,11 +47,13 @@ class Largest(NamedTuple):
         tokens: number of tokens.
         grid: (t, h, w) patches.
         fps: frames per second.
+        frames: of the latent; 1 for a still, which is repeated to fill a patch.
     """
 
     tokens: int
     grid: Grid
     fps: float
+    frames: int
 
 
 class PackCopy:
@@ -146,8 +148,11 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed.keys.extend(batch.keys)
         condition = batch.conditions.get(FPS.name)
         rates = [DEFAULT_FPS] * len(batch.grids) if condition is None else condition.values.tolist()
-        samples = [Largest(prod(grid), grid, fps) for grid, fps in zip(batch.grids, rates)]
-        self.largest = max(samples if self.largest is None else [self.largest, *samples])
+        sizes = [(prod(grid), grid, fps) for grid, fps in zip(batch.grids, rates)]
+        if self.largest is None or max(sizes) > self.largest[:3]:
+            first = batch.layout.starts[sizes.index(max(sizes))]
+            frames = num_frames(batch.latents_TC[first : first + max(sizes)[0]], max(sizes)[1], *self._spec.patch)
+            self.largest = Largest(*max(sizes), frames)
         local = self._shard(padded)
         self.step_batches.append(local)
         return self._copy(local)
@@ -155,14 +160,15 @@ class DeviceBatches(Iterator[PackedBatch]):
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""
         assert self.largest is not None
-        t, h, w = self.largest.grid
-        return t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial
+        _, h, w = self.largest.grid
+        return self.largest.frames, h * spec.patch_spatial, w * spec.patch_spatial
 
     def restore_largest(self, metadata: Mapping[str, Any], spec: BatchSpec) -> None:
         """Restore the size of the largest sample from `latent_size` (T, H, W) and `fps` in a checkpoint's metadata."""
-        t, h, w = metadata["latent_size"]
-        grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
-        self.largest = Largest(prod(grid), grid, metadata.get("fps", DEFAULT_FPS))
+        frames, h, w = metadata["latent_size"]
+        t = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
+        grid = t, h // spec.patch_spatial, w // spec.patch_spatial
+        self.largest = Largest(prod(grid), grid, metadata.get("fps", DEFAULT_FPS), frames)
 
     def share_largest(self, group: dist.ProcessGroup) -> tuple[tuple[int, int, int], float]:
         """Replace the largest sample by that of all ranks of a group; every rank calls this.

@@ -20,9 +20,7 @@ from dit.backends.graphs import runner
 from dit.backends.process_groups import ProcessGroups, any_rank
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
-from dit.checkpoint.diffusers_folder import local_path
 from dit.checkpoint.manifest import HeldOut
-from dit.checkpoint.reading import candidates
 from dit.checkpoint.records import METADATA_FILE, usable
 from dit.checkpoint.saves import Saves
 from dit.checkpoint.store import CheckpointStore
@@ -67,6 +65,7 @@ from dit.training.drops import DropReport
 from dit.training.hooks import load_hooks
 from dit.training.late import may_be_late
 from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_progress
+from dit.training.start_weights import download_start, start_remarks
 from dit.training.validate import held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
@@ -120,13 +119,13 @@ def pretrain(
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
     ):
         with preemption.exit_immediately():
-            if checkpoint.start_from is not None and not candidates(training.run_dir):
-                local_path(checkpoint.start_from)  # a download may take longer than a collective may
+            download_start(config)  # may take longer than a collective may
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
             verified_kernels.agree()
             dims, spec = config.check_here()
-            for line in config.remarks(dims, spec) if rank == 0 else ():
+            lines = start_remarks(config)
+            for line in [*lines, *config.remarks(dims, spec)] if rank == 0 else ():
                 logger.info(line)
         with (
             StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog,

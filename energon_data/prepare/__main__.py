@@ -127,7 +127,11 @@ def _add_huggingface(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--label-column", metavar="NAME", help="class numbers (label)")
     parser.add_argument(
-        "--reference-column", metavar="NAME", help="pictures that those of --image-column are edited from (none)"
+        "--reference-column",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="pictures that those of --image-column are edited from; a row may lack those of the last columns (none)",
     )
     _add_samples(parser, "huggingface")
 

@@ -10,7 +10,7 @@ A column of pictures has such entries or plain bytes, which `dit.media` decodes.
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
@@ -54,7 +54,8 @@ class Table:
         caption_column: column of captions, each a text or a list of texts; None for `caption`, `text`, `prompt` or
             `txt`, if there is one.
         label_column: column of class numbers; None for `label`, if it has numbers.
-        reference_column: column of the pictures that those of `image_column` are edited from; None for none.
+        reference_column: columns of the pictures that those of `image_column` are edited from; only the first one must
+            have a picture in every row.
     """
 
     split: str = "train"
@@ -62,7 +63,7 @@ class Table:
     image_column: Optional[str] = None
     caption_column: Optional[str] = None
     label_column: Optional[str] = None
-    reference_column: Optional[str] = None
+    reference_column: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +79,16 @@ class _Rows:
     image: str
     caption: Optional[str]
     label: Optional[str]
-    reference: Optional[str]
+    references: Sequence[str]
     root: Optional[Path]
 
     def source(self, number: int) -> Source:
         """Return a row as a source."""
         row = self.dataset[number]
+        entries = [row[name] for name in self.references]
+        references = entries[:1] + [
+            entry for entry in entries[1:] if entry not in (None, {"bytes": None, "path": None})
+        ]
         stored, caption, label = row.pop(self.image), row.pop(self.caption, None), row.pop(self.label, None)
         return Source(
             name=self.name(number),
@@ -91,7 +96,7 @@ class _Rows:
             captions=captions_of({"caption": caption}),
             label=class_of(None if label == -1 else label),  # -1 means no class
             metadata=scalars_of(row),
-            references=() if self.reference is None else (partial(_picture, row[self.reference], self.root),),
+            references=tuple(partial(_picture, entry, self.root) for entry in references),
         )
 
     def name(self, number: int) -> str:
@@ -138,8 +143,8 @@ def prepare_huggingface(
     fingerprint = dataset._fingerprint
     features = dataset.features
     scalars = [name for name, feature in features.items() if _SCALARS.fullmatch(str(getattr(feature, "dtype", "")))]
-    reference = table.reference_column
-    selected = dict.fromkeys(name for name in (image, caption, label, reference, *scalars) if name is not None)
+    used = (image, caption, label, *table.reference_column, *scalars)
+    selected = dict.fromkeys(name for name in used if name is not None)
     dataset = _undecoded(dataset.select_columns(list(selected)))
     names = None if label is None else getattr(features[label], "names", None)
     rows = _Rows(
@@ -148,7 +153,7 @@ def prepare_huggingface(
         image=image,
         caption=caption,
         label=label,
-        reference=reference,
+        references=table.reference_column,
         root=None if follow_links else root,
     )
     return Preparation.generated(
@@ -252,11 +257,12 @@ def _hint(flag: str, name: str, names: Sequence[str]) -> str:
 def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Optional[str]]:
     """Return the columns of pictures, captions and classes."""
     features = dataset.features
+    references = [("--reference-column", name) for name in table.reference_column]
     for flag, column in (
         ("--image-column", table.image_column),
         ("--caption-column", table.caption_column),
         ("--label-column", table.label_column),
-        ("--reference-column", table.reference_column),
+        *references,
     ):
         if column is not None and column not in features:
             names = ", ".join(features)
@@ -267,8 +273,8 @@ def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Opti
         fault = f"several columns have pictures: {', '.join(pictures)}" if pictures else "no column has pictures"
         raise ConfigError(f"{fault}; name one of {', '.join(features)} with --image-column")
     image = image or pictures[0]
-    for flag, column in (("--image-column", image), ("--reference-column", table.reference_column)):
-        if column is not None and column not in pictures:
+    for flag, column in (("--image-column", image), *references):
+        if column not in pictures:
             raise ConfigError(
                 f"{flag} {column} has {_type_of(features[column])}, not files of pictures; if these are URLs, "
                 "download the pictures first (img2dataset) and prepare its output"

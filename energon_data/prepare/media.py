@@ -113,15 +113,8 @@ class MakeSamples:
             try:
                 _check_unicode(source)
                 source = replace(source, captions=self.options.wording.apply(source.captions, source.address))
-                if self.options.text_encoder is not None and not source.captions:
-                    raise SampleError(
-                        "no_caption", "the caption is missing or empty, and --text-encoder needs one; see --caption"
-                    )
-                if self._reads_pictures and not source.references:
-                    raise SampleError(
-                        "no_reference", "the text encoder reads the pictures that it is edited from; see --reference"
-                    )
                 for clip in self._clips(source):
+                    self._check_complete(source)  # after the file, whose errors come first
                     yield clip
                     clips += 1
                 record.files += 1
@@ -136,6 +129,17 @@ class MakeSamples:
         """True if a text encoder reads the reference pictures."""
         line = self.options.text_encoder
         return line is not None and check_text_encoder(line).reads_pictures
+
+    def _check_complete(self, source: Source) -> None:
+        """Check that a source has what the text encoder reads."""
+        if self.options.text_encoder is not None and not source.captions:
+            raise SampleError(
+                "no_caption", "the caption is missing or empty, and --text-encoder needs one; see --caption"
+            )
+        if self._reads_pictures and not source.references:
+            raise SampleError(
+                "no_reference", "the text encoder reads the pictures that it is edited from; see --reference"
+            )
 
     def _clips(self, source: Source) -> Iterator[_Decoded]:
         fit, data = self.options.fit, source.read()

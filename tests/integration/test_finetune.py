@@ -53,7 +53,7 @@ def published(folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     published(folder / "published")
-    encoder = f"text={save_t5(folder / 't5')}"
+    encoder, other = f"text={save_t5(folder / 't5')}", save_t5(folder / "other_t5", layers=1)
     text = ["--text-encoder", encoder]
     lora = ["--format", "lora", "--base", folder / "base"]
     pictures(folder / "subject_in", 5, (200, 30, 30)), pictures(folder / "class_in", 8, (30, 30, 200))
@@ -118,6 +118,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         "lora on lora": import_weights("lora", "none", "--format", "lora", "--base", folder / "adapters"),
         "full as adapters": export("full", "diffusers-lora", "none", "--raw-weights"),
         "no base": train("finetune_lora", "no_base", checkpoint__start_from="none"),
+        "other texts": train("finetune_lora", "other_texts", data__online_text_encoder=str(other)),
         "on adapters": train("finetune_lora", "on_adapters", base="adapters", model__lora="none"),
         "other base": train("finetune_lora", "halves", checkpoint__start_from=folder / "back", training__num_steps=9),
         **{f"sample {run}": sample(run) for run in ("base", "adapters", "back", "lora_back")},
@@ -250,6 +251,10 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
     [
         ("full as adapters", ["has a full model and no adapters"]),
         ("no base", ["model.lora trains adapters of", "checkpoint.start_from=RUN_DIR"]),
+        (
+            "other texts",
+            ["was trained with the text encoder", "/other_t5', which is of another kind, size or scale", '=["data"]'],
+        ),
         ("on adapters", ["has only adapters (LoRA) for the weights of", "/base/"]),
         ("other rank", ["lora_A.weight"]),
         ("lora on lora", ["already has adapters"]),

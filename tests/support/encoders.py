@@ -47,10 +47,10 @@ CLIP_TOKENS = 20
 WORDS = ("a", "red", "blue", "circle", "square", "left", "of")
 
 
-def save_t5(folder: Path, tokenizer: Optional[Path] = None, *, width: int = T5_WIDTH) -> Path:
-    """Save a T5 of two layers with its tokenizer, in one folder or two."""
+def save_t5(folder: Path, tokenizer: Optional[Path] = None, *, width: int = T5_WIDTH, layers: int = 2) -> Path:
+    """Save a small T5 with its tokenizer, in one folder or two."""
     torch.manual_seed(1)
-    sizes = {"d_model": width, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+    sizes = {"d_model": width, "d_kv": 4, "d_ff": 24, "num_layers": layers, "num_heads": 4, "vocab_size": 128}
     T5EncoderModel(T5Config(feed_forward_proj="gated-gelu", **sizes)).eval().save_pretrained(folder)
     marks = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     pieces = [(f"▁{word}", -1.0) for word in WORDS] + [(letter, -5.0) for letter in ascii_lowercase]

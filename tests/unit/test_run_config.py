@@ -13,6 +13,7 @@ from dit.data_api import NoData
 from dit.errors import CheckpointError, ConfigError
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
@@ -178,6 +179,18 @@ def test_a_shortened_run_reports_intervals_that_it_does_not_reach(settings, line
     (found,) = changed(RUN, settings).adaptations(dims)
     assert re.fullmatch(line, found)
     assert changed(RUN, settings | {"training.num_steps": 1001}).adaptations(dims) == []
+
+
+def test_guidance_without_dropout_is_reported():
+    """Weights to start from may have been trained with dropout."""
+    dims, _ = RUN.check()
+    kept = changed(RUN, {"model.class_dropout": 0.0})
+    (found,) = kept.adaptations(dims)
+    assert re.fullmatch(r"sampling.guidance_scale=2 uses .* which model.class_dropout=0 never trains; set .*", found)
+    for settings in ({"sampling.guidance_scale": 1.0}, {"checkpoint.start_from": "x"}, {"model.class_dropout": 0.1}):
+        assert changed(kept, settings).adaptations(dims) == []
+    text = replace(RUN, model=DiTCrossConfig(context_size=4, context_dropout=0.0), parallel=ParallelConfig())
+    assert "model.context_dropout=0 never trains" in text.adaptations(text.check()[0])[0]
 
 
 def test_an_autoencoder_that_is_not_a_folder_is_refused(tmp_path):

@@ -13,7 +13,9 @@ from dit.checkpoint.manifest import HeldOut
 from dit.checkpoint.train_state import TrainState, build_state
 from dit.data_api import DataConfig
 from dit.errors import CheckpointError, ConfigError
+from dit.inference.generator import load_generator
 from dit.training.pretrain import Run
+from dit.training.start_weights import start_remarks
 from energon_data.indexed import Sample, Samples
 from energon_data.mock import MockData
 from launch.average import main as average
@@ -120,8 +122,11 @@ def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: Pr
     short, long = run.state.ema.powers
     assert all(map(torch.equal, resumed.state.ema.powers[0].values, long.values))
     assert not all(map(torch.equal, short.values, long.values))
+    resumed.attributions = ["by A"]
     finish(resumed)
     assert average(["--checkpoint", str(tmp_path), "--sigma-rel", "0.05", "--out", str(tmp_path / "out")]) == 0
+    averaged = load_generator(tmp_path / "out", groups=one_rank_world)
+    assert (averaged.longest_text, averaged.attributions) == (resumed.config.data.longest_text, ["by A"])
 
 
 def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
@@ -150,6 +155,25 @@ def test_a_start_has_the_settings_that_no_shape_depends_on(tmp_path: Path, one_r
             start(f"refused_{len(adapters)}", *words, *adapters)
         accept = 'checkpoint.accept_changes=["model.time_scale"]'
         start(f"accepted_{len(adapters)}", *words, *adapters, accept, "model.class_dropout=0.5").close()
+
+
+def test_a_start_has_the_encoders_of_the_data(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """A run that resumes is not compared again."""
+
+    class Embedded(MockData):
+        def text_encoder(self) -> str:
+            return "identity"
+
+    first = tiny_run(tmp_path / "first", one_rank_world, *ONE_STREAM)
+    first.text_encoder = "all-minilm-l6-v2"
+    finish(first)
+    config = tiny_config(tmp_path / "second", *ONE_STREAM, f"checkpoint.start_from={tmp_path / 'first'}")
+    assert start_remarks(config) == []
+    config = replace(config, data=Embedded(num_streams=1))
+    with pytest.raises(ConfigError, match=r"first was trained with .*'all-minilm.*accept_changes=\[\"data\"\]"):
+        start_remarks(config)
+    assert start_remarks(replace(config, checkpoint=replace(config.checkpoint, accept_changes=["data"]))) == []
+    assert start_remarks(replace(config, training=first.config.training)) == []
 
 
 def test_adapters_resume_in_another_folder_on_their_base(tmp_path: Path, one_rank_world: ProcessGroups) -> None:

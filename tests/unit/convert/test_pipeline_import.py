@@ -90,7 +90,7 @@ def test_parts_are_read_from_the_folder_around_the_network(tmp_path, index, null
         f"text={root}/text_encoder:layer=penultimate:padded,"
         f"text+pooled={root}/text_encoder_2:layer=penultimate:padded:joined"
     )
-    assert (found.autoencoder, found.has_schedule, found.notes) == (str(root / "vae"), False, [])
+    assert (found.trained.autoencoder, found.has_schedule, found.notes) == (str(root / "vae"), False, [])
     (root / "scheduler").mkdir()
     settings = scheduler_config(OBJECTIVES[1]) | {"timestep_spacing": "leading"}
     (root / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
@@ -117,7 +117,7 @@ def test_a_network_without_pipeline_and_other_pipelines_add_nothing(tmp_path):
     assert complete(imported, tmp_path / "unet").trained == imported
     root = pipeline(tmp_path / "other", _class_name="KandinskyPipeline")
     found = complete(imported, root / "unet")
-    assert found.trained == imported
+    assert found.trained == replace(imported, autoencoder=str(tmp_path / "other/vae"))
     assert "the text encoders of 'KandinskyPipeline' in" in found.notes[0]
 
 
@@ -127,7 +127,7 @@ def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
     imported = TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {})
     found = complete(imported, root / "transformer")
     line = f"text={root}/text_encoder_2:padded,pooled={root}/text_encoder"
-    assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"), notes=[])
+    assert found == Completed(replace(imported, text_encoder=line, autoencoder=str(root / "vae")), notes=[])
 
 
 def test_a_pipeline_of_clean_pictures_records_them(tmp_path):

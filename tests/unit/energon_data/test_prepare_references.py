@@ -232,7 +232,11 @@ def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.M
     table = partial(prepare, tmp_path / "x.parquet", command="huggingface")
     assert table(tmp_path / "out", *words, "source") == EXIT_OK
     assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
-    assert table(tmp_path / "wrong", *words, "instruction") == EXIT_CONFIG
+    assert table(tmp_path / "wrong", *words, "source", "instruction") == EXIT_CONFIG
+    columns["style"] = [None, *files(200)[1:]]
+    parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+    assert table(tmp_path / "two", *words, "source", "style") == EXIT_OK
+    assert sorted(len(clip.references) for _, _, clip, _ in samples(tmp_path / "two")) == [1] + [2] * (COUNT - 1)
 
 
 def test_a_changed_original_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

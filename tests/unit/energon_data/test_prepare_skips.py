@@ -68,6 +68,13 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     assert finetune().training.validation_interval == 0
 
 
+def test_a_broken_file_without_caption_is_reported_as_broken(tmp_path):
+    whole = as_file(marked(64, 64))
+    files = {"a.png": whole, "a.txt": "a word", "bare.png": whole, "empty.png": b"", "cut.png": whole[:90]}
+    assert prepare(folder_of(tmp_path / "in", files), tmp_path / "out", "--text-encoder", "identity") == EXIT_OK
+    assert outcomes(tmp_path / "out") == {"bare.png": "no_caption", "empty.png": "bad_image", "cut.png": "bad_image"}
+
+
 def test_an_enlarged_picture_is_counted(tmp_path, capsys):
     source = folder_of(tmp_path / "in", {"small.png": as_file(marked(20, 20))})
     assert prepare(source, tmp_path / "out", "--size", "64", "--enlarge") == EXIT_OK

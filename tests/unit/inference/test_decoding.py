@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from dit.batch import PackedBatch
@@ -160,3 +161,24 @@ def test_a_model_of_pictures_redraws_held_out_samples(kind: str) -> None:
     rows = [*batch.unpatchified(batch.latents_TC, *spec.patch), *batch.unpatchified(read_TC, *spec.patch)]
     (expected,) = clip_grid(torch.stack(rows), ["held out"] * 3 + ["drawn"] * 3, 3)
     assert np.abs(np.array(grid).astype(int) - np.array(expected)).max() <= 1
+
+
+def test_stills_of_a_patch_of_two_frames_are_drawn_as_one(build_model: BuildModel) -> None:
+    model = DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=2, in_channels=3, patch_temporal=2)
+    spec, sampling = model.batch_spec(), SamplingConfig(num_steps=1, guidance_scale=1.0)
+    writer, network = PictureWriter(model, FlowMatching(), spec, sampling, None), build_model(model, perturb=0.1)
+    assert [len(writer.draw(network, (frames, 4, 4), 1.0, CPU)) for frames in (1, 2)] == [1, 2]
+    held_out = empty_pack(spec, (2, 4, 4), 2, CPU)
+    assert len(writer.redraw(network, held_out, CPU)) == 1
+    held_out.latents_TC = torch.randn_like(held_out.latents_TC)
+    assert len(writer.redraw(network, held_out, CPU)) == 2
+
+
+def test_redrawn_clips_play_at_their_own_rate(build_model: BuildModel, tmp_path: Path) -> None:
+    model = DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=2, in_channels=3)
+    spec, sampling = model.batch_spec(), SamplingConfig(num_steps=1, guidance_scale=1.0)
+    held_out = empty_pack(spec, (2, 4, 4), 2, CPU, {"fps": [5.0, 5.0]})
+    writer = PictureWriter(model, FlowMatching(), spec, sampling, None)
+    paths = writer.write(build_model(model, perturb=0.1), (9, 8, 8), 30.0, CPU, tmp_path, held_out=held_out)
+    with Image.open(paths["samples"]) as film:
+        assert (film.n_frames, film.info["duration"]) == (2, 200)

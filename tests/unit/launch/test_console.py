@@ -181,17 +181,25 @@ def test_messages_name_pages_that_an_installed_copy_holds(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("words", "near"),
     [
-        ("prepare images --in x --out y --caption-prefx z", "--caption-prefx; did you mean --caption-prefix"),
-        ("sample --checkpoint x --promt=y", "--promt; did you mean --prompt"),
-        ("plan --factory tiny_dit --gpsu 2", "--gpsu; did you mean --gpus"),
-        ("status x --qqq", "--qqq; --help shows all options"),
+        (
+            "prepare images --in x --out y --caption-prefx z",
+            "unknown option --caption-prefx; did you mean --caption-prefix",
+        ),
+        ("sample --checkpoint x --promt=y", "unknown option --promt; did you mean --prompt"),
+        ("plan --factory tiny_dit --gpsu 2", "unknown option --gpsu; did you mean --gpus"),
+        ("status x --qqq", "unknown option --qqq; --help shows all options"),
+        ("status", "missing RUN_DIR; --help describes"),
+        ("prepare", "missing COMMAND; use one of images, "),
+        ("prepare images --in", "--in needs a value; write --in VALUE"),
+        ("sample --checkpoint x --out y --reference", "--reference needs at least one value; --help describes"),
+        ("evaluate --checkpoint x --metric loss --json=1", "--json takes no value, got '1'; write only --json"),
     ],
 )
-def test_the_error_for_an_unknown_option_names_the_nearest(words, near, capsys):
+def test_errors_of_options_have_a_cure(words, near, capsys):
     with pytest.raises(SystemExit) as ended:
         console.main(words.split())
     assert ended.value.code == EXIT_CONFIG
-    assert f"error: unknown option {near}" in capsys.readouterr().err
+    assert f"error: {near}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["plan --gpus 2", "verify", "bench"])

@@ -19,7 +19,7 @@ from dit.checkpoint.reader_lock import to_delete
 from dit.checkpoint.reading import find_checkpoint, read_settings
 from dit.convert.diffusers_dit import DiffusersDiT
 from dit.convert.diffusers_format import TrainedModel, format_of_model, formats
-from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, build, from_record, name_of, objective_of, to_record
+from dit.convert.run_record import ADDED, CONFIG_KEY, METADATA_KEY, build, from_record, name_of, objective_of, to_record
 from dit.convert.state_files import INDEX, read_diffusers, read_tensors, write_diffusers, write_tensors
 from dit.data_api import NoData
 from dit.errors import ConfigError
@@ -190,8 +190,9 @@ def with_record(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fps": ...}, "must have class_names, clean_parts, fps,"),
-        ({"extra": 1}, "must have class_names, clean_parts, fps,"),
+        ({"fps": ...}, "must have attributions, autoencoder, class_names, clean_parts, fps,"),
+        ({"extra": 1}, "must have attributions, autoencoder, class_names, clean_parts, fps,"),
+        ({"attributions": "A", "max_text_tokens": 1.5}, "has max_text_tokens=1.5, attributions='A' of another type"),
         ({"model": {**MODEL, "hidden_size": "48"}}, "cannot have hidden_size='48'"),
         ({"model": {**MODEL, "add_bias": 1}}, "cannot have add_bias=1"),
         ({"model": {**MODEL, "num_layers": True}}, "cannot have num_layers=True"),
@@ -235,13 +236,15 @@ def test_a_record_survives_json_for_each_format(form):
     sampling = SamplingConfig(prompts=["a", "b"])
     config = RunConfig(model=model, data=NoData(), objective=EDM(sigma_data=0.7), sampling=sampling)
     metadata = {"class_names": ["x", "y", "z"], "latent_size": [2, 8, 6], "fps": 12.5, "text_encoder": "some"}
-    trained = export.trained_model(config, {**metadata, "clean_parts": ["reference"]})
+    added = {"autoencoder": "vae", "max_text_tokens": 7, "attributions": ["by A"], "clean_parts": ["reference"]}
+    trained = export.trained_model(config, metadata | added)
     assert trained.class_names == (["x", "y", "z"] if form.samples_by_class else None)
     again = from_record(json.loads(json.dumps(to_record(trained))), form.config_class)
     assert again == trained
-    assert again.clean_parts == ["reference"]
-    older = {name: value for name, value in to_record(trained).items() if name != "clean_parts"}
-    assert from_record(older, form.config_class) == replace(trained, clean_parts=[])
+    assert {name: getattr(again, name) for name in ADDED} == added
+    older = {name: value for name, value in to_record(trained).items() if name not in ADDED}
+    none: dict[str, Any] = {"autoencoder": None, "max_text_tokens": None, "attributions": [], "clean_parts": []}
+    assert from_record(older, form.config_class) == replace(trained, **none)
     assert build(SamplingConfig, again.sampling, "sampling") == sampling
 
 
@@ -394,7 +397,7 @@ def adapter_run(tmp_path: Path) -> tuple[Path, Path]:
     adapters = {name: torch.ones(shapes[name]) for name in shapes.keys() - parameter_shapes(config.model).keys()}
     trained = replace(export.trained_model(config, metadata), model=model)
     recorded = {"folder": str(base), "digest": digest_of(read_manifest(base))}
-    write_imported(tmp_path / "run", adapters, trained, config.sampling, "a test", base=recorded, autoencoder=None)
+    write_imported(tmp_path / "run", adapters, trained, config.sampling, "a test", base=recorded)
     return find_checkpoint(tmp_path / "run")[0], base
 
 
@@ -461,10 +464,12 @@ def test_an_import_reports_the_unconditional_branch_of_guidance(
     sizes = {"block_out_channels": [8], "transformer_layers": [1], "layers_per_block": 1, "num_attention_heads": 2}
     model = LDMUNetConfig(**sizes, norm_num_groups=4, context_size=6, null_text=null_text)
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(model).items()}
-    trained = TrainedModel(model, DDPM(discrete_steps=1000), (1, 8, 8), {})
+    names: dict[str, Any] = {"autoencoder": "models/vae", "max_text_tokens": 3, "attributions": ["by A"]}
+    trained = TrainedModel(model, DDPM(discrete_steps=1000), (1, 8, 8), {}, **names)
     export.write_diffusers_folder(trained, lambda: weights, tmp_path / "unet")
     arguments = ["--from", str(tmp_path / "unet"), "--format", "diffusers", "--out", str(tmp_path / "run")]
     assert import_weights.main(arguments) == 0
     printed = capsys.readouterr().err
     assert [note for note in notes if note not in printed] == []
     assert ("empty text" in printed) == bool(notes)
+    assert names.items() <= read_settings(find_checkpoint(tmp_path / "run")[0])[1].items()

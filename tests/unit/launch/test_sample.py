@@ -37,12 +37,13 @@ class FakeGenerator:
     channels: int = 1
     autoencoder: Optional[str] = None
     attributions: list[str] = field(default_factory=list)
+    longest_text: Optional[int] = None
     spec: BatchSpec = field(
         default_factory=lambda: replace(DiTConfig(patch_spatial=2).batch_spec(), conditions=(CONTEXT,))
     )
     latent_size: tuple[int, int, int] = (1, 6, 6)
     calls: list[dict] = field(default_factory=list)
-    data: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(path="somewhere", longest_text=None))
+    data: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(path="somewhere"))
 
     @property
     def config(self):
@@ -198,7 +199,7 @@ def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
     ],
 )
 def test_a_run_that_never_trained_with_such_pictures_is_refused(generator, tmp_path, capsys, flags, setting, message):
-    generator.data = SimpleNamespace(path="somewhere", longest_text=None, **setting)
+    generator.data = SimpleNamespace(path="somewhere", **setting)
     assert draw(tmp_path, *flags, str(tmp_path / "picture.png")) == 2
     assert message in capsys.readouterr().err
 

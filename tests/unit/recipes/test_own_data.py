@@ -20,6 +20,7 @@ from dit.models.wan.config import WanConfig
 from energon_data.contents import Contents
 from energon_data.media_files import video_bytes
 from launch.config_file import built
+from launch.planned_sample import Sample, planned_sample
 from launch.train import call_recipe
 from tests.support.encoders import T5_WIDTH, save_clip, save_t5, save_vae
 from tests.unit.energon_data.preparations import as_file, folder_of, noise
@@ -137,6 +138,8 @@ def test_clips_are_refused_by_the_model_of_a_folder_of_pictures(tmp_path):
         first_packs(task)
     task.model.position_embedding = "sincos_3d"
     first_packs(task)
+    assert DiTConfig(position_embedding="rope_3d").orders_frames
+    assert not DiTConfig(position_embedding="rope_3d", rope_axes=[0, 32, 32]).orders_frames
 
 
 def leaves(task: run.Partial) -> str:
@@ -157,8 +160,13 @@ def test_edits_are_trained_with_their_references(tmp_path):
         prepared_folder(tmp_path, "--reference", str(fill(tmp_path / "originals")), "--text-encoder", "identity")
     )
     assert fiddle.get_callable(task.model) is WanConfig
-    assert task.training.sample_interval == 0
+    assert task.training.sample_interval == (500 if task.training.validation_interval else 0)
     packs = first_packs(task)
+    about = json.loads((tmp_path / "data/dataset.json").read_text())
+    for held_out, interval in ((0, 0), (4, 500)):
+        counts = about | {"samples": {"train": 8, "val": held_out}}
+        (tmp_path / "data/dataset.json").write_text(json.dumps(counts))
+        assert recipe(tmp_path / "data").training.sample_interval == interval
     assert len(lengths(packs)) > 1
     assert lengths(packs) <= {2 * width * height // 4**2 for width, height in SIDES}
     assert all(pack.layout.levels is not None for pack in packs)
@@ -177,6 +185,7 @@ def test_references_may_be_larger_than_the_pictures(tmp_path):
     (folder / "dataset.json").write_text(json.dumps(described))
     task = recipe(folder)
     assert (task.model.patch_spatial, task.data.max_tokens_per_pack) == (8, 12_608)  # 4,096 + 8,450 and padding
+    assert planned_sample(fiddle.build(task.data), fiddle.build(task.model)).tokens == 4096 + 8450
     del described["reference_shapes"]  # of a folder that an earlier version prepared
     (folder / "dataset.json").write_text(json.dumps(described))
     assert recipe(folder).data.max_tokens_per_pack == 4096
@@ -253,6 +262,7 @@ def test_a_large_picture_of_pixels_gets_a_larger_patch(tmp_path):
     folder_of(tmp_path / "in", {f"{i}.png": as_file(noise(256, 256, i)) for i in range(3)})
     task = recipe(prepared_folder(tmp_path))
     assert (task.model.patch_spatial, task.data.max_tokens_per_pack) == (8, 4096)
+    assert planned_sample(fiddle.build(task.data), fiddle.build(task.model)) == Sample((1, 32, 32), pack=4096)
     assert task.sampling.guidance_scale == 1.0  # the data have no condition
 
 
@@ -266,7 +276,9 @@ def test_held_out_samples_are_validated_on(tmp_path):
 
 def test_a_missing_folder_can_be_planned(tmp_path):
     assert Contents.read(tmp_path / "absent") is None
-    built(recipe(tmp_path / "absent")).check(2)
+    task = recipe(tmp_path / "absent")
+    built(task).check(2)
+    assert planned_sample(fiddle.build(task.data), fiddle.build(task.model)).assumed == "shape"
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"latent_shape": [1, 2]}', '{"shapes": {"1x2": 3}}'])

@@ -58,7 +58,7 @@ def test_prompts_have_the_longest_text_of_the_data(limit: Any) -> None:
     model, line, prompts = DiTCrossConfig(context_size=257), "identity", ["abcdef"]
     [text] = TextEncoders(line).encode(prompts)["text"]
     config = RunConfig(model=model, data=EnergonData(path="x", max_text_tokens=limit), objective=FlowMatching())
-    generator = SimpleNamespace(config=config, text_encoder=line, spec=model.batch_spec())
+    generator = SimpleNamespace(config=config, text_encoder=line, spec=model.batch_spec(), longest_text=limit)
     settings = replace(config.sampling, prompts=prompts)
     writer = PictureWriter(model, config.objective, generator.spec, settings, None, line, max_text_tokens=limit)
     for texts in (encode_prompts(cast(Any, generator), prompts), writer._encoded_prompts()):

@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from dit.batch import PackedBatch
@@ -42,6 +43,18 @@ def test_waiting_for_the_loader_is_counted_and_other_work_is_not() -> None:
     assert 0.06 <= counted.waited_s < 1.0
     assert (counted.samples, counted.flops) == (12, [7, 7, 7])
     assert batches.reset().waited_s == 0
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_the_largest_sample_is_a_still_if_the_frames_of_its_patch_are_equal(frames: int) -> None:
+    spec, data = replace(SPEC, patch_temporal=2), MockData(frames=frames)
+    stream: Any = data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    batches = DeviceBatches(stream, torch.device("cpu"), spec, lambda batch: 7)
+    next(batches)
+    assert batches.latent_size(spec) == (frames, 16, 16)
+    batches.restore_largest({"latent_size": [1, 8, 8]}, spec)
+    assert batches.largest is not None
+    assert (batches.largest.tokens, batches.latent_size(spec)) == (16, (1, 8, 8))
 
 
 def test_a_batch_read_before_the_clock_started_is_not_counted_as_waiting() -> None:
