@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.terminal import echo
-from launch import environment, grid
+from launch import cli, environment, grid
 from launch.argument_types import command_parser
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     """Return the executor that `name(argument=value)` and overrides of its fields describe."""
     import fiddle
 
-    from launch.executors import EXECUTORS
+    from launch.executors import ENVIRONMENT, EXECUTORS
     from launch.overrides import apply_overrides, parse_call
 
     name, _, arguments = text.partition("(")
@@ -76,7 +76,23 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
         executor: Executor = fiddle.build(config)
     except AssertionError as error:
         raise ConfigError(f"--executor {name}: {str(error).partition(chr(10))[0]}") from error
+    executor.env_vars = {name: str(value) for name, value in {**ENVIRONMENT, **executor.env_vars}.items()}
     return executor
+
+
+def check(cells: Sequence[grid.Cell], executor: "Executor") -> None:
+    """Check the settings of every run before one of them starts or waits in a queue.
+
+    Paths in a container are unknown here, so its runs are not checked.
+    """
+    from launch import config_file, train
+
+    for cell in cells if getattr(executor, "container_image", None) is None else ():
+        try:
+            task = train.resolve(cli.Options(factory=cell.recipe, overrides=cell.overrides))
+            config_file.built(task).check(executor.nnodes() * executor.nproc_per_node())
+        except ConfigError as error:
+            raise ConfigError(f"{cell.name}: {str(error).partition(chr(10))[0]}") from error
 
 
 def execute(
@@ -148,6 +164,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     cells = grid.cells_of(args, of_runs, reserved=["training.run_dir"])
     environment.prepare()
     executor = executor_of(args.executor, of_executor)
+    check(cells, executor)
     tasks = {
         cell.name: [
             *("--yes", "--factory", cell.recipe, *cell.overrides),

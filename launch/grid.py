@@ -12,6 +12,7 @@ from itertools import product
 from typing import Optional
 
 from dit.errors import ConfigError
+from launch.argument_types import split_arguments
 
 OWN = "own"
 SIZES = {
@@ -37,7 +38,7 @@ class Cell:
     @property
     def overrides(self) -> list[str]:
         """All overrides; later ones take precedence."""
-        return [*self.common, *layout_overrides(self.layout), *self.variant.split()]
+        return [*self.common, *layout_overrides(self.layout), *split_arguments(self.variant, " \t\n")]
 
     @property
     def name(self) -> str:
@@ -117,4 +118,5 @@ def cells_of(args: argparse.Namespace, common: Sequence[str], reserved: Sequence
             if not equals or key in reserved:
                 reason = "is set by the command for each run" if equals else "is not key=value"
                 raise ConfigError(f"override {word!r} {reason}; leave it out")
+        cli.check_keys(cell.overrides)
     return cells
