@@ -10,13 +10,16 @@ or scripts.
 import argparse
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import cli, environment, grid
 from launch.argument_types import command_parser
@@ -107,6 +110,7 @@ def execute(
 ) -> dict[str, str]:
     """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name."""
     import nemo_run as run
+    from invoke.exceptions import UnexpectedExit
 
     from launch.executors import folder_of
 
@@ -132,9 +136,40 @@ def execute(
             for job in experiment.jobs:
                 echo(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # no public name in nemo-run
             return {}
-        experiment.run(sequential=is_local and len(tasks) > 1, detach=detach, tail_logs=not detach)
+        try:
+            with _interruptible(is_local):
+                experiment.run(sequential=is_local and len(tasks) > 1, detach=detach, tail_logs=not detach)
+        except UnexpectedExit as error:
+            reason = " ".join(error.result.stderr.split())
+            raise ConfigError(f"{reason}; correct the executor, or start this on a login node of Slurm") from error
     jobs = experiment.status(return_dict=True) or {}
     return {name: str(job["status"]) for name, job in jobs.items()}
+
+
+@contextmanager
+def _interruptible(is_local: bool) -> Iterator[None]:
+    """On Ctrl-C, SIGTERM or SIGHUP, stop the runs of this machine, which save, and interrupt the command.
+
+    nemo-run waits until all runs have ended. Jobs of Slurm continue.
+    """
+
+    def stop(number: int, frame: Optional[FrameType]) -> None:
+        if not is_local:
+            echo("interrupted; the submitted jobs continue", file=sys.stderr)
+            os._exit(EXIT_INTERRUPTED)
+        for file in Path("/proc/self/task").glob("*/children"):
+            for process in file.read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGTERM)
+        raise KeyboardInterrupt
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, stop) for number in signals if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _script(planned: "AppDryRunInfo[Any]") -> str:
@@ -163,6 +198,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     of_runs, of_executor = split_overrides(grid.overrides_of(args))
     cells = grid.cells_of(args, of_runs, reserved=["training.run_dir"])
     environment.prepare()
+    environment.quiet_libraries()
     executor = executor_of(args.executor, of_executor)
     check(cells, executor)
     tasks = {

@@ -2,9 +2,11 @@
 
 import argparse
 import io
+import os
 import re
 import shlex
 import subprocess
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -171,6 +173,30 @@ def test_an_executor_that_cannot_be_built_and_settings_that_cannot_run_are_named
     assert experiment.main(["--executor", *words[:1], "--factory", "tiny_dit", *words[1:]]) == EXIT_CONFIG
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_job_that_slurm_refuses_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid --time' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    words = ["--factory", "tiny_dit", "training.global_batch_size=128", "--runs", str(tmp_path / "runs"), "--detach"]
+    assert experiment.main(["--executor", SLURM.replace("/shared", str(tmp_path)), *words]) == EXIT_CONFIG
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line == "error: sbatch: error: Invalid --time; correct the executor, or start this on a login node of Slurm"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_experiment_stops_its_run_and_starts_no_other(tmp_path, name):
+    """nemo-run waits for the end of the run, whose stand-in interrupts the experiment and sleeps."""
+    began, log = time.monotonic(), tmp_path / "started"
+    text = f"import os, signal, time; open({str(log)!r}, 'a').write('x'); os.kill(os.getppid(), signal.{name})"
+    text += "; time.sleep(200)"
+    tasks = {run: ["-n1", "-r1", text] for run in "ab"}
+    with pytest.raises(KeyboardInterrupt):
+        experiment.execute("title", "timeit", tasks, experiment.executor_of("local"), folder=tmp_path)
+    assert log.read_text() == "x"
+    assert time.monotonic() - began < 180
 
 
 def test_variables_of_a_user_are_added_to_those_of_the_executor():
