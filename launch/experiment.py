@@ -127,7 +127,7 @@ def execute(
     if dryrun:
         base = folder  # no shared disk is needed
     quiet = {"skip_status_at_exit": True, "enable_goodbye_message": False, "log_level": "WARN"}
-    with run.Experiment(title, base_dir=None if base is None else str(base), **quiet) as experiment:
+    with run.Experiment(grid.file_name(title), base_dir=None if base is None else str(base), **quiet) as experiment:
         for name, words in tasks.items():
             script = run.Script(path=start[0], m=True, args=[*start[1:], *words], entrypoint="python")
             experiment.add(script, executor=executor, name=name)

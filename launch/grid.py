@@ -43,7 +43,12 @@ class Cell:
     @property
     def name(self) -> str:
         """A name for a folder or a job, unique in the grid."""
-        return re.sub(r"[^\w.=-]+", "_", ".".join(filter(None, (self.recipe, self.layout, self.variant))))
+        return file_name(".".join(filter(None, (self.recipe, self.layout, self.variant))))
+
+
+def file_name(text: str) -> str:
+    """Return a text without characters that a shell or a file system interprets."""
+    return re.sub(r"[^\w.=-]+", "_", text)
 
 
 def layout_overrides(text: str) -> list[str]:

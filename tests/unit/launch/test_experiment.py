@@ -111,7 +111,7 @@ def test_a_dry_run_on_this_machine_prints_command_lines(tmp_path, capsys):
 def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
     """Each is a valid bash script that requests four nodes and signals the ranks before its time limit."""
     monkeypatch.setattr("sys.stdin", io.StringIO())  # nemo-run copies files with a library that reads stdin
-    out = dry_run(tmp_path, capsys, "--executor", SLURM, "executor.qos=high")
+    out = dry_run(tmp_path, capsys, "--executor", SLURM, "executor.qos=high", "--name", "my (first) grid")
     scripts = [text.partition("\n# tiny_dit.")[0] for text in out.split("#!/bin/bash")[1:]]
     assert len(scripts) == 2
     for script in scripts:
@@ -123,7 +123,7 @@ def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
         assert 30 < executors.SAVE_S < seconds
         assert "--nnodes 4 --nproc-per-node 8" in script
         (output,) = [line.removeprefix("output=") for line in asked if line.startswith("output=")]
-        assert re.fullmatch(r"/shared/scripts/experiments/tiny_dit/tiny_dit_\d+/tiny_dit\.\w+/sbatch_\S+\.out", output)
+        assert re.fullmatch(r"/shared/scripts/experiments/(my_first_grid)/\1_\d+/tiny_dit\.\w+/sbatch_\S+\.out", output)
 
 
 @pytest.mark.parametrize("folder", [None, "", "/shared/scripts"])
