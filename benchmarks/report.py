@@ -1,7 +1,7 @@
 """Compare our measurements with published ones: `python -m benchmarks.report ROWS.jsonl ... --out report.md`.
 
 Published rates are converted to operations with our count for the same model and sequence: those of the model's
-formulas ("executed") and, for NeMo's table, in its convention, which counts adaLN once per token. The command reads
+formulas ("model") and, for NeMo's table, in its convention, which counts adaLN once per token. The command reads
 rows of `benchmarks.step` and `benchmarks.sweep`; a row with `planned_ms` shows the error of the plan.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from benchmarks.step import OK
-from benchmarks.sweep import read_rows
+from benchmarks.sweep import read_rows, settings_of
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
@@ -173,6 +173,7 @@ def our_row(row: dict[str, Any]) -> list[str]:
     return [
         row["recipe"],
         row.get("layout", "own"),
+        " ".join(settings_of(row)) or "-",
         f"{row.get('world_size', row.get('ranks', 1))} x {row['device']}",
         row["status"],
         cell(measured, ",.1f"),
@@ -192,20 +193,20 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     """Return the report."""
     published = ["system", "devices", "what", "tokens/s per GPU", "samples/s per GPU", "TFLOPS, stated"]
     published += [
-        "TFLOPS, executed",
+        "TFLOPS, model",
         "TFLOPS, NeMo's convention",
-        "of dense bf16 peak, executed",
+        "of dense bf16 peak, model",
         "our recipe",
         "source",
     ]
-    columns = ["recipe", "layout", "devices", "status", "ms, measured", "ms, planned", "planned / measured"]
-    columns += ["tokens/s per rank", "of the published rate", "samples/s", "TFLOPS, executed"]
-    columns += ["TFLOPS, NeMo's convention", "MFU, executed", "revision"]
+    columns = ["recipe", "layout", "settings", "devices", "status", "ms, measured", "ms, planned", "planned / measured"]
+    columns += ["tokens/s per rank", "of the published rate", "samples/s", "TFLOPS, model"]
+    columns += ["TFLOPS, NeMo's convention", "MFU", "revision"]
     return "\n".join(
         [
             "# Report",
             "",
-            "Executed: the operations of the model's formulas, by our count, without recomputation. NeMo's convention "
+            "Model: the operations of the model's formulas, by our count, without recomputation. NeMo's convention "
             "counts the adaLN projections once per token, although they run once per sample; compare tokens/s.",
             "",
             "## Published",

@@ -3,14 +3,15 @@
     python -m benchmarks.sweep --factory tiny_dit --layouts ddp distopt fsdp tp2 tp2sp pp2 cp2 --ranks 2 --out sweep
 
 Every cell runs `benchmarks.step` in separate processes. Cells that run out of memory, have an invalid layout or fail
-are rows, too. On a device with constants in the planner, a row also has the prediction. Rows in `--out` are not
-measured again, so the same command continues an interrupted sweep. `--executor NAME` measures the cells as one nemo-run
-experiment (launch/README.md).
+are rows, too. On a device with constants in the planner, a row also has the prediction. The same command continues an
+interrupted sweep: it measures cells without a row and those that failed. `--executor NAME` measures the cells as one
+nemo-run experiment (launch/README.md).
 """
 
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -33,15 +34,18 @@ if TYPE_CHECKING:
 
 ROWS, PAGE, PLOT = "sweep.jsonl", "sweep.md", "sweep.png"
 TIMED_OUT, FAILED = "timed out", "failed"
+ERROR = re.compile(r"\b(?!ChildFailed)\w*error:", re.IGNORECASE)
+SIGNAL = re.compile(r"Signal \d+ \(\w+\) received")
+"""A message of torchrun for a rank that was killed; it also prints ChildFailedError after every failure."""
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_ms_p50": ("ms, p50", lambda x: f"{x:,.1f}"),
     "step_ms_p90": ("ms, p90", lambda x: f"{x:,.1f}"),
     "planned_ms": ("ms, planned", lambda x: f"{x:,.1f}"),
     "valid_tokens_per_s_per_rank": ("tokens/s per rank", lambda x: f"{x:,.0f}"),
     "samples_per_s": ("samples/s", lambda x: f"{x:,.1f}"),
-    "tflops_per_rank_model": ("TFLOPS, executed", lambda x: f"{x:.4g}"),
-    "tflops_per_rank_hardware": ("TFLOPS, with recomputation and padding", lambda x: f"{x:.4g}"),
-    "tflops_per_rank_nemo": ("TFLOPS, NeMo's convention", lambda x: f"{x:.4g}"),
+    "tflops_per_rank_model": ("TFLOPS per rank (model)", lambda x: f"{x:.4g}"),
+    "tflops_per_rank_hardware": ("TFLOPS per rank (hardware)", lambda x: f"{x:.4g}"),
+    "tflops_per_rank_nemo": ("TFLOPS per rank (nemo)", lambda x: f"{x:.4g}"),
     "mfu": ("MFU", lambda x: f"{x:.1%}"),
     "peak_memory_gib": ("GiB", lambda x: f"{x:.2f}"),
     "planned_memory_gib": ("GiB, planned", lambda x: f"{x:.2f}"),
@@ -120,9 +124,10 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
     text = read_bytes(log).decode(errors="replace") if log.exists() else ""
     if OUT_OF_MEMORY in text.lower():  # on another rank than rank 0, which writes the record
         return {"status": OUT_OF_MEMORY, **where()}
-    errors = [line.strip() for line in text.splitlines() if "error:" in line.lower()]
+    errors = [line.strip() for kind in (SIGNAL, ERROR) for line in text.splitlines() if kind.search(line)]
+    place = log if log.exists() else "the logs of nemo-run"
     status = FAILED if in_time else TIMED_OUT
-    return {"status": status, "error": errors[-1] if errors else f"no record; see {log}", **where()}
+    return {"status": status, "error": errors[-1] if errors else f"no record; see {place}", **where()}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -131,11 +136,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return []
     complete = read_bytes(path).rpartition(b"\n")[0]
     return [parse_json(line) for line in complete.splitlines()]
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to the complete rows of a sweep."""
-    write_atomic(path, "".join(json.dumps(each_row) + "\n" for each_row in [*read_rows(path), row]))
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -150,21 +150,36 @@ def name_of(row: dict[str, Any]) -> list[str]:
     return list(filter(None, (row["recipe"], row["layout"], row["variant"])))
 
 
+def settings_of(row: dict[str, Any]) -> list[str]:
+    """Return the overrides of a row without those of its layout."""
+    layout = grid.layout_overrides(row.get("layout", grid.OWN))
+    return [word for word in row.get("overrides", ()) if word not in layout]
+
+
 def page(rows: Sequence[dict[str, Any]], title: str) -> str:
     """Return the table of the rows, with device, versions and numbers of steps."""
     columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    names = [name for name in ("recipe", "layout", "variant") if any(row[name] for row in rows)]
+    settings = [settings_of(row) for row in rows]
+    shared = [word for words in settings[:1] for word in words if all(word in other for other in settings)]
+    differing = [" ".join(word for word in words if word not in shared) for words in settings]
+    ranks = {row["ranks"] for row in rows}
+    optional = [*(["ranks"] if len(ranks) > 1 else []), *(["settings"] if any(differing) else [])]
+    heads = ["recipe", "layout", *optional, "status"]
     lines = [
-        f"| {' | '.join([*names, 'status', *(COLUMNS[key][0] for key in columns)])} |",
-        f"| {' | '.join(['---'] * (len(names) + 1) + ['---:'] * len(columns))} |",
+        f"| {' | '.join([*heads, *(COLUMNS[key][0] for key in columns)])} |",
+        f"| {' | '.join(['---'] * len(heads) + ['---:'] * len(columns))} |",
     ]
-    for row in rows:
+    for row, words in zip(rows, differing, strict=True):
+        names = {**row, "settings": words or "-"}
         cells = [COLUMNS[key][1](row[key]) if row.get(key) is not None else "-" for key in columns]
-        lines.append(f"| {' | '.join([*(row[name] or '-' for name in names), row['status'], *cells])} |")
+        lines.append(f"| {' | '.join([*(str(names[head]) for head in heads), *cells])} |")
     refused = [f"* {', '.join(name_of(row))}: {row['error']}" for row in rows if row.get("error")]
     places = sorted({f"{device_of(row)}, torch {row['torch']}, revision {row['revision']}" for row in rows})
     counts = sorted({f"{row['steps']} steps after {row['warmup']}" for row in rows})
-    about = f"Measured on {'; '.join(places)}. Percentiles of {', '.join(counts)}; rates are those of the median step."
+    about = (
+        f"Measured on {'; '.join(places)}. Percentiles of {', '.join(counts)}; rates are the mean work of a step per "
+    )
+    about += f"median time. All rows have {' '.join(shared)}." if shared else "median time."
     return "\n".join([f"# {title}", "", about, "", *lines, *(["", *refused] if refused else []), ""])
 
 
@@ -215,9 +230,10 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
 
 
 def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> None:
-    """Append the row of a cell, with the planner's prediction, and print it in a line."""
+    """Append the row of a cell, with the planner's prediction, in place of an earlier one, and print it in a line."""
     row = {**result, **planned(cell, args, result), **key_fields(cell, args)}
-    append(args.out / ROWS, row)
+    others = [other for other in read_rows(args.out / ROWS) if not is_row_of(other, cell, args)]
+    write_atomic(args.out / ROWS, "".join(json.dumps(each_row) + "\n" for each_row in [*others, row]))
     echo(line_of(row), flush=True)
 
 
@@ -238,13 +254,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = build_parser().parse_intermixed_args(argv)
     if args.ranks < 1 or args.limit <= 0:
         raise ConfigError(f"--ranks={args.ranks} and --limit={args.limit:g} must be above 0")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)  # stop the processes of a cell, as after Ctrl-C
     of_steps, of_executor = experiment.split_overrides(grid.overrides_of(args))
     cells = grid.cells_of(args, of_steps)
     environment.prepare()
     executor = None if args.executor is None else experiment.executor_of(args.executor, of_executor)
     if executor is not None:
         args.ranks = executor.nnodes() * executor.nproc_per_node()
-    finished = read_rows(args.out / ROWS)
+    finished = [row for row in read_rows(args.out / ROWS) if row["status"] not in (FAILED, TIMED_OUT)]
     to_measure = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in finished)]
     echo(f"{len(to_measure)} of {len(cells)} cells to measure")
     if executor is not None:

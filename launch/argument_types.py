@@ -59,3 +59,21 @@ def file_size(text: str) -> int:
     if match is None or int(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"must be a size such as 500MB or 5GB, got {text!r}")
     return int(match[1]) * UNITS[match[2]]
+
+
+def split_arguments(text: str, separators: str = ",") -> list[str]:
+    """Split `a=1, b=[2, 3], c='x, y'` at the separators outside brackets and quotes."""
+    parts, depth, quote, start = [], 0, "", 0
+    for i, char in enumerate(text):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char in separators and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [part.strip() for part in [*parts, text[start:]] if part.strip()]

@@ -4,6 +4,7 @@
 executor can be set as `executor.FIELD=value`. No code is sent, so install the package where a run starts.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Optional
@@ -85,4 +86,7 @@ def folder_of(executor: Executor, folder: Optional[Path], words: Iterable[str] =
                 f"{word}: nemo-run replaces every '/{RUNDIR_NAME}' in a Slurm script by another folder; choose a path "
                 "without it"
             )
+    for text in (str(submitted), *executor.container_mounts, *executor.env_vars.values()):
+        if re.search(r"\s", text):
+            raise ConfigError(f"{text!r}: nemo-run writes this into a Slurm script without quotes; use no spaces")
     return submitted.parent

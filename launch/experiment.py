@@ -10,15 +10,18 @@ or scripts.
 import argparse
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.terminal import echo
-from launch import environment, grid
+from launch import cli, environment, grid
 from launch.argument_types import command_parser
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     """Return the executor that `name(argument=value)` and overrides of its fields describe."""
     import fiddle
 
-    from launch.executors import EXECUTORS
+    from launch.executors import ENVIRONMENT, EXECUTORS
     from launch.overrides import apply_overrides, parse_call
 
     name, _, arguments = text.partition("(")
@@ -76,7 +79,23 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
         executor: Executor = fiddle.build(config)
     except AssertionError as error:
         raise ConfigError(f"--executor {name}: {str(error).partition(chr(10))[0]}") from error
+    executor.env_vars = {name: str(value) for name, value in {**ENVIRONMENT, **executor.env_vars}.items()}
     return executor
+
+
+def check(cells: Sequence[grid.Cell], executor: "Executor") -> None:
+    """Check the settings of every run before one of them starts or waits in a queue.
+
+    Paths in a container are unknown here, so its runs are not checked.
+    """
+    from launch import config_file, train
+
+    for cell in cells if getattr(executor, "container_image", None) is None else ():
+        try:
+            task = train.resolve(cli.Options(factory=cell.recipe, overrides=cell.overrides))
+            config_file.built(task).check(executor.nnodes() * executor.nproc_per_node())
+        except ConfigError as error:
+            raise ConfigError(f"{cell.name}: {str(error).partition(chr(10))[0]}") from error
 
 
 def execute(
@@ -91,6 +110,7 @@ def execute(
 ) -> dict[str, str]:
     """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name."""
     import nemo_run as run
+    from invoke.exceptions import UnexpectedExit
 
     from launch.executors import folder_of
 
@@ -107,7 +127,7 @@ def execute(
     if dryrun:
         base = folder  # no shared disk is needed
     quiet = {"skip_status_at_exit": True, "enable_goodbye_message": False, "log_level": "WARN"}
-    with run.Experiment(title, base_dir=None if base is None else str(base), **quiet) as experiment:
+    with run.Experiment(grid.file_name(title), base_dir=None if base is None else str(base), **quiet) as experiment:
         for name, words in tasks.items():
             script = run.Script(path=start[0], m=True, args=[*start[1:], *words], entrypoint="python")
             experiment.add(script, executor=executor, name=name)
@@ -116,9 +136,40 @@ def execute(
             for job in experiment.jobs:
                 echo(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # no public name in nemo-run
             return {}
-        experiment.run(sequential=is_local and len(tasks) > 1, detach=detach, tail_logs=not detach)
+        try:
+            with _interruptible(is_local):
+                experiment.run(sequential=is_local and len(tasks) > 1, detach=detach, tail_logs=not detach)
+        except UnexpectedExit as error:
+            reason = " ".join(error.result.stderr.split())
+            raise ConfigError(f"{reason}; correct the executor, or start this on a login node of Slurm") from error
     jobs = experiment.status(return_dict=True) or {}
     return {name: str(job["status"]) for name, job in jobs.items()}
+
+
+@contextmanager
+def _interruptible(is_local: bool) -> Iterator[None]:
+    """On Ctrl-C, SIGTERM or SIGHUP, stop the runs of this machine, which save, and interrupt the command.
+
+    nemo-run waits until all runs have ended. Jobs of Slurm continue.
+    """
+
+    def stop(number: int, frame: Optional[FrameType]) -> None:
+        if not is_local:
+            echo("interrupted; the submitted jobs continue", file=sys.stderr)
+            os._exit(EXIT_INTERRUPTED)
+        for file in Path("/proc/self/task").glob("*/children"):
+            for process in file.read_text().split():
+                with suppress(ProcessLookupError):
+                    os.kill(int(process), signal.SIGTERM)
+        raise KeyboardInterrupt
+
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, stop) for number in signals if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _script(planned: "AppDryRunInfo[Any]") -> str:
@@ -147,7 +198,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     of_runs, of_executor = split_overrides(grid.overrides_of(args))
     cells = grid.cells_of(args, of_runs, reserved=["training.run_dir"])
     environment.prepare()
+    environment.quiet_libraries()
     executor = executor_of(args.executor, of_executor)
+    check(cells, executor)
     tasks = {
         cell.name: [
             *("--yes", "--factory", cell.recipe, *cell.overrides),

@@ -12,6 +12,7 @@ from itertools import product
 from typing import Optional
 
 from dit.errors import ConfigError
+from launch.argument_types import split_arguments
 
 OWN = "own"
 SIZES = {
@@ -37,12 +38,17 @@ class Cell:
     @property
     def overrides(self) -> list[str]:
         """All overrides; later ones take precedence."""
-        return [*self.common, *layout_overrides(self.layout), *self.variant.split()]
+        return [*self.common, *layout_overrides(self.layout), *split_arguments(self.variant, " \t\n")]
 
     @property
     def name(self) -> str:
         """A name for a folder or a job, unique in the grid."""
-        return re.sub(r"[^\w.=-]+", "_", ".".join(filter(None, (self.recipe, self.layout, self.variant))))
+        return file_name(".".join(filter(None, (self.recipe, self.layout, self.variant))))
+
+
+def file_name(text: str) -> str:
+    """Return a text without characters that a shell or a file system interprets."""
+    return re.sub(r"[^\w.=-]+", "_", text)
 
 
 def layout_overrides(text: str) -> list[str]:
@@ -117,4 +123,5 @@ def cells_of(args: argparse.Namespace, common: Sequence[str], reserved: Sequence
             if not equals or key in reserved:
                 reason = "is set by the command for each run" if equals else "is not key=value"
                 raise ConfigError(f"override {word!r} {reason}; leave it out")
+        cli.check_keys(cell.overrides)
     return cells

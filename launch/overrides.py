@@ -26,6 +26,7 @@ from dit.errors import ConfigError
 from dit.patches import patches
 from dit.safe_files import parse_yaml
 from dit.terminal import announce
+from launch.argument_types import split_arguments
 from recipes import registry
 
 Node: TypeAlias = Config | Partial
@@ -270,24 +271,6 @@ def parse_call(function: Callable[..., Any], arguments: str, option: str, hint: 
     finally:
         logger.disabled = False
     return fiddle.build(call)
-
-
-def split_arguments(text: str) -> list[str]:
-    """Split `a=1, b=[2, 3], c='x, y'` at the commas outside brackets and quotes."""
-    parts, depth, quote, start = [], 0, "", 0
-    for i, char in enumerate(text):
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == "," and depth == 0:
-            parts.append(text[start:i])
-            start = i + 1
-    return [part.strip() for part in [*parts, text[start:]] if part.strip()]
 
 
 def normalise(annotation: object) -> object:

@@ -32,6 +32,7 @@ from dit.errors import (
 from dit.ranges import check_path
 from dit.terminal import announce, echo, log_to_stderr
 from launch import cli, environment
+from launch.argument_types import split_arguments
 from recipes import registry
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
     """
     import nemo_run as run
 
-    from launch.overrides import parse_call, split_arguments
+    from launch.overrides import parse_call
 
     name, has_arguments, arguments = text.partition("(")
     module, _, attribute = name.rpartition(".")

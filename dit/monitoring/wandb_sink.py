@@ -71,7 +71,8 @@ class WandbSink(Sink):
             logger.warning("Weights & Biases is recorded offline: %s", on_a_screen(str(error)))
             self._run = wandb.init(**{**arguments, "mode": "offline"})
         if self._run.offline:
-            logger.info("wandb records offline; upload with: wandb sync %s", shlex.quote(self._run.sync_dir))
+            parts = f"{shlex.quote(str(folder))}/offline-run-*"  # one of each attempt
+            logger.info("wandb records offline; upload with: wandb sync %s", parts)
         self._next_step = self._run.starting_step
         self._run.define_metric("consumed_samples")
         self._run.define_metric("*", step_metric="consumed_samples")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 from tests.integration.runs import environment, loss_values, outcome
 
 pytestmark = pytest.mark.slow
@@ -23,15 +23,16 @@ def ended(*command: str, **environ: str) -> subprocess.CompletedProcess:
 
 
 def test_a_grid_runs_to_its_end_and_fails_if_one_run_does(tmp_path):
-    """The first run refuses its layout and the second one still trains; the command fails and names the first."""
+    """The folder of the first run is a file and the second run still trains; the command fails and names the first."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tiny_dit.distopt").touch()
     done = ended(
         *(sys.executable, "-m", "launch.experiment", "--executor", "torchrun(ranks=1)"),
         *("--folder", str(tmp_path / "nemo_run"), "--runs", str(tmp_path / "runs")),
-        *("--factory", "tiny_dit", "--layouts", "pp4", "ddp", "training.num_steps=3"),
+        *("--factory", "tiny_dit", "--layouts", "distopt", "ddp", "training.num_steps=3"),
     )
     assert done.returncode == EXIT_UNEXPECTED
-    assert "1 of 2 runs did not succeed: tiny_dit.pp4" in done.stdout
-    assert outcome(tmp_path / "runs" / "tiny_dit.pp4")["code"] == EXIT_CONFIG
+    assert "1 of 2 runs did not succeed: tiny_dit.distopt" in done.stdout
     assert outcome(tmp_path / "runs" / "tiny_dit.ddp")["code"] == EXIT_OK
     assert len(loss_values(tmp_path / "runs" / "tiny_dit.ddp")) == 3
 

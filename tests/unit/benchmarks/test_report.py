@@ -36,13 +36,20 @@ def test_wan_at_37k_tokens_has_the_flops_of_dfm():
 
 def test_measured_rows_have_the_published_rate_and_the_plan(tmp_path, capsys):
     row = {"recipe": "bench_dit7b_8k_tp2sp", "layout": "own", "status": "ok", "world_size": 16, "device": "NVIDIA H200"}
-    row |= {"step_ms_p50": 500.0, "planned_ms": 450.0, "valid_tokens_per_s_per_rank": 12565.0, "mfu": 0.45}
+    row |= {
+        "overrides": ["training.recompute=full"],
+        "step_ms_p50": 500.0,
+        "planned_ms": 450.0,
+        "valid_tokens_per_s_per_rank": 12565.0,
+        "mfu": 0.45,
+    }
     refused = {"recipe": "tiny_dit", "layout": "pp4", "status": "refused", "ranks": 2, "device": "CPU"}
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in (row, refused)))
     text = "\n".join(report.table(["x"], [report.our_row(line) for line in (row, refused)]))
-    assert "16 x NVIDIA H200 | ok | 500.0 | 450.0 | 0.90 | 12,565 | 1.25 | - | - | - | 45.0% |" in text
-    assert "| tiny_dit | pp4 | 2 x CPU | refused | - |" in text
+    assert "| own | training.recompute=full | 16 x NVIDIA H200 | ok | 500.0 | 450.0 | 0.90 | 12,565 | 1.25 |" in text
+    assert "| - | - | - | 45.0% |" in text
+    assert "| tiny_dit | pp4 | - | 2 x CPU | refused | - |" in text
     assert report.main([str(file), "--out", str(tmp_path / "report.md")]) == EXIT_OK
     assert "No row of a GPU" not in (tmp_path / "report.md").read_text()
     assert report.main([str(tmp_path / "none.jsonl")]) == EXIT_CONFIG

@@ -4,14 +4,16 @@ Cells are stand-ins that end at once; tests/integration/test_sweep.py measures o
 """
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import sweep
-from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.errors import EXIT_CONFIG, EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED
 
 ENDS = """
 import json, pathlib, sys, time
@@ -31,7 +33,7 @@ elif layout == "pp3":
 elif layout == "cp2":
     print("[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
 elif layout == "fsdp":
-    print("Traceback"); print("error: the disk is full")
+    print("Traceback"); print("error: the disk is full"); print("torch.distributed.errors.ChildFailedError: ")
 else:
     time.sleep(60)
 sys.exit(layout != "ddp")
@@ -88,7 +90,41 @@ def test_a_stopped_sweep_continues_at_the_next_cell(tmp_path, started, capsys):
     assert run(tmp_path, "--layouts", "ddp", "training.recompute=full") == EXIT_OK
     assert [row["steps"] for row in rows(tmp_path)[3:]] == [7, 20]
     assert len(started) == 5
+    page = (tmp_path / "sweep.md").read_text()
+    assert [line.split(" | ")[:3] for line in page.splitlines() if "ddp" in line][1:] == [
+        ["| tiny_dit", "ddp", "-"],
+        ["| tiny_dit", "ddp", "training.recompute=full"],
+    ]
     assert "0 of 2 cells" in [run(tmp_path, "--layouts", "ddp", "tp2"), capsys.readouterr().out][1]
+
+
+def test_a_failed_cell_is_measured_again_in_place_of_its_row(tmp_path, started):
+    for _ in range(2):
+        assert run(tmp_path, "--layouts", "ddp", "fsdp") == EXIT_UNEXPECTED
+    assert len(started) == 3
+    assert [row["status"] for row in rows(tmp_path)] == ["ok", "failed"]
+
+
+def test_a_killed_rank_is_the_error_of_its_cell(tmp_path):
+    (tmp_path / "log").write_text("errors.ChildFailedError: \n  traceback : Signal 9 (SIGKILL) received by PID 5\n")
+    row = sweep.result_of(tmp_path / "absent", tmp_path / "log", in_time=True)
+    assert (row["status"], row["error"]) == ("failed", "traceback : Signal 9 (SIGKILL) received by PID 5")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_stopped_sweep_stops_the_processes_of_its_cell(tmp_path, monkeypatch, name):
+    """The stand-in of a cell stops the sweep, then would run for a minute."""
+    text = (
+        f"import os, signal, time; print(os.getpid(), flush=True); os.kill(os.getppid(), signal.{name}); time.sleep(60)"
+    )
+    monkeypatch.setattr(sweep, "command_of", lambda words, ranks: [sys.executable, "-c", text])
+    previous = signal.signal(getattr(signal, name), signal.SIG_DFL)
+    try:
+        assert run(tmp_path, "--layouts", "ddp") == EXIT_INTERRUPTED
+    finally:
+        signal.signal(getattr(signal, name), previous)
+    [log] = (tmp_path / "logs").iterdir()
+    assert not psutil.pid_exists(int(log.read_text()))
 
 
 def test_a_dry_run_prints_the_commands(tmp_path, capsys):

@@ -2,9 +2,11 @@
 
 import argparse
 import io
+import os
 import re
 import shlex
 import subprocess
+import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -50,11 +52,11 @@ def parsed(*words: str) -> list[grid.Cell]:
 
 def test_a_grid_has_every_combination_and_a_variant_wins():
     common = "training.num_steps=5"
-    variants = ("training.num_steps=7 model.num_layers=3", "")
+    variants = ("training.num_steps=7 data.shapes=['1x8x8', '1x8x16']", "")
     vary = [word for variant in variants for word in ("--vary", variant)]
     cells = parsed(*vary, "--factory", "tiny_dit", "tiny_wan", "--layouts", "own", "tp2", common)
     assert len({cell.name for cell in cells}) == len(cells) == 8
-    assert cells[0].overrides == [common, *variants[0].split()]
+    assert cells[0].overrides == [common, *variants[0].split(" ", 1)]
     assert cells[3].overrides == [common, *grid.layout_overrides("tp2")]
     assert {cell.recipe for cell in cells[4:]} == {"tiny_wan"}
     assert all(Path(cell.name).name == cell.name and not shlex.quote(cell.name).startswith("'") for cell in cells)
@@ -67,6 +69,7 @@ def test_a_grid_has_every_combination_and_a_variant_wins():
         (["--factory", "tiny_dit", "--layouts", "tp2", "tp2"], "tiny_dit.tp2 twice"),
         (["--factory", "tiny_dit", "--vary", "training.run_dir=x"], "is set by the command for each run"),
         (["--factory", "tiny_dit", "--vary", "faster"], "'faster' is not key=value"),
+        (["--factory", "tiny_dit", "--vary", "training.num_stepz=3"], "did you mean training.num_steps"),
     ],
 )
 def test_a_grid_that_cannot_run_is_refused(words, message):
@@ -88,7 +91,7 @@ def dry_run(tmp_path: Path, capsys: pytest.CaptureFixture, *words: str) -> str:
     return out
 
 
-OVERRIDES = ["training.num_steps=5", "data.shapes=['1x8x8', '1x8x16']"]
+OVERRIDES = ["training.num_steps=5", "training.global_batch_size=128", "data.shapes=['1x8x8', '1x8x16']"]
 
 
 def test_a_dry_run_on_this_machine_prints_command_lines(tmp_path, capsys):
@@ -108,7 +111,7 @@ def test_a_dry_run_on_this_machine_prints_command_lines(tmp_path, capsys):
 def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
     """Each is a valid bash script that requests four nodes and signals the ranks before its time limit."""
     monkeypatch.setattr("sys.stdin", io.StringIO())  # nemo-run copies files with a library that reads stdin
-    out = dry_run(tmp_path, capsys, "--executor", SLURM, "executor.qos=high")
+    out = dry_run(tmp_path, capsys, "--executor", SLURM, "executor.qos=high", "--name", "my (first) grid")
     scripts = [text.partition("\n# tiny_dit.")[0] for text in out.split("#!/bin/bash")[1:]]
     assert len(scripts) == 2
     for script in scripts:
@@ -120,7 +123,7 @@ def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
         assert 30 < executors.SAVE_S < seconds
         assert "--nnodes 4 --nproc-per-node 8" in script
         (output,) = [line.removeprefix("output=") for line in asked if line.startswith("output=")]
-        assert re.fullmatch(r"/shared/scripts/experiments/tiny_dit/tiny_dit_\d+/tiny_dit\.\w+/sbatch_\S+\.out", output)
+        assert re.fullmatch(r"/shared/scripts/experiments/(my_first_grid)/\1_\d+/tiny_dit\.\w+/sbatch_\S+\.out", output)
 
 
 @pytest.mark.parametrize("folder", [None, "", "/shared/scripts"])
@@ -139,14 +142,17 @@ def test_scripts_are_written_to_the_folder_of_slurm(tmp_path, monkeypatch, folde
 @pytest.mark.parametrize(
     ("executor", "words", "message"),
     [
+        (SLURM.replace("/scripts", "/my scripts"), [], "'/shared/my scripts/experiments': nemo-run writes this into a"),
+        (SLURM, ["executor.env_vars={'HF_HOME': '/my models'}"], "'/my models': nemo-run writes this into a Slurm"),
         (SLURM, ["--folder", "/other"], "write scripts to /other/experiments and submit those in /shared/scripts/exp"),
         (SLURM.replace("/shared", "shared"), [], "give slurm(job_dir=...) as an absolute path, and leave out --folder"),
         (SLURM.replace("scripts", "nemo_run"), [], "/shared/nemo_run/experiments: nemo-run replaces every '/nemo_run'"),
-        (SLURM, ["data.path=/data/nemo_runs"], "data.path=/data/nemo_runs: nemo-run replaces every '/nemo_run' in a"),
+        (SLURM, ["logging.wandb_name=/nemo_runs"], "=/nemo_runs: nemo-run replaces every '/nemo_run' in a"),
     ],
 )
 def test_folders_that_nemo_run_would_confuse_are_refused(capsys, executor, words, message):
-    code = experiment.main(["--executor", executor, "--factory", "tiny_dit", "--runs", "/runs", "--dryrun", *words])
+    grid = ["--factory", "tiny_dit", "training.global_batch_size=128", "--runs", "/runs", "--dryrun"]
+    code = experiment.main(["--executor", executor, *grid, *words])
     [line] = capsys.readouterr().err.splitlines()
     assert code == EXIT_CONFIG
     assert message in line
@@ -159,12 +165,44 @@ def test_folders_that_nemo_run_would_confuse_are_refused(capsys, executor, words
         (["slurm(nodes=2)"], "missing 2 required positional arguments: 'account' and 'job_dir'"),
         (["torchrun(rank=2)"], "rank"),
         (["torchrun", "executor.nodez=2"], "did you mean nodes?"),
+        (["torchrun(ranks=2)", "--layouts", "ddp", "tp3"], "error: tiny_dit.tp3: "),
+        (["local", "--vary", "optimizer.lr=1", "--vary", "optimizer.lr=fast"], "tiny_dit.own.optimizer.lr=fast: "),
     ],
 )
-def test_an_executor_that_cannot_be_built_is_named(capsys, words, message):
+def test_an_executor_that_cannot_be_built_and_settings_that_cannot_run_are_named(capsys, words, message):
     assert experiment.main(["--executor", *words[:1], "--factory", "tiny_dit", *words[1:]]) == EXIT_CONFIG
     [line] = capsys.readouterr().err.splitlines()
     assert message in line
+
+
+def test_a_job_that_slurm_refuses_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "sbatch").write_text("#!/bin/bash\necho 'sbatch: error: Invalid --time' >&2; exit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    words = ["--factory", "tiny_dit", "training.global_batch_size=128", "--runs", str(tmp_path / "runs"), "--detach"]
+    assert experiment.main(["--executor", SLURM.replace("/shared", str(tmp_path)), *words]) == EXIT_CONFIG
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line == "error: sbatch: error: Invalid --time; correct the executor, or start this on a login node of Slurm"
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupted_experiment_stops_its_run_and_starts_no_other(tmp_path, name):
+    """nemo-run waits for the end of the run, whose stand-in interrupts the experiment and sleeps."""
+    began, log = time.monotonic(), tmp_path / "started"
+    text = f"import os, signal, time; open({str(log)!r}, 'a').write('x'); os.kill(os.getppid(), signal.{name})"
+    text += "; time.sleep(200)"
+    tasks = {run: ["-n1", "-r1", text] for run in "ab"}
+    with pytest.raises(KeyboardInterrupt):
+        experiment.execute("title", "timeit", tasks, experiment.executor_of("local"), folder=tmp_path)
+    assert log.read_text() == "x"
+    assert time.monotonic() - began < 180
+
+
+def test_variables_of_a_user_are_added_to_those_of_the_executor():
+    """torchrun would kill ranks while they save without TORCH_ELASTIC_SHUTDOWN_TIMEOUT."""
+    variables = experiment.executor_of(SLURM, ["env_vars={'HF_HOME': '/models', 'OMP_NUM_THREADS': 2}"]).env_vars
+    assert variables == {**executors.ENVIRONMENT, "HF_HOME": "/models", "OMP_NUM_THREADS": "2"}
 
 
 def test_one_failed_run_fails_the_command(capsys):

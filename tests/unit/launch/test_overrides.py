@@ -17,7 +17,8 @@ from dit.objectives.edm import EDM
 from dit.settings import OptimizerConfig, TrainingConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from launch.overrides import all_keys, apply_overrides, parse_value, split_arguments, value_of
+from launch.argument_types import split_arguments
+from launch.overrides import all_keys, apply_overrides, parse_value, value_of
 from launch.train import call_recipe, load_component
 from recipes import registry
 from tests.unit.launch.recipes_for_tests import ending
