@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import Any, Optional, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,9 @@ from dit.tracing.numbers import numbers_without_values
 from dit.tracing.packs import PackShape
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
+
+if TYPE_CHECKING:
+    from dit.planner.program import Program
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -198,11 +201,11 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
             rank.close()
             return
         try:
-            if function is trace_here:
-                results = [rank.trace(job) for job in jobs]
-            else:
-                rank.close()
-                results = [function(job) for job in jobs]
+            results = []
+            for job in jobs:
+                if function is not trace_here:
+                    rank.close()
+                results.append(rank.trace(job) if function is trace_here else function(job))
             pipe.send(results)
         except BrokenPipeError:  # the caller has ended
             return
@@ -231,7 +234,7 @@ class TracedRank:
         self._rank: Any = None
         self._groups: Any = None
         self._stack = contextlib.ExitStack()
-        self._programs: dict[bytes, Any] = {}
+        self._programs: dict[bytes, Program] = {}
 
     def close(self) -> None:
         """Release the process groups and the models."""
@@ -257,7 +260,7 @@ class TracedRank:
         key = pickle.dumps(replace(job, pack=PackShape(()), micro_batches=0, fills_caches=False))
         program = self._programs.get(key)
         is_new = program is None or job.in_full or self._groups.pp.size() > 1
-        if is_new:
+        if program is None or is_new:
             program = self._programs[key] = Program(job, self._groups, StepCounter(self._groups))
         norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
         counter, fakes = program.counter, _fake_tensors()
@@ -271,7 +274,7 @@ class TracedRank:
             fakes,
         ):
             with counter:
-                step: StepTrace = program.run() if is_new else program.run_with(job)
+                step = program.run() if is_new else program.run_with(job)
             update = program.state.update
             if job.micro_batches and isinstance(update, FusedUpdate) and update.muon is not None:
                 muon.average(step, update.muon, update.shards, self._groups)

@@ -119,16 +119,24 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
     ],
 )
 def test_one_micro_batch_of_another_pack_equals_a_complete_trace(name, data_parallel):
-    """A trace with one pack gives the work once per step; another pack needs one micro-batch of the same model."""
+    """A trace with one pack gives the work once per step; another pack needs one micro-batch of the same model.
+
+    In a complete step, the pack of the last micro-batch is still in memory.
+    """
     settings = FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), TrainingConfig()
     packs = [replace(pack, text_lengths=()) if name == "unet" else pack for pack in (PACK, LONGER)]
     first, job = (Job(BACKBONES[name], *settings, pack, world_size=2, micro_batches=3) for pack in packs)
     (*_, step), (complete,) = trace([first, replace(job, micro_batches=0), job]), trace([job])
-    assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=1e-3)
-    for one, other in ((step, complete), *((step.parts[part], complete.parts[part]) for part in complete.parts)):
-        assert {product: count for product, count in one.products.items() if count} == other.products
-        one, other = (replace(each, peak_bytes={}, products={}, parts={}) for each in (one, other))
-        assert one == other
+    assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=2e-3)
+    for part in complete.parts:
+        assert counts(step.parts[part]) == counts(complete.parts[part])
+    assert counts(step) == counts(complete)
+
+
+def counts(step):
+    """Return the counts of a step that are not zero, without peaks."""
+    products = {product: count for product, count in step.products.items() if count}
+    return replace(step, peak_bytes={}, parts={}, products=products)
 
 
 def test_an_earlier_trace_does_not_change_the_result():
