@@ -121,13 +121,14 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
 def test_one_micro_batch_of_another_pack_equals_a_complete_trace(name, data_parallel):
     """A trace with one pack gives the work once per step; another pack needs one micro-batch of the same model.
 
-    In a complete step, the pack of the last micro-batch is still in memory.
+    In a complete step, the pack of the previous micro-batch is still in memory.
     """
     settings = FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), TrainingConfig()
     packs = [replace(pack, text_lengths=()) if name == "unet" else pack for pack in (PACK, LONGER)]
     first, job = (Job(BACKBONES[name], *settings, pack, world_size=2, micro_batches=3) for pack in packs)
     (*_, step), (complete,) = trace([first, replace(job, micro_batches=0), job]), trace([job])
-    assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=2e-3)
+    nbytes = 40 * LONGER.layout().total_tokens
+    assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=2e-3, abs=nbytes)
     for part in complete.parts:
         assert counts(step.parts[part]) == counts(complete.parts[part])
     assert counts(step) == counts(complete)
