@@ -198,7 +198,7 @@ class Program:
         Args:
             job: differs from the earlier one only in its pack and in the micro-batches to trace.
         """
-        self.job, self._packs, once = job, itertools.repeat(job.pack), self._once
+        self.job, self._packs, once = job, itertools.cycle([job.pack]), self._once
         if once is None or not job.micro_batches:
             return self._trace()
         self.counter.begin()
