@@ -18,6 +18,7 @@ class Job:
     """One step of one rank to trace.
 
     Attributes:
+        micro_batches: number of micro-batches of the step; 0 to fill caches only.
         packs: shapes of the micro-batches in turn.
         stages: model chunks of this rank; None for those of its layout.
         kernels: device whose attention kernels are assumed: flash attention in half precision on an accelerator.

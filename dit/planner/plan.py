@@ -8,6 +8,7 @@ traced and multiplied. Memory, operations and traffic of the full depth and numb
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Optional
 
 import numpy as np
@@ -49,7 +50,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Probe:
+class Probe:
     """A stage with fewer layers, and the weight of its cost in the cost of the full stage."""
 
     stages: tuple[Stage, ...]
@@ -80,36 +81,41 @@ def plan(
     stages_of_rank = [tuple(stages(sizes, pp, rank, vpp, parallel.pipeline_layers)) for rank in range(pp)]
     between = max(range(1, pp - 1), key=lambda rank: _num_layers(stages_of_rank[rank]), default=0)
     jobs: list[Job] = []
-    probes: dict[int, list[_Probe]] = {}
+    probes: dict[int, list[Probe]] = {}
     fewest = fewest_layers(model, parallel, dims)
     for rank in sorted({0, between, pp - 1}):
         probes[rank] = shallower(model, stages_of_rank[rank], training, fewest)
-        if len(probes[rank]) > 1:  # a one-layer probe fills the program's caches first; its weight is 0
-            probes[rank].insert(0, replace(shallower(model, stages_of_rank[rank], training, 1)[0], weight=0.0))
-        jobs += [
-            Job(
-                model,
-                objective,
-                optimizer,
-                parallel,
-                replace(training, recompute_layers=probe.recompute_layers),
-                pack,
-                dims.world_size,
-                rank * dims.world_size // pp,
-                dims.micro_batches,
-                probe.stages,
-                kernels,
-                fills_caches=index == 0,
-            )
-            for index, probe in enumerate(probes[rank])
-        ]
+        shortest = shallower(model, stages_of_rank[rank], training, 1)[0]
+        job = Job(
+            model,
+            objective,
+            optimizer,
+            parallel,
+            training,
+            pack,
+            dims.world_size,
+            rank * dims.world_size // pp,
+            dims.micro_batches,
+            kernels=kernels,
+        )
+        jobs += probing(job, shortest, probes[rank])
     traced = iter((tracer or trace)(jobs))
     return Plan(
         {
-            rank: combined([next(traced) for _ in stage_probes], [probe.weight for probe in stage_probes])
-            for rank, stage_probes in probes.items()
+            rank: combined(list(islice(traced, 1, 1 + len(of_rank))), [probe.weight for probe in of_rank])
+            for rank, of_rank in probes.items()
         }
     )
+
+
+def probing(job: Job, shortest: Probe, probes: Sequence[Probe]) -> list[Job]:
+    """Return jobs for the shortest stage, which only fills the program's caches, and for each probe."""
+    filling = replace(job, micro_batches=0, fills_caches=True)
+    jobs = [filling, *(replace(job, fills_caches=False) for _ in probes)]
+    return [
+        replace(each, stages=probe.stages, training=replace(job.training, recompute_layers=probe.recompute_layers))
+        for each, probe in zip(jobs, (shortest, *probes), strict=True)
+    ]
 
 
 def fewest_layers(model: ModelConfig, parallel: ParallelConfig, dims: ParallelDims) -> int:
@@ -134,7 +140,7 @@ def _num_layers(chunks: Sequence[Stage]) -> int:
     return sum(len(chunk.layers) for chunk in chunks)
 
 
-def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingConfig, fewest: int) -> list[_Probe]:
+def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingConfig, fewest: int) -> list[Probe]:
     """Return stages with few layers whose weighted costs sum to the cost of a rank's stages."""
     recomputed = training.recompute_layers
 
@@ -145,7 +151,7 @@ def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingCon
         return Counter(kind(w, layer) for p, w in zip(part, full) for layer in p.layers)
 
     target = counts(chunks, chunks)
-    full_probe = _Probe(tuple(chunks), recomputed, 1.0)
+    full_probe = Probe(tuple(chunks), recomputed, 1.0)
     if len(chunks) > 1 and len(target) > 1:
         return [full_probe]
     chosen: list[tuple[tuple[Stage, ...], Counter[Hashable]]] = []
@@ -161,7 +167,7 @@ def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingCon
                     np.array([_row(c, target) for _, c in chosen]).T, np.array(_row(target, target)), rcond=None
                 )[0]
                 probes = [
-                    _Probe(
+                    Probe(
                         part,
                         None if recomputed is None else _recomputed_layers(part, chunks, recomputed),
                         float(weight),

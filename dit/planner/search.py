@@ -34,7 +34,7 @@ from dit.parallel.pipeline import layers_in_flight, stages
 from dit.planner.devices import MEMORY_SHARE
 from dit.planner.job import Job
 from dit.planner.layouts import Candidate, DataParallel, Problem, Shape
-from dit.planner.plan import fewest_layers, shallower
+from dit.planner.plan import fewest_layers, probing, shallower
 from dit.planner.time import (
     FORWARD,
     K_EXPERT,
@@ -142,24 +142,22 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
     one_each = replace(problem.training, global_batch_size=problem.world_size)
     dims = check_parallel(model, layout, one_each, problem.world_size)
     training = replace(problem.training, recompute=shape.recompute, recompute_layers=None)
-    probes = shallower(model, tuple(stages(num_layers, 1, 0)), training, fewest_layers(model, layout, dims))
-    jobs = [
-        Job(
-            model,
-            problem.objective,
-            problem.optimizer,
-            layout,
-            training,
-            problem.pack_of(samples, dims.token_multiple),
-            problem.world_size,
-            micro_batches=TRACED_MICRO_BATCHES,
-            stages=probe.stages,
-            fills_caches=samples == sizes[0] and probe is probes[0],
-        )
-        for samples in sizes
-        for probe in probes
-    ]
-    traces = yield jobs
+    full = tuple(stages(num_layers, 1, 0))
+    probes = shallower(model, full, training, fewest_layers(model, layout, dims))
+    job = Job(
+        model,
+        problem.objective,
+        problem.optimizer,
+        layout,
+        training,
+        problem.pack_of(1, dims.token_multiple),
+        problem.world_size,
+        micro_batches=TRACED_MICRO_BATCHES,
+    )
+    jobs = probing(job, shallower(model, full, training, 1)[0], probes)
+    packs = [problem.pack_of(samples, dims.token_multiple) for samples in sizes]
+    traces = yield [replace(job, pack=pack) for pack in packs for job in jobs]
+    del traces[:: len(jobs)]  # of jobs that fill caches
     weights = _ends_and_layer(model, [probe.stages for probe in probes], num_layers)
     cluster = problem.cluster(layout)
     of_traces = [

@@ -24,11 +24,13 @@ import functools
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
-from typing import Any, Optional, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -41,8 +43,12 @@ from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.numbers import numbers_without_values
+from dit.tracing.packs import PackShape
 from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import fake_world
+
+if TYPE_CHECKING:
+    from dit.planner.program import Program
 
 Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
@@ -187,17 +193,19 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
     os.environ["DIT_DEVICE"] = "cpu"
     torch.set_num_threads(1)
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, which takes two seconds
+    rank = TracedRank()
     while True:
         try:
             function, jobs = pipe.recv()
         except EOFError:
+            rank.close()
             return
         try:
             results = []
             for job in jobs:
-                gc.collect()
-                gc.freeze()  # a trace collects garbage, which must not scan modules and cached results
-                results.append(function(job))
+                if function is not trace_here:
+                    rank.close()
+                results.append(rank.trace(job) if function is trace_here else function(job))
             pipe.send(results)
         except BrokenPipeError:  # the caller has ended
             return
@@ -211,26 +219,66 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
 
 def trace_here(job: Job) -> StepTrace:
     """Trace a job's step in this process, which must not use torch.distributed before and must not train afterwards."""
-    from dit.backends import process_groups
-    from dit.optimizer.update import FusedUpdate
-    from dit.planner import muon
-    from dit.planner.program import Program
+    with contextlib.closing(TracedRank()) as rank:
+        return rank.trace(job)
 
-    norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
-    with fake_world(job.rank, job.world_size), experts_evenly_full(), _without_values(), norms:
-        groups, fakes = process_groups.initialize(job.parallel), _fake_tensors()
-        try:
-            counter = StepCounter(groups)
-            with _local_shards(), _watching_resizes(counter), numbers_without_values(fakes), fakes:
-                program = Program(job, groups, counter)
-                with counter:
-                    step = program.run()
-                update = program.state.update
-                if isinstance(update, FusedUpdate) and update.muon is not None:
-                    muon.average(step, update.muon, update.shards, groups)
-                return step
-        finally:
-            process_groups.release()
+
+class TracedRank:
+    """Traces jobs as one rank of a layout after another.
+
+    It keeps the models of the last layout: a job that differs from an earlier one only in its pack needs one
+    micro-batch, see `Program.run_with`.
+    """
+
+    def __init__(self) -> None:
+        self._rank: Any = None
+        self._groups: Any = None
+        self._stack = contextlib.ExitStack()
+        self._programs: dict[bytes, Program] = {}
+
+    def close(self) -> None:
+        """Release the process groups and the models."""
+        self._rank = None
+        self._programs.clear()
+        self._stack.close()
+        gc.collect()
+        gc.freeze()  # a trace collects garbage, which must not scan modules and cached results
+
+    def trace(self, job: Job) -> StepTrace:
+        """Trace a job's step."""
+        from dit.backends import process_groups
+        from dit.optimizer.update import FusedUpdate
+        from dit.planner import muon
+        from dit.planner.program import Program
+
+        if self._rank != (job.rank, job.world_size, job.parallel):
+            self.close()
+            self._rank = job.rank, job.world_size, job.parallel
+            self._stack.enter_context(fake_world(job.rank, job.world_size))
+            self._groups = process_groups.initialize(job.parallel)
+            self._stack.callback(process_groups.release)
+        key = pickle.dumps(replace(job, pack=PackShape(()), micro_batches=0, fills_caches=False))
+        program = self._programs.get(key)
+        is_new = program is None or job.in_full or self._groups.pp.size() > 1
+        if program is None or is_new:
+            program = self._programs[key] = Program(job, self._groups, StepCounter(self._groups))
+        norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
+        counter, fakes = program.counter, _fake_tensors()
+        with (
+            experts_evenly_full(),
+            _without_values(),
+            norms,
+            _local_shards(),
+            _watching_resizes(counter),
+            numbers_without_values(fakes),
+            fakes,
+        ):
+            with counter:
+                step = program.run() if is_new else program.run_with(job)
+            update = program.state.update
+            if job.micro_batches and isinstance(update, FusedUpdate) and update.muon is not None:
+                muon.average(step, update.muon, update.shards, self._groups)
+        return step
 
 
 @functools.cache

@@ -160,6 +160,7 @@ class StepCounter(TorchDispatchMode):
         self._names = {} if groups is None else _names(groups)
         self._sorted: dict[Hashable, tuple[Tensor, ...]] = {}
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._work: Any = None
         self.received_shape: list[int] = []
         self.live = self.peak = 0
         self.trace = StepTrace()
@@ -270,7 +271,7 @@ class StepCounter(TorchDispatchMode):
         """Count the bytes that a collective sends; received tables get the values that this rank would send."""
         kind = KINDS[func.__name__.split(".")[0].strip("_")]
         if fake:
-            out = func(*args, **kwargs)
+            out = self._finished(func, args, kwargs)
         else:
             with self._without_fakes():
                 out = func(*args, **kwargs)
@@ -286,6 +287,17 @@ class StepCounter(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.watch(tensor.untyped_storage())
         return out
+
+    def _finished(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of a collective on tensors without values: its first argument, and a finished work.
+
+        The first collective runs, to get the work. Others would copy every rank's part.
+        """
+        has_output = len(func._schema.returns) > 1
+        if self._work is None:
+            out = func(*args, **kwargs)
+            self._work = out[-1] if has_output else out
+        return (args[0], self._work) if has_output else self._work
 
     def _fill(self, kind: str, args: Any) -> None:
         """Fill the outputs of a collective on real tables, as if every rank sent the same."""

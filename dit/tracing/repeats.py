@@ -17,7 +17,9 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.lay
 """Argument types that are compared by value."""
 NOT_BY_SHAPE = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 """Operations whose result depends on values, or that change the shape of an argument."""
+SLICE = torch.ops.aten.slice.Tensor
 CPU = torch.device("cpu")
+_empty_strided = torch._C._VariableFunctions.empty_strided  # on CPUs, Megatron-Core's calls of torch's are redirected
 
 Strided = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
@@ -74,6 +76,8 @@ class FakeOpCache:
         """
         if not func._schema.returns and any(isinstance(x, self._fake) for x in tensors_in(args)):
             return None
+        if func is SLICE and self._mode is not None and isinstance(args[0], self._fake):
+            return self._slice(*args)
         try:
             key = func, self._key(args), self._key(kwargs.items())
         except _UncacheableError:
@@ -146,15 +150,26 @@ class FakeOpCache:
         if output.strided is None:
             return None if output.argument is None else args[output.argument]
         shape, strides, dtype = output.strided
-        with self._in_kernel(self._mode):
+        with torch._C._DisableTorchDispatch():
             if output.offset is None:
-                meta = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+                meta = _empty_strided(shape, strides, dtype=dtype, device="meta")
             else:
-                meta = args[0].as_strided(shape, strides, args[0].storage_offset() + output.offset)
+                offset = args[0].storage_offset() + output.offset
+                meta = _empty_strided((0,), (1,), dtype=dtype, device="meta")
+                meta.set_(args[0].untyped_storage(), offset, shape, strides)
         # Same as torch's constructor, but five times faster.
         fake = Tensor._make_subclass(self._fake, meta, False, dispatch_device=True, device_for_backend_keys=CPU)
         fake.__dict__.update(self._state)
         return fake
+
+    def _slice(self, x: Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Optional[Tensor]:
+        """Return a slice; most slices of gradient buffers differ, so a cache would not contain them."""
+        shape, strides = list(x.shape), list(x.stride())
+        first, last, _ = slice(start, end).indices(shape[dim])
+        shape[dim] = len(range(first, last, step))
+        offset = first * strides[dim]
+        strides[dim] *= step
+        return self._result(_Output(strided=(torch.Size(shape), tuple(strides), x.dtype), offset=offset), (x,))
 
     def _remember(self, result: Any) -> None:
         """Record the initial attributes of a fake tensor."""
