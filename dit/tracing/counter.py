@@ -271,7 +271,7 @@ class StepCounter(TorchDispatchMode):
         """Count the bytes that a collective sends; received tables get the values that this rank would send."""
         kind = KINDS[func.__name__.split(".")[0].strip("_")]
         if fake:
-            out = self._finished(func, args, kwargs)
+            out = self._without_copies(func, args, kwargs)
         else:
             with self._without_fakes():
                 out = func(*args, **kwargs)
@@ -288,7 +288,7 @@ class StepCounter(TorchDispatchMode):
                 self.watch(tensor.untyped_storage())
         return out
 
-    def _finished(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _without_copies(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a collective on tensors without values: its first argument, and a finished work.
 
         The first collective runs, to get the work. Others would copy every rank's part.
