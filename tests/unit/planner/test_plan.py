@@ -25,7 +25,7 @@ from recipes import registry
 
 PACK = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4))
 OF_PEAK = 0.01
-MOST_LAYERS = 180
+MOST_LAYERS = 130
 EXPERTS = 8
 """Experts that are traced as long as a layer without any."""
 FLUX = {
@@ -275,8 +275,7 @@ def test_a_dry_run_traces_few_layers(traced_layers, recipe, ranks, layers):
 def test_no_dry_run_traces_many_layers(traced_layers):
     """Bounds the time of `--dryrun`: tracing a layer takes a fraction of a second."""
     most = {entry.name: traced_layers(entry.name) for entry in registry.recipes()}
-    assert {name: layers for name, layers in most.items() if layers > MOST_LAYERS} == {}
-    assert max(most, key=lambda name: most[name]) == "flux_12b"  # all 57, because few have the window's size
+    assert max(most.values()) == MOST_LAYERS, max(most, key=lambda name: most[name])
 
 
 def test_an_accelerators_rms_norm_saves_its_input_its_weight_and_a_number_per_row():
