@@ -233,7 +233,7 @@ class RunConfig:
         return [*self.adaptations(dims), *self.unused_conditions(), *self.data.remarks(spec)]
 
     def adaptations(self, dims: ParallelDims) -> list[str]:
-        """Return a line for each setting that was adapted to the run's size or length, or has an untrained effect."""
+        """Return a line for each setting that is adapted, never reached, or uses an untrained prediction."""
         training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
@@ -257,9 +257,9 @@ class RunConfig:
                 "so its terms never count"
             )
         # Weights to start from may have been trained with dropout.
-        kept = [c.name for c in self.model.conditions() if c.dropout == 0 and not c.may_be_empty]
-        if kept and self.sampling.guidance_scale != 1 and self.checkpoint.start_from is None:
-            name = "class_dropout" if LABEL.name in kept else "context_dropout"
+        never_dropped = [c.name for c in self.model.conditions() if c.dropout == 0 and not c.may_be_empty]
+        if never_dropped and self.sampling.guidance_scale != 1 and self.checkpoint.start_from is None:
+            name = "class_dropout" if LABEL.name in never_dropped else "context_dropout"
             lines.append(
                 f"sampling.guidance_scale={self.sampling.guidance_scale:g} uses the prediction without conditions, "
                 f"which model.{name}=0 never trains; set model.{name}=0.1, or sampling.guidance_scale=1"

@@ -291,8 +291,8 @@ class CheckpointConfig:
             diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those. With
             `model.lora`, the frozen weights, also when the run resumes.
         accept_changes: settings or parts that may differ from the checkpoint, or settings of the model from
-            `start_from`; `data.path` and `data.blend` also accept changed data, read from the beginning, and `data`
-            other encoders than those of `start_from`.
+            `start_from`. `data.path` and `data.blend` also accept changed data, read from the beginning.
+            `checkpoint.start_from` accepts data of other encoders than those of the weights.
     """
 
     interval: int = 1000

@@ -50,10 +50,9 @@ def held_out_batches(
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
-    if args.data is not None:
+    if args.data is not None and environment.rank() == 0:
         trained = generator.autoencoder, generator.text_encoder
-        notes = compare_encoders(data, trained, spec.conditions, f"--checkpoint {args.checkpoint}")
-        for note in notes if environment.rank() == 0 else ():
+        for note in compare_encoders(data, trained, spec.conditions, f"--checkpoint {args.checkpoint}"):
             echo(f"note: {note}", file=sys.stderr)
     if to_draw:
         data = without_levels(data)

@@ -1,6 +1,6 @@
 """Comparison of the encoders of data with those that a model was trained with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,33 +37,47 @@ def compare_encoders(
     entries = {entry for condition in conditions for entry in condition.stored_as}
 
     def selected(line: str) -> list[TextEncoderConfig]:
-        made = [(encoder.recorded(), entry) for encoder in parse_line(line) for entry in encoder.makes]
-        return [replace(encoder, makes=(entry,)) for encoder, entry in made if entry in entries]
+        made = [(entry, encoder.recorded()) for encoder in parse_line(line) for entry in encoder.makes]
+        by_entry = sorted(made, key=lambda pair: pair[0])
+        return [replace(encoder, makes=(entry,)) for entry, encoder in by_entry if entry in entries]
 
     def sizes(line: str) -> object:
         return [(encoder.makes, replace(encoder.geometry(), max_tokens=0)) for encoder in selected(line)]
 
-    latents = "the latents", "autoencoder", "--vae", data.autoencoder, _resolved, Geometry.read
-    texts = "the embedded texts", "text encoder", "--text-encoder", data.text_encoder, selected, sizes
-    lines = []
-    for theirs, (values, kind, option, read_name, identify, read) in zip(trained, (latents, texts), strict=True):
-        ours = None
-        with suppress(DataError):  # absent in a dry run; or different ones of a blend, which the run refuses
-            ours = read_name()
-        if theirs is None or ours is None or theirs == ours:
-            continue
+    def compare(
+        kind: str,
+        options: str,
+        trained_name: Optional[str],
+        read_name: Callable[[], Optional[str]],
+        identify: Callable[[str], object],
+        read_sizes: Callable[[str], object],
+    ) -> list[str]:
+        name = None
+        with suppress(DataError):  # the data are absent in a dry run, or the parts of a blend have different encoders
+            name = read_name()
+        if trained_name is None or name is None or trained_name == name:
+            return []
         try:
-            if identify(theirs) == identify(ours):
-                continue
-            differs = read(theirs) != read(ours)
+            if identify(trained_name) == identify(name):
+                return []
+            differs = read_sizes(trained_name) != read_sizes(name)
         except ConfigError:  # one cannot be read here
             differs = False
-        fault = f"{weights} was trained with the {kind} {theirs!r}, and {values} of the data are of {ours!r}"
-        cure = f"prepare the data with {option} {theirs}{other_cure}"
+        fault = f"{weights} was trained with the {kind} {trained_name!r}, and the data are encoded by {name!r}"
+        cure = f"encode the data by the former ({options}){other_cure}"
         if differs:
             raise ConfigError(f"{fault}, which is of another kind, size or scale; {cure}")
-        lines.append(f"{fault}; if these are not the same, {cure}")
-    return lines
+        return [f"{fault}; if these are not the same, {cure}"]
+
+    vae, texts = trained
+    return [
+        *compare("autoencoder", "--vae or data.online_vae", vae, data.autoencoder, _resolved, Geometry.read),
+        *compare(
+            *("text encoder", "--text-encoder or data.online_text_encoder", texts, data.text_encoder),
+            selected,
+            sizes,
+        ),
+    ]
 
 
 def _resolved(name: str) -> Path | str:

@@ -124,8 +124,7 @@ def pretrain(
             lock.agree()
             verified_kernels.agree()
             dims, spec = config.check_here()
-            lines = start_remarks(config)
-            for line in [*lines, *config.remarks(dims, spec)] if rank == 0 else ():
+            for line in [*start_remarks(config), *config.remarks(dims, spec)] if rank == 0 else ():
                 logger.info(line)
         with (
             StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog,

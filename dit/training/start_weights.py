@@ -6,7 +6,11 @@ from dit.checkpoint.base_model import unverified_start
 from dit.checkpoint.diffusers_folder import local_path
 from dit.checkpoint.reading import candidates
 from dit.encoders.comparison import compare_encoders
+from dit.errors import CheckpointError
 from dit.run_config import RunConfig
+
+SETTING = "checkpoint.start_from"
+"""The setting that names the weights; among the accepted changes, it accepts other encoders of the data."""
 
 
 def download_start(config: RunConfig) -> None:
@@ -22,16 +26,20 @@ def start_remarks(config: RunConfig) -> list[str]:
         A line for each encoder that may be another one, see `compare_encoders`.
 
     Raises:
-        ConfigError: an encoder is another one, and `checkpoint.accept_changes` does not contain `data`.
+        ConfigError: an encoder is another one, and `checkpoint.accept_changes` does not contain `SETTING`.
     """
     path, accepted = _path(config), config.checkpoint.accept_changes or []
-    start = None if path is None or "data" in accepted else unverified_start(path)
-    if start is None:
+    start = None if path is None or SETTING in accepted else unverified_start(path)
+    if path is None or start is None:
         return []
-    accept = json.dumps([*accepted, "data"], separators=(",", ":"))
+    try:
+        encoders = start.encoders
+    except CheckpointError:  # the run reports damage, or reads an older checkpoint
+        return []
+    accept = json.dumps([*accepted, SETTING], separators=(",", ":"))
     other_cure = f", or accept the difference: 'checkpoint.accept_changes={accept}'"
     conditions = config.model.conditions()
-    return compare_encoders(config.data, start.encoders, conditions, f"checkpoint.start_from: {path}", other_cure)
+    return compare_encoders(config.data, encoders, conditions, f"{SETTING}: {path}", other_cure)
 
 
 def _path(config: RunConfig) -> str | None:

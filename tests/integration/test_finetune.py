@@ -253,7 +253,11 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
         ("no base", ["model.lora trains adapters of", "checkpoint.start_from=RUN_DIR"]),
         (
             "other texts",
-            ["was trained with the text encoder", "/other_t5', which is of another kind, size or scale", '=["data"]'],
+            [
+                "was trained with the text encoder",
+                "/other_t5', which is of another kind, size or scale",
+                '=["checkpoint.start_from"]',
+            ],
         ),
         ("on adapters", ["has only adapters (LoRA) for the weights of", "/base/"]),
         ("other rank", ["lora_A.weight"]),

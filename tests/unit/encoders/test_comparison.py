@@ -46,21 +46,19 @@ def test_another_autoencoder_is_refused_by_its_sizes_and_reported_by_its_name(tm
     with pytest.raises(ConfigError) as raised:
         compare(Data(sd3), flux, None)
     assert str(raised.value) == (
-        f"runs/a was trained with the autoencoder {flux!r}, and the latents of the data are of {sd3!r}, which is "
-        f"of another kind, size or scale; prepare the data with --vae {flux}, or accept it"
+        f"runs/a was trained with the autoencoder {flux!r}, and the data are encoded by {sd3!r}, which is "
+        "of another kind, size or scale; encode the data by the former (--vae or data.online_vae), or accept it"
     )
     for other in (copy, str(tmp_path / "moved")):
         (line,) = compare(Data(other), flux, None)
-        assert line.endswith(
-            f"are of {other!r}; if these are not the same, prepare the data with --vae {flux}, or accept it"
-        )
+        assert f"are encoded by {other!r}; if these are not the same, encode the data by the former" in line
     for same in (flux, str(tmp_path / "flux"), f"{tmp_path}/sd3/../flux/vae", None):
         assert compare(Data(same), flux, None) == []
     assert compare(Data(sd3), None, None) == []
 
 
 def test_encoders_are_compared_for_the_texts_of_the_model_only() -> None:
-    with pytest.raises(ConfigError, match=r"text encoder 'identity', and the embedded texts .* --text-encoder"):
+    with pytest.raises(ConfigError, match=r"text encoder 'identity', and the data .*--text-encoder"):
         compare(Data(texts=MINILM), None, "identity")
     for other in (f"{MINILM}:max_tokens=40", f"{MINILM}:no_option", "unknown"):
         (line,) = compare(Data(texts=other), None, MINILM)
@@ -69,4 +67,5 @@ def test_encoders_are_compared_for_the_texts_of_the_model_only() -> None:
         assert compare(Data(texts=same), None, MINILM) == []
     assert compare(Data(texts=MINILM), None, "identity", conditions=(LABEL,)) == []
     pooled = CONTEXT, replace(POOLED, shape=(384,))
-    assert compare(Data(texts=f"text+pooled={MINILM}"), None, f"{MINILM},pooled={MINILM}", conditions=pooled) == []
+    for same in (f"text+pooled={MINILM}", f"pooled={MINILM},{MINILM}"):
+        assert compare(Data(texts=same), None, f"{MINILM},pooled={MINILM}", conditions=pooled) == []
