@@ -39,8 +39,8 @@ class Contents:
     num_train: Optional[int]
     num_held_out: Optional[int]
 
-    def longest(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
-        """Return (t, h, w) in patches of the largest sample, and of the largest references that one may have."""
+    def largest_grids(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
+        """Return (t, h, w) in patches of the largest sample, and of each reference that a sample may have."""
         largest = []
         for shapes in (self.shapes, *[self.reference_shapes or self.shapes] * self.most_references):
             _, frames, height, width = max(shapes, key=math.prod)

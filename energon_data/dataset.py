@@ -250,11 +250,11 @@ class EnergonData(ReaderSettings, DataConfig):
         described = list[Contents]()
         with suppress(DataError):  # a folder that `prepare` did not write
             described = [contents for path in self._paths() if (contents := Contents.read(Path(path)))]
-        samples = [contents.longest(patch_temporal, patch_spatial) for contents in described]
+        samples = [contents.largest_grids(patch_temporal, patch_spatial) for contents in described]
         if not samples or self.resize_side is not None:
             return []
-        longest = max(samples, key=lambda grids: sum(map(math.prod, grids)))
-        return longest if self.references else longest[:1]
+        grids = [sample if self.references else sample[:1] for sample in samples]
+        return max(grids, key=lambda sample: sum(map(math.prod, sample)))
 
     def _pixel_multiple(self, spec: BatchSpec) -> int:
         """Return the number that sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""

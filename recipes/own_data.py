@@ -160,7 +160,7 @@ def own_data(
     contents = _encoded(found or ABSENT, vae)
     patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
     edited = contents.most_references > 0
-    longest = sum(map(math.prod, contents.longest(1, patch)))
+    longest = sum(map(math.prod, contents.largest_grids(1, patch)))
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
     name = _backbone(backbone, moves or edited, text_width)
     recipe = small_run(
