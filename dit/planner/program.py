@@ -51,7 +51,7 @@ class Phases(StepObserver):
 
     Attributes:
         marks: counts before each of these calls.
-        forwards: counts of the forward passes of all model chunks, by call.
+        forwards: counts of the forward pass of each of these calls, times the number of model chunks.
     """
 
     def __init__(self, counter: StepCounter, num_chunks: int, marked: Sequence[int]) -> None:
@@ -99,11 +99,13 @@ class Phases(StepObserver):
 
 
 @dataclass(frozen=True)
-class Once:
+class WorkPerStep:
     """Work once per step, whatever its micro-batches: exchange of gradients and weights, and the update.
 
     Attributes:
-        forward: the part of it in the first forward pass.
+        step: all of it.
+        forward: its part in the first forward pass.
+        update: its part in the update.
     """
 
     step: StepTrace
@@ -121,7 +123,7 @@ class Program:
     def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter, *, late: bool = False) -> None:
         self.job, self.groups, self.counter, self.late = job, groups, counter, late
         self._previous: Optional[Step] = None
-        self._once: Optional[Once] = None
+        self._once: Optional[WorkPerStep] = None
         self._copy = PackCopy(local_device())
         self._packs = itertools.cycle(job.packs or [job.pack])
 
@@ -186,14 +188,14 @@ class Program:
         counts = replace(step, parts={})
         if job.parallel.pipeline_model_parallel_size == 1:
             once = combined([counts, unit], [1, -traced])
-            self._once = Once(once, phases.forwards[0].since(forward), step.parts["update"].copy())
+            self._once = WorkPerStep(once, phases.forwards[0].since(forward), step.parts["update"].copy())
         total = combined([counts, unit], [1, missing])
         return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
 
     def run_with(self, job: Job) -> StepTrace:
         """Trace a step with another pack after `run`, from one micro-batch if the work once per step is known.
 
-        The peak of one micro-batch lacks the pack of the one before, about 40 bytes per token.
+        The peak of one micro-batch lacks the pack of the micro-batch before.
 
         Args:
             job: differs from the earlier one only in its pack and in the micro-batches to trace.

@@ -258,9 +258,9 @@ class TracedRank:
             self._groups = process_groups.initialize(job.parallel)
             self._stack.callback(process_groups.release)
         key = pickle.dumps(replace(job, pack=PackShape(()), micro_batches=0, fills_caches=False))
-        program = self._programs.get(key)
-        is_new = program is None or job.in_full or self._groups.pp.size() > 1
-        if program is None or is_new:
+        program = None if job.in_full or job.packs or self._groups.pp.size() > 1 else self._programs.get(key)
+        is_new = program is None
+        if program is None:
             program = self._programs[key] = Program(job, self._groups, StepCounter(self._groups))
         norms = fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
         counter, fakes = program.counter, _fake_tensors()

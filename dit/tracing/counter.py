@@ -160,7 +160,7 @@ class StepCounter(TorchDispatchMode):
         self._names = {} if groups is None else _names(groups)
         self._sorted: dict[Hashable, tuple[Tensor, ...]] = {}
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
-        self._work: Any = None
+        self._finished_work: Any = None
         self.received_shape: list[int] = []
         self.live = self.peak = 0
         self.trace = StepTrace()
@@ -291,13 +291,13 @@ class StepCounter(TorchDispatchMode):
     def _without_copies(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a collective on tensors without values: its first argument, and a finished work.
 
-        The first collective runs, to get the work. Others would copy every rank's part.
+        The first collective runs, and its `Work` of torch is that of all others, which would copy every rank's part.
         """
         has_output = len(func._schema.returns) > 1
-        if self._work is None:
+        if self._finished_work is None:
             out = func(*args, **kwargs)
-            self._work = out[-1] if has_output else out
-        return (args[0], self._work) if has_output else self._work
+            self._finished_work = out[-1] if has_output else out
+        return (args[0], self._finished_work) if has_output else self._finished_work
 
     def _fill(self, kind: str, args: Any) -> None:
         """Fill the outputs of a collective on real tables, as if every rank sent the same."""

@@ -19,7 +19,9 @@ NOT_BY_SHAPE = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.T
 """Operations whose result depends on values, or that change the shape of an argument."""
 SLICE = torch.ops.aten.slice.Tensor
 CPU = torch.device("cpu")
-_empty_strided = torch._C._VariableFunctions.empty_strided  # on CPUs, Megatron-Core's calls of torch's are redirected
+_empty_strided = (
+    torch._C._VariableFunctions.empty_strided
+)  # a patch of Megatron-Core redirects torch.empty_strided on CPUs
 
 Strided = tuple[torch.Size, tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of a tensor."""
@@ -77,7 +79,7 @@ class FakeOpCache:
         if not func._schema.returns and any(isinstance(x, self._fake) for x in tensors_in(args)):
             return None
         if func is SLICE and self._mode is not None and isinstance(args[0], self._fake):
-            return self._slice(*args)
+            return self._slice(*args, **kwargs)
         try:
             key = func, self._key(args), self._key(kwargs.items())
         except _UncacheableError:

@@ -23,6 +23,7 @@ def cases(x, y):
         "slice from the end": (aten.slice.Tensor, (x, 1, -5, 1 << 62, 2)),
         "empty slice": (aten.slice.Tensor, (x, -1, 4, 2)),
         "first rows": (aten.slice.Tensor, (x,)),
+        "slice by names": (aten.slice.Tensor, (x,), {"dim": 1, "end": 3}),
         "views": (aten.split.Tensor, (x, 2)),
         "view as a type": (aten.view.dtype, (x, torch.int16)),
         "several": (aten.native_layer_norm.default, (x, [6], None, None, 1e-5)),
@@ -43,8 +44,8 @@ def test_a_cached_result_equals_the_computed_result(name):
         with mode:
             storage = torch.zeros(4, 12, dtype=torch.bfloat16)
             x, y = storage[:, 2:8], torch.ones(4, 6)
-            func, args = cases(x, y)[name]
-            out = cache.run(func, args, {})
+            func, args, *kwargs = cases(x, y)[name]
+            out = cache.run(func, args, *(kwargs or [{}]))
             found.append(described(out, (x, y)))
     assert found[0] == found[1]
     assert len(cache._cache) == 1
