@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 ROWS, PAGE, PLOT = "sweep.jsonl", "sweep.md", "sweep.png"
 TIMED_OUT, FAILED = "timed out", "failed"
 ERROR = re.compile(r"\b(?!ChildFailed)\w*error:", re.IGNORECASE)
-SIGNAL = re.compile(r"Signal \d+ \(\w+\) received")
-"""A message of torchrun for a rank that was killed; it also prints ChildFailedError after every failure."""
+"""A line with an error; torchrun adds a ChildFailedError after every failure."""
+SIGNAL = re.compile(r"Signal (?!15)\d+ \(\w+\) received")
+"""A message of torchrun for a rank that was killed, not stopped by torchrun."""
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "step_ms_p50": ("ms, p50", lambda x: f"{x:,.1f}"),
     "step_ms_p90": ("ms, p90", lambda x: f"{x:,.1f}"),
@@ -124,7 +125,8 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
     text = read_bytes(log).decode(errors="replace") if log.exists() else ""
     if OUT_OF_MEMORY in text.lower():  # on another rank than rank 0, which writes the record
         return {"status": OUT_OF_MEMORY, **where()}
-    errors = [line.strip() for kind in (SIGNAL, ERROR) for line in text.splitlines() if kind.search(line)]
+    # Other ranks report a lost connection after one was killed.
+    errors = [line.strip() for kind in (ERROR, SIGNAL) for line in text.splitlines() if kind.search(line)]
     place = log if log.exists() else "the logs of nemo-run"
     status = FAILED if in_time else TIMED_OUT
     return {"status": status, "error": errors[-1] if errors else f"no record; see {place}", **where()}
@@ -220,7 +222,7 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
     """Measure cells as one nemo-run experiment, and append their rows at its end."""
     files = {cell: args.out.resolve() / "cells" / f"{cell.name}.jsonl" for cell in cells}
     tasks = {cell.name: words_of(cell, args, file) for cell, file in files.items()}
-    for file in files.values():
+    for file in () if args.dryrun else files.values():
         file.unlink(missing_ok=True)
     places = {"folder": args.folder, "dryrun": args.dryrun}
     states = experiment.execute(args.name or args.out.name, "benchmarks.step", tasks, executor, **places)
@@ -230,7 +232,7 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
 
 
 def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> None:
-    """Append the row of a cell, with the planner's prediction, in place of an earlier one, and print it in a line."""
+    """Replace the row of a cell, or append it, with the planner's prediction, and print it in a line."""
     row = {**result, **planned(cell, args, result), **key_fields(cell, args)}
     others = [other for other in read_rows(args.out / ROWS) if not is_row_of(other, cell, args)]
     write_atomic(args.out / ROWS, "".join(json.dumps(each_row) + "\n" for each_row in [*others, row]))

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_UNEXPECTED, ConfigError, UserError, one_line_errors
 from dit.terminal import echo
 from launch import cli, environment, grid
 from launch.argument_types import command_parser
@@ -94,8 +94,8 @@ def check(cells: Sequence[grid.Cell], executor: "Executor") -> None:
         try:
             task = train.resolve(cli.Options(factory=cell.recipe, overrides=cell.overrides))
             config_file.built(task).check(executor.nnodes() * executor.nproc_per_node())
-        except ConfigError as error:
-            raise ConfigError(f"{cell.name}: {str(error).partition(chr(10))[0]}") from error
+        except UserError as error:
+            raise type(error)(f"{cell.name}: {str(error).partition(chr(10))[0]}") from error
 
 
 def execute(
@@ -140,7 +140,7 @@ def execute(
             with _interruptible(is_local):
                 experiment.run(sequential=is_local and len(tasks) > 1, detach=detach, tail_logs=not detach)
         except UnexpectedExit as error:
-            reason = " ".join(error.result.stderr.split())
+            reason = " ".join(error.result.stderr.split()) or f"{error.result.command} failed"
             raise ConfigError(f"{reason}; correct the executor, or start this on a login node of Slurm") from error
     jobs = experiment.status(return_dict=True) or {}
     return {name: str(job["status"]) for name, job in jobs.items()}
@@ -157,10 +157,13 @@ def _interruptible(is_local: bool) -> Iterator[None]:
         if not is_local:
             echo("interrupted; the submitted jobs continue", file=sys.stderr)
             os._exit(EXIT_INTERRUPTED)
+        processes: list[str] = []
         for file in Path("/proc/self/task").glob("*/children"):
-            for process in file.read_text().split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(process), signal.SIGTERM)
+            with suppress(OSError):  # the thread has ended
+                processes += file.read_text().split()
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGTERM)
         raise KeyboardInterrupt
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -106,7 +106,8 @@ def test_a_failed_cell_is_measured_again_in_place_of_its_row(tmp_path, started):
 
 
 def test_a_killed_rank_is_the_error_of_its_cell(tmp_path):
-    (tmp_path / "log").write_text("errors.ChildFailedError: \n  traceback : Signal 9 (SIGKILL) received by PID 5\n")
+    killed = "errors.ChildFailedError: \n  traceback : Signal 9 (SIGKILL) received by PID 5\n"
+    (tmp_path / "log").write_text(f"{killed}RuntimeError: Connection closed by peer\n")
     row = sweep.result_of(tmp_path / "absent", tmp_path / "log", in_time=True)
     assert (row["status"], row["error"]) == ("failed", "traceback : Signal 9 (SIGKILL) received by PID 5")
 
