@@ -301,7 +301,7 @@ class FusedUpdate:
         return parameter.detach().view(-1)[shard.start : shard.stop]
 
     def _set_step_count(self, count: int) -> None:
-        """Set Adam's step count as `master_weights.set_step_count`, but one tensor for all: nothing increments it."""
+        """Set Adam's step count; the parameters share one tensor, because no kernel increments it."""
         step = torch.tensor(float(count))
         for group, members in self.groups:
             if "fused" not in group:  # those of Transformer Engine and Apex
