@@ -149,10 +149,12 @@ class DeviceBatches(Iterator[PackedBatch]):
         condition = batch.conditions.get(FPS.name)
         rates = [DEFAULT_FPS] * len(batch.grids) if condition is None else condition.values.tolist()
         sizes = [(prod(grid), grid, fps) for grid, fps in zip(batch.grids, rates)]
-        if self.largest is None or max(sizes) > self.largest[:3]:
-            first = batch.layout.starts[sizes.index(max(sizes))]
-            frames = num_frames(batch.latents_TC[first : first + max(sizes)[0]], max(sizes)[1], *self._spec.patch)
-            self.largest = Largest(*max(sizes), frames)
+        largest = max(sizes)
+        if self.largest is None or largest >= self.largest[:3]:
+            starts = [start for start, size in zip(batch.layout.starts, sizes) if size == largest]
+            tokens = (batch.latents_TC[start : start + largest[0]] for start in starts)
+            sample = Largest(*largest, max(num_frames(x_TC, largest[1], *self._spec.patch) for x_TC in tokens))
+            self.largest = sample if self.largest is None else max(self.largest, sample)
         local = self._shard(padded)
         self.step_batches.append(local)
         return self._copy(local)

@@ -45,13 +45,17 @@ def test_waiting_for_the_loader_is_counted_and_other_work_is_not() -> None:
     assert batches.reset().waited_s == 0
 
 
-@pytest.mark.parametrize("frames", [1, 2])
-def test_the_largest_sample_is_a_still_if_the_frames_of_its_patch_are_equal(frames: int) -> None:
-    spec, data = replace(SPEC, patch_temporal=2), MockData(frames=frames)
-    stream: Any = data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
-    batches = DeviceBatches(stream, torch.device("cpu"), spec, lambda batch: 7)
-    next(batches)
-    assert batches.latent_size(spec) == (frames, 16, 16)
+@pytest.mark.parametrize("frames", [[1], [2], [1, 2], [2, 1]])
+def test_a_patch_of_equal_frames_is_a_still_and_smaller_than_a_clip(frames: list[int]) -> None:
+    spec = replace(SPEC, patch_temporal=2)
+    streams: list[Any] = [
+        MockData(frames=count).build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None) for count in frames
+    ]
+    packs: Any = (next(stream) for stream in streams)
+    batches = DeviceBatches(packs, torch.device("cpu"), spec, lambda batch: 7)
+    for _ in frames:
+        next(batches)
+    assert batches.latent_size(spec) == (max(frames), 16, 16)
     batches.restore_largest({"latent_size": [1, 8, 8]}, spec)
     assert batches.largest is not None
     assert (batches.largest.tokens, batches.latent_size(spec)) == (16, (1, 8, 8))
