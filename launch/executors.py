@@ -25,13 +25,13 @@ EXPERIMENTS = "experiments"
 @run.cli.factory
 def local() -> run.Config[run.LocalExecutor]:
     """One process on this machine."""
-    return run.Config(run.LocalExecutor, env_vars=dict(ENVIRONMENT))
+    return run.Config(run.LocalExecutor)
 
 
 @run.cli.factory
 def torchrun(ranks: int = 8) -> run.Config[run.LocalExecutor]:
     """Several processes on this machine, started by torchrun."""
-    return run.Config(run.LocalExecutor, ntasks_per_node=ranks, launcher="torchrun", env_vars=dict(ENVIRONMENT))
+    return run.Config(run.LocalExecutor, ntasks_per_node=ranks, launcher="torchrun")
 
 
 @run.cli.factory
@@ -61,7 +61,6 @@ def slurm(
         retries=3,
         tunnel=run.Config(run.LocalTunnel, job_dir=f"{job_dir}/{EXPERIMENTS}"),
         packager=run.Config(run.Packager),
-        env_vars=dict(ENVIRONMENT),
     )
 
 

@@ -77,7 +77,7 @@ def assumed_grid(tokens: int) -> Grid:
 def planned_sample(
     data: object, model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample in the data settings: the largest synthetic or stored sample, the longest, or the crop."""
+    """Return the sample of the data settings: the largest synthetic or stored one, a crop, or one of most tokens."""
     pack = getattr(data, "max_tokens_per_pack", None)
     limit = getattr(data, "max_tokens_per_sample", None) or pack
     if model.condition("context") is None:
