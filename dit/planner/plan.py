@@ -85,7 +85,6 @@ def plan(
     fewest = fewest_layers(model, parallel, dims)
     for rank in sorted({0, between, pp - 1}):
         probes[rank] = shallower(model, stages_of_rank[rank], training, fewest)
-        shortest = shallower(model, stages_of_rank[rank], training, 1)[0]
         job = Job(
             model,
             objective,
@@ -98,7 +97,7 @@ def plan(
             dims.micro_batches,
             kernels=kernels,
         )
-        jobs += probing(job, shortest, probes[rank])
+        jobs += probing(job, stages_of_rank[rank], probes[rank])
     traced = iter((tracer or trace)(jobs))
     return Plan(
         {
@@ -108,8 +107,13 @@ def plan(
     )
 
 
-def probing(job: Job, shortest: Probe, probes: Sequence[Probe]) -> list[Job]:
-    """Return jobs for the shortest stage, which only fills the program's caches, and for each probe."""
+def probing(job: Job, chunks: Sequence[Stage], probes: Sequence[Probe]) -> list[Job]:
+    """Return a job of as few layers as possible, which only fills the program's caches, and one for each probe.
+
+    Args:
+        chunks: the full stages of the rank.
+    """
+    shortest = shallower(job.model, chunks, job.training, 1)[0]
     filling = replace(job, micro_batches=0, fills_caches=True)
     jobs = [filling, *(replace(job, fills_caches=False) for _ in probes)]
     return [

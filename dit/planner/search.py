@@ -154,7 +154,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
         problem.world_size,
         micro_batches=TRACED_MICRO_BATCHES,
     )
-    jobs = probing(job, shallower(model, full, training, 1)[0], probes)
+    jobs = probing(job, full, probes)
     packs = [problem.pack_of(samples, dims.token_multiple) for samples in sizes]
     traces = yield [replace(job, pack=pack) for pack in packs for job in jobs]
     del traces[:: len(jobs)]  # of jobs that fill caches
