@@ -19,7 +19,7 @@ OWN_READERS = ("dit.safe_files", "energon_data.prepare.sources")
 
 KERNEL = (
     *("dit/backends/device.py", "dit/monitoring/heartbeat.py", "dit/monitoring/time_limit.py"),
-    "examples/race/__main__.py",
+    *("examples/race/__main__.py", "launch/experiment.py"),
 )
 """Files that read /proc and /sys."""
 

@@ -44,4 +44,5 @@ def start_remarks(config: RunConfig) -> list[str]:
 
 def _path(config: RunConfig) -> str | None:
     """Return the path or address of the weights; None if the run has no start, or resumes."""
-    return None if candidates(config.training.run_dir) else config.checkpoint.start_from
+    path = config.checkpoint.start_from
+    return None if path is None or candidates(config.training.run_dir) else path

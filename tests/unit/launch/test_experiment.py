@@ -5,6 +5,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from dataclasses import fields
@@ -189,6 +190,7 @@ def test_a_job_that_slurm_refuses_is_one_line(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_an_interrupted_experiment_stops_its_run_and_starts_no_other(tmp_path, name):
     """nemo-run waits for the end of the run, whose stand-in interrupts the experiment and sleeps."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in the background of a shell
     began, log = time.monotonic(), tmp_path / "started"
     text = f"import os, signal, time; open({str(log)!r}, 'a').write('x'); os.kill(os.getppid(), signal.{name})"
     text += "; time.sleep(200)"
