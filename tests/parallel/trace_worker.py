@@ -1,14 +1,16 @@
 """Measure real training steps on one rank, for comparison with their trace; test cases name `measure`."""
 
+import inspect
 import itertools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.parallel_training import tiny_model
-from dit.backends import process_groups
+from dit.backends import init, process_groups
 from dit.models.base import ModelConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
@@ -83,7 +85,8 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     )
     dims, spec = config.check_here()
     groups = process_groups.initialize(work.parallel)
-    with LiveBytes() as live:
+    # `tests.preload` keeps the initial weights that a rank draws, which would be counted.
+    with mock.patch.object(init, "draw", inspect.unwrap(init.draw)), LiveBytes() as live:
         run = Run(config, dims, spec, groups, quiet=True)
         run.batches._stream = (batch_of(work.model, work.pack) for _ in itertools.count())  # type: ignore[assignment]
         sums = torch.zeros(2)
