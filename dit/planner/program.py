@@ -100,7 +100,7 @@ class Phases(StepObserver):
 
 @dataclass(frozen=True)
 class WorkPerStep:
-    """Work once per step, whatever its micro-batches: exchange of gradients and weights, and the update.
+    """Work that a step does once, for any number of micro-batches: exchange of gradients and weights, update.
 
     Attributes:
         step: all of it.
