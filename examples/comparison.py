@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 DECODED_AT_ONCE = 50
 
 
-def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: Collection[str], what: str) -> str:
-    """Return the reference data set of a metric: that of the flag, of the run, or the suitable member of its blend.
+def folder_to_compare(
+    args: argparse.Namespace, generator: "Generator", names: Collection[str], what: str, default: str
+) -> str:
+    """Return the folder of a metric's reference data set: that of the flag, of the run, or a member of its blend.
 
     Args:
         names: `name` of suitable data sets in `dataset.json`.
         what: their content, for messages.
-
-    Returns:
-        Its folder; empty if the run has no data folder.
+        default: folder for runs without one, such as averages and imported weights.
 
     Raises:
         ConfigError: the blend of the run does not have exactly one suitable data set.
@@ -37,9 +37,8 @@ def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: C
     if args.data:
         return args.data
     data = generator.config.data
-    path = getattr(data, "path", "")
     if getattr(data, "blend", None) is None:
-        return path
+        return getattr(data, "path", "") or default
     assert isinstance(data, EnergonData)  # other data are not blended
     members = {str(member.path): member.description.get("name") in names for member in data.folders("train")}
     readable = [member for member, suits in members.items() if suits]

@@ -136,7 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
     """Return the data set of the classifier; arguments and errors as of `folder_to_compare`."""
-    return folder_to_compare(args, generator, DATA_SETS, "letters") or DEFAULT_DATA
+    return folder_to_compare(args, generator, DATA_SETS, "letters", DEFAULT_DATA)
 
 
 def reader_features(args: argparse.Namespace, generator: "Generator") -> "Features":

@@ -172,7 +172,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.encoders.vae import load_vae
     from energon_data.folder import check_dataset
 
-    folder = folder_to_compare(args, generator, (NAME,), "pictograms")
+    folder = folder_to_compare(args, generator, (NAME,), "pictograms", "data/pictograms_latent")
     description = check_dataset(folder, "train").description
     if description.get("name") != NAME:
         raise ConfigError(f"{folder} holds no pictograms; give those that the model was trained on with --data")

@@ -13,6 +13,7 @@ import torch
 from small_data import clips, spec, write_dataset
 from small_streams import same, take, through_disk
 
+from dit.data_api import NoData
 from dit.errors import ConfigError, DataError
 from energon_data.blend import read_blend
 from energon_data.dataset import EnergonData
@@ -177,6 +178,8 @@ def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
 
     assert folder_of(mixed_folder, letters.folder) == str(letters.folder)
     assert folder_of(mixed_folder, data="elsewhere") == "elsewhere"
+    average: Any = SimpleNamespace(config=SimpleNamespace(data=NoData()))
+    assert data_folder(Namespace(data=None), average) == "data/letters"
     with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
         folder_of(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))
 
