@@ -34,8 +34,8 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         norm_num_groups: groups of the group norms.
         stable_attention: use attention whose backward pass does not overflow in half precision.
-        low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, stored or computed,
-            which a bicubic kernel enlarges; of `opencv`, a = -0.75.
+        low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, which a bicubic
+            kernel enlarges; of `opencv`, a = -0.75.
         noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
     """
 

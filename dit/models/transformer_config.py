@@ -100,7 +100,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
         base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are
-            scaled by width (mu-parametrisation). None for no scaling.
+            scaled by width (mu-parametrisation).
     """
 
     hidden_size: int = 384

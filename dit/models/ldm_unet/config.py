@@ -35,7 +35,7 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
             those between the ways down and up.
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         head_size: features per attention head; None: `num_attention_heads` counts.
-        pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position); None for none.
+        pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position).
         norm_num_groups: groups of the group norms.
         lora: train only adapters of the model in `checkpoint.start_from`.
 
