@@ -3,6 +3,7 @@
 `python -m tests.support.recipes_page --write` writes the page; without `--write` it is printed.
 """
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ SUMMARIES = {
     registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
+PLANNED = re.compile("finetune_(?!lora)")
+"""Recipes that docs/fine-tuning.md describes."""
 
 
 def _link(entry: Entry) -> str:
@@ -46,9 +49,8 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
-        "and `--dryrun` settings, parameters and memory, without GPU or data.",
-        "The [page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
+        "`--describe NAME` prints the full description of a recipe or component. The",
+        "[page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
     ]
     in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
     for title, group in registry.sections(in_repository).items():
@@ -57,7 +59,10 @@ def page() -> str:
             names = ", ".join(f"`{entry.name}`" for entry in group) + "."
             lines += [SUMMARIES[title], *([names] if title == registry.TINY else [])]
         else:
-            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group]
+            described = [entry for entry in group if not PLANNED.match(entry.name)]
+            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in described]
+            if names := [f"`{entry.name}`" for entry in group if PLANNED.match(entry.name)]:
+                lines.append(f"* Published models ([memory and time](../docs/fine-tuning.md#memory)): {', '.join(names)}.")
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
     lines += _names_by(registry.components(), lambda e: e.target)
     return "\n".join(lines).rstrip() + "\n"
