@@ -3,9 +3,12 @@
 `python -m tests.support.recipes_page --write` writes the page; without `--write` it is printed.
 """
 
+import ast
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from recipes import registry
@@ -15,9 +18,11 @@ from tests.support.generated_page import write_or_print
 README = registry.FOLDER / "README.md"
 SUMMARIES = {
     registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
+    registry.PUBLISHED: "Parameters and GPUs; `--list` prints a sentence about each.",
     registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
+SIZE = re.compile(r"\(([\d.]+ [MB])")
 PLANNED = re.compile("finetune_(?!lora)")
 """Recipes that docs/fine-tuning.md describes."""
 
@@ -33,6 +38,16 @@ def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
     for entry in group:
         names.setdefault(key(entry), []).append(f"`{entry.name}`")
     return [f"* {value}: {', '.join(row)}" for value, row in names.items()]
+
+
+def _by_file(group: Sequence[Entry]) -> Iterator[str]:
+    """Yield a line for each file: the first line of its docstring, and its recipes with parameters and hardware."""
+    for name, entries in groupby(group, attrgetter("file")):
+        docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / name).read_text(encoding="utf-8"))) or ""
+        title = docstring.splitlines()[0].removesuffix(".")
+        lines = [(entry.name, entry.line[:-1], SIZE.search(entry.line)) for entry in entries]
+        cells = [f"`{name}` ({size and size[1]}; {line.rpartition(': ')[2]})" for name, line, size in lines]
+        yield f"* {title} ([{Path(name).name}]({Path(name).name})): {', '.join(cells)}."
 
 
 def page() -> str:
@@ -58,11 +73,12 @@ def page() -> str:
         if title in SUMMARIES:
             names = ", ".join(f"`{entry.name}`" for entry in group) + "."
             lines += [SUMMARIES[title], *([names] if title == registry.TINY else [])]
+            lines += ["", *_by_file(group)] if title == registry.PUBLISHED else []
         else:
             described = [entry for entry in group if not PLANNED.match(entry.name)]
             lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in described]
-            if names := [f"`{entry.name}`" for entry in group if PLANNED.match(entry.name)]:
-                lines.append(f"* Published models ([memory and time](../docs/fine-tuning.md#memory)): {', '.join(names)}.")
+            if names := ", ".join(f"`{entry.name}`" for entry in group if PLANNED.match(entry.name)):
+                lines.append(f"* Published models ([memory and time](../docs/fine-tuning.md#memory)): {names}.")
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
     lines += _names_by(registry.components(), lambda e: e.target)
     return "\n".join(lines).rstrip() + "\n"
