@@ -17,6 +17,7 @@ from tests.support.generated_page import write_or_print
 
 README = registry.FOLDER / "README.md"
 SUMMARIES = {
+    registry.REGISTERED: "The [page of the examples](../examples/README.md) describes their data and metrics.",
     registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
     registry.PUBLISHED: "Parameters and GPUs; `--list` prints a sentence about each.",
     registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
@@ -42,12 +43,12 @@ def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
 
 def _by_file(group: Sequence[Entry]) -> Iterator[str]:
     """Yield a line for each file: the first line of its docstring, and its recipes with parameters and hardware."""
-    for name, entries in groupby(group, attrgetter("file")):
-        docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / name).read_text(encoding="utf-8"))) or ""
-        title = docstring.splitlines()[0].removesuffix(".")
-        lines = [(entry.name, entry.line[:-1], SIZE.search(entry.line)) for entry in entries]
-        cells = [f"`{name}` ({size and size[1]}; {line.rpartition(': ')[2]})" for name, line, size in lines]
-        yield f"* {title} ([{Path(name).name}]({Path(name).name})): {', '.join(cells)}."
+    for file, grouped in groupby(group, attrgetter("file")):
+        entries = list(grouped)
+        docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / file).read_text(encoding="utf-8"))) or ""
+        sizes = ["; ".join([*SIZE.findall(entry.line), entry.line[:-1].rpartition(": ")[2]]) for entry in entries]
+        cells = ", ".join(f"`{entry.name}` ({size})" for entry, size in zip(entries, sizes))
+        yield f"* [{docstring.splitlines()[0].removesuffix('.')}]({_link(entries[0])}): {cells}."
 
 
 def page() -> str:
@@ -73,7 +74,7 @@ def page() -> str:
         if title in SUMMARIES:
             names = ", ".join(f"`{entry.name}`" for entry in group) + "."
             lines += [SUMMARIES[title], *([names] if title == registry.TINY else [])]
-            lines += ["", *_by_file(group)] if title == registry.PUBLISHED else []
+            lines += ["", *_by_file(group)] if title in (registry.REGISTERED, registry.PUBLISHED) else []
         else:
             described = [entry for entry in group if not PLANNED.match(entry.name)]
             lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in described]
