@@ -90,14 +90,14 @@ class TrainingConfig:
             (`mxfp8`).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
-            doubles. An overflow skips the update and halves it.
+            doubles; an overflow skips the update and halves it.
         attention: `auto`: a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel (bf16 on
             CUDA) or scaled-dot-product attention.
-        linears: parallel linears; `auto` selects Megatron-Core's, `overlapped` overlaps the communication of sequence
-            parallelism with products.
+        linears: parallel linears; `auto`: Megatron-Core's; `overlapped`: communication of sequence parallelism overlaps
+            with products.
         kernels: memory-bound operations and the optimizer's update; `compile`: torch.compile of the layers (not under
             FSDP); `auto`: `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
-        cuda_graph: repeat the passes of a step and its update as CUDA graphs; needs batches of one shape, or packs.
+        cuda_graph: replay passes and update of a step as CUDA graphs; needs batches of one shape, or packs.
         deterministic: use slower kernels with bit-identical results.
         recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
             all.
@@ -109,8 +109,7 @@ class TrainingConfig:
             `launch.average` makes others.
         log_interval: steps between log lines.
         validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation; their packages in
-            DIT_PACKAGES.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation.
         stop_at_step: stop after this step with a checkpoint and code 75. Started again, the run ends at once with code
             0; a later step or None continues it.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
@@ -282,7 +281,7 @@ class CheckpointConfig:
             multiples of `keep_every` (0 for none), and those with the lowest held-out loss.
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
-        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`, from which a run also resumes.
+        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`.
         resume: `auto` resumes from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
         resume_from: run folder or checkpoint whose full state a new run continues.
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
@@ -376,7 +375,7 @@ class SamplingConfig:
         samples_per_class: rows of the grid.
         raw_weights: also draw a grid with the raw weights.
         prompts: texts instead of classes.
-        vae: autoencoder that decodes latents, a folder or hub name; None for that of the data.
+        vae: autoencoder that decodes latents (folder or hub name); None for that of the data.
         seed: of the initial noise.
     """
 

@@ -26,7 +26,7 @@ class ClassConditioned(ModelConfig):
 
     Attributes:
         num_classes: classes, without the unconditional one.
-        class_dropout: fraction of samples whose class is dropped, for guidance.
+        class_dropout: fraction of dropped classes, for guidance.
     """
 
     num_classes: Optional[int] = None
@@ -44,8 +44,7 @@ class TextConditioned(ModelConfig):
 
     Attributes:
         context_size: width of the text embeddings.
-        context_dropout: fraction of samples whose text is dropped, for guidance; the smaller of this and
-            `class_dropout` drops both.
+        context_dropout: fraction of dropped texts, for guidance; the smaller of this and `class_dropout` drops both.
     """
 
     context_size: Optional[int] = None

@@ -27,7 +27,7 @@ written for. To upgrade a library, compare each part with the new version, exten
 """
 PRIVATE = """## Private names
 
-Names with a leading underscore that are used but not replaced. A file fails at the first use of a missing name.
+Names with a leading underscore that are used but not replaced:
 """
 
 
@@ -110,9 +110,8 @@ def page() -> str:
                 link = f" ([upstream]({patch.link}))" if patch.link else ""
                 rows.append(f"* [`{patch.function}`](../{patch.file}), `{patch.part}`: {patch.why}{link}")
         blocks.append("\n".join(rows) + "\n")
-    names = {file: sorted(private_names(tree)) for file, tree in trees.items()}
-    rows = [f"* [{file}](../{file}): {', '.join(f'`{name}`' for name in used)}" for file, used in names.items() if used]
-    return "\n".join([*blocks, PRIVATE, *rows]) + "\n"
+    names = sorted(set().union(*map(private_names, trees.values())))
+    return "\n".join([*blocks, PRIVATE, f"{', '.join(f'`{name}`' for name in names)}."]) + "\n"
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -29,12 +29,11 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample.
         teacher_token_size: width of the class token of a teacher, which is noised and predicted like the latent, as one
             more token of each sample (`objective.teacher_token_weight`).
-        value_residual: mix the attention's values of every layer but the first with those of the first, by a learned
-            weight.
+        value_residual: mix the attention's values of every later layer with those of the first, by a learned weight.
         wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent, and condition each
             token on its output of the blocks.
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
-        interval_conditioning: condition on the length t - r of the time interval of an average velocity (MeanFlow).
+        interval_conditioning: condition on the length t - r of the interval (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
 
     Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; teacher's token: Wu et al. 2025 (REG),
