@@ -90,14 +90,14 @@ class TrainingConfig:
             (`mxfp8`).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
-            doubles. An overflow skips the update and halves it.
-        attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
-            (bf16 on CUDA) or scaled-dot-product attention.
-        linears: parallel linears; `auto` selects Megatron-Core's, `overlapped` overlaps the communication of sequence
-            parallelism with products.
-        kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
-            FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
-        cuda_graph: repeat the passes of a step and its update as CUDA graphs; needs batches of one shape, or packs.
+            doubles; an overflow skips the update and halves it.
+        attention: `auto`: a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel (bf16 on
+            CUDA) or scaled-dot-product attention.
+        linears: parallel linears; `auto`: Megatron-Core's; `overlapped`: communication of sequence parallelism overlaps
+            with products.
+        kernels: memory-bound operations and the optimizer's update; `compile`: torch.compile of the layers (not under
+            FSDP); `auto`: `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
+        cuda_graph: replay passes and update of a step as CUDA graphs; needs batches of one shape, or packs.
         deterministic: use slower kernels with bit-identical results.
         recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
             all.
@@ -105,22 +105,21 @@ class TrainingConfig:
         seed: of initial weights, data order and all noise.
         ema_decay, ema_start_step: decay of the weight average (None for no average), and step at which it starts.
         ema_offload: store the averages in host memory.
-        ema_sigma_rel: relative lengths of power-function averages, such as [0.05, 0.1], from which `launch.average`
-            makes those of other lengths; between 0 and 0.28.
+        ema_sigma_rel: relative lengths of power-function averages (0 to 0.28), such as [0.05, 0.1], from which
+            `launch.average` makes others.
         log_interval: steps between log lines.
         validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation; their packages in
-            DIT_PACKAGES.
-        stop_at_step: stop after this step as if preempted, with a checkpoint and code 75. Started again, the run ends
-            at once with code 0, so that a requeued run stays at this step; a later step or none continues it.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation.
+        stop_at_step: stop after this step with a checkpoint and code 75. Started again, the run ends at once with code
+            0; a later step or None continues it.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
             checkpoint and omit the data since then.
         spike_threshold: robust standard deviations above the running median that are a spike, such as 20.
         max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        hang_timeout_s: seconds without progress until a rank ends the run and names the cause; a third of it for one
-            collective, which must be longer than any save, validation or sampling.
+        hang_timeout_s: seconds without progress until a rank ends the run and names the cause; for one collective, a
+            third, which must be longer than any save, validation or sampling.
     """
 
     run_dir: str = "runs/default"
@@ -282,17 +281,15 @@ class CheckpointConfig:
             multiples of `keep_every` (0 for none), and those with the lowest held-out loss.
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
-        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`, from which a run also resumes.
-        resume: `auto` resumes from the newest valid checkpoint, or starts at step 0 if there is none. `must` fails if
-            none is valid, `never` if one is.
-        resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints resumes from
-            those.
+        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`.
+        resume: `auto` resumes from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
+        resume_from: run folder or checkpoint whose full state a new run continues.
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
-            diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those. With
-            `model.lora`, the frozen weights, also when the run resumes.
-        accept_changes: settings or parts that may differ from the checkpoint, or settings of the model from
-            `start_from`. `data.path` and `data.blend` also accept changed data, read from the beginning.
-            `checkpoint.start_from` accepts data of other encoders than those of the weights.
+            diffusers, or `hf://owner/name` on the Hugging Face hub. With `model.lora`, the frozen weights, also
+            when the run resumes.
+        accept_changes: settings or parts that may differ from the checkpoint or `start_from`. `data.path` and
+            `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from` accepts data of
+            other encoders than those of the weights.
     """
 
     interval: int = 1000
@@ -378,7 +375,7 @@ class SamplingConfig:
         samples_per_class: rows of the grid.
         raw_weights: also draw a grid with the raw weights.
         prompts: texts instead of classes.
-        vae: autoencoder that decodes latents, a folder or hub name; None for that of the data.
+        vae: autoencoder that decodes latents (folder or hub name); None for that of the data.
         seed: of the initial noise.
     """
 

@@ -44,7 +44,7 @@ class EnergonData(ReaderSettings, DataConfig):
         path: a data set folder with `.nv-meta`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list. Steps that
-            `training.on_bad_numbers=rewind` leaves out count, so weights change earlier by as many steps.
+            `training.on_bad_numbers=rewind` leaves out count.
         shuffle_buffer: samples shuffled in memory.
         pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
@@ -53,13 +53,13 @@ class EnergonData(ReaderSettings, DataConfig):
         max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
-        min_side, max_side: drop pictures and clips with a smaller or larger side (pixels).
+        min_side, max_side: drop samples with a smaller or larger side (pixels).
         max_aspect_ratio: drop samples whose longer side divided by the shorter is larger.
         min_seconds, max_seconds: drop shorter or longer clips; an image lasts 0 seconds.
         min_caption_length, max_caption_length: drop samples with a shorter or longer caption (characters).
         resize_side: resize the smaller side of stored pixels to this many.
-        crop_size, random_crop: crop to this height and width after resizing, at a random position; held-out data at the
-            centre.
+        crop_size, random_crop: crop to this height and width after resizing, at a random position (held-out data: at
+            the centre).
         flip: probability of mirroring; not of held-out data.
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
@@ -68,8 +68,7 @@ class EnergonData(ReaderSettings, DataConfig):
             `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`.
         online_precision: precision of these encoders.
         validation_split: split for held-out losses.
-        validation_samples: held-out samples of one pass, divided over the members of a blend by their size; None for
-            the full split.
+        validation_samples: held-out samples of one pass, divided over a blend by size; None for the full split.
     """
 
     path: str = ""

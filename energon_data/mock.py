@@ -44,8 +44,7 @@ class MockData(StreamSettings, DataConfig):
         shapes: sizes used in turn instead, such as `["1x32x32", "8x16x16"]`.
         text_tokens: tokens of the longest text.
         dataset_size: distinct samples; None for no limit.
-        validation_samples: held-out samples of one pass, divided over the members of a blend by their size; None for
-            the full split.
+        validation_samples: held-out samples of one pass, divided over a blend by size; None for the full split.
     """
 
     frames: int = 1

@@ -23,7 +23,7 @@ class ReaderSettings(StreamSettings):
     """Streams of a data source that reads stored samples, which may be damaged.
 
     Attributes:
-        background: read every stream in a separate worker process, ahead of training (only on Linux).
+        background: read every stream in a worker process (only on Linux).
         max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
         references: read latents or pictures from which samples are edited (parts `reference`, `reference-1`, ...).
     """

@@ -38,14 +38,13 @@ class StreamSettings:
     """Streams and packs of every data source.
 
     Attributes:
-        num_streams: global streams, a divisor of a step's micro-batches; None for the largest up to 8. Best: the
-            largest number of replicas.
+        num_streams: global streams, a divisor of a step's micro-batches, at best the largest number of replicas; None
+            for the largest up to 8.
         max_tokens_per_pack: pack samples up to this many tokens; None for dense batches.
         pack_multiple_of: count samples as padded to a multiple of this when packs are selected.
         clean_first_frame: share of the clips whose first frame is clean, to train image to video.
         frame_levels: share of the clips with a noise level for every frame.
-        inpaint: share of the other samples of which a random region is generated next to clean tokens, to train
-            inpainting.
+        inpaint: share of the other samples of which only a random region is noised, to train inpainting.
     """
 
     num_streams: Optional[int] = None

@@ -67,7 +67,7 @@ def pretrain_ditllama3b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_wide28() -> run.Partial:
-    """MovieGen-3B (5.02 B): 28 layers of the width of 5B, an alias of pretrain_ditllama3b.
+    """MovieGen-3B (5.02 B), 28 layers of the width of 5B: an alias of pretrain_ditllama3b.
 
     It has the same run folder and also runs on 32 x 80 GB.
     """

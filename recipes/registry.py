@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent
 TRAINING_FUNCTION = "pretrain"
 REGISTERED = "Examples, and recipes of installed packages"
 TINY = "Seconds on synthetic data"
+PUBLISHED = "Published and larger models"
 MEASURING = "Measuring systems"
 _MEASURING = r"(?:bench|matrix|stage|mock|train_mock).*|.*_mock.*"
 SECTIONS = {
@@ -30,7 +31,7 @@ SECTIONS = {
     REGISTERED: r"(?!)",  # by package, not by name
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
     TINY: r"tiny_.*",
-    "Published and larger models": rf"(?!{_MEASURING}).*",
+    PUBLISHED: rf"(?!{_MEASURING}).*",
     MEASURING: _MEASURING,
 }
 """The sections of the page and the list, by patterns of recipe names; the first match counts."""

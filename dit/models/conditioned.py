@@ -25,8 +25,8 @@ class ClassConditioned(ModelConfig):
     """A model that may be conditioned on a class.
 
     Attributes:
-        num_classes: classes, without the unconditional one; None for none.
-        class_dropout: fraction of samples whose class is dropped, for guidance.
+        num_classes: classes, without the unconditional one.
+        class_dropout: fraction of dropped classes, for guidance.
     """
 
     num_classes: Optional[int] = None
@@ -43,9 +43,8 @@ class TextConditioned(ModelConfig):
     """A model that may be conditioned on a text.
 
     Attributes:
-        context_size: width of the text embeddings; None for no text.
-        context_dropout: fraction of samples whose text is dropped, for guidance; the smaller of this and
-            `class_dropout` drops both.
+        context_size: width of the text embeddings.
+        context_dropout: fraction of dropped texts, for guidance; the smaller of this and `class_dropout` drops both.
     """
 
     context_size: Optional[int] = None
@@ -63,7 +62,7 @@ class NullTextConditioned(TextConditioned):
 
     Attributes:
         null_text: replacement of a dropped text, also in guidance: a learned token, or the empty text's embedding, as
-            in the pipelines of diffusers (`LDMUNetConfig` needs `:padded` encoders for it, and also has zeros).
+            in diffusers (`LDMUNetConfig` needs `:padded` encoders for it, and also has zeros).
     """
 
     null_text: NullText = "learned"
@@ -78,7 +77,7 @@ class ControlConditioned(ModelConfig):
     """A model that may read a control picture of the size of its sample, such as depth, edges or a semantic map.
 
     Attributes:
-        control_channels: channels of a control picture, which follow those of the noised latent; None for no picture.
+        control_channels: channels of a control picture, which follow those of the noised latent.
 
     Source: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis).
     """

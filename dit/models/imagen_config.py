@@ -24,7 +24,7 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     Level i has pictures of 1 / 2^i of the full size; in the Efficient UNet, 1 / 2^(i + 1).
 
     Attributes:
-        hidden_size: width of the tokens; of Imagen's UNets, of the first level; of the DDPM UNet, of its conditions.
+        hidden_size: width of the tokens, of the first level (Imagen's UNets), or of the conditions (DDPM UNet).
         channel_multipliers: multiples of `hidden_size` at each level, the full size first.
         num_res_blocks: residual blocks of each level on the way down.
         attention_levels: levels with attention, counted from 0 at the full size.
@@ -34,9 +34,9 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         norm_num_groups: groups of the group norms.
         stable_attention: use attention whose backward pass does not overflow in half precision.
-        low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, stored or computed,
-            which a bicubic kernel enlarges; of `opencv`, a = -0.75.
-        noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
+        low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, which a bicubic
+            kernel enlarges; of `opencv`, a = -0.75.
+        noise_augmentation: in training, noise that picture at a random level, and condition on the level.
     """
 
     supports = replace(PICTURES, compiled=True)

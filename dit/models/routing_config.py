@@ -25,11 +25,11 @@ class RoutingConfig:
     Validation and sampling use all tokens.
 
     Attributes:
-        share: share of the tokens of a sample that skip the middle; with 0 none does, but `path_dropout` still applies.
+        share: share of the tokens of a sample that skip the middle; with 0, `path_dropout` still applies.
         first_layers, last_layers: layers before and after the middle, which see all tokens.
-        rejoin: `unchanged`: skipping tokens leave the middle as they entered it. `fused`: a linear layer fuses input
-            and output of the middle; a learned vector is the output of skipping tokens.
-        path_dropout: probability of a sample that the learned vector replaces its whole output of the middle.
+        rejoin: skipping tokens leave the middle `unchanged`, or a linear layer fuses input and output of the middle
+            (`fused`), where a learned vector is the output of skipping tokens.
+        path_dropout: probability that the learned vector replaces the output of the middle for all tokens of a sample.
 
     Source: `unchanged` is TREAD, Krause et al. 2025, arXiv:2501.04765; `fused` is SPRINT, Park et al. 2025,
     arXiv:2510.21986.
@@ -62,7 +62,7 @@ class TokenRouted(TransformerModelConfig):
     """A transformer whose middle layers may see only some of the tokens in training.
 
     Attributes:
-        routing: token routing; None if all layers see all tokens.
+        routing: token routing.
     """
 
     routing: Optional[RoutingConfig] = None

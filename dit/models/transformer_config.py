@@ -90,9 +90,9 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     A subclass adds `num_layers` and its own sizes, and annotates the choices of `position_embedding`.
 
     Attributes:
-        hidden_size: width of the tokens; of Imagen's UNets, of the first level; of the DDPM UNet, of its conditions.
+        hidden_size: width of the tokens, of the first level (Imagen's UNets), or of the conditions (DDPM UNet).
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
-        ffn_hidden_size: inner width of the MLP, after its gate if it has one; 4 * hidden_size if None.
+        ffn_hidden_size: inner width of the MLP, after its gate; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None, twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
         position_embedding: none, sine-cosine over (h, w) or (t, h, w), rotary, or vectors for t, h and w that every
@@ -100,7 +100,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
         base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are
-            scaled by width (mu-parametrisation). None for no scaling.
+            scaled by width (mu-parametrisation).
     """
 
     hidden_size: int = 384

@@ -28,7 +28,7 @@ class Alignment:
         layer: number of layers before the projection.
         features: width of the teacher's features.
         hidden_size: inner width of the projection.
-        until_step: completed steps after which the term no longer counts; None for no end.
+        until_step: completed steps after which the term no longer counts.
 
     Source: Yu et al. 2024 (REPA), arXiv:2410.06940, Eq. 8; `until_step`: Wang et al. 2025 (HASTE), arXiv:2505.16792;
     class token: Wu et al. 2025 (REG), arXiv:2507.01467, and the code of SR-DiT (Bhanded 2025, arXiv:2512.12386).

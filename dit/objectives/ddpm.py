@@ -81,8 +81,8 @@ class DDPM(Objective):
 
     Args:
         schedule: noise schedule.
-        prediction: output of the network: noise, clean latent (`x0`), v = alpha eps - sigma x0, or velocity. Of flow
-            matching, use `x0` if tokens are about as wide as the network, or wider.
+        prediction: output of the network: noise, clean latent (`x0`), v = alpha eps - sigma x0, or velocity. `x0` suits
+            tokens that are at least as wide as the network.
         discrete_steps: length of the table of steps; None for continuous time.
         betas: variance of the first and the last of 1000 steps; None for published values.
         zero_terminal_snr: rescale the table to end at pure noise.

@@ -44,22 +44,22 @@ class FlowMatching(Objective):
     tokens with t = 0 (`dit.levels`).
 
     Args:
-        prediction: output of the network: noise, clean latent (`x0`), v = alpha eps - sigma x0, or velocity. Of flow
-            matching, use `x0` if tokens are about as wide as the network, or wider.
+        prediction: output of the network: noise, clean latent (`x0`), v = alpha eps - sigma x0, or velocity. `x0` suits
+            tokens that are at least as wide as the network.
         time_distribution: distribution of t in training, before the shift.
         logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
         shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers; 4096 is published for
             time_shift=1. None for one shift.
         shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for samples of `fewest`
-            tokens, `high` for samples of `most`, and linear in the tokens; None for `time_shift`.
+            tokens, `high` for `most`, and linear between; None for `time_shift`.
         last_time: smallest time of a solver step, to which the times of sampling are stretched (Qwen-Image: 0.02).
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
             A14B).
         alignment: alignment of hidden states with features of a teacher (`repa`).
-        teacher_token_weight: add this times the squared error of the teacher's class token, which is noised with its
-            own noise at the time of its sample (REG: 0.03); None for a model without `teacher_token_size`.
+        teacher_token_weight: weight of the squared error of the teacher's class token (REG: 0.03), for
+            `model.teacher_token_size`.
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by dimension, Zheng et al. 2025, arXiv:2510.11690;

@@ -34,10 +34,9 @@ class ParallelConfig:
         expert_model_parallel_size: ranks over which the experts of a layer are split.
         data_parallel: data-parallel ranks shard nothing, the optimizer, or what `fsdp_sharding` names.
         fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.
-        num_distributed_optimizer_instances: groups of ranks, such as nodes, that each shard a copy of FSDP's state
-            (hybrid sharding).
+        num_distributed_optimizer_instances: groups of ranks that each shard a copy of FSDP's state (hybrid sharding).
         overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, and gather parameters
-            during the forward pass, as FSDP does.
+            during the forward pass.
     """
 
     tensor_model_parallel_size: int = 1

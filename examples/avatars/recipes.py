@@ -1,4 +1,4 @@
-"""Recipes for avatars by text: of 16 x 16 pixels, and of 64 x 64 in the latents of an autoencoder."""
+"""Avatars by text: of 16 x 16 pixels, and of 64 x 64 in the latents of an autoencoder."""
 
 import nemo_run as run
 

@@ -1,4 +1,4 @@
-"""Recipes for cascades of Imagen's UNets on two CPU cores: letters and colour pictograms at 16, 32 and 64 pixels.
+"""Cascades of Imagen's UNets on two CPU cores: letters and colour pictograms at 16, 32 and 64 pixels.
 
 Each model is a separate run; `launch.sample --cascade base=RUN sr32=RUN sr64=RUN` samples from all of them.
 """

@@ -1,4 +1,4 @@
-"""Recipes for letters: pictures by class or text, and moving clips; two CPU cores train most of them in minutes."""
+"""Letters: pictures by class or text, and moving clips; two CPU cores train most of them in minutes."""
 
 import nemo_run as run
 

@@ -1,4 +1,4 @@
-"""Recipes for colour pictograms by name: autoencoders, and a text-conditional DiT on latents; no download."""
+"""Colour pictograms by name: autoencoders, and a text-conditional DiT on latents; no download."""
 
 import nemo_run as run
 

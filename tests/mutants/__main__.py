@@ -36,10 +36,10 @@ hash of the wrong line.
 | --- | --- | --- | --- | --- |"""
 SHIPPED_TITLE = """# Faults that others shipped
 
-This page shows which check of this project finds each fault of public trainers. A fault is listed under the first check
-that fails when one changed line repeats it here, with the CPU seconds of the check. Checks are commands, which also
-accept your recipe and layout, or tests (`pytest tests/CHECK`). [The list of mutants](../tests/mutants/listed) has
-the changed lines; `python -m tests.mutants --shipped --write` measures again.
+A fault of a public trainer is listed under the first check of this project that fails when one changed line repeats the
+fault here. Checks are commands, which also accept your recipe and layout, or tests (`pytest tests/CHECK`).
+[The list of mutants](../tests/mutants/listed) has the changed lines; `python -m tests.mutants --shipped --write`
+measures again.
 
 {counts}"""
 LIMIT_S = 60
@@ -127,13 +127,13 @@ def shipped_page(results: Mapping[str, Verdict], mutants: Sequence[Mutant] = MUT
     quick = 0
     for mutant in (mutant for mutant in mutants if mutant.source):
         *_, project, _, number = mutant.source.split("/")
-        check, time = NOT_RUN, ""
+        check = NOT_RUN
         if verdict := results.get(mutant.name):
-            check, time = verdict.seen_by or SURVIVED, f", {verdict.seconds:.0f} s"
+            check = verdict.seen_by or SURVIVED
             if check != SURVIVED:
                 check = f"`{'python -m ' if check.startswith(VERIFY) else ''}{check}`"
                 quick += verdict.seconds <= LIMIT_S
-        line = f"* {mutant.fault.removesuffix('.')} ([{project} {number}]({mutant.source})){time}"
+        line = f"* {mutant.fault.removesuffix('.')} ([{project} {number}]({mutant.source}))"
         faults.setdefault(check, []).append(line)
     counts = f"{sum(map(len, faults.values()))} faults, {quick} seen within {LIMIT_S} CPU seconds."
     blocks = (f"{check}:\n\n{chr(10).join(lines)}" for check, lines in faults.items())

@@ -34,14 +34,14 @@ ROWS: dict[str, tuple[str, dict[str, str], list[int]]] = {
 }
 """By model: recipe, arguments of the recipe, and patch grid of a sample (with that of its reference)."""
 MACHINES = {"24 GB": (1, 24), "80 GB": (1, 80), "8 x 80 GB": (8, 80)}
-COLUMNS = [(lora, machine) for lora in (True, False) for machine in MACHINES]
+COLUMNS = [(True, "24 GB"), (True, "80 GB"), *((False, machine) for machine in MACHINES)]
 REPORTS: dict[str, str] = {}
 """Plans by settings."""
 HEAD = ["model", "parameters", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
 
 
 def cell(title: str, lora: bool, machine: str) -> str:
-    """Return the planned memory, the seconds of a step and the letters of FSDP and offloading."""
+    """Return the planned GiB, the seconds of a step and the letters of FSDP and offloading."""
     name, arguments, tokens = ROWS[title]
     gpus, memory = MACHINES[machine]
     try:
@@ -57,7 +57,7 @@ def cell(title: str, lora: bool, machine: str) -> str:
     way += "M" * config.optimizer.offload
     seconds = int(re.search(r"time +([\d,]+) ms", text)[1].replace(",", "")) / 1e3
     time = "" if memory < 80 else f", {seconds:.{int(seconds < 100)}f} s"  # times are of H100, which has 80 GB
-    return f"{gib:.1f} GiB{time}{way and f' {way}'}"
+    return f"{gib:.1f}{time}{way and f' {way}'}"
 
 
 def _report(settings: str, compute: Callable[[], str]) -> str:

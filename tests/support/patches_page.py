@@ -21,14 +21,13 @@ HEAD = """# Patches of other libraries
 
 <!-- Written by `python -m tests.support.patches_page --write`; a test keeps it true. Edit the decorators instead. -->
 
-This page lists the code that replaces, overrides or uses private parts of Megatron-Core, Megatron-Energon, torch and
-nemo-run. A patch refuses versions of the library that it was not written for. To upgrade a library,
-compare each part with the new version, extend the versions in the decorator `patches`
-([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
+Code that replaces, overrides or uses private parts of other libraries. A patch refuses versions that it was not
+written for. To upgrade a library, compare each part with the new version, extend the versions in the decorator
+`patches` ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
 """
 PRIVATE = """## Private names
 
-Names with a leading underscore that are used but not replaced. A file fails at the first use of a missing name.
+Names with a leading underscore that are used but not replaced:
 """
 
 
@@ -111,9 +110,8 @@ def page() -> str:
                 link = f" ([upstream]({patch.link}))" if patch.link else ""
                 rows.append(f"* [`{patch.function}`](../{patch.file}), `{patch.part}`: {patch.why}{link}")
         blocks.append("\n".join(rows) + "\n")
-    names = {file: sorted(private_names(tree)) for file, tree in trees.items()}
-    rows = [f"* [{file}](../{file}): {', '.join(f'`{name}`' for name in used)}" for file, used in names.items() if used]
-    return "\n".join([*blocks, PRIVATE, *rows]) + "\n"
+    names = sorted(set().union(*map(private_names, trees.values())))
+    return "\n".join([*blocks, PRIVATE, f"{', '.join(f'`{name}`' for name in names)}."]) + "\n"
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

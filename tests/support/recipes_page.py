@@ -3,8 +3,12 @@
 `python -m tests.support.recipes_page --write` writes the page; without `--write` it is printed.
 """
 
+import ast
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from recipes import registry
@@ -13,10 +17,15 @@ from tests.support.generated_page import write_or_print
 
 README = registry.FOLDER / "README.md"
 SUMMARIES = {
+    registry.REGISTERED: "The [page of the examples](../examples/README.md) describes their data and metrics.",
     registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
+    registry.PUBLISHED: "Parameters and GPUs; `--list` prints a sentence about each.",
     registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
+SIZE = re.compile(r"\(([\d.]+ [MB])")
+PLANNED = re.compile("finetune_(?!lora)")
+"""Recipes that docs/fine-tuning.md describes."""
 
 
 def _link(entry: Entry) -> str:
@@ -30,6 +39,16 @@ def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
     for entry in group:
         names.setdefault(key(entry), []).append(f"`{entry.name}`")
     return [f"* {value}: {', '.join(row)}" for value, row in names.items()]
+
+
+def _by_file(group: Sequence[Entry]) -> Iterator[str]:
+    """Yield a line for each file: the first line of its docstring, and its recipes with parameters and hardware."""
+    for file, grouped in groupby(group, attrgetter("file")):
+        entries = list(grouped)
+        docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / file).read_text(encoding="utf-8"))) or ""
+        sizes = ["; ".join([*SIZE.findall(entry.line), entry.line[:-1].rpartition(": ")[2]]) for entry in entries]
+        cells = ", ".join(f"`{entry.name}` ({size})" for entry, size in zip(entries, sizes))
+        yield f"* [{docstring.splitlines()[0].removesuffix('.')}]({_link(entries[0])}): {cells}."
 
 
 def page() -> str:
@@ -46,9 +65,8 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
-        "and `--dryrun` settings, parameters and memory, without GPU or data.",
-        "The [page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
+        "`--describe NAME` prints the full description of a recipe or component. The",
+        "[page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
     ]
     in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
     for title, group in registry.sections(in_repository).items():
@@ -56,8 +74,12 @@ def page() -> str:
         if title in SUMMARIES:
             names = ", ".join(f"`{entry.name}`" for entry in group) + "."
             lines += [SUMMARIES[title], *([names] if title == registry.TINY else [])]
+            lines += ["", *_by_file(group)] if title in (registry.REGISTERED, registry.PUBLISHED) else []
         else:
-            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group]
+            described = [entry for entry in group if not PLANNED.match(entry.name)]
+            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in described]
+            if names := ", ".join(f"`{entry.name}`" for entry in group if PLANNED.match(entry.name)):
+                lines.append(f"* Published models ([memory and time](../docs/fine-tuning.md#memory)): {names}.")
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
     lines += _names_by(registry.components(), lambda e: e.target)
     return "\n".join(lines).rstrip() + "\n"

@@ -25,17 +25,15 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         add_bias: use biases in the linear layers of the blocks.
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         rms_norm: RMSNorms with weights instead of layer norms before the modulations.
-        bottleneck_size: width of a linear layer between patch and embedding; None for none.
-        class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample; None
-            for none.
+        bottleneck_size: width of a linear layer between patch and embedding.
+        class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample.
         teacher_token_size: width of the class token of a teacher, which is noised and predicted like the latent, as one
-            more token before those of each sample (`objective.teacher_token_weight`); None for none.
-        value_residual: mix the attention's values of every layer but the first with those of the first, by a learned
-            weight.
-        wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent again and condition
-            each token on its output of the blocks; None for none.
+            more token of each sample (`objective.teacher_token_weight`).
+        value_residual: mix the attention's values of every later layer with those of the first, by a learned weight.
+        wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent, and condition each
+            token on its output of the blocks.
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
-        interval_conditioning: condition on the length t - r of the time interval of an average velocity (MeanFlow).
+        interval_conditioning: condition on the length t - r of the interval (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
 
     Source: bottleneck and class tokens: Li and He 2025 (JiT), arXiv:2511.13720; teacher's token: Wu et al. 2025 (REG),

@@ -46,16 +46,16 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     Attributes:
         num_joint_layers, num_single_layers: blocks with two streams, and blocks with one stream after them.
         num_query_groups: key and value heads; one per query head if None.
-        num_dual_layers: first joint blocks, in which the image has a second attention, over itself.
+        num_dual_layers: first joint blocks with a second attention of the image over itself.
         qk_layernorm: RMSNorm on queries and keys, per head; of SANA, over the full width (1.5).
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
-        pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position); None for none.
+        pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position).
         guidance: guidance scale of a guidance-distilled network.
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
-        clean_reference_time: modulate reference tokens as clean ones, with the time 0, instead of the time of their
-            sample. Other clean tokens are always modulated with the time 0.
-        position_crop: `[side, span]`; sine-cosine positions are the centre of a square with `side` patches on each
-            axis, whose positions range from 0 to `span`; None for the patch indices.
+        clean_reference_time: modulate reference tokens, as other clean ones, with the time 0, instead of the time of
+            their sample.
+        position_crop: `[side, span]`: sine-cosine positions from the centre of a square of `side` patches a side, which
+            range from 0 to `span`; None for patch indices.
     """
 
     supports = Supports(split_texts=False, fixed_packs=True)
