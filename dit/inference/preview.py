@@ -46,7 +46,8 @@ def held_out_pictures(
 ) -> Optional[PackedBatch]:
     """Return the first held-out micro-batch for a model that reads pictures, such as a picture to edit.
 
-    Prompts and classes do not describe the samples of such a model.
+    Prompts and classes do not describe the samples of such a model. The micro-batch has `training.micro_batch_size`
+    samples, also if replicas run smaller ones.
 
     Args:
         encode: encodes raw pixels and captions (collective).
@@ -58,7 +59,8 @@ def held_out_pictures(
     reads_pictures = any(condition.axis == "latent" or condition.of_picture for condition in model.conditions())
     if config.training.validation_interval == 0 or not (reads_pictures or data.references_setting()):
         return None
-    return spec.check(encode(next(without_levels(data).build_validation(spec, dp_rank=0, dp_size=1))))
+    size = replace(spec, micro_batch_size=config.training.micro_batch_size)
+    return spec.check(encode(next(without_levels(data).build_validation(size, dp_rank=0, dp_size=1))))
 
 
 class PictureWriter:

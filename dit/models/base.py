@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
@@ -164,17 +164,24 @@ class ModelConfig(ABC):
         return Supports()
 
     def check_supports(self, ability: Ability, setting: str, cure: str) -> None:
-        """Check that the backbone supports a feature.
+        """Check that the backbone supports a feature; the message names a setting whose default would support it.
 
         Args:
             setting: the setting that requires the feature, with its value.
             cure: settings that do not require it.
         """
-        if not self.supports.abilities()[ability]:
-            raise ConfigError(
-                f"{type(self).__name__} does not support {ability.value}, which {setting} requires; "
-                f"it supports {self.supports}. Use {cure}"
-            )
+        if self.supports.abilities()[ability]:
+            return
+        defaults = {f.name: f.default for f in fields(self) if f.default not in (MISSING, getattr(self, f.name))}
+        others = [
+            f", or model.{name}={'null' if default is None else default}"
+            for name, default in defaults.items()
+            if replace(self, **{name: default}).supports.abilities()[ability]
+        ]
+        raise ConfigError(
+            f"{type(self).__name__} does not support {ability.value}, which {setting} requires; "
+            f"it supports {self.supports}. Use {cure}{''.join(others)}"
+        )
 
     @property
     def token_channels(self) -> int:

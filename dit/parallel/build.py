@@ -361,7 +361,7 @@ def build_optimizer(
         if "fused" in group:  # torch's AdamW (without Transformer Engine): one kernel instead of nine
             group["fused"], group["foreach"] = True, False
     if precision == "fp16":
-        share_loss_scale(optimizer, wrapped)
+        share_loss_scale(optimizer, wrapped, training.micro_batch_size)
     optimizer.gradient_copies = 1 if groups.shard_copies is None else groups.shard_copies.size()
     optimizer.gradient_factor = GradientFactor()
     # Each group has all gradients of its optimizer. The norm is summed over all ranks, so one group of them counts.

@@ -7,9 +7,10 @@ and the scale is halved; after enough updates without an overflow it is doubled.
 The scale applies to the mean loss over the tokens of a micro-batch. The schedules use the sum over these tokens, so the
 sum is multiplied by
 
-    scale / tokens of the first micro-batch of the run, rounded up to a power of two
+    scale / tokens of the first pack of the run, or `training.micro_batch_size` samples like the first one
 
-which is constant, because all micro-batches of a step must have the same weight. Gradients are divided by the number of
+with the tokens rounded up to a power of two. It is constant, because all micro-batches of a step must have the same
+weight, and equal in every layout, also if replicas run smaller micro-batches. Gradients are divided by the number of
 tokens of the global batch in fp32.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
@@ -40,26 +41,31 @@ class LossScale:
     overflows of its own gradients, so the scales would diverge. Here all optimizers use this object, which updates one
     scaler once per step with the overflows of all optimizers and ranks.
 
+    Args:
+        micro_batch_size: `training.micro_batch_size`, which replicas may not reach.
+
     Attributes:
         tokens: divisor of the scale; None until `start` or `load`.
         overflowed_steps: number of steps without an update, because a gradient overflowed.
         shrank: whether the latest step lowered the scale.
     """
 
-    def __init__(self, scaler: MegatronGradScaler) -> None:
-        self._scaler = scaler
+    def __init__(self, scaler: MegatronGradScaler, micro_batch_size: int) -> None:
+        self._scaler, self._micro_batch_size = scaler, micro_batch_size
         self._overflowed = False
         self.tokens: Optional[int] = None
         self.overflowed_steps = 0
         self.shrank = False
 
-    def start(self, tokens: int) -> None:
+    def start(self, lengths: Sequence[int]) -> None:
         """Set the divisor of a new run, before the first step (collective).
 
         Args:
-            tokens: real tokens of the first micro-batch. The value of rank 0 is used, which is equal in every layout.
+            lengths: tokens of each sample of the first micro-batch. Those of rank 0 are used, which has the first pack,
+                or the first sample, in every layout.
         """
-        rank_0_tokens = [tokens]
+        size = self._micro_batch_size
+        rank_0_tokens = [sum(lengths) if size == 1 else size * lengths[0]]
         dist.broadcast_object_list(rank_0_tokens, src=0)
         self.tokens = 1 << (rank_0_tokens[0] - 1).bit_length()
 
@@ -139,10 +145,10 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     "core/optimizer/optimizer.py: grad_scaler, _collect_main_grad_data_for_unscaling",
     why="each optimizer would adapt its own scale, and torch cannot unscale DTensors",
 )
-def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
+def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any], micro_batch_size: int) -> None:
     """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it."""
     parts = _parts(optimizer)
-    shared = LossScale(parts[0].grad_scaler)
+    shared = LossScale(parts[0].grad_scaler, micro_batch_size)
     for part in parts:
         part.grad_scaler = shared
         part._collect_main_grad_data_for_unscaling = partial(_local_gradients, part)

@@ -162,7 +162,7 @@ def train_step(
     forward_step, scale = functions.forward_step(state.step), state.loss_scale
     if scale is not None and scale.tokens is None:
         first = next(batches)
-        scale.start(first.layout.valid_tokens)
+        scale.start(first.layout.lengths)
         batches = itertools.chain([first], batches)
 
     compute = partial(compute_gradients, state, forward_step, functions.micro_batches, schedule=functions.schedule)

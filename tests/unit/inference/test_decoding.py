@@ -128,6 +128,16 @@ def test_the_grid_while_training_shows_the_classes_that_have_names(build_model: 
         assert labels == shown
 
 
+def test_the_layout_does_not_change_the_number_of_redrawn_samples() -> None:
+    """Replicas may run smaller micro-batches than `training.micro_batch_size`."""
+    model, data = FluxConfig(in_channels=3, patch_spatial=1, control_channels=3), MockData(validation_samples=3)
+    training = TrainingConfig(validation_interval=1, micro_batch_size=2)
+    config = RunConfig(model=model, data=data, objective=FlowMatching(), training=training)
+    batch = held_out_pictures(config, model.batch_spec(micro_batch_size=1), lambda pack: pack)
+    assert batch is not None
+    assert batch.layout.num_samples == 2
+
+
 @pytest.mark.parametrize("kind", ["control", "reference"])
 def test_a_model_of_pictures_redraws_held_out_samples(kind: str) -> None:
     """The network returns the last picture that it reads, so the second row has these pictures."""

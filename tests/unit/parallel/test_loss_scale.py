@@ -88,7 +88,7 @@ def test_the_state_is_restored(one_rank_world):
     """Also a scale that is no power of two, and the steps towards the next doubling."""
     settings = {"precision": "fp16", "initial_loss_scale": 1000.3, "loss_scale_window": 2}
     one, other = (loss_scale_of(optimizer_of(one_rank_world, **settings)) for _ in range(2))
-    one.start(24)
+    one.start([20, 4])
     for overflow in (True, False):
         one.update(overflow)
         one.settle()
@@ -104,10 +104,18 @@ def test_the_state_is_restored(one_rank_world):
 def test_the_scale_applies_to_the_mean_loss(one_rank_world, tokens, divisor):
     """Up to rounding to a power of two, which does not change the digits of a gradient."""
     scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=512.0))
-    scale.start(tokens)
+    scale.start([tokens])
     assert scale(torch.tensor(3.0)).item() == 3.0 * 512 / divisor
     assert scale.scale.item() * scale.inv_scale.item() == 1
     assert scale.value == 512
+
+
+@pytest.mark.parametrize("lengths", [[10, 6, 8, 8], [10, 6], [10]])
+def test_the_first_scale_does_not_depend_on_the_samples_of_a_replica(one_rank_world, lengths):
+    """Micro-batches of 4 samples, or of fewer if a global batch has fewer for each replica."""
+    scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", micro_batch_size=4))
+    scale.start(lengths)
+    assert scale.tokens == 64
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -104,6 +104,13 @@ def test_unsupported_features_are_refused_equally_everywhere(one_rank_world: Pro
     assert "it supports data parallelism, fp32. Use " in found[0]
 
 
+def test_the_message_names_a_setting_without_which_the_model_supports_the_feature() -> None:
+    config = run_of({"pipeline_model_parallel_size": 2}, "fp32", DiTConfig(value_residual=True, num_layers=4))
+    cure = "Use parallel.pipeline_model_parallel_size=1, or model.value_residual=False$"
+    with pytest.raises(ConfigError, match=cure):
+        config.check()
+
+
 def test_each_unsupported_feature_is_refused_and_listed_separately() -> None:
     """No flag implies another: the message names one missing feature and lists the others."""
     words = {name: Ability[name.upper()].value for name in NOTHING}
