@@ -34,7 +34,8 @@ from dit.parallel.pipeline import layers_in_flight, stages
 from dit.planner.devices import MEMORY_SHARE
 from dit.planner.job import Job
 from dit.planner.layouts import Candidate, DataParallel, Problem, Shape
-from dit.planner.plan import fewest_layers, probing, shallower
+from dit.planner.plan import fewest_layers, has_equal_layers, probing, shallower
+from dit.planner.short_windows import SHORT_WINDOWS
 from dit.planner.time import (
     FORWARD,
     K_EXPERT,
@@ -144,6 +145,9 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
     training = replace(problem.training, recompute=shape.recompute, recompute_layers=None)
     full = tuple(stages(num_layers, 1, 0))
     probes = shallower(model, full, training, fewest_layers(model, layout, dims))
+    short_windows = len(probes) == 2 and len(probes[0].stages[0].layers) > SHORT_WINDOWS and has_equal_layers(model)
+    if short_windows:
+        probes = shallower(model, full, training, SHORT_WINDOWS)
     job = Job(
         model,
         problem.objective,
@@ -153,6 +157,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
         problem.pack_of(1, dims.token_multiple),
         problem.world_size,
         micro_batches=TRACED_MICRO_BATCHES,
+        short_windows=short_windows,
     )
     jobs = probing(job, full, probes)
     packs = [problem.pack_of(samples, dims.token_multiple) for samples in sizes]

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.parallel_training import tiny_model
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
+from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
@@ -159,6 +160,14 @@ def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.Mo
         traced_sizes.clear()
         assert list(costs(task, shape, found)) == []
         assert traced_sizes == sizes
+
+
+@pytest.mark.parametrize(("model", "layers"), [(tiny_model(hidden_size=2048, num_layers=60), 3), (FluxConfig(), 6)])
+def test_three_layers_under_fsdp_are_traced_if_all_are_equal(model, layers):
+    """FLUX has joint and single layers; its largest layers fill the window of FSDP by four."""
+    jobs = next(costs(replace(problem(), model=model), Shape(1, False, 1, 1, "none", True)))
+    assert min(len(job.stages[0].layers) for job in jobs if job.micro_batches) == layers
+    assert {job.short_windows for job in jobs if job.micro_batches} == {layers == 3}
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, 10.0), (2, 12.0), (3, 13.0), (4, 14.0), (6, 30.0), (16, 110.0)])
