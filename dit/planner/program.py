@@ -23,7 +23,7 @@ from dit.parallel.fsdp import gathered_bytes
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.planner.job import Job, steady_state
-from dit.planner.short_windows import ShortWindows
+from dit.planner.short_window import ShortWindow
 from dit.step.device_batches import PackCopy
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.schedule import Logs
@@ -125,7 +125,7 @@ class Program:
         self.job, self.groups, self.counter, self.late = job, groups, counter, late
         self._previous: Optional[Step] = None
         self._once: Optional[WorkPerStep] = None
-        self._windows: Optional[ShortWindows] = None
+        self._window: Optional[ShortWindow] = None
         self._copy = PackCopy(local_device())
         self._packs = itertools.cycle(job.packs or [job.pack])
 
@@ -146,8 +146,8 @@ class Program:
             counter.received_shape = self._between_stages(build)
         target = target_of(job.model, training.precision, job.kernels)
         wrapped = wrap(chunks, job.parallel, self.groups, target, training.kernels)
-        if job.short_windows:
-            self._windows = ShortWindows(wrapped[0], list(chunks[0].units()), counter)
+        if job.short_window:
+            self._window = ShortWindow(wrapped[0], list(chunks[0].units()), counter)
         weights = counter.live
         optimizer = build_optimizer(wrapped, job.optimizer, job.parallel, training, self.groups)
         shards = master_shards(optimizer, chunks, job.optimizer)
@@ -252,8 +252,8 @@ class Program:
             exchange(*args, **kwargs)
 
         counter.peak = counter.live
-        if self._windows is not None:
-            self._windows.begin()
+        if self._window is not None:
+            self._window.begin()
         config = wrapped[0].config
         exchange, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize
         rates = job.optimizer.lr, job.optimizer.beta1
@@ -262,9 +262,9 @@ class Program:
         step = train_step(self.state, batches, functions, phases, self._previous, late=self.late)
         self._previous = step if step.is_pending else None
         config.finalize_model_grads_func = exchange
-        if self._windows is not None:
+        if self._window is not None:
             peaks = counter.trace.peak_bytes
-            peaks[PHASES[0]] = self._windows.peak(peaks[PHASES[0]])
+            peaks[PHASES[0]] = self._window.peak(peaks[PHASES[0]])
         return phases
 
     def _batch(self) -> PackedBatch:
