@@ -34,7 +34,7 @@ from dit.parallel.pipeline import layers_in_flight, stages
 from dit.planner.devices import MEMORY_SHARE
 from dit.planner.job import Job
 from dit.planner.layouts import Candidate, DataParallel, Problem, Shape
-from dit.planner.plan import fewest_layers, probing, shallower
+from dit.planner.plan import FEWEST_LAYERS, fewest_layers, has_equal_layers, probing, shallower
 from dit.planner.time import (
     FORWARD,
     K_EXPERT,
@@ -120,14 +120,14 @@ def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, Paral
         found: candidates; those with other shapes are ignored.
     """
     with_shape = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
+    with_shape.sort(key=lambda pair: -pair[0].micro_batch_size)
     traced = yield from _traced(problem, shape, (1, 2))
     while True:
         prices = Prices(problem, {shape: traced})
-        larger = [(candidate, dims) for candidate, dims in with_shape if candidate.micro_batch_size > traced.sizes[-1]]
-        fitting = judged(problem, [prices.of(candidate, dims) for candidate, dims in larger]).fitting
-        if not fitting:
+        larger = (pair for pair in with_shape if pair[0].micro_batch_size > traced.sizes[-1])
+        most = next((pair[0].micro_batch_size for pair in larger if fits(problem, prices.of(*pair))), None)
+        if most is None:
             return traced
-        most = max(one.candidate.micro_batch_size for one in fitting)
         last = traced.sizes[-1]
         step = LARGE_STEP if last * problem.tokens >= LARGE else STEP
         traced = traced.and_then((yield from _traced(problem, shape, (min(most, step * last),))))
@@ -144,6 +144,9 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
     training = replace(problem.training, recompute=shape.recompute, recompute_layers=None)
     full = tuple(stages(num_layers, 1, 0))
     probes = shallower(model, full, training, fewest_layers(model, layout, dims))
+    short_window = len(probes) == 2 and len(probes[0].stages[0].layers) > FEWEST_LAYERS and has_equal_layers(model)
+    if short_window:
+        probes = shallower(model, full, training, fewest_layers(model, layout, dims, short_window=True))
     job = Job(
         model,
         problem.objective,
@@ -153,6 +156,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
         problem.pack_of(1, dims.token_multiple),
         problem.world_size,
         micro_batches=TRACED_MICRO_BATCHES,
+        short_window=short_window,
     )
     jobs = probing(job, full, probes)
     packs = [problem.pack_of(samples, dims.token_multiple) for samples in sizes]
@@ -319,12 +323,16 @@ def _grouped(priced: Sequence[Priced], key: Callable[[Priced], str]) -> dict[str
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
+def fits(problem: Problem, priced: Priced) -> bool:
+    """Return whether a candidate fits into the memory of the device."""
+    return priced.peak <= MEMORY_SHARE * problem.device.memory_bytes
+
+
 def judged(problem: Problem, priced: Sequence[Priced]) -> Verdict:
     """Sort candidates that fit by time, and the others by memory."""
-    limit = MEMORY_SHARE * problem.device.memory_bytes
     return Verdict(
-        sorted((one for one in priced if one.peak <= limit), key=lambda one: one.time.total),
-        sorted((one for one in priced if one.peak > limit), key=lambda one: one.peak),
+        sorted((one for one in priced if fits(problem, one)), key=lambda one: one.time.total),
+        sorted((one for one in priced if not fits(problem, one)), key=lambda one: one.peak),
     )
 
 
