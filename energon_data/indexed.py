@@ -29,10 +29,9 @@ from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_ZERO, RANKS, check_ranges, check_unused
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
-from energon_data.held_out import share_validation
 from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import LATENT, REFERENCE, Clip, SampleError
-from energon_data.skip_log import SkipCounter, SkipLog, TooManyDroppedError
+from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.streams import Position, Source, StreamItem, check_streams
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
@@ -143,12 +142,11 @@ class Samples(ReaderSettings, DataConfig):
         return partial(IndexedSource, self, spec, seed=seed)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over the held-out samples; see `share_validation`."""
+        """Build a finite pass over the held-out samples; see `StreamSettings.share_validation`."""
         if not self.validation_samples:
             raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples")
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
-        log = SkipLog(self.max_lost_samples)
-        return share_validation(source.remaining(), dp_rank, dp_size, log, self.origin, self.levels_of_frames)
+        return self.share_validation(source.remaining(), dp_rank, dp_size)
 
     def identity(self) -> dict[str, dict[str, str]]:
         """Return the number of samples and a digest of up to 64 evenly spaced samples, which are read here.
