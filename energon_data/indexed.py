@@ -32,7 +32,7 @@ from energon_data.filters import Filters
 from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import LATENT, REFERENCE, Clip, SampleError
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
-from energon_data.streams import Position, Source, StreamItem, check_streams
+from energon_data.streams import Position, Source, StreamItem, check_streams, read_up_to, settings_changed
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
@@ -330,15 +330,8 @@ class IndexedSource:
         """
         settings = self._settings()
         saved = position.state["settings"]
-        changed = [name for name, now in settings.items() if saved[name] != now]
-        if not changed:
+        if not settings_changed(saved, settings, {"pack_multiple_of", "micro_batch_size"}):
             return position
-        if set(changed) - {"pack_multiple_of", "micro_batch_size"}:
-            listed = ", ".join(f"{name} was {saved[name]} and is {settings[name]}" for name in changed)
-            raise ConfigError(
-                f"the position in {self._samples.origin} was saved with other data ({listed}), where it refers to "
-                "other samples; set them back, or start a new run with checkpoint.start_from"
-            )
         former = IndexedSource(
             replace(self._samples, pack_multiple_of=saved["pack_multiple_of"]),
             replace(self._spec, micro_batch_size=saved["micro_batch_size"], multiple_of=1),
@@ -346,11 +339,7 @@ class IndexedSource:
             stream=self._stream,
             num_streams=self._num_streams,
         )
-        former.load(position.state)
-        for _ in range(position.offset):
-            if (item := former.next()).batch is None:
-                raise DataError(f"the stream cannot be read up to the saved position: {item.failure}")
-        state = former.state().state
+        state = read_up_to(former, position)
         read = {*state.get("skipped", ()), *range(state["taken"], former._taken)}
         skipped = read - {clip.__restore_key__[0] for clips in former._batches for clip in clips}
         return Position({"taken": state["taken"], "settings": settings, "skipped": sorted(skipped)})

@@ -250,6 +250,28 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
+def settings_changed(saved: Mapping[str, Any], settings: Mapping[str, Any], may_change: set[str]) -> bool:
+    """Return whether settings differ from those of a saved position; only `may_change` may."""
+    changed = [name for name, now in settings.items() if saved[name] != now]
+    if not set(changed) <= may_change:
+        listed = ", ".join(f"{name} was {saved[name]} and is {settings[name]}" for name in changed)
+        raise ConfigError(
+            f"the position in the data was saved with other settings ({listed}), where it refers to other samples; set "
+            "them back, or start a new run from these weights: another training.run_dir and checkpoint.start_from=this "
+            "one"
+        )
+    return bool(changed)
+
+
+def read_up_to(source: Source, position: Position) -> dict[str, Any]:
+    """Read a new source up to a position; return its state there."""
+    source.load(position.state)
+    for _ in range(position.offset):
+        if (item := source.next()).batch is None:
+            raise DataError(f"the stream cannot be read up to the saved position: {item.failure}")
+    return source.state().state
+
+
 def automatic_streams(micro_batches_per_step: int) -> int:
     """Return the default number of streams: the largest divisor of a step's micro-batches up to a limit."""
     return max(n for n in range(1, MAX_DEFAULT_STREAMS + 1) if micro_batches_per_step % n == 0)
