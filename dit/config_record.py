@@ -7,10 +7,10 @@ and of packages that the user names in `DIT_PACKAGES` are instantiated, so readi
 import dataclasses
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, ConfigError, UserError
 
 CLASS_KEY = "_target_"
 TRUST_VARIABLE = "DIT_PACKAGES"
@@ -22,9 +22,27 @@ def user_packages() -> tuple[str, ...]:
     return tuple(name.strip() for name in os.environ.get(TRUST_VARIABLE, "").split(",") if name.strip())
 
 
-def trusted_packages() -> tuple[str, ...]:
-    """Return the packages whose classes a record may name; they are imported to rebuild it."""
-    return ("dit", "energon_data", *user_packages())
+def import_trusted(name: str, place: str, refusal: type[UserError] = ConfigError, also: Sequence[str] = ()) -> Any:
+    """Import a class, given as `package.module.Class`, if its package is trusted.
+
+    Args:
+        place: what names the class, for messages.
+        refusal: the error to raise.
+        also: packages to trust besides `dit`, `energon_data` and those of `DIT_PACKAGES`.
+    """
+    module, _, attribute = name.rpartition(".")
+    package, trusted = module.partition(".")[0], ("dit", "energon_data", *also, *user_packages())
+    if package not in trusted:
+        raise refusal(
+            f"{place} names {name!r}, which is not in {', '.join(trusted)}, so it is not imported. If {package!r} is "
+            f"your package, set the environment variable {TRUST_VARIABLE}={','.join((*user_packages(), package))}"
+        )
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise refusal(
+            f"{place} names {name!r}, which this version does not have ({error}); a class is named package.module.Class"
+        ) from error
 
 
 def trust_prefix(record: object) -> str:
@@ -67,17 +85,7 @@ def from_record(record: object) -> Any:
     values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
     if name is None:
         return values
-    module, _, qualname = str(name).rpartition(".")
-    package = module.partition(".")[0]
-    if package not in trusted_packages():
-        raise CheckpointError(
-            f"the record names {name!r}; only classes of {', '.join(trusted_packages())} are rebuilt. If {package!r} "
-            f"is your package, set the environment variable {TRUST_VARIABLE}={','.join((*user_packages(), package))}"
-        )
-    try:
-        settings_class = getattr(importlib.import_module(module), qualname)
-    except (ImportError, AttributeError) as error:
-        raise CheckpointError(f"the record names {name!r}, which this version does not have ({error})") from error
+    settings_class = import_trusted(str(name), "the record", CheckpointError)
     if not (isinstance(settings_class, type) and dataclasses.is_dataclass(settings_class)):
         raise CheckpointError(f"the record names {name!r}, which is not a settings class")
     try:

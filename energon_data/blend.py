@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Optional
 
@@ -89,6 +90,18 @@ def metadataset(parts: Mapping[str, float], split: str) -> Iterator[str]:
         }
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
         yield str(file)
+
+
+def divide_limit(sizes: Sequence[int], limit: Optional[int]) -> list[Optional[int]]:
+    """Divide a number of held-out samples over data sets in proportion to their sizes; None for no limit.
+
+    The parts sum to the limit, or to all samples if there are fewer.
+    """
+    total = sum(sizes)
+    if limit is None or limit >= total:
+        return [None] * len(sizes)
+    ends = [limit * end // total for end in accumulate(sizes)]
+    return [end - start for start, end in zip([0, *ends], ends)]
 
 
 class StagedSource:

@@ -16,14 +16,12 @@ from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid
-from energon_data.blend import Member, StagedSource, metadataset, read_blend
+from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
 from energon_data.contents import Contents
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
-from energon_data.held_out import divide_limit, share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit
 from energon_data.reader_settings import ReaderSettings
-from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, check_streams
 from energon_data.values import changes_pictures, check_changes, check_values
 
@@ -342,7 +340,7 @@ class EnergonData(ReaderSettings, DataConfig):
         """Build a pass over the held-out split, of a blend over that of each member.
 
         The samples are the same on every layout. Every rank reads all of them, and discards those of other ranks; see
-        `share_validation`.
+        `StreamSettings.share_validation`.
         """
         from energon_data.energon_source import validation_pass
 
@@ -360,8 +358,7 @@ class EnergonData(ReaderSettings, DataConfig):
             for info, limit in zip(infos, limits, strict=True)
             if limit != 0
         ]
-        items, log = chain.from_iterable(passes), SkipLog(self.max_lost_samples)
-        return share_validation(items, dp_rank, dp_size, log, self.origin, self.levels_of_frames)
+        return self.share_validation(chain.from_iterable(passes), dp_rank, dp_size)
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""

@@ -14,11 +14,11 @@ from megatron.energon.savable_loader import SavableDataLoaderState
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from dit.data_api import BatchSpec
-from dit.errors import ConfigError, DataError, UserError
+from dit.errors import DataError, UserError
 from dit.patches import patches
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
-from energon_data.streams import Position, StreamItem
+from energon_data.streams import Position, StreamItem, read_up_to, settings_changed
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions, worker_config
 
 _DATA_ERRORS = (OSError, EOFError, ValueError, tarfile.TarError, struct.error)
@@ -174,23 +174,11 @@ class EnergonSource:
         that were selected into packs but not delivered are selected again.
         """
         saved = position.state["settings"]
-        changed = [k for k, v in self._settings.items() if saved[k] != v]
-        if not changed:
+        if not settings_changed(saved, self._settings, self._may_change()):
             return position
-        if not set(changed) <= self._may_change():
-            listed = ", ".join(f"{k} was {saved[k]} and is {self._settings[k]}" for k in changed)
-            raise ConfigError(
-                f"the position in the data was saved with other settings ({listed}), where it refers to other samples; "
-                "set them back, or start a new run from these weights: another training.run_dir and "
-                "checkpoint.start_from=this one"
-            )
         former_spec = replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1)
         former = self._reopen(former_spec, saved["pack_multiple_of"] or 1)
-        former.load(position.state)
-        for _ in range(position.offset):
-            if (delivery := former.next()).batch is None:
-                raise DataError(f"the stream cannot be read up to the saved position: {delivery.failure}")
-        state = former.state().state
+        state = read_up_to(former, position)
         former.close()
         dataset = _with_unselected(from_plain(state["dataset"]))
         return Position(state | {"settings": self._settings, "dataset": to_plain(dataset)})

@@ -29,11 +29,10 @@ from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_ZERO, RANKS, check_ranges, check_unused
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
-from energon_data.held_out import share_validation
 from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import LATENT, REFERENCE, Clip, SampleError
-from energon_data.skip_log import SkipCounter, SkipLog, TooManyDroppedError
-from energon_data.streams import Position, Source, StreamItem, check_streams
+from energon_data.skip_log import SkipCounter, TooManyDroppedError
+from energon_data.streams import Position, Source, StreamItem, check_streams, read_up_to, settings_changed
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
@@ -143,12 +142,11 @@ class Samples(ReaderSettings, DataConfig):
         return partial(IndexedSource, self, spec, seed=seed)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over the held-out samples; see `share_validation`."""
+        """Build a finite pass over the held-out samples; see `StreamSettings.share_validation`."""
         if not self.validation_samples:
             raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples")
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
-        log = SkipLog(self.max_lost_samples)
-        return share_validation(source.remaining(), dp_rank, dp_size, log, self.origin, self.levels_of_frames)
+        return self.share_validation(source.remaining(), dp_rank, dp_size)
 
     def identity(self) -> dict[str, dict[str, str]]:
         """Return the number of samples and a digest of up to 64 evenly spaced samples, which are read here.
@@ -332,15 +330,8 @@ class IndexedSource:
         """
         settings = self._settings()
         saved = position.state["settings"]
-        changed = [name for name, now in settings.items() if saved[name] != now]
-        if not changed:
+        if not settings_changed(saved, settings, {"pack_multiple_of", "micro_batch_size"}):
             return position
-        if set(changed) - {"pack_multiple_of", "micro_batch_size"}:
-            listed = ", ".join(f"{name} was {saved[name]} and is {settings[name]}" for name in changed)
-            raise ConfigError(
-                f"the position in {self._samples.origin} was saved with other data ({listed}), where it refers to "
-                "other samples; set them back, or start a new run with checkpoint.start_from"
-            )
         former = IndexedSource(
             replace(self._samples, pack_multiple_of=saved["pack_multiple_of"]),
             replace(self._spec, micro_batch_size=saved["micro_batch_size"], multiple_of=1),
@@ -348,11 +339,7 @@ class IndexedSource:
             stream=self._stream,
             num_streams=self._num_streams,
         )
-        former.load(position.state)
-        for _ in range(position.offset):
-            if (item := former.next()).batch is None:
-                raise DataError(f"the stream cannot be read up to the saved position: {item.failure}")
-        state = former.state().state
+        state = read_up_to(former, position)
         read = {*state.get("skipped", ()), *range(state["taken"], former._taken)}
         skipped = read - {clip.__restore_key__[0] for clips in former._batches for clip in clips}
         return Position({"taken": state["taken"], "settings": settings, "skipped": sorted(skipped)})

@@ -1,8 +1,9 @@
 """Synthetic data with the same streams as real data: each sample is a function of the seed and its number."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -15,18 +16,9 @@ from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid, frames_to_patch
 from dit.ranges import COUNT, PATCHES, RANKS, check_ranges, check_unused
-from energon_data.held_out import share_validation
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
-from energon_data.skip_log import SkipLog
-from energon_data.streams import (
-    Position,
-    StreamGroup,
-    StreamItem,
-    StreamSettings,
-    check_streams,
-    open_streams,
-)
+from energon_data.streams import Position, StreamItem, StreamSettings, check_streams
 
 _CACHED = 64
 """A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
@@ -117,35 +109,20 @@ class MockData(StreamSettings, DataConfig):
         """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
         return padded_length(math.prod(_grid(size, spec)), self.pack_multiple_of)
 
-    def build_train(
-        self,
-        spec: BatchSpec,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        log_dir: Optional[str],
-        micro_batches_per_step: int = 1,
-    ) -> StreamGroup:
-        """Build this rank's endless streams."""
-        return open_streams(
-            lambda s, n: MockSource(self, spec, seed=seed, split="train", stream=s, num_streams=n),
-            self.num_streams,
-            spec,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            micro_batches_per_step=micro_batches_per_step,
-            log=SkipLog(0),
-            origin="mock data",
-            levels=self.levels_of_frames,
-        )
+    @property
+    def origin(self) -> str:
+        """Name of the data, for messages."""
+        return "mock data"
+
+    def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., "MockSource"]:
+        return partial(MockSource, self, spec, seed=seed, split="train")
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over samples that are not in the training data; see `share_validation`."""
+        """Build a finite pass over samples that are not in the training data; see `StreamSettings.share_validation`."""
         source = MockSource(
             self, spec, seed=0, split="val", stream=0, num_streams=1, last_sample=self.validation_samples
         )
-        return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(0), "mock data", self.levels_of_frames)
+        return self.share_validation(source.remaining(), dp_rank, dp_size)
 
     def empty_text(self, condition: Condition) -> Tensor:
         """Return zeros: one token of a text, or a pooled text."""

@@ -15,10 +15,14 @@ Every draw of a sample has a unique number: the k-th sample of stream `s` is dra
 larger than the data, copies of a sample have different numbers, and therefore different noise.
 """
 
+import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
@@ -30,7 +34,9 @@ from dit.fixed_packs import PackMaxima
 from dit.ranges import SHARE, check_ranges
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import check_pack_multiple
-from energon_data.skip_log import Skip, SkipLog
+from energon_data.skip_log import SKIP_FILE, Skip, SkipLog
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -90,6 +96,94 @@ class StreamSettings:
             )
         check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of, pack_cost_tokens)
 
+    @property
+    @abstractmethod
+    def origin(self) -> str:
+        """Name of the data, for messages."""
+
+    @property
+    def damaged_samples_allowed(self) -> int:
+        """Number of damaged samples that a data-parallel rank may drop."""
+        return 0
+
+    @abstractmethod
+    def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., "Source"]:
+        """Return a function that opens the source of the stream `stream` of `num_streams`; picklable."""
+
+    def open_stream(self, open_source: Callable[[], "Source"], stream: int) -> "Source":
+        """Open a stream for training."""
+        return open_source()
+
+    def build_train(
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
+    ) -> "StreamGroup":
+        """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
+        open_source = self.source_opener(spec, seed, micro_batches_per_step)
+
+        def opened(num_streams: int) -> dict[int, Source]:
+            shared_by = dp_size // math.gcd(num_streams, dp_size)
+            if dp_rank == 0 and shared_by > 1:
+                logger.info(
+                    "%d replicas share %d data streams and read the data %d times; in a new run, set "
+                    "data.num_streams=%d",
+                    dp_size,
+                    num_streams,
+                    shared_by,
+                    math.lcm(num_streams, dp_size),
+                )
+            return {
+                s: self.open_stream(partial(open_source, stream=s, num_streams=num_streams), s)
+                for s in streams_of(dp_rank, dp_size, num_streams)
+            }
+
+        def reopened(num_streams: int) -> dict[int, Source]:
+            if num_streams not in range(1, micro_batches_per_step + 1) or micro_batches_per_step % num_streams:
+                size, rest = divmod(micro_batches_per_step * spec.micro_batch_size, math.lcm(num_streams, dp_size))
+                raise ConfigError(
+                    f"the data state has {num_streams} streams, and a step of {micro_batches_per_step} micro-batches "
+                    "would use them unequally; set training.micro_batch_size"
+                    + (" and global_batch_size to their previous values" if rest else f"={size}")
+                )
+            return opened(num_streams)
+
+        num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
+        return StreamGroup(
+            opened(num_streams),
+            num_streams=num_streams,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            log=SkipLog(self.damaged_samples_allowed, None if log_dir is None else Path(log_dir) / SKIP_FILE),
+            origin=self.origin,
+            levels=self.levels_of_frames,
+            reopen=reopened if self.num_streams is None else None,
+        )
+
+    def share_validation(self, items: Iterable["StreamItem"], dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+        """Divide a finite pass among the data-parallel ranks: rank `r` gets the micro-batches `r`, `r + dp_size`, ...
+
+        Every rank gets equally many. If their number is not a multiple of the ranks, later ranks also get the last
+        micro-batch, marked as `repeated`.
+        """
+        number, log = -1, SkipLog(self.damaged_samples_allowed)
+        for number, item in enumerate(items):
+            log.record(0, item.skips, item.batch)
+            batch = self.levels_of_frames(item.delivered(f"validation on {self.origin}", log))
+            if number % dp_size == dp_rank:
+                yield batch
+        if number < 0:
+            raise DataError(
+                f"validation on {self.origin} gives no micro-batch; dropped: {log.counts().by_reason() or 'nothing'}"
+            )
+        if number % dp_size < dp_rank:
+            yield replace(batch, repeated=True)
+
 
 @dataclass
 class StreamItem:
@@ -106,6 +200,25 @@ class StreamItem:
     is_bug: bool = False
     seconds: Optional[float] = None
     late: bool = True
+
+    def delivered(self, stream: str, log: SkipLog) -> PackedBatch:
+        """Return the micro-batch.
+
+        Args:
+            stream: name of the stream, for messages.
+
+        Raises:
+            RuntimeError: the code that reads it failed.
+            DataError: there is none.
+        """
+        if self.is_bug:
+            raise RuntimeError(f"{stream} failed:\n{self.failure}")
+        if self.batch is None:
+            raise DataError(
+                f"{stream} ended: {self.failure or 'there is no more data'}; "
+                f"dropped so far: {log.counts().by_reason() or 'nothing'}"
+            )
+        return self.batch
 
 
 MAX_DEFAULT_STREAMS = 8
@@ -136,6 +249,28 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
+def settings_changed(saved: Mapping[str, Any], settings: Mapping[str, Any], may_change: set[str]) -> bool:
+    """Return whether settings differ from those of a saved position; only `may_change` may."""
+    changed = [name for name, now in settings.items() if saved[name] != now]
+    if not set(changed) <= may_change:
+        listed = ", ".join(f"{name} was {saved[name]} and is {settings[name]}" for name in changed)
+        raise ConfigError(
+            f"the position in the data was saved with other settings ({listed}), where it refers to other samples; set "
+            "them back, or start a new run from these weights: another training.run_dir and checkpoint.start_from=this "
+            "one"
+        )
+    return bool(changed)
+
+
+def read_up_to(source: Source, position: Position) -> dict[str, Any]:
+    """Read a new source up to a position; return its state there."""
+    source.load(position.state)
+    for _ in range(position.offset):
+        if (item := source.next()).batch is None:
+            raise DataError(f"the stream cannot be read up to the saved position: {item.failure}")
+    return source.state().state
+
+
 def automatic_streams(micro_batches_per_step: int) -> int:
     """Return the default number of streams: the largest divisor of a step's micro-batches up to a limit."""
     return max(n for n in range(1, MAX_DEFAULT_STREAMS + 1) if micro_batches_per_step % n == 0)
@@ -160,50 +295,6 @@ def streams_of(dp_rank: int, dp_size: int, num_streams: int) -> range:
     """Return the global streams that a data-parallel rank reads."""
     shared = math.gcd(num_streams, dp_size)
     return range(dp_rank % shared, num_streams, shared)
-
-
-def open_streams(
-    open_stream: Callable[[int, int], Source],
-    requested: Optional[int],
-    spec: BatchSpec,
-    *,
-    dp_rank: int,
-    dp_size: int,
-    micro_batches_per_step: int,
-    log: SkipLog,
-    origin: str,
-    levels: FrameLevels,
-) -> "StreamGroup":
-    """Open the streams of one data-parallel rank.
-
-    Args:
-        log, origin, levels: see `StreamGroup`.
-    """
-
-    def opened(num_streams: int) -> dict[int, Source]:
-        return {s: open_stream(s, num_streams) for s in streams_of(dp_rank, dp_size, num_streams)}
-
-    def reopened(num_streams: int) -> dict[int, Source]:
-        if num_streams not in range(1, micro_batches_per_step + 1) or micro_batches_per_step % num_streams:
-            size, rest = divmod(micro_batches_per_step * spec.micro_batch_size, math.lcm(num_streams, dp_size))
-            raise ConfigError(
-                f"the data state has {num_streams} streams, and a step of {micro_batches_per_step} micro-batches would "
-                "use them unequally; set training.micro_batch_size"
-                + (" and global_batch_size to their previous values" if rest else f"={size}")
-            )
-        return opened(num_streams)
-
-    num_streams = requested or automatic_streams(micro_batches_per_step)
-    return StreamGroup(
-        opened(num_streams),
-        num_streams=num_streams,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        log=log,
-        origin=origin,
-        levels=levels,
-        reopen=reopened if requested is None else None,
-    )
 
 
 class StreamGroup:
@@ -259,14 +350,8 @@ class StreamGroup:
                 item = source.next()
         waited = time.perf_counter() - began
         self._log.record(stream, item.skips, item.batch, is_reported=is_own)
-        if item.is_bug:
-            raise RuntimeError(f"reading stream {stream} of {self._origin} failed:\n{item.failure}")
-        if item.batch is None:
-            raise DataError(
-                f"stream {stream} of {self._origin} ended: {item.failure or 'there is no more data'}; "
-                f"dropped so far: {self._log.counts().by_reason() or 'nothing'}"
-            )
-        count = item.batch.layout.num_samples
+        batch = item.delivered(f"stream {stream} of {self._origin}", self._log)
+        count = batch.layout.num_samples
         draws_S = (torch.arange(count) + self._drawn[stream]) * self._num_streams + stream
         self._read[stream] += 1
         self._drawn[stream] += count
@@ -274,7 +359,7 @@ class StreamGroup:
         self._made += count * is_own
         self._made_in_s += waited if item.seconds is None else item.seconds
         self._at_once = 1 if item.seconds is None else len(self._sources)
-        return self._levels(replace(item.batch, draws_S=draws_S))
+        return self._levels(replace(batch, draws_S=draws_S))
 
     def _consumed_of(self, stream: int) -> int:
         """Return the number of consumed micro-batches that came from a stream."""

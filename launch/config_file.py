@@ -6,7 +6,6 @@ imports and calls any `_target_`; this one accepts only a subclass of the settin
 It reads the `config.yaml` of a run folder too.
 """
 
-import importlib
 import inspect
 import os
 import textwrap
@@ -19,7 +18,7 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
-from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages
+from dit.config_record import CLASS_KEY, import_trusted
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
@@ -155,17 +154,7 @@ def _target(name: object, types: list[type], key: str) -> type:
     kinds = " or ".join(t.__name__ for t in types) or "a plain value"
     if name is None:
         raise ConfigError(f"{key} names no class; add _target_ with the {kinds} to use")
-    module, _, attribute = str(name).rpartition(".")
-    trusted = (*trusted_packages(), "recipes")
-    if module.partition(".")[0] not in trusted:
-        raise ConfigError(
-            f"{key}: _target_ {name!r} is not in {', '.join(trusted)}, so it is not imported; "
-            f"{TRUST_VARIABLE}=PACKAGE in the environment trusts a package of your own"
-        )
-    try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}: there is no {name!r}; write the class as package.module.Class") from error
+    cls = import_trusted(str(name), f"{key}: {CLASS_KEY}", also=["recipes"])
     if not inspect.isclass(cls) or not issubclass(cls, tuple(types)):
         raise ConfigError(f"{key}: {name} is not {kinds}; change _target_")
     return cls

@@ -16,6 +16,7 @@ from dit.settings import (
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+from recipes.small import short_run
 
 CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
 
@@ -91,16 +92,7 @@ def tiny_ddpm_unet() -> run.Partial:
     recipe.model.hidden_size = 32
     recipe.data = run.Config(MockData, shapes=["1x16x16"], num_streams=2)
     recipe.parallel.data_parallel = "ddp"
-    recipe.training.run_dir = "runs/tiny_ddpm_unet"
-    recipe.training.num_steps = 20
-    recipe.training.micro_batch_size = 4
-    recipe.training.global_batch_size = 8
-    recipe.training.precision = "fp32"
     recipe.training.ema_start_step = 10
-    recipe.training.log_interval = 1
-    recipe.training.validation_interval = 0
-    recipe.training.sample_interval = 0
-    recipe.checkpoint.interval = 10
     recipe.sampling.num_steps = 10
     recipe.sampling.raw_weights = False
-    return recipe
+    return short_run(recipe, "tiny_ddpm_unet")

@@ -11,6 +11,7 @@ import nemo_run as run
 
 from dit.models.base import ModelConfig
 from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant, Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.settings import (
@@ -60,6 +61,17 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
         logging=run.Config(LoggingConfig),
         sampling=run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=8.0),
     )
+
+
+def flow_conditional(
+    name: str, model: run.Config[ModelConfig], *, guidance_scale: float, num_steps: int = 50, time_shift: float = 1.0
+) -> run.Partial:
+    """Return `text_conditional` with flow matching, logit-normal times and Euler steps; one text in ten is dropped."""
+    recipe = text_conditional(name, model)
+    recipe.model.context_dropout = 0.1
+    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=time_shift)
+    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=num_steps, guidance_scale=guidance_scale)
+    return recipe
 
 
 def as_large_model(recipe: run.Partial, *, lr: float = 1e-4) -> run.Partial:

@@ -10,6 +10,7 @@ from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from recipes.components import edm_uncertainty
+from recipes.small import short_run
 
 BATCH = 2048
 
@@ -71,15 +72,7 @@ def tiny_edm2() -> run.Partial:
     recipe.parallel = run.Config(ParallelConfig)
     recipe.optimizer.lr = 3e-3
     recipe.schedule.warmup_steps, recipe.schedule.reference_steps = 5, 10
-    recipe.training.run_dir = "runs/tiny_edm2"
-    recipe.training.num_steps = 20
-    recipe.training.micro_batch_size = 4
-    recipe.training.global_batch_size = 8
-    recipe.training.precision = "fp32"
     recipe.training.ema_decay = 0.9
-    recipe.training.log_interval = 1
-    recipe.training.validation_interval = 0
-    recipe.training.sample_interval = 0
-    recipe.checkpoint.interval, recipe.checkpoint.keep_every = 10, 0
+    recipe.checkpoint.keep_every = 0
     recipe.sampling.num_steps = 10
-    return recipe
+    return short_run(recipe, "tiny_edm2")

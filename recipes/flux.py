@@ -10,12 +10,11 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
-from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant
-from dit.settings import OptimizerConfig, SamplingConfig
+from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditional, with_fsdp
+from recipes.dit import as_mock, flow_conditional, in_seconds, on_tensor_parallel, with_fsdp
 from recipes.models import (
     flux2_dev,
     flux2_klein_4b,
@@ -46,17 +45,28 @@ def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
     Source: NeMo 2.x, recipes `flux_12b` and `flux_535m`; times: Esser et al. 2024, arXiv:2403.03206, section 3.1.
     """
-    recipe = text_conditional(name, model)
-    recipe.model.context_dropout = 0.1
-    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal")
-    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=3.5)
+    recipe = flow_conditional(name, model, guidance_scale=3.5)
     recipe.training.num_steps = 1_168_251
     recipe.training.global_batch_size = 2
     return recipe
 
 
-def _on_images(recipe: run.Partial, folder: str) -> run.Partial:
+def _at_1024(
+    name: str,
+    model: run.Config[ModelConfig],
+    folder: str,
+    *,
+    tensor: int = 1,
+    batch: int = 8,
+    time_shift: float = 1.0,
+) -> run.Partial:
+    """Return a training on images of 1024 px with FSDP, and with layers spread over `tensor` GPUs."""
+    recipe = with_fsdp(flux(name, model))
+    if tensor > 1:
+        on_tensor_parallel(recipe, tensor)
     recipe.data = run.Config(EnergonData, path=folder, max_tokens_per_sample=4096, bucket_by_shape=True)
+    recipe.training.global_batch_size = batch
+    recipe.objective.time_shift = time_shift
     return recipe
 
 
@@ -87,9 +97,9 @@ def flux_12b() -> run.Partial:
 
     `--dryrun` estimates 43 GiB on each GPU.
     """
-    recipe = with_fsdp(on_tensor_parallel(flux("flux_12b", flux_dev()), 2))
+    recipe = _at_1024("flux_12b", flux_dev(), "data/latents_1024", tensor=2, batch=2)
     recipe.parallel.context_parallel_size = 2
-    return _on_images(recipe, "data/latents_1024")
+    return recipe
 
 
 @run.cli.factory(target=pretrain)
@@ -124,9 +134,7 @@ def flux2_32b() -> run.Partial:
     `--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
     10, 20 and 30 of Mistral-3, stacked.
     """
-    recipe = with_fsdp(on_tensor_parallel(flux("flux2_32b", flux2_dev()), 4))
-    recipe.training.global_batch_size = 16
-    return _on_images(recipe, "data/latents_1024_flux2")
+    return _at_1024("flux2_32b", flux2_dev(), "data/latents_1024_flux2", tensor=4, batch=16)
 
 
 @run.cli.factory(target=pretrain)
@@ -135,9 +143,7 @@ def flux2_klein_9b_1024() -> run.Partial:
 
     `--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
     """
-    recipe = with_fsdp(on_tensor_parallel(flux("flux2_klein_9b_1024", flux2_klein_9b()), 2))
-    recipe.training.global_batch_size = 8
-    return _on_images(recipe, "data/latents_1024_klein_9b")
+    return _at_1024("flux2_klein_9b_1024", flux2_klein_9b(), "data/latents_1024_klein_9b", tensor=2)
 
 
 @run.cli.factory(target=pretrain)
@@ -146,9 +152,7 @@ def flux2_klein_4b_1024() -> run.Partial:
 
     `--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
     """
-    recipe = with_fsdp(flux("flux2_klein_4b_1024", flux2_klein_4b()))
-    recipe.training.global_batch_size = 8
-    return _on_images(recipe, "data/latents_1024_klein_4b")
+    return _at_1024("flux2_klein_4b_1024", flux2_klein_4b(), "data/latents_1024_klein_4b")
 
 
 @run.cli.factory(target=pretrain)
@@ -157,9 +161,7 @@ def qwen_image_1024() -> run.Partial:
 
     Texts: the last layer of Qwen2.5-VL 7B, without the tokens of the template.
     """
-    recipe = with_fsdp(on_tensor_parallel(flux("qwen_image_1024", qwen_image_20b()), 4))
-    recipe.training.global_batch_size = 16
-    return _on_images(recipe, "data/latents_1024_qwen_image")
+    return _at_1024("qwen_image_1024", qwen_image_20b(), "data/latents_1024_qwen_image", tensor=4, batch=16)
 
 
 @run.cli.factory(target=pretrain)
@@ -169,10 +171,7 @@ def sd3_5_large_1024() -> run.Partial:
     `--dryrun` estimates 33 GiB on each GPU. Times are shifted by 3, as published. Texts: 77 tokens of both CLIP models,
     joined along the width and padded to 4096, then those of T5-XXL.
     """
-    recipe = with_fsdp(on_tensor_parallel(flux("sd3_5_large_1024", sd3_5_large()), 2))
-    recipe.objective.time_shift = 3.0
-    recipe.training.global_batch_size = 8
-    return _on_images(recipe, "data/latents_1024_sd3")
+    return _at_1024("sd3_5_large_1024", sd3_5_large(), "data/latents_1024_sd3", tensor=2, time_shift=3.0)
 
 
 @run.cli.factory(target=pretrain)
@@ -181,10 +180,7 @@ def sd3_5_medium_1024() -> run.Partial:
 
     `--dryrun` estimates 16 GiB on each GPU. Times and texts as in `sd3_5_large_1024`.
     """
-    recipe = with_fsdp(flux("sd3_5_medium_1024", sd3_5_medium()))
-    recipe.objective.time_shift = 3.0
-    recipe.training.global_batch_size = 8
-    return _on_images(recipe, "data/latents_1024_sd3")
+    return _at_1024("sd3_5_medium_1024", sd3_5_medium(), "data/latents_1024_sd3", time_shift=3.0)
 
 
 @run.cli.factory(target=pretrain)
@@ -194,10 +190,7 @@ def lumina2_1024() -> run.Partial:
     `--dryrun` estimates 26 GiB on each GPU. Times are shifted by 6, as the published sampler. Texts: the layer
     before the last of Gemma 2 2B.
     """
-    recipe = with_fsdp(flux("lumina2_1024", lumina2_2b()))
-    recipe.objective.time_shift = 6.0
-    recipe.training.global_batch_size = 8
-    return _on_images(recipe, "data/latents_1024_lumina2")
+    return _at_1024("lumina2_1024", lumina2_2b(), "data/latents_1024_lumina2", time_shift=6.0)
 
 
 @run.cli.factory(target=pretrain)
@@ -207,7 +200,4 @@ def z_image_1024() -> run.Partial:
     `--dryrun` estimates 46 GiB on each GPU. Times are shifted by 3, as the published sampler. Texts: the layer before
     the last of Qwen3-4B.
     """
-    recipe = with_fsdp(flux("z_image_1024", z_image_6b()))
-    recipe.objective.time_shift = 3.0
-    recipe.training.global_batch_size = 8
-    return _on_images(recipe, "data/latents_1024_z_image")
+    return _at_1024("z_image_1024", z_image_6b(), "data/latents_1024_z_image", time_shift=3.0)

@@ -8,11 +8,9 @@ import nemo_run as run
 
 from dit.models.base import ModelConfig
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
-from dit.objectives.flow_matching import FlowMatching
-from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.dit import in_seconds, on_tensor_parallel, text_conditional, with_fsdp
+from recipes.dit import flow_conditional, in_seconds, on_tensor_parallel, with_fsdp
 
 CLIP_TOKENS = 49_290
 """Of a latent of 31 x 30 x 53: 121 frames of 848 x 480 through an autoencoder of 4 x 16 x 16."""
@@ -26,11 +24,7 @@ def hunyuan_video_8b() -> run.Config[HunyuanVideoConfig]:
 
 def _hunyuan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     """Return flow matching with times moved towards noise; one text in ten is dropped, this project's choice."""
-    recipe = text_conditional(name, model)
-    recipe.model.context_dropout = 0.1
-    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=5.0)
-    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=6.0)
-    return recipe
+    return flow_conditional(name, model, guidance_scale=6.0, time_shift=5.0)
 
 
 @run.cli.factory(target=pretrain)

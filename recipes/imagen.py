@@ -21,6 +21,7 @@ from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, Sampl
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+from recipes.small import short_run
 
 TEXT_TOKENS = 128
 WITH_COMMON_LEVELS = {"hidden_size": 128, "channel_multipliers": [1, 2, 4, 6, 6]}
@@ -157,15 +158,8 @@ def _in_seconds(recipe: run.Partial, name: str) -> run.Partial:
     recipe.schedule = run.Config(Constant, warmup_steps=5)
     recipe.optimizer.lr = 2e-3
     recipe.parallel = run.Config(ParallelConfig)
-    recipe.training.run_dir = f"runs/{name}"
-    recipe.training.num_steps = 20
-    recipe.training.micro_batch_size = 4
-    recipe.training.global_batch_size = 8
-    recipe.training.precision = "fp32"
-    recipe.training.log_interval = 1
-    recipe.checkpoint.interval = 10
     recipe.sampling.num_steps = 4
-    return recipe
+    return short_run(recipe, name)
 
 
 @run.cli.factory(target=pretrain)

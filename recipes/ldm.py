@@ -22,6 +22,7 @@ from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from recipes.models import sdxl_unet
+from recipes.small import short_run
 
 LATENT_SIDE = 256 // 8
 CLIP_TOKENS = 77
@@ -129,18 +130,9 @@ def tiny_ldm_unet() -> run.Partial:
     recipe.parallel.data_parallel = "ddp"
     recipe.optimizer.lr = 3e-3
     recipe.schedule.warmup_steps = 5
-    recipe.training.run_dir = "runs/tiny_ldm_unet"
-    recipe.training.num_steps = 20
-    recipe.training.micro_batch_size = 4
-    recipe.training.global_batch_size = 8
-    recipe.training.precision = "fp32"
     recipe.training.ema_decay = 0.99
-    recipe.training.log_interval = 1
-    recipe.training.validation_interval = 0
-    recipe.training.sample_interval = 0
-    recipe.checkpoint.interval = 10
     recipe.sampling.prompts = None
-    return recipe
+    return short_run(recipe, "tiny_ldm_unet")
 
 
 @run.cli.factory(target=pretrain)

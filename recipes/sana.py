@@ -8,12 +8,11 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.prx.config import PRXConfig
 from dit.models.sana.config import SanaConfig
-from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant
 from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.dit import as_tiny, text_conditional
+from recipes.dit import as_tiny, flow_conditional
 from recipes.models import prx_1_2b, sana_1_6b
 
 
@@ -24,11 +23,7 @@ def _sana(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
     Source: Xie et al. 2024, arXiv:2410.10629, section 3 and appendix; time shift of the published scheduler.
     """
-    recipe = text_conditional(name, model)
-    recipe.model.context_dropout = 0.1
-    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=3.0)
-    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=20, guidance_scale=4.5)
-    return recipe
+    return flow_conditional(name, model, guidance_scale=4.5, num_steps=20, time_shift=3.0)
 
 
 @run.cli.factory(target=pretrain)

@@ -43,6 +43,16 @@ def small_run(run_dir: str, model: run.Config[ModelConfig], data: run.Config[Dat
     )
 
 
+def short_run(recipe: run.Partial, name: str) -> run.Partial:
+    """Give a recipe of a tiny model the folder `runs/NAME` and 20 steps of 8 samples in fp32."""
+    training = recipe.training
+    training.run_dir, training.num_steps, training.log_interval = f"runs/{name}", 20, 1
+    training.micro_batch_size, training.global_batch_size, training.precision = 4, 8, "fp32"
+    training.validation_interval = training.sample_interval = 0
+    recipe.checkpoint.interval = 10
+    return recipe
+
+
 def small_text_dit(
     in_channels: int, patch_spatial: int, *, hidden_size: int = 128, num_attention_heads: int = 4
 ) -> run.Config[DiTCrossConfig]:

@@ -8,11 +8,9 @@ layout and from the memory that `--dryrun` estimates; none of these runs has bee
 
 import nemo_run as run
 
-from dit.objectives.flow_matching import FlowMatching
-from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.dit import as_large_model, as_tiny, text_conditional
+from recipes.dit import as_large_model, as_tiny, flow_conditional
 from recipes.models import stdit_s, stdit_xl, stdit_xl_full
 
 
@@ -21,11 +19,7 @@ def open_sora(name: str, model: run.Config) -> run.Partial:
 
     Texts are left out for one sample in ten, as there. Deviations of the model: see `dit.models.stdit.model.STDiT`.
     """
-    recipe = text_conditional(name, model)
-    recipe.model.context_dropout = 0.1
-    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal")
-    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=7.0)
-    return recipe
+    return flow_conditional(name, model, guidance_scale=7.0, num_steps=30)
 
 
 @run.cli.factory(target=pretrain)

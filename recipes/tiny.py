@@ -9,7 +9,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from recipes.models import sprint
-from recipes.small import small_run
+from recipes.small import short_run, small_run
 
 
 @run.cli.factory(target=pretrain)
@@ -36,12 +36,7 @@ def tiny_dit() -> run.Partial:
     recipe.parallel.data_parallel = "ddp"
     recipe.optimizer.lr = 3e-3
     recipe.schedule.warmup_steps = 5
-    recipe.training.num_steps = 20
-    recipe.training.micro_batch_size = 4
-    recipe.training.global_batch_size = 8
-    recipe.training.log_interval = 1
-    recipe.checkpoint.interval = 10
-    return recipe
+    return short_run(recipe, "tiny_dit")
 
 
 @run.cli.factory(target=pretrain)

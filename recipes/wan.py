@@ -7,10 +7,8 @@ import nemo_run as run
 
 from dit.models.base import ModelConfig
 from dit.models.wan.config import WanConfig
-from dit.objectives.flow_matching import FlowMatching
-from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
-from recipes.dit import as_tiny, text_conditional
+from recipes.dit import as_tiny, flow_conditional
 
 
 def wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
@@ -18,11 +16,7 @@ def wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
     Texts are left out for one sample in ten, this project's choice.
     """
-    recipe = text_conditional(name, model)
-    recipe.model.context_dropout = 0.1
-    recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=3.0)
-    recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=5.0)
-    return recipe
+    return flow_conditional(name, model, guidance_scale=5.0, time_shift=3.0)
 
 
 @run.cli.factory(target=pretrain)

@@ -22,11 +22,11 @@ from dit.checkpoint.added_inputs import WithAddedInputs, with_added_inputs
 from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
-from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
+from dit.checkpoint.reading import candidates, find_checkpoint, read_settings
 from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.state_files import SlotWeights, Weights
-from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
+from dit.checkpoint.verify_together import on_first_rank, reads_together
 from dit.convert.rules import some_of
 from dit.errors import CheckpointError, ConfigError, UserError
 from dit.models.base import ModelConfig
@@ -46,20 +46,6 @@ and sizes, of which None is a default: `check_start` compares the shapes.
 """
 
 logger = logging.getLogger(__name__)
-
-
-def find_folder_together(
-    path: str, groups: ProcessGroups, reading: ExitStack, setting: str = "checkpoint.start_from"
-) -> Path:
-    """Find the checkpoint of a setting and verify it; every rank hashes its share of the files.
-
-    Args:
-        reading: the checkpoint is not deleted until this stack is closed.
-    """
-    checkpoint = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups, reading)
-    if checkpoint is None:
-        raise CheckpointError(f"{setting}: {no_checkpoint(path)}")
-    return checkpoint[0]
 
 
 class Start(Protocol):
@@ -157,10 +143,7 @@ def find_start(
     if has_network:
         with reads_together(groups):
             return read_network(folder)
-    if groups is None:
-        return CheckpointStart(find_checkpoint(folder, reading)[0])
-    assert reading is not None
-    return CheckpointStart(find_folder_together(str(folder), groups, reading, setting))
+    return CheckpointStart(find_checkpoint(folder, reading, groups, setting)[0])
 
 
 def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = False) -> None:

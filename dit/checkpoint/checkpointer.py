@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 import yaml
 
-from dit.checkpoint.base_model import find_folder_together
 from dit.checkpoint.manifest import (
     BASE,
     CURE,
@@ -28,6 +27,7 @@ from dit.checkpoint.manifest import (
     model_fingerprint,
     read_manifest,
 )
+from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
 from dit.checkpoint.resume_check import changes, changes_scales, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
@@ -147,7 +147,7 @@ class Checkpointer:
                     "above; restore one, or train again from step 0 with checkpoint.resume=never"
                 )
             if path is not None:
-                folder = find_folder_together(path, state.groups, reading, "checkpoint.resume_from")
+                folder, _ = find_checkpoint(path, reading, state.groups, "checkpoint.resume_from")
                 newest = folder, read_manifest(folder)
             elif mode == "must":
                 raise CheckpointError(

@@ -1,20 +1,18 @@
 """Reading a run from disk: a verified checkpoint, its settings, and the names of its weights."""
 
-import logging
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Optional
 
-from dit.checkpoint.manifest import read_manifest, verify_folder
-from dit.checkpoint.reader_lock import being_read
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.records import CONFIG_FILE, read_metadata, read_record, usable
 from dit.checkpoint.store import CheckpointStore
+from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, verified_together
 from dit.errors import CheckpointError
 from dit.pipeline_folder import name_a_part
 from dit.run_config import RunConfig
 from dit.settings import CheckpointConfig
-
-logger = logging.getLogger(__name__)
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -47,33 +45,29 @@ def no_checkpoint(path: Path | str) -> CheckpointError:
     )
 
 
-def find_checkpoint(path: Path | str, reading: Optional[ExitStack] = None) -> tuple[Path, int]:
+def find_checkpoint(
+    path: Path | str,
+    reading: Optional[ExitStack] = None,
+    groups: Optional[ProcessGroups] = None,
+    setting: Optional[str] = None,
+) -> tuple[Path, int]:
     """Return a verified checkpoint folder and its step, from a run folder or one of its checkpoints.
 
     Args:
         reading: the checkpoint is not deleted until this stack is closed; None for no protection.
+        groups: of the ranks, all of which call this; every rank hashes its share of the files. None for one process.
+        setting: that has the path, for messages.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    path = Path(path)
-    if _is_checkpoint(path):
-        return path, _verified(path, reading)
-    for folder in candidates(path):
-        try:
-            return folder, _verified(folder, reading)
-        except CheckpointError as error:
-            logger.warning("skipping checkpoint %s: %s", folder.name, error)
-    raise no_checkpoint(path)
-
-
-def _verified(folder: Path, reading: Optional[ExitStack]) -> int:
-    with ExitStack() as stack:
-        stack.enter_context(being_read(folder))
-        step = verify_folder(folder).step
-        if reading is not None:
-            reading.push(stack.pop_all())
-        return step
+    is_checkpoint, folders = on_first_rank(lambda: (_is_checkpoint(Path(path)), candidates(path)), groups)
+    if is_checkpoint:
+        return folders[0], verified_together(folders[0], groups, reading).step
+    newest = newest_valid_together(folders, groups, reading)
+    if newest is None:
+        raise CheckpointError(f"{'' if setting is None else f'{setting}: '}{no_checkpoint(path)}")
+    return newest[0], newest[1].step
 
 
 def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:

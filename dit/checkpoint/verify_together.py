@@ -64,31 +64,47 @@ def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
         raise failure
 
 
-def newest_valid_together(
-    candidates: Sequence[Path], groups: ProcessGroups, reading: ExitStack
-) -> Optional[tuple[Path, Manifest]]:
-    """Return the first checkpoint that verifies, None if there is none; every rank calls this.
+def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Optional[ExitStack]) -> Manifest:
+    """Verify a checkpoint.
 
-    Rank 0 logs a warning for each checkpoint that does not verify.
+    Args:
+        groups: of the ranks, all of which call this; None for one process.
+        reading: the checkpoint is not deleted until this stack is closed; None for no protection.
+
+    Raises:
+        CheckpointError: it is damaged; the same on every rank.
+    """
+    share = (0, 1) if groups is None else (groups.rank, groups.world_size)
+    problem: Optional[str] = None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(being_read(folder))
+            manifest = verify_folder(folder, share=share)
+        except CheckpointError as error:
+            problem = str(error)
+        problems: list[Any] = [problem] * share[1]
+        if groups is not None:
+            dist.all_gather_object(problems, problem)
+        if (reason := next((problem for problem in problems if problem is not None), None)) is not None:
+            raise CheckpointError(reason)
+        if reading is not None:
+            reading.push(stack.pop_all())
+        return manifest
+
+
+def newest_valid_together(
+    candidates: Sequence[Path], groups: Optional[ProcessGroups], reading: Optional[ExitStack]
+) -> Optional[tuple[Path, Manifest]]:
+    """Return the first checkpoint that verifies, None if there is none; a warning is logged for each that does not.
 
     Args:
         candidates: folders in the order of preference; the same on every rank.
-        reading: the checkpoint is not deleted until this stack is closed.
+        groups, reading: see `verified_together`.
     """
     for folder in candidates:
-        problem: Optional[str] = None
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(being_read(folder))
-                manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
-            except CheckpointError as error:
-                problem = str(error)
-            problems: list[Any] = [None] * groups.world_size
-            dist.all_gather_object(problems, problem)
-            reason = next((problem for problem in problems if problem is not None), None)
-            if reason is None:
-                reading.push(stack.pop_all())
-                return folder, manifest
-        if groups.rank == 0:
-            logger.warning("skipping checkpoint %s: %s", folder.name, reason)
+        try:
+            return folder, verified_together(folder, groups, reading)
+        except CheckpointError as error:
+            if groups is None or groups.rank == 0:
+                logger.warning("skipping checkpoint %s: %s", folder.name, error)
     return None

@@ -1,11 +1,10 @@
 """User code that the training loop calls: `training.hooks=['package.module.Class']`."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Optional
 
 from dit.checkpoint.train_state import TrainState
-from dit.config_record import TRUST_VARIABLE, trusted_packages
+from dit.config_record import import_trusted
 from dit.errors import ConfigError
 
 
@@ -33,17 +32,7 @@ def load_hooks(names: Optional[Sequence[str]]) -> list[Hook]:
 
 
 def _load(name: str) -> type[Hook]:
-    module, _, attribute = name.rpartition(".")
-    package = module.partition(".")[0]
-    if package not in trusted_packages():
-        raise ConfigError(
-            f"training.hooks: {name!r} is refused: its package is not trusted ({', '.join(trusted_packages())} are); "
-            f"set {TRUST_VARIABLE}={package or 'PACKAGE'} in the environment to trust it"
-        )
-    try:
-        hook = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"training.hooks: there is no {name!r} ({error}); write package.module.Class") from error
+    hook = import_trusted(name, "training.hooks")
     if not (isinstance(hook, type) and issubclass(hook, Hook)):
         raise ConfigError(f"training.hooks: {name!r} is not a subclass of {Hook.__module__}.Hook; derive it")
     return hook

@@ -26,7 +26,7 @@ from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
-from energon_data.colours import Colours
+from energon_data.colours import CONVERSIONS, Colours
 from energon_data.latent_scale import Moments
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
@@ -96,60 +96,40 @@ class UnitRecord:
 
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
-        files: number of files without an error.
-        partly_used: number of videos that are skipped from an error on, after one or more clips.
+        counts: numbers of `files` without an error, of videos that are skipped from an error on, after one or more
+            clips (`partly_used`), and of samples with each of their properties, see `properties_of`.
+        first_files: the first file with each property.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
-        turned, enlarged: number of samples with these `Changes`.
-        colours: number of samples by `Colours`, without sRGB.
-        files_by_colours: the first file of each.
-        edited: number of samples that are edited from other pictures.
-        most_references: number of these pictures, of the sample with most.
+        most_references: number of pictures that a sample is edited from, of the sample with most.
         largest_cut: share of a picture, and the name of its file.
-        animated: number of samples that are the first frame of an animated picture, and the name of one file.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
-    files: int = 0
-    partly_used: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    first_files: dict[str, str] = field(default_factory=dict)
     skips: list[Skipped] = field(default_factory=list)
     shapes: Counter[str] = field(default_factory=Counter)
     reference_shapes: Counter[str] = field(default_factory=Counter)
     captions: list[str] = field(default_factory=list)
     num_classes: int = 0
-    labelled: int = 0
-    edited: int = 0
     most_references: int = 0
-    without_caption: int = 0
-    turned: int = 0
-    enlarged: int = 0
-    colours: Counter[str] = field(default_factory=Counter)
-    files_by_colours: dict[str, str] = field(default_factory=dict)
     largest_cut: tuple[float, str] = (0.0, "")
-    animated: tuple[int, str] = (0, "")
     latents: Moments = field(default_factory=Moments)
 
     def count(self, sample: Sample) -> None:
         """Count a sample that is written."""
-        changes, name = sample.changes, sample.metadata.get("source", sample.key)
-        caption = sample.metadata.get("caption")
-        captions = [caption] if isinstance(caption, str) else []
-        unusual = [changes.colours] if changes.colours != "sRGB" else []
+        properties, caption = properties_of(sample), sample.metadata.get("caption")
+        name = sample.metadata.get("source", sample.key)
         one = UnitRecord(
-            shapes=Counter(["x".join(map(str, sample.shape))]),
-            reference_shapes=Counter("x".join(map(str, shape)) for shape in sample.reference_shapes),
-            edited=int(bool(sample.reference_shapes)),
-            most_references=len(sample.reference_shapes),
-            captions=captions,
+            counts=Counter(properties),
+            first_files=dict.fromkeys(properties, name),
+            shapes=Counter([_text_of(sample.shape)]),
+            reference_shapes=Counter(map(_text_of, sample.reference_shapes)),
+            captions=[caption] if isinstance(caption, str) else [],
             num_classes=sample.metadata.get("label", -1) + 1,
-            labelled=int("label" in sample.metadata),
-            without_caption=int(not captions),
-            turned=int(changes.turned),
-            enlarged=int(changes.enlarged),
-            colours=Counter(unusual),
-            files_by_colours=dict.fromkeys(unusual, name),
-            largest_cut=(changes.cut, name),
-            animated=(1, name) if changes.animated else (0, ""),
+            most_references=len(sample.reference_shapes),
+            largest_cut=(sample.changes.cut, name),
             latents=sample.latent,
         )
         self.add(one)
@@ -179,26 +159,37 @@ class UnitRecord:
     def add(self, other: "UnitRecord") -> None:
         """Add another unit's counts to this one."""
         self.shards |= other.shards
-        self.files += other.files
-        self.partly_used += other.partly_used
+        self.counts += other.counts
+        self.first_files = other.first_files | self.first_files
         self.skips += other.skips
         self.shapes += other.shapes
         self.reference_shapes += other.reference_shapes
         different = {*self.captions, *other.captions}
         self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
         self.num_classes = max(self.num_classes, other.num_classes)
-        self.labelled += other.labelled
-        self.edited += other.edited
         self.most_references = max(self.most_references, other.most_references)
-        self.without_caption += other.without_caption
-        self.turned += other.turned
-        self.enlarged += other.enlarged
-        self.colours += other.colours
-        self.files_by_colours = other.files_by_colours | self.files_by_colours
         if other.largest_cut[0] > self.largest_cut[0]:
             self.largest_cut = other.largest_cut
-        self.animated = self.animated[0] + other.animated[0], self.animated[1] or other.animated[1]
         self.latents = self.latents.plus(other.latents)
+
+
+def properties_of(sample: Sample) -> list[str]:
+    """Return the properties of a sample that are counted: changes to its pixels, and what it has or lacks."""
+    changes = sample.changes
+    properties = {
+        "labelled": "label" in sample.metadata,
+        "edited": bool(sample.reference_shapes),
+        "without_caption": not isinstance(sample.metadata.get("caption"), str),
+        "turned": changes.turned,
+        "enlarged": changes.enlarged,
+        "animated": changes.animated,
+        changes.colours: changes.colours != "sRGB",
+    }
+    return [name for name, has in properties.items() if has]
+
+
+def _text_of(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def is_held_out(origin: str, share: float) -> bool:
@@ -255,9 +246,7 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     try:
         body = parse_json(read_bytes(_record_file(job, number)))
         typed = {
-            "shapes": Counter(body["shapes"]),
-            "reference_shapes": Counter(body["reference_shapes"]),
-            "colours": Counter(body["colours"]),
+            **{name: Counter(body[name]) for name in ("counts", "shapes", "reference_shapes")},
             "skips": [Skipped(*skip) for skip in body["skips"]],
             "latents": Moments(*body["latents"]),
         }
@@ -416,12 +405,9 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "reference_shapes": dict(total.reference_shapes.most_common()),
             "captions": total.captions,
             "num_classes": total.num_classes,
-            "labelled": total.labelled,
-            "edited": total.edited,
             "most_references": total.most_references,
-            "turned": total.turned,
-            "enlarged": total.enlarged,
-            "colours": dict(total.colours),
+            **{name: total.counts[name] for name in ("labelled", "edited", "turned", "enlarged")},
+            "colours": {name: total.counts[name] for name in CONVERSIONS if total.counts[name]},
             "largest_cut": total.largest_cut[0],
             **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.number else {}),
             "skipped": dict(total.skipped),

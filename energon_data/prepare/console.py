@@ -16,12 +16,13 @@ from energon_data.prepare.build import SKIPPED, UnitRecord
 from energon_data.prepare.preparation import EXTENSIONS, Preparation
 from energon_data.prepare.ranks import Ranks
 
-COLOURS = {
+NOTED = {
+    "animated": "first frame of an animation",
     "converted": "colours converted to sRGB",
     "bad_profile": "colour profile not readable, taken as sRGB",
     "not_converted": "HDR or wide-gamut clips, colours not converted",
 }
-"""Lines of the summary by `Colours`."""
+"""Lines of the summary with the name of a file, by property of a sample."""
 
 
 def make(preparation: Preparation, args: argparse.Namespace) -> None:
@@ -110,27 +111,27 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
     if total.latents.number:
         lines.append(f"  latents: {total.latents.line()}")
-    if used := total.files + total.partly_used:
-        partly = f", {total.partly_used:,} of them up to an error" if total.partly_used else ""
-        lines.append(f"  used: {used:,} of {counted(total.files + len(total.skips), noun)}{partly}")
-        lines.append(f"  turned according to the file: {counted(total.turned, 'sample')}")
+    counts = total.counts
+    if used := counts["files"] + counts["partly_used"]:
+        partly = f", {counts['partly_used']:,} of them up to an error" if counts["partly_used"] else ""
+        lines.append(f"  used: {used:,} of {counted(counts['files'] + len(total.skips), noun)}{partly}")
+        lines.append(f"  turned according to the file: {counted(counts['turned'], 'sample')}")
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
-        lines.append(f"  enlarged: {counted(total.enlarged, 'sample')}")
-        if total.animated[0]:
-            lines.append(f"  first frame of an animation: {counted(total.animated[0], 'sample')} ({total.animated[1]})")
-        if total.edited:
-            lines.append(f"  edited from another picture: {counted(total.edited, 'sample')}")
-        for colours, count in sorted(total.colours.items()):
-            lines.append(f"  {COLOURS[colours]}: {counted(count, 'sample')} ({total.files_by_colours[colours]})")
+        lines.append(f"  enlarged: {counted(counts['enlarged'], 'sample')}")
+        for name, text in NOTED.items():
+            if counts[name]:
+                lines.append(f"  {text}: {counted(counts[name], 'sample')} ({total.first_files[name]})")
+        if counts["edited"]:
+            lines.append(f"  edited from another picture: {counted(counts['edited'], 'sample')}")
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:
         lines.append(f"  every skipped {noun} and its reason: {out / SKIPPED}")
-    if total.without_caption:
-        lines.append(f"  without a caption: {total.without_caption:,} of {num_samples:,}")
-    if 0 < total.labelled < num_samples:
-        lines.append(f"  without a class: {num_samples - total.labelled:,} of {num_samples:,}")
+    if counts["without_caption"]:
+        lines.append(f"  without a caption: {counts['without_caption']:,} of {num_samples:,}")
+    if 0 < counts["labelled"] < num_samples:
+        lines.append(f"  without a class: {num_samples - counts['labelled']:,} of {num_samples:,}")
     return "\n".join(lines)
 
 

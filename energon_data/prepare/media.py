@@ -117,10 +117,10 @@ class MakeSamples:
                     self._check_complete(source)  # after the file, whose errors come first
                     yield clip
                     clips += 1
-                record.files += 1
+                record.counts["files"] += 1
             except SampleError as error:
                 if clips:
-                    record.partly_used += 1
+                    record.counts["partly_used"] += 1
                     error = SampleError(error.reason, f"after {counted(clips, 'clip')}, which are used: {error.detail}")
                 record.skip(source.address, error)
 

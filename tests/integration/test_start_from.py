@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.base_model import find_folder_together
+from dit.checkpoint.reading import find_checkpoint, read_settings
 from dit.errors import CheckpointError
 from tests.integration import actions
 from tests.integration.runs import overrides
@@ -24,7 +24,6 @@ def training(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
 
 
 def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
-    from dit.checkpoint.reading import find_checkpoint, read_settings
     from dit.checkpoint.sharded_state import load_weights
     from dit.checkpoint.state_files import SlotWeights
     from dit.parallel.build import build_model
@@ -73,7 +72,7 @@ def test_a_stage_starts_from_the_average_of_the_previous_stage(tmp_path, one_ran
 
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
     with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
-        find_folder_together(str(tmp_path / "nowhere"), one_rank_world, ExitStack())
+        find_checkpoint(tmp_path / "nowhere", ExitStack(), one_rank_world, "checkpoint.start_from")
 
 
 def test_a_start_skips_a_damaged_checkpoint(tmp_path, one_rank_world):
@@ -81,9 +80,9 @@ def test_a_start_skips_a_damaged_checkpoint(tmp_path, one_rank_world):
     store = make_store(tmp_path / "checkpoints", keep_last=2)
     save(store, 10)
     save(store, 20)
-    assert find_folder_together(str(tmp_path), one_rank_world, reading) == store.path(20)
+    assert find_checkpoint(tmp_path, reading, one_rank_world) == (store.path(20), 20)
     damaged = store.path(20) / "rank_1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert find_folder_together(str(tmp_path), one_rank_world, reading) == store.path(10)
-    with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
-        find_folder_together(str(store.path(20)), one_rank_world, reading)
+    assert find_checkpoint(tmp_path, reading, one_rank_world) == (store.path(10), 10)
+    with pytest.raises(CheckpointError, match="damaged after saving"):
+        find_checkpoint(store.path(20), reading, one_rank_world)

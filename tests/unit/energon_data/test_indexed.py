@@ -260,7 +260,7 @@ def test_a_position_of_other_data_is_refused() -> None:
     next(first)
     state = first.state_dict()
     for data, seed in ((Numbers(count=24), 5), (Numbers(validation_samples=2), 5), (Numbers(), 6)):
-        with pytest.raises(ConfigError, match=r"was saved with other data \((size|validation_samples|seed) was"):
+        with pytest.raises(ConfigError, match=r"was saved with other settings \((size|validation_samples|seed) was"):
             stream(data, seed=seed).load_state_dict(state)
 
 

@@ -261,7 +261,7 @@ def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path
     corner = {"90": "top right", "180": "bottom right", "270": "bottom left", "mirrored": "top right"}
     for sample in (clip, photo):
         assert marked_corner(sample[:, 0].permute(1, 2, 0).numpy()) == corner.get(how, "top left")
-    assert total.turned == (0 if how == "as stored" else 2)
+    assert total.counts["turned"] == (0 if how == "as stored" else 2)
     [stored] = [raw["pixels.mp4"] for _, _, _, raw in samples(tmp_path / "out") if "pixels.mp4" in raw]
     assert (stored == original) == (how == "as stored")  # otherwise it is encoded upright, for other readers
 
