@@ -25,7 +25,6 @@ class Job:
         in_full: trace every micro-batch; otherwise one is traced once the pipeline is full, and multiplied.
         fills_caches: run a step before the traced one, to fill caches that last for all steps. Not needed after another
             job with the same rank, model and pack in the same call of `trace`.
-        short_window: FSDP keeps few gradients unsharded; the peak is that of a run (`dit.planner.short_window`).
     """
 
     model: ModelConfig
@@ -42,7 +41,6 @@ class Job:
     in_full: bool = False
     fills_caches: bool = True
     packs: tuple[PackShape, ...] = ()
-    short_window: bool = False
 
 
 @dataclass(frozen=True)

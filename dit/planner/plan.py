@@ -114,7 +114,7 @@ def probing(job: Job, chunks: Sequence[Stage], probes: Sequence[Probe]) -> list[
         chunks: the full stages of the rank.
     """
     shortest = shallower(job.model, chunks, job.training, 1)[0]
-    filling = replace(job, micro_batches=0, fills_caches=True, short_window=False)
+    filling = replace(job, micro_batches=0, fills_caches=True)
     jobs = [filling, *(replace(job, fills_caches=False) for _ in probes)]
     return [
         replace(each, stages=probe.stages, training=replace(job.training, recompute_layers=probe.recompute_layers))
@@ -122,9 +122,7 @@ def probing(job: Job, chunks: Sequence[Stage], probes: Sequence[Probe]) -> list[
     ]
 
 
-def fewest_layers(
-    model: ModelConfig, parallel: ParallelConfig, dims: ParallelDims, *, short_window: bool = False
-) -> int:
+def fewest_layers(model: ModelConfig, parallel: ParallelConfig, dims: ParallelDims) -> int:
     """Return the number of layers above which memory grows linearly.
 
     Under FSDP over several ranks, each layer adds its unsharded weights and gradients until they fill the window;
@@ -138,18 +136,8 @@ def fewest_layers(
         return FEWEST_LAYERS
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in build_on_meta(model).units()]
     share = parallel.tensor_model_parallel_size * parallel.expert_model_parallel_size
-    window = max(FSDP_WINDOW * share, 3 * sum(sizes) // len(sizes))
-    if short_window:  # only the prefetched weights
-        return window // 3 // min(sizes) + 3
-    return max(FEWEST_LAYERS, window // min(sizes) + 2)
-
-
-def has_equal_layers(model: ModelConfig) -> bool:
-    """Return whether FSDP's units are layers of equal size, without frozen weights."""
-    units = [list(unit.parameters()) for unit in build_on_meta(model).units()]
-    sizes = {tuple(p.numel() for p in parameters) for parameters in units}
-    trains = all(p.requires_grad for parameters in units for p in parameters)
-    return trains and len(sizes) == 1 and len(units) == model.megatron_sizes().num_layers
+    window = max(FSDP_WINDOW * share, 3 * sum(sizes) // len(sizes)) // min(sizes)
+    return max(FEWEST_LAYERS, window + 2)
 
 
 def _num_layers(chunks: Sequence[Stage]) -> int:

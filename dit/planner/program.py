@@ -23,7 +23,6 @@ from dit.parallel.fsdp import gathered_bytes
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.planner.job import Job, steady_state
-from dit.planner.short_window import ShortWindow
 from dit.step.device_batches import PackCopy
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.schedule import Logs
@@ -125,7 +124,6 @@ class Program:
         self.job, self.groups, self.counter, self.late = job, groups, counter, late
         self._previous: Optional[Step] = None
         self._once: Optional[WorkPerStep] = None
-        self._window: Optional[ShortWindow] = None
         self._copy = PackCopy(local_device())
         self._packs = itertools.cycle(job.packs or [job.pack])
 
@@ -146,8 +144,6 @@ class Program:
             counter.received_shape = self._between_stages(build)
         target = target_of(job.model, training.precision, job.kernels)
         wrapped = wrap(chunks, job.parallel, self.groups, target, training.kernels)
-        if job.short_window:
-            self._window = ShortWindow(wrapped[0], list(chunks[0].units()), counter)
         weights = counter.live
         optimizer = build_optimizer(wrapped, job.optimizer, job.parallel, training, self.groups)
         shards = master_shards(optimizer, chunks, job.optimizer)
@@ -199,7 +195,7 @@ class Program:
     def run_with(self, job: Job) -> StepTrace:
         """Trace a step with another pack after `run`, from one micro-batch if the work once per step is known.
 
-        The peak of one micro-batch lacks tensors that remain of the micro-batch before.
+        The peak of one micro-batch lacks the pack of the micro-batch before.
 
         Args:
             job: differs from the earlier one only in its pack and in the micro-batches to trace.
@@ -252,8 +248,6 @@ class Program:
             exchange(*args, **kwargs)
 
         counter.peak = counter.live
-        if self._window is not None:
-            self._window.begin()
         config = wrapped[0].config
         exchange, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize
         rates = job.optimizer.lr, job.optimizer.beta1
@@ -262,9 +256,6 @@ class Program:
         step = train_step(self.state, batches, functions, phases, self._previous, late=self.late)
         self._previous = step if step.is_pending else None
         config.finalize_model_grads_func = exchange
-        if self._window is not None:
-            peaks = counter.trace.peak_bytes
-            peaks[PHASES[0]] = self._window.peak(peaks[PHASES[0]])
         return phases
 
     def _batch(self) -> PackedBatch:

@@ -34,7 +34,7 @@ from dit.parallel.pipeline import layers_in_flight, stages
 from dit.planner.devices import MEMORY_SHARE
 from dit.planner.job import Job
 from dit.planner.layouts import Candidate, DataParallel, Problem, Shape
-from dit.planner.plan import FEWEST_LAYERS, fewest_layers, has_equal_layers, probing, shallower
+from dit.planner.plan import fewest_layers, probing, shallower
 from dit.planner.time import (
     FORWARD,
     K_EXPERT,
@@ -144,9 +144,6 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
     training = replace(problem.training, recompute=shape.recompute, recompute_layers=None)
     full = tuple(stages(num_layers, 1, 0))
     probes = shallower(model, full, training, fewest_layers(model, layout, dims))
-    short_window = len(probes) == 2 and len(probes[0].stages[0].layers) > FEWEST_LAYERS and has_equal_layers(model)
-    if short_window:
-        probes = shallower(model, full, training, fewest_layers(model, layout, dims, short_window=True))
     job = Job(
         model,
         problem.objective,
@@ -156,7 +153,6 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
         problem.pack_of(1, dims.token_multiple),
         problem.world_size,
         micro_batches=TRACED_MICRO_BATCHES,
-        short_window=short_window,
     )
     jobs = probing(job, full, probes)
     packs = [problem.pack_of(samples, dims.token_multiple) for samples in sizes]

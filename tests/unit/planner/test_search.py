@@ -9,7 +9,6 @@ import pytest
 from benchmarks.parallel_training import tiny_model
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
-from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
@@ -160,13 +159,6 @@ def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.Mo
         traced_sizes.clear()
         assert list(costs(task, shape, found)) == []
         assert traced_sizes == sizes
-
-
-@pytest.mark.parametrize("model", [tiny_model(hidden_size=2048, num_layers=60), FluxConfig()])
-def test_equal_layers_under_fsdp_are_traced_with_a_short_window(model):
-    """FLUX has joint and single layers."""
-    jobs = next(costs(replace(problem(), model=model), Shape(1, False, 1, 1, "none", True)))
-    assert {job.short_window for job in jobs if job.micro_batches} == {model.layer_kind(0) == model.layer_kind(59)}
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, 10.0), (2, 12.0), (3, 13.0), (4, 14.0), (6, 30.0), (16, 110.0)])
