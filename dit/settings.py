@@ -35,7 +35,8 @@ class OptimizerConfig:
     """AdamW, or Muon with AdamW.
 
     Attributes:
-        algorithm: `muon` updates the 2-D weights of blocks, except modulations, by Muon, all others by AdamW.
+        algorithm: `muon` updates the 2-D weights of blocks, except modulations and routers, by Muon, and all other
+            parameters by AdamW.
         lr: peak learning rate; Muon's updates have about the size of AdamW's.
         beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
@@ -285,8 +286,8 @@ class CheckpointConfig:
         resume: `auto` resumes from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
         resume_from: run folder or checkpoint whose full state a new run continues.
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
-            diffusers, or `hf://owner/name` on the Hugging Face hub. With `model.lora`, the frozen weights, also
-            when the run resumes.
+            diffusers, or `hf://owner/name` on the Hugging Face hub. A run that has checkpoints resumes from them
+            instead. With `model.lora`, the frozen weights, also when the run resumes.
         accept_changes: settings or parts that may differ from the checkpoint or `start_from`. `data.path` and
             `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from` accepts data of
             other encoders than those of the weights.

@@ -1,4 +1,4 @@
-"""ST-DiT: attention inside frames and along time, from a tiny form to 3 B.
+"""ST-DiT: attention inside frames and along time, up to 1.2 B.
 
 Models are Open-Sora's and those proposed for NeMo; a "pair" is a spatial and a temporal layer. Rectified flow on
 latents of 4 channels, patch 2, text embeddings of width 1024. Under context parallelism spatial and temporal attention

@@ -36,7 +36,7 @@ class ParallelConfig:
         fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.
         num_distributed_optimizer_instances: groups of ranks that each shard a copy of FSDP's state (hybrid sharding).
         overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, and gather parameters
-            during the forward pass.
+            during the forward pass; FSDP with `optim_grads_params` always does both.
     """
 
     tensor_model_parallel_size: int = 1

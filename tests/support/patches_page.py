@@ -21,9 +21,9 @@ HEAD = """# Patches of other libraries
 
 <!-- Written by `python -m tests.support.patches_page --write`; a test keeps it true. Edit the decorators instead. -->
 
-Code that replaces, overrides or uses private parts of other libraries. A patch refuses versions that it was not
-written for. To upgrade a library, compare each part with the new version, extend the versions in the decorator
-`patches` ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
+This page lists code that replaces, overrides or uses private parts of other libraries. A patch refuses versions that
+it was not written for. To upgrade a library, compare each part with the new version, extend the versions in the
+decorator `patches` ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
 """
 PRIVATE = """## Private names
 
