@@ -22,16 +22,20 @@ def user_packages() -> tuple[str, ...]:
     return tuple(name.strip() for name in os.environ.get(TRUST_VARIABLE, "").split(",") if name.strip())
 
 
-def import_trusted(name: str, place: str, refusal: type[UserError] = ConfigError, also: Sequence[str] = ()) -> Any:
+def import_trusted(
+    name: str, place: str, refusal: type[UserError] = ConfigError, more_packages: Sequence[str] = ()
+) -> Any:
     """Import a class, given as `package.module.Class`, if its package is trusted.
 
     Args:
-        place: what names the class, for messages.
-        refusal: the error to raise.
-        also: packages to trust besides `dit`, `energon_data` and those of `DIT_PACKAGES`.
+        place: setting or record that has the name, for messages.
+        refusal: class of the error that is raised.
+        more_packages: trusted packages in addition to `dit`, `energon_data` and those of `DIT_PACKAGES`.
     """
     module, _, attribute = name.rpartition(".")
-    package, trusted = module.partition(".")[0], ("dit", "energon_data", *also, *user_packages())
+    package, trusted = module.partition(".")[0], ("dit", "energon_data", *more_packages, *user_packages())
+    if not package:
+        raise refusal(f"{place} names {name!r}; write the class as package.module.Class")
     if package not in trusted:
         raise refusal(
             f"{place} names {name!r}, which is not in {', '.join(trusted)}, so it is not imported. If {package!r} is "
@@ -41,7 +45,7 @@ def import_trusted(name: str, place: str, refusal: type[UserError] = ConfigError
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise refusal(
-            f"{place} names {name!r}, which this version does not have ({error}); a class is named package.module.Class"
+            f"{place} names {name!r}, which cannot be imported ({error}); write the class as package.module.Class"
         ) from error
 
 

@@ -92,10 +92,10 @@ class TrainingConfig:
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
             doubles; an overflow skips the update and halves it.
-        attention: `auto`: a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel (bf16 on
-            CUDA) or scaled-dot-product attention.
-        linears: parallel linears; `auto`: Megatron-Core's; `overlapped`: communication of sequence parallelism overlaps
-            with products.
+        attention: `auto` uses a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
+            (bf16 on CUDA) or scaled-dot-product attention.
+        linears: parallel linears; `auto` uses Megatron-Core's, `overlapped` overlaps communication of sequence
+            parallelism with products.
         kernels: memory-bound operations and the optimizer's update; `compile`: torch.compile of the layers (not under
             FSDP); `auto`: `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
         cuda_graph: replay passes and update of a step as CUDA graphs; needs batches of one shape, or packs.
@@ -110,7 +110,8 @@ class TrainingConfig:
             `launch.average` makes others.
         log_interval: steps between log lines.
         validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation;
+            `DIT_PACKAGES` lists their packages.
         stop_at_step: stop after this step with a checkpoint and code 75. Started again, the run ends at once with code
             0; a later step or None continues it.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
@@ -119,8 +120,8 @@ class TrainingConfig:
         max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        hang_timeout_s: seconds without progress until a rank ends the run and names the cause; for one collective, a
-            third, which must be longer than any save, validation or sampling.
+        hang_timeout_s: seconds without progress until a rank ends the run and names the cause. One collective may take
+            a third of it, which must be longer than any save, validation or sampling.
     """
 
     run_dir: str = "runs/default"
@@ -282,9 +283,9 @@ class CheckpointConfig:
             multiples of `keep_every` (0 for none), and those with the lowest held-out loss.
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
-        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`.
+        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`; a run also resumes from it.
         resume: `auto` resumes from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
-        resume_from: run folder or checkpoint whose full state a new run continues.
+        resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints ignores it.
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
             diffusers, or `hf://owner/name` on the Hugging Face hub. A run that has checkpoints resumes from them
             instead. With `model.lora`, the frozen weights, also when the run resumes.

@@ -11,8 +11,8 @@ from energon_data.samples import SampleError
 
 Colours = Literal["sRGB", "converted", "bad_profile", "not_converted"]
 """sRGB; converted to it; taken as it because the ICC profile cannot be used; HDR or wide gamut, not converted."""
-CONVERSIONS = get_args(Colours)[1:]
-"""All but sRGB."""
+OTHER_COLOURS = get_args(Colours)[1:]
+"""Values of `Colours` other than sRGB."""
 
 _GREYS = ("1", "L", "LA", "I", "I;16", "I;16B", "I;16L", "F")
 _MODES = {"RGB ": ("RGB", "RGBA", "RGBX", "P", "PA", *_GREYS), "GRAY": _GREYS, "CMYK": ("CMYK",)}

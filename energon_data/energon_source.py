@@ -18,7 +18,7 @@ from dit.errors import DataError, UserError
 from dit.patches import patches
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
-from energon_data.streams import Position, StreamItem, read_up_to, settings_changed
+from energon_data.streams import Position, StreamItem, check_settings_changed, read_up_to
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions, worker_config
 
 _DATA_ERRORS = (OSError, EOFError, ValueError, tarfile.TarError, struct.error)
@@ -174,7 +174,7 @@ class EnergonSource:
         that were selected into packs but not delivered are selected again.
         """
         saved = position.state["settings"]
-        if not settings_changed(saved, self._settings, self._may_change()):
+        if not check_settings_changed(saved, self._settings, self._may_change()):
             return position
         former_spec = replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1)
         former = self._reopen(former_spec, saved["pack_multiple_of"] or 1)

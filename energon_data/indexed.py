@@ -32,7 +32,7 @@ from energon_data.filters import Filters
 from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import LATENT, REFERENCE, Clip, SampleError
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
-from energon_data.streams import Position, Source, StreamItem, check_streams, read_up_to, settings_changed
+from energon_data.streams import Position, Source, StreamItem, check_settings_changed, check_streams, read_up_to
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
@@ -330,7 +330,7 @@ class IndexedSource:
         """
         settings = self._settings()
         saved = position.state["settings"]
-        if not settings_changed(saved, settings, {"pack_multiple_of", "micro_batch_size"}):
+        if not check_settings_changed(saved, settings, {"pack_multiple_of", "micro_batch_size"}):
             return position
         former = IndexedSource(
             replace(self._samples, pack_multiple_of=saved["pack_multiple_of"]),

@@ -108,7 +108,7 @@ class StreamSettings:
 
     @abstractmethod
     def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., "Source"]:
-        """Return a function that opens the source of the stream `stream` of `num_streams`; picklable."""
+        """Return a picklable function of the keywords `stream` and `num_streams` that opens this source."""
 
     def open_stream(self, open_source: Callable[[], "Source"], stream: int) -> "Source":
         """Open a stream for training."""
@@ -174,7 +174,7 @@ class StreamSettings:
         number, log = -1, SkipLog(self.damaged_samples_allowed)
         for number, item in enumerate(items):
             log.record(0, item.skips, item.batch)
-            batch = self.levels_of_frames(item.delivered(f"validation on {self.origin}", log))
+            batch = self.levels_of_frames(item.require_batch(f"validation on {self.origin}", log))
             if number % dp_size == dp_rank:
                 yield batch
         if number < 0:
@@ -201,15 +201,16 @@ class StreamItem:
     seconds: Optional[float] = None
     late: bool = True
 
-    def delivered(self, stream: str, log: SkipLog) -> PackedBatch:
+    def require_batch(self, stream: str, log: SkipLog) -> PackedBatch:
         """Return the micro-batch.
 
         Args:
             stream: name of the stream, for messages.
+            log: counts of dropped samples, for messages.
 
         Raises:
-            RuntimeError: the code that reads it failed.
-            DataError: there is none.
+            RuntimeError: the code that reads the stream failed.
+            DataError: there is no micro-batch.
         """
         if self.is_bug:
             raise RuntimeError(f"{stream} failed:\n{self.failure}")
@@ -249,8 +250,12 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-def settings_changed(saved: Mapping[str, Any], settings: Mapping[str, Any], may_change: set[str]) -> bool:
-    """Return whether settings differ from those of a saved position; only `may_change` may."""
+def check_settings_changed(saved: Mapping[str, Any], settings: Mapping[str, Any], may_change: set[str]) -> bool:
+    """Return whether settings differ from those of a saved position.
+
+    Raises:
+        ConfigError: one that is not in `may_change` differs.
+    """
     changed = [name for name, now in settings.items() if saved[name] != now]
     if not set(changed) <= may_change:
         listed = ", ".join(f"{name} was {saved[name]} and is {settings[name]}" for name in changed)
@@ -350,7 +355,7 @@ class StreamGroup:
                 item = source.next()
         waited = time.perf_counter() - began
         self._log.record(stream, item.skips, item.batch, is_reported=is_own)
-        batch = item.delivered(f"stream {stream} of {self._origin}", self._log)
+        batch = item.require_batch(f"stream {stream} of {self._origin}", self._log)
         count = batch.layout.num_samples
         draws_S = (torch.arange(count) + self._drawn[stream]) * self._num_streams + stream
         self._read[stream] += 1

@@ -23,12 +23,12 @@ DECODED_AT_ONCE = 50
 def folder_to_compare(
     args: argparse.Namespace, generator: "Generator", names: Collection[str], what: str, default: str
 ) -> str:
-    """Return the folder of a metric's reference data set: that of the flag, of the run, or a member of its blend.
+    """Return the folder of a metric's reference data: that of the flag, of the run, or of its blend, or `default`.
 
     Args:
         names: `name` of suitable data sets in `dataset.json`.
         what: their content, for messages.
-        default: folder for runs without one, such as averages and imported weights.
+        default: folder for a run without a data folder, such as an average or imported weights.
 
     Raises:
         ConfigError: the blend of the run does not have exactly one suitable data set.

@@ -154,7 +154,7 @@ def _target(name: object, types: list[type], key: str) -> type:
     kinds = " or ".join(t.__name__ for t in types) or "a plain value"
     if name is None:
         raise ConfigError(f"{key} names no class; add _target_ with the {kinds} to use")
-    cls = import_trusted(str(name), f"{key}: {CLASS_KEY}", also=["recipes"])
+    cls = import_trusted(str(name), f"{key}: {CLASS_KEY}", more_packages=["recipes"])
     if not inspect.isclass(cls) or not issubclass(cls, tuple(types)):
         raise ConfigError(f"{key}: {name} is not {kinds}; change _target_")
     return cls

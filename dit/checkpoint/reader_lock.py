@@ -21,7 +21,7 @@ def being_read(folder: Path) -> Iterator[None]:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        message = f"{folder} cannot be read: {error.strerror}; an older one is used if there is one"
+        message = f"{folder} cannot be read: {error.strerror}; restore it, or name another checkpoint"
         raise CheckpointError(message) from error
     try:
         _lock(descriptor, fcntl.LOCK_SH)

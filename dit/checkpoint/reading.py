@@ -55,18 +55,22 @@ def find_checkpoint(
 
     Args:
         reading: the checkpoint is not deleted until this stack is closed; None for no protection.
-        groups: of the ranks, all of which call this; every rank hashes its share of the files. None for one process.
-        setting: that has the path, for messages.
+        groups: process groups of the ranks, which all call this and each hash a share of the files; None for one
+            process.
+        setting: name of the setting with the path, for messages.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
     is_checkpoint, folders = on_first_rank(lambda: (_is_checkpoint(Path(path)), candidates(path)), groups)
-    if is_checkpoint:
-        return folders[0], verified_together(folders[0], groups, reading).step
-    newest = newest_valid_together(folders, groups, reading)
-    if newest is None:
-        raise CheckpointError(f"{'' if setting is None else f'{setting}: '}{no_checkpoint(path)}")
+    try:
+        if is_checkpoint:
+            return folders[0], verified_together(folders[0], groups, reading).step
+        newest = newest_valid_together(folders, groups, reading)
+        if newest is None:
+            raise no_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{setting}: {error}" if setting else str(error)) from error
     return newest[0], newest[1].step
 
 

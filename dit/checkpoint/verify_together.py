@@ -65,10 +65,10 @@ def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
 
 
 def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Optional[ExitStack]) -> Manifest:
-    """Verify a checkpoint.
+    """Verify a checkpoint and return its manifest; every rank hashes its share of the files.
 
     Args:
-        groups: of the ranks, all of which call this; None for one process.
+        groups: process groups of the ranks, which all call this; None for one process.
         reading: the checkpoint is not deleted until this stack is closed; None for no protection.
 
     Raises:
@@ -95,7 +95,7 @@ def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Op
 def newest_valid_together(
     candidates: Sequence[Path], groups: Optional[ProcessGroups], reading: Optional[ExitStack]
 ) -> Optional[tuple[Path, Manifest]]:
-    """Return the first checkpoint that verifies, None if there is none; a warning is logged for each that does not.
+    """Return the first checkpoint that verifies, or None. Rank 0 logs a warning for each that does not.
 
     Args:
         candidates: folders in the order of preference; the same on every rank.

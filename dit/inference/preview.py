@@ -46,8 +46,8 @@ def held_out_pictures(
 ) -> Optional[PackedBatch]:
     """Return the first held-out micro-batch for a model that reads pictures, such as a picture to edit.
 
-    Prompts and classes do not describe the samples of such a model. The micro-batch has `training.micro_batch_size`
-    samples, also if replicas run smaller ones.
+    Prompts and classes do not describe the samples of such a model. The micro-batch is one pack, or has
+    up to `training.micro_batch_size` samples, in every layout.
 
     Args:
         encode: encodes raw pixels and captions (collective).

@@ -164,7 +164,9 @@ class ModelConfig(ABC):
         return Supports()
 
     def check_supports(self, ability: Ability, setting: str, cure: str) -> None:
-        """Check that the backbone supports a feature; the message names a setting whose default would support it.
+        """Check that the backbone supports a feature.
+
+        The message also names each setting of the model whose default makes the backbone support it.
 
         Args:
             setting: the setting that requires the feature, with its value.

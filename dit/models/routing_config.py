@@ -62,7 +62,7 @@ class TokenRouted(TransformerModelConfig):
     """A transformer whose middle layers may see only some of the tokens in training.
 
     Attributes:
-        routing: token routing.
+        routing: which tokens skip which layers; None if all layers see all tokens.
     """
 
     routing: Optional[RoutingConfig] = None

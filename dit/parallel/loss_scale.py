@@ -7,10 +7,11 @@ and the scale is halved; after enough updates without an overflow it is doubled.
 The scale applies to the mean loss over the tokens of a micro-batch. The schedules use the sum over these tokens, so the
 sum is multiplied by
 
-    scale / tokens of the first pack of the run, or `training.micro_batch_size` samples like the first one
+    scale / tokens of the first pack of the run, or of `training.micro_batch_size` samples as long as the first one
 
 with the tokens rounded up to a power of two. It is constant, because all micro-batches of a step must have the same
-weight, and equal in every layout, also if replicas run smaller micro-batches. Gradients are divided by the number of
+weight, and equal in every layout if the first sample is: for samples of one shape, or without `data.bucket_by_shape`
+and with `data.num_streams`. Gradients are divided by the number of
 tokens of the global batch in fp32.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
@@ -42,7 +43,7 @@ class LossScale:
     scaler once per step with the overflows of all optimizers and ranks.
 
     Args:
-        micro_batch_size: `training.micro_batch_size`, which replicas may not reach.
+        micro_batch_size: `training.micro_batch_size`; a replica may run smaller micro-batches.
 
     Attributes:
         tokens: divisor of the scale; None until `start` or `load`.
@@ -61,8 +62,8 @@ class LossScale:
         """Set the divisor of a new run, before the first step (collective).
 
         Args:
-            lengths: tokens of each sample of the first micro-batch. Those of rank 0 are used, which has the first pack,
-                or the first sample, in every layout.
+            lengths: tokens of each sample of the first micro-batch. Those of rank 0 are used, which has the first pack
+                or sample of the run.
         """
         size = self._micro_batch_size
         rank_0_tokens = [sum(lengths) if size == 1 else size * lengths[0]]

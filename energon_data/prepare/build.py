@@ -26,7 +26,7 @@ from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
-from energon_data.colours import CONVERSIONS, Colours
+from energon_data.colours import OTHER_COLOURS, Colours
 from energon_data.latent_scale import Moments
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
@@ -96,8 +96,8 @@ class UnitRecord:
 
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
-        counts: numbers of `files` without an error, of videos that are skipped from an error on, after one or more
-            clips (`partly_used`), and of samples with each of their properties, see `properties_of`.
+        counts: numbers by name: `files` that were read without an error; `partly_used`, videos of which only the clips
+            before an error are used; samples with each property of `properties_of`.
         first_files: the first file with each property.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
@@ -407,7 +407,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "num_classes": total.num_classes,
             "most_references": total.most_references,
             **{name: total.counts[name] for name in ("labelled", "edited", "turned", "enlarged")},
-            "colours": {name: total.counts[name] for name in CONVERSIONS if total.counts[name]},
+            "colours": {name: total.counts[name] for name in OTHER_COLOURS if total.counts[name]},
             "largest_cut": total.largest_cut[0],
             **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.number else {}),
             "skipped": dict(total.skipped),

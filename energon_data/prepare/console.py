@@ -16,7 +16,7 @@ from energon_data.prepare.build import SKIPPED, UnitRecord
 from energon_data.prepare.preparation import EXTENSIONS, Preparation
 from energon_data.prepare.ranks import Ranks
 
-NOTED = {
+LINES_WITH_A_FILE = {
     "animated": "first frame of an animation",
     "converted": "colours converted to sRGB",
     "bad_profile": "colour profile not readable, taken as sRGB",
@@ -119,7 +119,7 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
         lines.append(f"  enlarged: {counted(counts['enlarged'], 'sample')}")
-        for name, text in NOTED.items():
+        for name, text in LINES_WITH_A_FILE.items():
             if counts[name]:
                 lines.append(f"  {text}: {counted(counts[name], 'sample')} ({total.first_files[name]})")
         if counts["edited"]:

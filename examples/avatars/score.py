@@ -102,7 +102,9 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.encoders.vae import load_vae
     from energon_data.folder import check_dataset
 
-    folder = folder_to_compare(args, generator, (NAME,), NAME, "data/avatars")
+    folder = folder_to_compare(
+        args, generator, (NAME,), NAME, "data/avatars_latent" if generator.autoencoder else "data/avatars"
+    )
     description = check_dataset(folder, "train").description
     if description.get("name") != NAME:
         raise ConfigError(f"{folder} holds no avatars; give those that the model was trained on with --data")

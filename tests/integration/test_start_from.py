@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.base_model import find_start
 from dit.checkpoint.reading import find_checkpoint, read_settings
 from dit.errors import CheckpointError
 from tests.integration import actions
@@ -72,7 +73,7 @@ def test_a_stage_starts_from_the_average_of_the_previous_stage(tmp_path, one_ran
 
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):
     with pytest.raises(CheckpointError, match=r"checkpoint\.start_from"):
-        find_checkpoint(tmp_path / "nowhere", ExitStack(), one_rank_world, "checkpoint.start_from")
+        find_start(str(tmp_path / "nowhere"), ExitStack(), one_rank_world)
 
 
 def test_a_start_skips_a_damaged_checkpoint(tmp_path, one_rank_world):
@@ -84,5 +85,5 @@ def test_a_start_skips_a_damaged_checkpoint(tmp_path, one_rank_world):
     damaged = store.path(20) / "rank_1.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert find_checkpoint(tmp_path, reading, one_rank_world) == (store.path(10), 10)
-    with pytest.raises(CheckpointError, match="damaged after saving"):
-        find_checkpoint(store.path(20), reading, one_rank_world)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.start_from: .*damaged after saving"):
+        find_start(str(store.path(20)), reading, one_rank_world)

@@ -19,12 +19,12 @@ README = registry.FOLDER / "README.md"
 SUMMARIES = {
     registry.REGISTERED: "The [page of the examples](../examples/README.md) describes their data and metrics.",
     registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
-    registry.PUBLISHED: "Parameters and GPUs; `--list` prints a sentence about each.",
+    registry.PUBLISHED: "Brackets give parameters and GPUs; `--list` describes each recipe in one line.",
     registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
 SIZE = re.compile(r"\(([\d.]+ [MB])")
-PLANNED = re.compile("finetune_(?!lora)")
+PUBLISHED_MODELS = re.compile("finetune_(?!lora)")
 """Recipes that docs/fine-tuning.md describes."""
 
 
@@ -45,7 +45,8 @@ def _by_file(group: Sequence[Entry]) -> Iterator[str]:
     """Yield a line for each file: the first line of its docstring, and its recipes with parameters and hardware."""
     for file, grouped in groupby(group, attrgetter("file")):
         entries = list(grouped)
-        docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / file).read_text(encoding="utf-8"))) or ""
+        docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / file).read_text(encoding="utf-8")))
+        assert docstring is not None
         sizes = ["; ".join([*SIZE.findall(entry.line), entry.line[:-1].rpartition(": ")[2]]) for entry in entries]
         cells = ", ".join(f"`{entry.name}` ({size})" for entry, size in zip(entries, sizes))
         yield f"* [{docstring.splitlines()[0].removesuffix('.')}]({_link(entries[0])}): {cells}."
@@ -76,9 +77,9 @@ def page() -> str:
             lines += [SUMMARIES[title], *([names] if title == registry.TINY else [])]
             lines += ["", *_by_file(group)] if title in (registry.REGISTERED, registry.PUBLISHED) else []
         else:
-            described = [entry for entry in group if not PLANNED.match(entry.name)]
+            described = [entry for entry in group if not PUBLISHED_MODELS.match(entry.name)]
             lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in described]
-            if names := ", ".join(f"`{entry.name}`" for entry in group if PLANNED.match(entry.name)):
+            if names := ", ".join(f"`{entry.name}`" for entry in group if PUBLISHED_MODELS.match(entry.name)):
                 lines.append(f"* Published models ([memory and time](../docs/fine-tuning.md#memory)): {names}.")
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
     lines += _names_by(registry.components(), lambda e: e.target)

@@ -51,8 +51,8 @@ HEAD = """# Settings
 Each line is `key=default` (other values or types): meaning. The key follows the name of its part:
 `training.num_steps=100`. None (`none` or `null` on the command line) switches an option off, unless its meaning says
 otherwise. Settings of several classes come first; a class has those listed under "Also", with its defaults and values
-in brackets. Select classes by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because of
-other settings, is an error.
+in brackets. Select classes by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because
+of other settings, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 

@@ -145,7 +145,7 @@ def test_torchrun_and_the_launcher_accept_their_flags():
         line for page in MARKDOWN for block in blocks(page) for line in block.text.replace("\\\n", " ").splitlines()
     ]
     commands = [line[line.index("torchrun") :] for line in lines if re.search(r"torchrun .*-m launch\.train", line)]
-    assert len(commands) >= 5
+    assert commands
     for command in (one for one in commands if "..." not in one):
         options = get_args_parser().parse_args(shlex.split(command, comments=True)[1:])
         assert (options.module, options.training_script) == (True, "launch.train")
