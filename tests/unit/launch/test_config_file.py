@@ -117,9 +117,7 @@ def test_the_packages_that_a_record_needs_are_those_of_its_classes_outside_this_
 @pytest.mark.parametrize("name", ["os.system", "ditto.x", "dit", ".x", "", "energon_data"])
 def test_no_other_package_is_imported(monkeypatch, name):
     monkeypatch.setenv("DIT_PACKAGES", "")
-    refused = (
-        "which is not in dit, energon_data, so it is not imported" if "." in name[1:] else "write the class as package"
-    )
+    refused = "which is not in dit, energon_data, so it is not" if "." in name[1:] else "write the class as package"
     with pytest.raises(CheckpointError, match=refused):
         from_record({CLASS_KEY: name})
 
