@@ -6,7 +6,7 @@
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from dit.errors import ConfigError
 from launch import dry_run
@@ -37,7 +37,7 @@ MACHINES = {"24 GB": (1, 24), "80 GB": (1, 80), "8 x 80 GB": (8, 80)}
 COLUMNS = [(True, "24 GB"), (True, "80 GB"), *((False, machine) for machine in MACHINES)]
 REPORTS: dict[str, str] = {}
 """Plans by settings."""
-HEAD = ["model", "parameters", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
+HEAD = ["model", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
 
 
 def cell(title: str, lora: bool, machine: str) -> str:
@@ -71,17 +71,7 @@ def row(title: str) -> str:
     """Return the table row of a model."""
     name, arguments, _ = ROWS[title]
     words = "".join(f"({key}='{value}')" for key, value in arguments.items())
-    docstring = re.sub(r"\s+", " ", getattr(finetune, name).__doc__)
-    size = _billions(getattr(finetune, name)(gpus=None, **arguments))
-    assert f"{size} B" in docstring
-    cells = [cell(title, *column) for column in COLUMNS]
-    return f"| {title}: `{name}{words}` | {' | '.join([f'{size} B', *cells])} |"
-
-
-def _billions(recipe: Any) -> str:
-    from dit.parallel.build import count_parameters
-
-    return f"{count_parameters(built(recipe).model) / 1e9:.2f}"
+    return f"| {title}: `{name}{words}` | {' | '.join(cell(title, *column) for column in COLUMNS)} |"
 
 
 def table_of(page: str) -> list[str]:
