@@ -19,7 +19,7 @@ README = registry.FOLDER / "README.md"
 SUMMARIES = {
     registry.REGISTERED: "The [page of the examples](../examples/README.md) describes their data and metrics.",
     registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
-    registry.PUBLISHED: "Brackets give parameters and GPUs; `--list` describes each recipe in one line.",
+    registry.PUBLISHED: "Brackets give the parameters of the names before them; `--list` adds the GPUs.",
     registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
@@ -42,14 +42,20 @@ def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
 
 
 def _by_file(group: Sequence[Entry]) -> Iterator[str]:
-    """Yield a line for each file: the first line of its docstring, and its recipes with parameters and hardware."""
+    """Yield a line for each file: first line of its docstring, and recipes; neighbours of equal size share a bracket."""
     for file, grouped in groupby(group, attrgetter("file")):
         entries = list(grouped)
         docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / file).read_text(encoding="utf-8")))
         assert docstring is not None
-        sizes = ["; ".join([*SIZE.findall(entry.line), entry.line[:-1].rpartition(": ")[2]]) for entry in entries]
-        cells = ", ".join(f"`{entry.name}` ({size})" for entry, size in zip(entries, sizes))
-        yield f"* [{docstring.splitlines()[0].removesuffix('.')}]({_link(entries[0])}): {cells}."
+        sizes = groupby(entries, _size)
+        cells = (f"{', '.join(f'`{entry.name}`' for entry in equal)} ({size})" for size, equal in sizes)
+        yield f"* [{docstring.splitlines()[0].removesuffix('.')}]({_link(entries[0])}): {', '.join(cells)}."
+
+
+def _size(entry: Entry) -> str:
+    """Return the parameters of a recipe, and of an example also the hardware."""
+    hardware = [entry.line[:-1].rpartition(": ")[2]] if entry.is_registered else []
+    return "; ".join([*SIZE.findall(entry.line), *hardware])
 
 
 def page() -> str:
