@@ -42,7 +42,7 @@ def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
 
 
 def _by_file(group: Sequence[Entry]) -> Iterator[str]:
-    """Yield a line for each file: first line of its docstring, and recipes; neighbours of equal size share a bracket."""
+    """Yield a line for each file: first line of its docstring, and recipes; equal neighbours share a bracket."""
     for file, grouped in groupby(group, attrgetter("file")):
         entries = list(grouped)
         docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / file).read_text(encoding="utf-8")))
