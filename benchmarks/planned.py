@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
     from dit.tracing.counter import StepTrace
 
-HEAD = "| published step | measured, ms | planned, ms | error | error of a fit without the system |"
+HEAD = "| published step | measured, ms | error of the plan | error of a fit without the system |"
 STEPS, DELTA, LARGEST_STEP, PENALTY = 12, 1e-3, 0.3, 0.02
 """Of the fit: iterations, difference for slopes, largest change of a logarithm in an iteration, penalty of a change."""
 EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
@@ -346,20 +346,17 @@ def left_out(rows: Sequence[Traced], system: str) -> Fitted:
 
 def table(rows: Sequence[Traced]) -> str:
     """Return a table of the predictions, each with the error of a fit without the row's system."""
-    lines = [HEAD, "|---|---|---|---|---|"]
+    lines = [HEAD, "|---|---|---|---|"]
     unseen = {system: left_out(rows, system) for system in dict.fromkeys(row.row.system for row in rows)}
     errors: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for row in rows:
         error, other = row.error(Fitted()), row.error(unseen[row.row.system])
         errors[row.row.fitted].append((abs(error), abs(other)))
-        lines.append(
-            f"{row.row.cells} {row.predicted(Fitted()).total * 1e3:,.0f} | {error:+.1%} | "
-            f"{f'{other:+.1%}' if row.row.fitted else '-'} |"
-        )
+        lines.append(f"{row.row.cells} {error:+.1%} | {f'{other:+.1%}' if row.row.fitted else '-'} |")
     for is_fitted, pairs in errors.items():
         cells = [f"{np.median(column):.1%}, {max(column):.1%}" for column in zip(*pairs)]
         title = f"{len(pairs)} rows in {'the fit' if is_fitted else 'no fit'}: median and largest error"
-        lines.append(f"| {title} | | | {cells[0]} | {cells[1] if is_fitted else '-'} |")
+        lines.append(f"| {title} | | {cells[0]} | {cells[1] if is_fitted else '-'} |")
     return "\n".join(lines)
 
 
