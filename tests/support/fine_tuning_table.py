@@ -34,7 +34,7 @@ ROWS: dict[str, tuple[str, dict[str, str], list[int]]] = {
 }
 """By model: recipe, arguments of the recipe, and patch grid of a sample (with that of its reference)."""
 MACHINES = {"24 GB": (1, 24), "80 GB": (1, 80), "8 x 80 GB": (8, 80)}
-COLUMNS = [(True, "24 GB"), (True, "80 GB"), *((False, machine) for machine in MACHINES)]
+COLUMNS = [(True, "80 GB"), *((False, machine) for machine in MACHINES)]
 REPORTS: dict[str, str] = {}
 """Plans by settings."""
 HEAD = ["model", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
