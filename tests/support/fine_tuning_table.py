@@ -56,7 +56,7 @@ def cell(title: str, lora: bool, machine: str) -> str:
     way = "F" * (config.parallel.data_parallel == "fsdp") + "A" * config.training.ema_offload
     way += "M" * config.optimizer.offload
     seconds = int(re.search(r"time +([\d,]+) ms", text)[1].replace(",", "")) / 1e3
-    time = "" if memory < 80 else f", {seconds:.{int(seconds < 100)}f} s"  # times are of H100, which has 80 GB
+    time = "" if memory < 80 else f", {seconds:.{int(seconds < 100)}f}"  # times are of H100, which has 80 GB
     return f"{gib:.1f}{time}{way and f' {way}'}"
 
 
