@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
     from dit.tracing.counter import StepTrace
 
-HEAD = "| published step | measured, ms | planned, ms | error | error if the fit has not seen the system |"
+HEAD = "| published step | measured, ms | error of the plan | error of a fit without the system |"
 STEPS, DELTA, LARGEST_STEP, PENALTY = 12, 1e-3, 0.3, 0.02
 """Of the fit: iterations, difference for slopes, largest change of a logarithm in an iteration, penalty of a change."""
 EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
@@ -103,7 +103,7 @@ class Row:
     @property
     def cells(self) -> str:
         """The first cells of the table: the published step and its milliseconds."""
-        return f"| {self.name}{', MXFP8' * self.fp8} ({self.source}) | {self.seconds * 1e3:,.0f} |"
+        return f"| {self.name} ({self.source}) | {self.seconds * 1e3:,.0f} |"
 
 
 _REPLICATED = (
@@ -137,7 +137,7 @@ def _flux(
         f"training.micro_batch_size={samples}",
         f"training.global_batch_size={batch}",
     )
-    name, sample = f"FLUX.1, {samples} a rank, {layout}", ((1, 16, 16), 256)
+    name, sample = f"FLUX.1 x {samples}, {layout}", ((1, 16, 16), 256)
     system = f"MLPerf, {device.upper()}"
     row = name, source, system, device, gpus, ms / 1e3, "bench_flux12b_1024", overrides, *sample, node_size
     return Row(*row, fp8=tensor == 1, fitted=source != "MLPerf 6.0")
@@ -178,22 +178,22 @@ ROWS = (
             "training.recompute_layers=8",
         ),
     ),
-    _flux("MLPerf, NVIDIA", "gb200", 16, 32, 567.3),
-    _flux("MLPerf, NVIDIA", "gb200", 72, 32, 574.4),
-    _flux("MLPerf, NVIDIA", "gb200", 512, 16, 184.0, 4, 64),
-    _flux("MLPerf, NVIDIA", "gb200", 1152, 8, 133.4, 4, 64),
-    _flux("MLPerf, NVIDIA", "gb300", 16, 64, 918.8),
-    _flux("MLPerf, NVIDIA", "gb300", 72, 32, 511.0),
-    _flux("MLPerf, Supermicro", "gb300", 72, 32, 517.0),
-    _flux("MLPerf, NVIDIA", "gb300", 512, 16, 171.4, 4, 64),
-    _flux("MLPerf, Oracle", "b200", 16, 32, 627.9),
-    _flux("MLPerf, Oracle", "b200", 72, 32, 625.3),
-    _flux("MLPerf, Nebius", "b200", 32, 32, 621.7),
-    _flux("MLPerf, Florida", "b200", 16, 32, 620.6),
-    _flux("MLPerf, Florida", "b200", 32, 32, 616.5),
-    _flux("MLPerf, Florida", "b200", 64, 32, 630.2),
-    _flux("MLPerf, Florida", "b200", 72, 32, 630.3),
-    _flux("MLPerf, Florida", "b200", 128, 32, 649.9),
+    _flux("NVIDIA", "gb200", 16, 32, 567.3),
+    _flux("NVIDIA", "gb200", 72, 32, 574.4),
+    _flux("NVIDIA", "gb200", 512, 16, 184.0, 4, 64),
+    _flux("NVIDIA", "gb200", 1152, 8, 133.4, 4, 64),
+    _flux("NVIDIA", "gb300", 16, 64, 918.8),
+    _flux("NVIDIA", "gb300", 72, 32, 511.0),
+    _flux("Supermicro", "gb300", 72, 32, 517.0),
+    _flux("NVIDIA", "gb300", 512, 16, 171.4, 4, 64),
+    _flux("Oracle", "b200", 16, 32, 627.9),
+    _flux("Oracle", "b200", 72, 32, 625.3),
+    _flux("Nebius", "b200", 32, 32, 621.7),
+    _flux("Florida", "b200", 16, 32, 620.6),
+    _flux("Florida", "b200", 32, 32, 616.5),
+    _flux("Florida", "b200", 64, 32, 630.2),
+    _flux("Florida", "b200", 72, 32, 630.3),
+    _flux("Florida", "b200", 128, 32, 649.9),
     _flux("MLPerf 6.0", "gb300", 32, 32, 433.0),
     _flux("MLPerf 6.0", "gb300", 72, 32, 433.0),
     _wan("Bridge", "Bridge, Blackwell", "b200", 32, 64, 15.37, 2),
@@ -346,20 +346,17 @@ def left_out(rows: Sequence[Traced], system: str) -> Fitted:
 
 def table(rows: Sequence[Traced]) -> str:
     """Return a table of the predictions, each with the error of a fit without the row's system."""
-    lines = [HEAD, "|---|---|---|---|---|"]
+    lines = [HEAD, "|---|---|---|---|"]
     unseen = {system: left_out(rows, system) for system in dict.fromkeys(row.row.system for row in rows)}
     errors: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for row in rows:
         error, other = row.error(Fitted()), row.error(unseen[row.row.system])
         errors[row.row.fitted].append((abs(error), abs(other)))
-        lines.append(
-            f"{row.row.cells} {row.predicted(Fitted()).total * 1e3:,.0f} | {error:+.1%} | "
-            f"{f'{other:+.1%}' if row.row.fitted else 'in no fit'} |"
-        )
+        lines.append(f"{row.row.cells} {error:+.1%} | {f'{other:+.1%}' if row.row.fitted else '-'} |")
     for is_fitted, pairs in errors.items():
         cells = [f"{np.median(column):.1%}, {max(column):.1%}" for column in zip(*pairs)]
         title = f"{len(pairs)} rows in {'the fit' if is_fitted else 'no fit'}: median and largest error"
-        lines.append(f"| {title} | | | {cells[0]} | {cells[1] if is_fitted else 'in no fit'} |")
+        lines.append(f"| {title} | | {cells[0]} | {cells[1] if is_fitted else '-'} |")
     return "\n".join(lines)
 
 

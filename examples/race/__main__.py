@@ -286,7 +286,7 @@ def measure(args: argparse.Namespace) -> Record:
     """Run the race, write `record.json` and print its row."""
     record = run_race(args)
     write_atomic(args.out / FILE, json.dumps(asdict(record), indent=1) + "\n")
-    echo(record.row())
+    echo(f"{record.row()} {record.seeds_at_mark} seeds pass")
     return record
 
 

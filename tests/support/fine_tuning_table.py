@@ -6,7 +6,7 @@
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from typing import Optional
 
 from dit.errors import ConfigError
 from launch import dry_run
@@ -34,10 +34,10 @@ ROWS: dict[str, tuple[str, dict[str, str], list[int]]] = {
 }
 """By model: recipe, arguments of the recipe, and patch grid of a sample (with that of its reference)."""
 MACHINES = {"24 GB": (1, 24), "80 GB": (1, 80), "8 x 80 GB": (8, 80)}
-COLUMNS = [(True, "24 GB"), (True, "80 GB"), *((False, machine) for machine in MACHINES)]
+COLUMNS = [(True, "80 GB"), *((False, machine) for machine in MACHINES)]
 REPORTS: dict[str, str] = {}
 """Plans by settings."""
-HEAD = ["model", "parameters", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
+HEAD = ["model", *(f"{'LoRA' if lora else 'all'}, {machine}" for lora, machine in COLUMNS)]
 
 
 def cell(title: str, lora: bool, machine: str) -> str:
@@ -56,7 +56,7 @@ def cell(title: str, lora: bool, machine: str) -> str:
     way = "F" * (config.parallel.data_parallel == "fsdp") + "A" * config.training.ema_offload
     way += "M" * config.optimizer.offload
     seconds = int(re.search(r"time +([\d,]+) ms", text)[1].replace(",", "")) / 1e3
-    time = "" if memory < 80 else f", {seconds:.{int(seconds < 100)}f} s"  # times are of H100, which has 80 GB
+    time = "" if memory < 80 else f", {seconds:.{int(seconds < 100)}f}"  # times are of H100, which has 80 GB
     return f"{gib:.1f}{time}{way and f' {way}'}"
 
 
@@ -71,17 +71,7 @@ def row(title: str) -> str:
     """Return the table row of a model."""
     name, arguments, _ = ROWS[title]
     words = "".join(f"({key}='{value}')" for key, value in arguments.items())
-    docstring = re.sub(r"\s+", " ", getattr(finetune, name).__doc__)
-    size = _billions(getattr(finetune, name)(gpus=None, **arguments))
-    assert f"{size} B" in docstring
-    cells = [cell(title, *column) for column in COLUMNS]
-    return f"| {title}: `{name}{words}` | {' | '.join([f'{size} B', *cells])} |"
-
-
-def _billions(recipe: Any) -> str:
-    from dit.parallel.build import count_parameters
-
-    return f"{count_parameters(built(recipe).model) / 1e9:.2f}"
+    return f"| {title}: `{name}{words}` | {' | '.join(cell(title, *column) for column in COLUMNS)} |"
 
 
 def table_of(page: str) -> list[str]:

@@ -19,7 +19,6 @@ README = registry.FOLDER / "README.md"
 SUMMARIES = {
     registry.REGISTERED: "The [page of the examples](../examples/README.md) describes their data and metrics.",
     registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
-    registry.PUBLISHED: "Brackets give parameters and GPUs; `--list` describes each recipe in one line.",
     registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
@@ -42,14 +41,14 @@ def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
 
 
 def _by_file(group: Sequence[Entry]) -> Iterator[str]:
-    """Yield a line for each file: the first line of its docstring, and its recipes with parameters and hardware."""
+    """Yield a line for each file: first line of its docstring, and recipes; equal neighbours share a bracket."""
     for file, grouped in groupby(group, attrgetter("file")):
         entries = list(grouped)
         docstring = ast.get_docstring(ast.parse((registry.FOLDER.parent / file).read_text(encoding="utf-8")))
         assert docstring is not None
-        sizes = ["; ".join([*SIZE.findall(entry.line), entry.line[:-1].rpartition(": ")[2]]) for entry in entries]
-        cells = ", ".join(f"`{entry.name}` ({size})" for entry, size in zip(entries, sizes))
-        yield f"* [{docstring.splitlines()[0].removesuffix('.')}]({_link(entries[0])}): {cells}."
+        sizes = groupby(entries, lambda entry: "".join(SIZE.findall(entry.line)))
+        cells = (", ".join(f"`{entry.name}`" for entry in equal) + f" ({size})" * bool(size) for size, equal in sizes)
+        yield f"* [{docstring.splitlines()[0].removesuffix('.')}]({_link(entries[0])}): {', '.join(cells)}."
 
 
 def page() -> str:
@@ -66,16 +65,19 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "`--describe NAME` prints the full description of a recipe or component. The",
+        "Brackets have the parameters of the names before them. `--list` adds the hardware, and `--describe NAME`",
+        "prints the full description of a recipe or component. The",
         "[page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
     ]
     in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
     for title, group in registry.sections(in_repository).items():
         lines += ["", f"## {title}", ""]
-        if title in SUMMARIES:
+        if title == registry.PUBLISHED:
+            lines += _by_file(group)
+        elif title in SUMMARIES:
             names = ", ".join(f"`{entry.name}`" for entry in group) + "."
             lines += [SUMMARIES[title], *([names] if title == registry.TINY else [])]
-            lines += ["", *_by_file(group)] if title in (registry.REGISTERED, registry.PUBLISHED) else []
+            lines += ["", *_by_file(group)] if title == registry.REGISTERED else []
         else:
             described = [entry for entry in group if not PUBLISHED_MODELS.match(entry.name)]
             lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in described]
