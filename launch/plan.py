@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -93,7 +94,8 @@ class Report:
     rates: Rates
     allowed: "Allowed"
     verdict: "Verdict"
-    seconds: tuple[float, float]
+    not_traced: Sequence["Candidate"]
+    seconds: float
     step: Optional["StepTime"]
     peak: Optional[int]
 
@@ -103,8 +105,8 @@ class Report:
         count = len(self.allowed.layouts)
         head = (
             f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.device.node_size} per node: "
-            f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not; "
-            f"traced in {self.seconds[0]:.0f} s, searched in {self.seconds[1]:.1f} s"
+            f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not, {len(self.not_traced):,} cannot be the "
+            f"fastest; searched in {self.seconds:.0f} s"
         )
         if not verdict.fitting:
             return [head, "", *self.losers()]
@@ -156,6 +158,10 @@ class Report:
                 f"{len(group):>6,} slower because of {CAUSES[part]}: the fastest takes {slower:.1%} longer "
                 f"({layout_name(first.candidate, first.dims)})"
             )
+        names = [stage_name(shape) for shape in dict.fromkeys(candidate.shape for candidate in self.not_traced)]
+        if names:
+            examples = f"{len(names)} stages, such as {names[0]}"
+            lines.append(f"{len(self.not_traced):>6,} not traced, because their passes take longer: {examples}")
         refused = sorted(self.allowed.refused.values(), reverse=True)
         return [*lines, *(f"{count:>6,} not allowed, for example: {example}" for count, example in refused)]
 
@@ -168,9 +174,10 @@ class Report:
             "node_size": problem.device.node_size,
             "tokens": problem.tokens,
             "unit": self.rates.unit,
-            "searched_s": self.seconds[1],
+            "searched_s": self.seconds,
             "fitting": [self._row(priced) for priced in verdict.fitting],
             "too_large": [self._row(priced) for priced in verdict.too_large],
+            "not_traced": Counter(stage_name(candidate.shape) for candidate in self.not_traced),
             "not_allowed": [{"count": n, "example": text} for n, text in self.allowed.refused.values()],
             "best": None
             if self.step is None
@@ -287,24 +294,20 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     from dit.planner.layouts import allowed, candidates, shapes
     from dit.planner.plan import plan
     from dit.planner.schedule import planned_step
-    from dit.planner.search import Prices, costs, judged, with_traced_memory
+    from dit.planner.search import judged, price_layouts, with_traced_memory
     from dit.planner.trace import TracerPool
 
     options = allowed(problem, candidates(problem))
     if not options.layouts:
-        return Report(problem, rates(problem, sample), options, judged(problem, []), (0.0, 0.0), None, None)
+        return Report(problem, rates(problem, sample), options, judged(problem, []), [], 0.0, None, None)
     started, stages = time.perf_counter(), shapes(options.layouts)
 
     with TracerPool(min(len(stages), os.cpu_count() or 1)) as tracers, progress() as show:
-
-        def begin(shape: "Shape") -> None:
-            show(f"tracing stage {stages.index(shape) + 1} of {len(stages)}: {stage_name(shape)}")
-
-        traced = tracers.run({shape: costs(problem, shape, options.layouts) for shape in stages}, begin)
-        end_of_traces = time.perf_counter()
-        prices = Prices(problem, traced)
-        verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in options.layouts])
-        seconds = end_of_traces - started, time.perf_counter() - end_of_traces
+        results, not_traced = price_layouts(
+            problem, options.layouts, tracers, lambda shape: show(f"tracing stage {stage_name(shape)}")
+        )
+        verdict = judged(problem, results)
+        seconds = time.perf_counter() - started
         step = peak = None
         while step is None and verdict.fitting:
             candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
@@ -318,7 +321,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
             if verdict.fitting and verdict.fitting[0].candidate == candidate:
                 step = planned_step(full, dims, problem.cluster(layout))
                 peak = full.fullest.peak
-    return Report(problem, rates(problem, sample), options, verdict, seconds, step, peak)
+    return Report(problem, rates(problem, sample), options, verdict, not_traced, seconds, step, peak)
 
 
 @one_line_errors

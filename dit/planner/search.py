@@ -17,9 +17,13 @@ many rows that of their operations. torch selects other operations for other siz
 traced as long as candidates with them fit into memory: each twice as large as the one before, or eight times from
 16,384 tokens on (which changes predicted times of a 7B model by at most 0.7 %).
 
+Shapes with the least tensor and context parallelism are traced first. A larger one is traced only if it can be faster
+than the best layout so far, see `Prices.lower_bound`.
+
 `tests/unit/planner/test_search.py` compares these costs with traces of full layouts.
 """
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +33,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dit.models.base import ModelConfig, Stage
-from dit.parallel.dims import ParallelDims, check_parallel
+from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.pipeline import layers_in_flight, stages
 from dit.planner.devices import MEMORY_SHARE
 from dit.planner.job import Job
-from dit.planner.layouts import Candidate, DataParallel, Problem, Shape
+from dit.planner.layouts import Candidate, DataParallel, Problem, Shape, shapes
 from dit.planner.plan import fewest_layers, probing, shallower
 from dit.planner.time import (
     FORWARD,
@@ -50,9 +54,11 @@ from dit.planner.time import (
     Cluster,
     StepTime,
     cost_of,
+    pass_parts,
+    slowest_of,
     step_time,
 )
-from dit.planner.trace import Requests
+from dit.planner.trace import Requests, TracerPool
 from dit.tracing.counter import PHASES, STATE, StepTrace, combined
 
 Numbers = npt.NDArray[np.float64]
@@ -135,9 +141,7 @@ def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, Paral
 
 def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[Costs]:
     """Request traces of a stage shape with micro-batches of the given sizes."""
-    kind: DataParallel = "fsdp" if shape.fsdp else "distributed_optimizer"
-    layout = problem.layout_of(Candidate(shape, 1, None, kind, 1))
-    model = problem.model
+    layout, model = _traced_layout(problem, shape), problem.model
     num_layers = model.megatron_sizes().num_layers
     one_each = replace(problem.training, global_batch_size=problem.world_size)
     dims = check_parallel(model, layout, one_each, problem.world_size)
@@ -169,6 +173,12 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
         for values in of_traces
     )
     return Costs(seconds, nbytes, problem.world_size // shape.tensor, sizes)
+
+
+def _traced_layout(problem: Problem, shape: Shape) -> ParallelConfig:
+    """Return the layout in which a stage shape is traced."""
+    kind: DataParallel = "fsdp" if shape.fsdp else "distributed_optimizer"
+    return problem.layout_of(Candidate(shape, 1, None, kind, 1))
 
 
 def _ends_and_layer(model: ModelConfig, traced: Sequence[Sequence[Stage]], num_layers: int) -> Numbers:
@@ -224,6 +234,27 @@ class Prices:
             self._add_sends(candidate, cluster, seconds)
         time = step_time(seconds, dims.micro_batches, cluster)
         return Priced(candidate, dims, time, self._memory(candidate, costs, nbytes, in_flight))
+
+    def lower_bound(self, shape: Shape) -> float:
+        """Return seconds that a step with a stage shape takes at least, from traces of shapes with fewer ranks.
+
+        More tensor or context parallelism makes products narrower and adds traffic, so the passes of all layers take at
+        least as long as with less of it, at the largest micro-batch of the new shape without a pipeline. The exchange
+        of gradients and weights, the update and bubbles are not counted.
+        """
+        smaller = [other for other in self.traced if _is_part(other, shape)]
+        batch = self.problem.training.global_batch_size / self.problem.world_size
+        samples = max(1, int(batch * shape.tensor * shape.context))
+        return max((batch * self._passes(other, samples) for other in smaller), default=0.0)
+
+    def _passes(self, shape: Shape, samples: int) -> float:
+        """Return rank-seconds per sample of the passes of all layers, without exchanges of gradients and weights."""
+        seconds = self.traced[shape].of(self._sizes.num_layers, samples)[0][MICRO_BATCH]
+        seconds[[K_GATHER, K_REDUCE]] = 0.0
+        cluster = self.problem.cluster(_traced_layout(self.problem, shape))
+        delay = slowest_of(self.problem.world_size, self.problem.device.jitter)
+        ranks = shape.tensor * shape.context
+        return (1 + delay) * ranks * sum(pass_parts(seconds, cluster).values()) / samples
 
     def _costs(self, candidate: Candidate, layers: float) -> Costs:
         """Return the costs of a candidate's shape, adjusted for layers with full recompute.
@@ -287,6 +318,46 @@ class Prices:
         saved = costs.of(in_flight, candidate.micro_batch_size)[1][B_ACTIVATIONS]
         state = dict(zip(STATE, nbytes[[B_WEIGHTS, B_OPTIMIZER, B_AVERAGE]].tolist()))
         return {**state, "activations and temporaries": float(max(saved, nbytes[B_UPDATE]))}
+
+
+def price_layouts(
+    problem: Problem,
+    layouts: Sequence[tuple[Candidate, ParallelDims]],
+    tracers: TracerPool,
+    begin: Callable[[Shape], None],
+) -> tuple[list[Priced], list[Candidate]]:
+    """Trace the stage shapes of candidates; return prices, and the candidates whose shape cannot be the fastest.
+
+    Args:
+        begin: called with a shape before its first trace.
+    """
+    prices, results, slower = Prices(problem, {}), list[Priced](), list[Shape]()
+    found = shapes(layouts)
+    for size in sorted({_size(shape) for shape in found}):
+        best = min((one.time.total for one in results if fits(problem, one)), default=math.inf)
+        requests = {}
+        for shape in found:
+            if _size(shape) != size:
+                continue
+            if any(_is_part(other, shape) for other in slower) or prices.lower_bound(shape) > best:
+                slower.append(shape)
+            else:
+                requests[shape] = costs(problem, shape, layouts)
+        traced = tracers.run(requests, begin)
+        prices = Prices(problem, {**prices.traced, **traced})
+        results += [prices.of(candidate, dims) for candidate, dims in layouts if candidate.shape in traced]
+    return results, [candidate for candidate, _ in layouts if candidate.shape in slower]
+
+
+def _size(shape: Shape) -> tuple[int, bool]:
+    """Return the place of a stage shape in the order of traces."""
+    return shape.tensor * shape.context, shape.fsdp
+
+
+def _is_part(smaller: Shape, shape: Shape) -> bool:
+    """Return whether a shape differs from a smaller one by more tensor or context parallelism, or by FSDP."""
+    same = smaller.expert == shape.expert and (shape.fsdp or not smaller.fsdp)
+    return same and smaller.tensor <= shape.tensor and smaller.context <= shape.context
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from dit.planner.devices import H100, MEMORY_SHARE
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
 from dit.planner.plan import plan
 from dit.planner.schedule import planned_step
-from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged
-from dit.planner.time import K_EXPERT, K_GATHER, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
+from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged, price_layouts
+from dit.planner.time import K_EXPERT, K_GATHER, K_MATMUL, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
 from dit.planner.trace import TracerPool
 from dit.run_config import RunConfig
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -199,6 +199,51 @@ def test_ten_thousand_layouts_take_at_most_twelve_seconds():
     assert len(found.layouts) > MANY / 10
     assert len(verdict.fitting) + len(verdict.too_large) == len(found.layouts)
     assert spent / len(asked) * MANY < SECONDS
+
+
+class SyntheticTracers:
+    """Returns synthetic costs of all requested shapes, whose products take `seconds(shape)` per sample and layer."""
+
+    def __init__(self, seconds):
+        self.seconds, self.traced = seconds, []
+
+    def run(self, requests, begin):
+        self.traced += requests
+        return {shape: self.costs(shape) for shape in requests}
+
+    def costs(self, shape):
+        empty = synthetic_costs(shape)
+        seconds = np.zeros_like(empty.seconds)
+        seconds[1, :, MICRO_BATCH, K_MATMUL] = [size * self.seconds(shape) for size in empty.sizes]
+        seconds[1, :, MICRO_BATCH, K_GATHER] = 1.0 if shape.fsdp else 0.0
+        return replace(empty, seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("loss", "traced"),
+    [
+        (0.0, {(1, 1), (2, 1), (1, 2), (4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4), (8, 2), (4, 4), (8, 4)}),
+        (0.5, {(1, 1), (2, 1), (1, 2)}),
+    ],
+)
+def test_shapes_that_cannot_be_the_fastest_are_not_traced(loss, traced):
+    """Without a loss, more tensor and context parallelism divides the passes exactly, and every shape may win.
+
+    With a loss of 50 % per doubling, shapes of two ranks are traced, which have no traced part that shows their loss,
+    and no larger ones. The slow exchanges of FSDP do not count in the lower bound, but its plain shape does.
+    """
+    task = problem(gpus=32)
+    found = allowed(task, candidates(task)).layouts
+    tracers = SyntheticTracers(
+        lambda shape: (1 + loss * np.log2(shape.tensor * shape.context)) / shape.tensor / shape.context
+    )
+    results, not_traced = price_layouts(task, found, tracers, lambda _: None)
+    assert {(shape.tensor, shape.context) for shape in tracers.traced if not shape.fsdp} == traced
+    assert (Shape(2, True, 1, 1, "none", fsdp=True) in tracers.traced) == (not loss)
+    assert len(results) + len(not_traced) == len(found)
+    every = Prices(task, {shape: tracers.costs(shape) for shape in shapes(found)})
+    best = judged(task, [every.of(*pair) for pair in found]).fitting[0]
+    assert judged(task, results).fitting[0].time.total == best.time.total
 
 
 def test_the_result_sorts_layouts_that_fit_and_explains_the_others():
