@@ -50,9 +50,9 @@ HEAD = """# Settings
 
 Each line is `key=default` (other values or types): meaning. The key follows the name of its part:
 `training.num_steps=100`. None (`none` or `null` on the command line) switches an option off, unless its meaning says
-otherwise. Settings of several classes come first; a class has those listed under "Also", with its defaults and values
-in brackets. Select classes by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because
-of other settings, is an error.
+otherwise. A class also has the settings of the classes under "Also", with its own defaults and values in brackets.
+Select classes by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because of other
+settings, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
@@ -123,8 +123,8 @@ class Row(NamedTuple):
 
     @property
     def choices(self) -> str:
-        """The default, and the types and values that it does not show."""
-        shown = {f"`{self.default}`", str(self.default), type(self.default).__name__}
+        """The default, and the values and types that it does not show, except for numbers and words."""
+        shown = {f"`{self.default}`", str(self.default), type(self.default).__name__, "int", "float", "str"}
         others = [kind for kind in self.kind if kind.partition("[")[0] not in shown]
         return f"{self.assignment} ({', '.join(others)})" if others else self.assignment
 
