@@ -44,6 +44,9 @@ PARTS = {
 }
 """The parts of a recipe, by the names of `pretrain`'s arguments, and their classes."""
 
+SUMMARISED = ("data", "objective", "schedule")
+"""Parts whose classes are described; README.md describes backbones."""
+
 HEAD = """# Settings
 
 <!-- Written by `python -m tests.support.settings_page --write`; a test keeps it true. Edit the docstrings instead. -->
@@ -169,7 +172,7 @@ def nearest_bases(kind: type, listed: Sequence[type]) -> list[type]:
     return [base for base in bases if not any(base in other.__mro__[1:] for other in bases)]
 
 
-def part(kinds: Sequence[type]) -> Iterator[str]:
+def part(kinds: Sequence[type], *, summaries: bool) -> Iterator[str]:
     """Yield the blocks of a part: settings that unrelated classes share, bases, and classes.
 
     A class has a line about settings that are listed elsewhere: its bases with the defaults and types that differ, and
@@ -199,7 +202,7 @@ def part(kinds: Sequence[type]) -> Iterator[str]:
         yield from section(SHARED, "", "", list(shared.values()))
     for kind in listed:
         also = ", ".join(f"{title} ({', '.join(names)})" if names else title for title, names in titles[kind].items())
-        summary = _summary(kind) if kind in kinds else ""
+        summary = _summary(kind) if summaries and kind in kinds else ""
         rest = [row for row in new[kind] if row.key not in shared]
         yield from section(kind.__name__, summary, f"Also: {also}." if also else "", rest)
 
@@ -208,8 +211,8 @@ def page() -> str:
     """Return docs/settings.md."""
     blocks = [HEAD]
     for name, paths in PARTS.items():
-        modules = [path.split(":") for path in paths]
-        blocks += [f"## {name}\n", *part([getattr(import_module(module), kind) for module, kind in modules])]
+        kinds = [getattr(import_module(module), kind) for module, kind in (path.split(":") for path in paths)]
+        blocks += [f"## {name}\n", *part(kinds, summaries="." in name or name in SUMMARISED)]
     return "\n".join(blocks)
 
 

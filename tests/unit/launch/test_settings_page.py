@@ -66,7 +66,7 @@ def test_a_setting_of_several_classes_is_listed_once():
 
         kind: Literal["b", "c"] = "c"
 
-    assert "".join(settings_page.part([One, Two, Other])).splitlines() == [
+    assert "".join(settings_page.part([One, Two, Other], summaries=True)).splitlines() == [
         *("### Shared settings", "* `kind` (`a`, `b`): of both."),
         *("### Base", "Also: Shared settings (`kind`).", "* `size=1`: of the base."),
         *("### One", "A class.", "Also: Base (`kind=a`)."),
