@@ -84,8 +84,8 @@ class TrainingConfig:
     Attributes:
         run_dir: folder of the run.
         num_steps: optimizer steps, including those before a resume.
-        micro_batch_size: largest number of samples (or packs) per forward pass of a rank.
-        global_batch_size: samples (or packs) per optimizer step over all ranks.
+        micro_batch_size, global_batch_size: samples (or packs) per forward pass of a rank, at most, and per optimizer
+            step over all ranks.
         precision: `bf16` and `fp16` have fp32 master weights and gradients.
         fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
             (`mxfp8`).

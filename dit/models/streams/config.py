@@ -44,7 +44,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     Z-Image. Two families or more share each of the others.
 
     Attributes:
-        num_joint_layers, num_single_layers: blocks with two streams, and blocks with one stream after them.
+        num_joint_layers, num_single_layers: blocks with two streams, and following ones with one stream.
         num_query_groups: key and value heads; one per query head if None.
         num_dual_layers: first joint blocks with a second attention of the image over itself.
         qk_layernorm: RMSNorm on queries and keys, per head; of SANA, over the full width (1.5).
