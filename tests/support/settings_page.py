@@ -53,8 +53,8 @@ HEAD = """# Settings
 
 Each line is `key=default` (other values or types): meaning. The key follows the name of its part:
 `training.num_steps=100`. None (`none` or `null` on the command line) switches an option off, unless its meaning says
-otherwise. A class also has the settings of the classes under "Also", with its own defaults and values in brackets.
-Select classes by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because of other
+otherwise. A class also has the settings of the classes under "Also"; defaults and values in brackets are its own, others
+are those of the first of these classes. Select classes by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because of other
 settings, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
@@ -120,16 +120,21 @@ class Row(NamedTuple):
 
     @property
     def assignment(self) -> str:
-        """The default in the form of the command line; only the name if a class has none."""
-        default = str(self.default).replace(", ", ",")
-        return f"`{self.name}`" if self.default is dataclasses.MISSING else f"`{self.name}={default}`"
+        """The default in the form of the command line."""
+        return f"`{self.name}={str(self.default).replace(', ', ',')}`"
 
     @property
     def choices(self) -> str:
-        """The default, and the values and types that it does not show, except for numbers and words."""
-        shown = {f"`{self.default}`", str(self.default), type(self.default).__name__, "int", "float", "str"}
+        """The default, and the values and types that it does not show, except for numbers, words and lists."""
+        shown = {f"`{self.default}`", str(self.default), type(self.default).__name__, "int", "float", "str", "list"}
         others = [kind for kind in self.kind if kind.partition("[")[0] not in shown]
         return f"{self.assignment} ({', '.join(others)})" if others else self.assignment
+
+    def usual(self, others: Sequence["Row"]) -> "Row":
+        """Return the most frequent form of this setting among the rows of several classes."""
+        rows_by_form = {(row.assignment, frozenset(row.kind)): row for row in others if row.key == self.key}
+        forms = Counter((row.assignment, frozenset(row.kind)) for row in others if row.key == self.key)
+        return rows_by_form[forms.most_common(1)[0][0]] if forms else self
 
     def changes(self, base: "Row") -> list[str]:
         """Return how the default or the types differ from those of a base, if they do."""
@@ -175,11 +180,14 @@ def nearest_bases(kind: type, listed: Sequence[type]) -> list[type]:
 def part(kinds: Sequence[type], *, summaries: bool) -> Iterator[str]:
     """Yield the blocks of a part: settings that unrelated classes share, bases, and classes.
 
-    A class has a line about settings that are listed elsewhere: its bases with the defaults and types that differ, and
-    all shared settings, because not every class has all of them.
+    A base has the most frequent defaults of its classes. A class has a line about settings that are listed elsewhere:
+    its bases with the defaults and types that differ, and all shared settings, because not every class has all of them.
     """
     listed = with_bases(kinds)
     tables = {kind: list(rows(kind)) for kind in listed}
+    for base in (kind for kind in listed if kind not in kinds):
+        heirs = [row for kind in kinds if issubclass(kind, base) for row in tables[kind]]
+        tables[base] = [row.usual(heirs) for row in tables[base]]
     new: dict[type, list[Row]] = {}
     titles: dict[type, dict[str, list[str]]] = {}
     for kind, table in tables.items():
