@@ -84,8 +84,8 @@ class TrainingConfig:
     Attributes:
         run_dir: folder of the run.
         num_steps: optimizer steps, including those before a resume.
-        micro_batch_size: largest number of samples (or packs) per forward pass of a rank.
-        global_batch_size: samples (or packs) per optimizer step over all ranks.
+        micro_batch_size, global_batch_size: samples (or packs) per forward pass of a rank, at most, and per optimizer
+            step over all ranks.
         precision: `bf16` and `fp16` have fp32 master weights and gradients.
         fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
             (`mxfp8`).
@@ -104,24 +104,23 @@ class TrainingConfig:
             all.
         recompute_layers: layers of each pipeline stage to recompute, from the first; None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay, ema_start_step: decay of the weight average (None for no average), and step at which it starts.
+        ema_decay, ema_start_step: decay of the weight average (None for no average), and the step at which it starts.
         ema_offload: store the averages in host memory.
-        ema_sigma_rel: relative lengths of power-function averages (0 to 0.28), such as [0.05, 0.1], from which
-            `launch.average` makes others.
+        ema_sigma_rel: relative lengths of power-function averages (0 to 0.28), such as [0.05, 0.1], for
+            `launch.average`.
         log_interval: steps between log lines.
         validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation;
             `DIT_PACKAGES` lists their packages.
-        stop_at_step: stop after this step with a checkpoint and code 75. Started again, the run ends at once with code
-            0; a later step or None continues it.
+        stop_at_step: stop after this step with a checkpoint and code 75; a later step or None continues the run.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
             checkpoint and omit the data since then.
         spike_threshold: robust standard deviations above the running median that are a spike, such as 20.
         max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        hang_timeout_s: seconds without progress until a rank ends the run and names the cause. One collective may take
-            a third of it, which must be longer than any save, validation or sampling.
+        hang_timeout_s: seconds without progress until a rank ends the run; more than three times the longest save,
+            validation or sampling.
     """
 
     run_dir: str = "runs/default"
@@ -279,19 +278,19 @@ class CheckpointConfig:
 
     Attributes:
         interval: steps between checkpoints; 0 saves only at the end.
-        keep_last, keep_every, keep_best: checkpoints to retain: the newest (at least 1), those of steps that are
-            multiples of `keep_every` (0 for none), and those with the lowest held-out loss.
+        keep_last, keep_every, keep_best: checkpoints to retain: the newest (at least 1), those at multiples of
+            `keep_every` steps (0 for none), and those with the lowest held-out loss.
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
-        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`; a run also resumes from it.
+        copy_to: address of a copy of every checkpoint (`s3://bucket/folder`), from which a run also resumes.
         resume: `auto` resumes from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
         resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints ignores it.
-        start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
-            diffusers, or `hf://owner/name` on the Hugging Face hub. A run that has checkpoints resumes from them
-            instead. With `model.lora`, the frozen weights, also when the run resumes.
+        start_from: weights of a new run: a run folder or checkpoint (its average, if any), a folder of diffusers, or
+            `hf://owner/name` (Hugging Face hub). A run with checkpoints ignores it, except for the frozen weights under
+            `model.lora`.
         accept_changes: settings or parts that may differ from the checkpoint or `start_from`. `data.path` and
-            `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from` accepts data of
-            other encoders than those of the weights.
+            `data.blend` accept changed data, read from the beginning; `checkpoint.start_from`, data of other encoders
+            than those of the weights.
     """
 
     interval: int = 1000

@@ -51,9 +51,9 @@ class EnergonData(ReaderSettings, DataConfig):
         max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
-        min_side, max_side: drop samples with a smaller or larger side (pixels).
-        max_aspect_ratio: drop samples whose longer side divided by the shorter is larger.
-        min_seconds, max_seconds: drop shorter or longer clips; an image lasts 0 seconds.
+        min_side, max_side, max_aspect_ratio, min_seconds, max_seconds: drop samples with a smaller or larger side
+            (pixels), a larger ratio of longer to shorter side, or a shorter or longer duration (an image lasts 0
+            seconds).
         min_caption_length, max_caption_length: drop samples with a shorter or longer caption (characters).
         resize_side: resize the smaller side of stored pixels to this many.
         crop_size, random_crop: crop to this height and width after resizing, at a random position (held-out data: at

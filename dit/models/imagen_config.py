@@ -33,7 +33,7 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         head_size: features per attention head; None: `num_attention_heads` counts.
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         norm_num_groups: groups of the group norms.
-        stable_attention: use attention whose backward pass does not overflow in half precision.
+        stable_attention: attention whose backward pass does not overflow in half precision.
         low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, which a bicubic
             kernel enlarges; of `opencv`, a = -0.75.
         noise_augmentation: in training, noise that picture at a random level, and condition on the level.

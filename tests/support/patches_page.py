@@ -21,9 +21,9 @@ HEAD = """# Patches of other libraries
 
 <!-- Written by `python -m tests.support.patches_page --write`; a test keeps it true. Edit the decorators instead. -->
 
-This page lists code that replaces, overrides or uses private parts of other libraries. A patch refuses versions that
-it was not written for. To upgrade a library, compare each part with the new version, extend the versions in the
-decorator `patches` ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
+These functions replace, override or use private parts of other libraries; the decorator of each has the reason. A patch
+refuses versions that it was not written for. To upgrade a library, compare each part with the new version, extend the
+versions in the decorator `patches` ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
 """
 PRIVATE = """## Private names
 
@@ -38,7 +38,6 @@ class Patch(NamedTuple):
     function: str
     library: str
     part: str
-    why: str
     link: str
 
 
@@ -56,7 +55,7 @@ def patches_of(file: Path, tree: ast.Module) -> Iterator[Patch]:
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "patches":
                 library, part = (ast.literal_eval(argument) for argument in call.args)
                 words = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
-                yield Patch(file, getattr(node, "name", ""), library, part, words["why"], words.get("link", ""))
+                yield Patch(file, getattr(node, "name", ""), library, part, words.get("link", ""))
 
 
 def bindings(tree: ast.Module) -> dict[str, str]:
@@ -108,7 +107,7 @@ def page() -> str:
         for patch in patches:
             if patch.library == library:
                 link = f" ([upstream]({patch.link}))" if patch.link else ""
-                rows.append(f"* [`{patch.function}`](../{patch.file}), `{patch.part}`: {patch.why}{link}")
+                rows.append(f"* [`{patch.function}`](../{patch.file}): `{patch.part}`{link}")
         blocks.append("\n".join(rows) + "\n")
     names = sorted(set().union(*map(private_names, trees.values())))
     return "\n".join([*blocks, PRIVATE, f"{', '.join(f'`{name}`' for name in names)}."]) + "\n"

@@ -9,7 +9,7 @@ import re
 import sys
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import chain, groupby
 from operator import attrgetter
@@ -44,15 +44,18 @@ PARTS = {
 }
 """The parts of a recipe, by the names of `pretrain`'s arguments, and their classes."""
 
+SUMMARISED = ("data", "objective", "schedule")
+"""Parts whose classes are described; README.md describes backbones."""
+
 HEAD = """# Settings
 
 <!-- Written by `python -m tests.support.settings_page --write`; a test keeps it true. Edit the docstrings instead. -->
 
 Each line is `key=default` (other values or types): meaning. The key follows the name of its part:
 `training.num_steps=100`. None (`none` or `null` on the command line) switches an option off, unless its meaning says
-otherwise. Settings of several classes come first; a class has those listed under "Also", with its defaults and values
-in brackets. Select classes by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because
-of other settings, is an error.
+otherwise. A class also has the settings of the classes under "Also"; defaults and values in brackets are its own,
+others are those of the first of these classes. Select classes by name: `objective=ddpm(prediction='v')`. A value out of
+range, or without effect because of other settings, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
@@ -96,10 +99,6 @@ def _alternatives(annotation: object) -> tuple[str, ...]:
     return (str(annotation).replace("typing.", ""),)
 
 
-SHARED = 2
-"""A setting that at least this many classes of a part share, with the same meaning, is listed once."""
-
-
 Key: TypeAlias = tuple[str, str]
 
 
@@ -126,10 +125,22 @@ class Row(NamedTuple):
 
     @property
     def choices(self) -> str:
-        """The default, and the types and values that it does not show."""
-        shown = {f"`{self.default}`", str(self.default), type(self.default).__name__}
+        """The default, and the values and types that it does not show, except for numbers, words and lists."""
+        shown = {f"`{self.default}`", str(self.default), type(self.default).__name__, "int", "float", "str", "list"}
         others = [kind for kind in self.kind if kind.partition("[")[0] not in shown]
         return f"{self.assignment} ({', '.join(others)})" if others else self.assignment
+
+    def usual(self, others: Sequence["Row"]) -> "Row":
+        """Return the most frequent form of this setting among the rows of several classes."""
+        rows_by_form = {(row.assignment, frozenset(row.kind)): row for row in others if row.key == self.key}
+        forms = Counter((row.assignment, frozenset(row.kind)) for row in others if row.key == self.key)
+        return rows_by_form[forms.most_common(1)[0][0]] if forms else self
+
+    def changes(self, base: "Row") -> list[str]:
+        """Return how the default or the types differ from those of a base, if they do."""
+        if frozenset(self.kind) != frozenset(base.kind):
+            return [self.choices]
+        return [self.assignment] if self.assignment != base.assignment else []
 
 
 def rows(kind: type) -> Iterator[Row]:
@@ -146,57 +157,70 @@ def rows(kind: type) -> Iterator[Row]:
         yield Row(field.name, _alternatives(types[field.name]), default, *descriptions[field.name])
 
 
-ANY_CLASS = "Shared settings"
+SHARED = "Shared settings"
 """Title of settings that classes without a common base describe in the same words."""
 
 
-def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
-    """Return the settings that several classes share, each with its title and its most frequent row."""
-    by_key: dict[Key, list[Row]] = {}
-    for row in chain.from_iterable(tables):
-        by_key.setdefault(row.key, []).append(row)
-    shared: dict[Key, tuple[str, Row]] = {}
-    for key, group in by_key.items():
-        if len(group) >= SHARED:
-            title = ANY_CLASS if len({row.owner for row in group}) > 1 else group[0].owner.__name__
-            kinds = Counter(frozenset(row.kind) for row in group)
-            usual = [row for row in group if frozenset(row.kind) == kinds.most_common(1)[0][0]]
-            (assignment, _), *_ = Counter(row.assignment for row in usual).most_common(1)
-            shared[key] = title, next(row for row in usual if row.assignment == assignment)
-    return shared
+def with_bases(kinds: Sequence[type]) -> list[type]:
+    """Return classes after their bases with settings; a base of one class only is left out."""
+    counts = Counter(base for kind in kinds for base in kind.__mro__ if dataclasses.is_dataclass(base))
+    return [
+        kind
+        for kind in dict.fromkeys((*chain.from_iterable(reversed(one.__mro__) for one in kinds), *kinds))
+        if kind in kinds or (counts[kind] > 1 and dataclasses.fields(kind))
+    ]
 
 
-def inherited(table: Iterable[Row], shared: Mapping[Key, tuple[str, Row]]) -> str:
-    """Return a class's line about shared settings: their titles, and the defaults and types that differ.
+def nearest_bases(kind: type, listed: Sequence[type]) -> list[type]:
+    """Return the listed bases of a class without bases of these."""
+    bases = [base for base in kind.__mro__[1:] if base in listed]
+    return [base for base in bases if not any(base in other.__mro__[1:] for other in bases)]
 
-    Shared settings without a common base are all listed, because not every class has all of them.
+
+def part(kinds: Sequence[type], *, summaries: bool) -> Iterator[str]:
+    """Yield the blocks of a part: settings that unrelated classes share, bases, and classes.
+
+    A base has the most frequent defaults of its classes. A class has a line about settings that are listed elsewhere:
+    its bases with the defaults and types that differ, and all shared settings, because not every class has all of them.
     """
-    titles: dict[str, list[str]] = {}
-    for row in table:
-        if row.key in shared:
-            title, common = shared[row.key]
-            names = titles.setdefault(title, [])
-            has_own_type = frozenset(row.kind) != frozenset(common.kind)
-            if title == ANY_CLASS or has_own_type or row.assignment != common.assignment:
-                names.append(row.choices if has_own_type else row.assignment)
-    parts = [f"{title} ({', '.join(names)})" if names else title for title, names in titles.items()]
-    return f"Also: {', '.join(parts)}." if parts else ""
+    listed = with_bases(kinds)
+    tables = {kind: list(rows(kind)) for kind in listed}
+    for base in (kind for kind in listed if kind not in kinds):
+        heirs = [row for kind in kinds if issubclass(kind, base) for row in tables[kind]]
+        tables[base] = [row.usual(heirs) for row in tables[base]]
+    new: dict[type, list[Row]] = {}
+    titles: dict[type, dict[str, list[str]]] = {}
+    for kind, table in tables.items():
+        inherited = {row.key: (base, row) for base in nearest_bases(kind, listed)[::-1] for row in tables[base]}
+        new[kind] = [row for row in table if row.key not in inherited]
+        titles[kind] = {base.__name__: [] for base in nearest_bases(kind, listed)}
+        for row in table:
+            if row.key in inherited:
+                base, common = inherited[row.key]
+                titles[kind][base.__name__] += row.changes(common)
+    shared: dict[Key, Row] = {}
+    for key, count in Counter(row.key for table in new.values() for row in table).items():
+        if count > 1:
+            group = [(kind, row) for kind, table in new.items() for row in table if row.key == key]
+            shared[key] = group[0][1]
+            for kind, row in group:
+                own_type = frozenset(row.kind) != frozenset(shared[key].kind)
+                titles[kind].setdefault(SHARED, []).append(row.choices if own_type else row.assignment)
+    if shared:
+        yield from section(SHARED, "", "", list(shared.values()))
+    for kind in listed:
+        also = ", ".join(f"{title} ({', '.join(names)})" if names else title for title, names in titles[kind].items())
+        summary = _summary(kind) if summaries and kind in kinds else ""
+        rest = [row for row in new[kind] if row.key not in shared]
+        yield from section(kind.__name__, summary, f"Also: {also}." if also else "", rest)
 
 
 def page() -> str:
     """Return docs/settings.md."""
     blocks = [HEAD]
-    for part, paths in PARTS.items():
-        blocks.append(f"## {part}\n")
-        names = [path.split(":") for path in paths]
-        tables = {kind: list(rows(kind)) for kind in (getattr(import_module(module), name) for module, name in names)}
-        shared = shared_rows(tables.values())
-        for title in dict.fromkeys(title for title, _ in shared.values()):
-            group = [row for name, row in shared.values() if name == title]
-            blocks += section(title, "", "", group)
-        for kind, table in tables.items():
-            rest = [row for row in table if row.key not in shared]
-            blocks += section(kind.__name__, _summary(kind), inherited(table, shared), rest)
+    for name, paths in PARTS.items():
+        kinds = [getattr(import_module(module), kind) for module, kind in (path.split(":") for path in paths)]
+        blocks += [f"## {name}\n", *part(kinds, summaries="." in name or name in SUMMARISED)]
     return "\n".join(blocks)
 
 

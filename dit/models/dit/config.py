@@ -27,9 +27,9 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         rms_norm: RMSNorms with weights instead of layer norms before the modulations.
         bottleneck_size: width of a linear layer between patch and embedding.
         class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample.
-        teacher_token_size: width of the class token of a teacher, which is noised and predicted like the latent, as one
-            more token of each sample (`objective.teacher_token_weight`).
-        value_residual: mix the attention's values of every later layer with those of the first, by a learned weight.
+        teacher_token_size: width of a teacher's class token, which is noised and predicted as one more token of each
+            sample (`objective.teacher_token_weight`).
+        value_residual: mix attention values of later layers with those of the first, by a learned weight.
         wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent, and condition each
             token on its output of the blocks.
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.

@@ -1,6 +1,5 @@
 """Examples of `energon_data/README.md` and `docs/data.md` run as shown; their tables match recipes and code."""
 
-import ast
 import re
 import runpy
 import shlex
@@ -175,20 +174,3 @@ def test_the_limits_are_those_of_the_loader():
     source = (ROOT / "energon_data" / "filters.py").read_text()
     assert len(reasons) == 7
     assert [reason for reason in reasons if f'"{reason}"' not in source] == []
-
-
-def test_every_reason_of_a_damaged_sample_is_explained():
-    """Reasons are those in the code; a condition's name can also be a reason."""
-    calls = [
-        node
-        for file in (ROOT / "energon_data").rglob("*.py")
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("SampleError", "drop")
-    ]
-    reasons = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
-    section = LOADER_PAGE.read_text().partition("## Dropped samples")[2].partition("## ")[0]
-    explained = {
-        word for row in re.findall(r"^\* (.*?): ", section, re.MULTILINE) for word in re.findall(r"`(\w+)`", row)
-    }
-    assert explained == reasons
-    assert len(reasons) > 12

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dit.verify.ranks import run_world
+from energon_data.prepare import shards
 from launch import cli
 from launch.config_file import built
 from launch.train import resolve
@@ -23,6 +24,20 @@ STATED = (
 )
 
 
+def write_camera(path: Path) -> None:
+    """Write forty samples with class and camera motion."""
+    rng = np.random.default_rng(0)
+    with shards.published_folder(path, force=True) as folder:
+        writer = shards.ShardWriter(folder, "train", samples_per_shard=20)
+        for i in range(40):
+            arrays = {"latent": rng.standard_normal((4, 1, 16, 16)), "camera": rng.standard_normal(3)}
+            parts = {f"{name}.npy": shards.npy_bytes(x.astype(np.float32)) for name, x in arrays.items()}
+            writer.add(f"sample_{i:03d}", {"label": i % 10}, parts)
+        writer.close()
+        shards.write_dataset_file(folder, {"format": 1, "shards": writer.shards})
+        shards.write_energon_metadata(folder, writer.shards, ["train"])
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Write the files of the pages, and a copy of the backbone without the line `STATED`."""
@@ -33,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, text in files.items():
         (folder / name).write_text(text)
     np.save(folder / "motion.npy", np.ones(3, np.float32))
+    write_camera(folder / "data" / "camera")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         yield folder

@@ -23,21 +23,41 @@ def test_a_setting_without_a_meaning_is_named():
         list(settings_page.rows(Silent))
 
 
-def test_a_setting_of_two_classes_is_listed_once():
-    """If a default or the values of a class differ, its line about shared settings shows them."""
+def test_a_setting_of_several_classes_is_listed_once():
+    """If a default or the values of a class differ, its line about other sections shows them."""
 
     @dataclass
-    class One:
-        """A class.
+    class Base:
+        """A base.
 
         Attributes:
             kind: of both.
+            size: of the base.
         """
+
+        kind: Literal["a", "b"]
+        size: int = 1
+
+    @dataclass
+    class One(Base):
+        """A class."""
 
         kind: Literal["a", "b"] = "a"
 
     @dataclass
-    class Two:
+    class Two(Base):
+        """A class.
+
+        Attributes:
+            new: of this class.
+        """
+
+        kind: Literal["a", "b"] = "b"
+        size: float = 2.5
+        new: int = 3
+
+    @dataclass
+    class Other:
         """A class.
 
         Attributes:
@@ -46,10 +66,10 @@ def test_a_setting_of_two_classes_is_listed_once():
 
         kind: Literal["b", "c"] = "c"
 
-    tables = [list(settings_page.rows(one)) for one in (One, One, Two)]
-    shared = settings_page.shared_rows(tables)
-    assert [row.choices for _, row in shared.values()] == ["`kind=a` (`b`)"]
-    assert [settings_page.inherited(table, shared) for table in (tables[0], tables[2])] == [
-        "Also: Shared settings (`kind=a`).",
-        "Also: Shared settings (`kind=c` (`b`)).",
+    assert "".join(settings_page.part([One, Two, Other], summaries=True)).splitlines() == [
+        *("### Shared settings", "* `kind=a` (`b`): of both."),
+        *("### Base", "Also: Shared settings (`kind=a`).", "* `size=1`: of the base."),
+        *("### One", "A class.", "Also: Base."),
+        *("### Two", "A class.", "Also: Base (`kind=b`, `size=2.5`).", "* `new=3`: of this class."),
+        *("### Other", "A class.", "Also: Shared settings (`kind=c` (`b`))."),
     ]
