@@ -31,7 +31,7 @@ from dit.conditions import Condition
 from dit.encoders.pretrained import load_without_code
 from dit.encoders.prompts import PROMPTS, Prompt
 from dit.errors import ConfigError
-from dit.hub import check_hub
+from dit.hub import check_hub, recorded_name
 from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")
@@ -222,9 +222,7 @@ class TextEncoderConfig:
 
     def recorded(self) -> "TextEncoderConfig":
         """Return the encoder with absolute paths of folders, for the record of a data set."""
-        if self.name in ENCODERS or not Path(self.name).expanduser().is_dir():
-            return self
-        return replace(self, name=str(Path(self.name).expanduser().resolve()))
+        return self if self.name in ENCODERS else replace(self, name=recorded_name(self.name))
 
 
 @dataclass(frozen=True, kw_only=True)

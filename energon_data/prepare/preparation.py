@@ -10,6 +10,7 @@ from dit.encoders.teacher import check_teacher
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
+from dit.hub import recorded_name
 from dit.media import HEIC_IS_MISSING, PYAV_IS_MISSING, reads_heic, reads_videos
 from dit.terminal import counted
 from energon_data.media_files import HEIC, PICTURES, VIDEOS
@@ -184,7 +185,7 @@ class Preparation:
             "latent_shape": shape,
             **({"class_names": self.classes} if self.classes else {}),
             **({} if options.text_encoder is None else text_record(options.text_encoder)),
-            **({} if options.vae is None else {"vae": options.vae}),
+            **({} if options.vae is None else {"vae": recorded_name(options.vae)}),
             "prepared": prepared,
         }
 
