@@ -51,7 +51,7 @@ class FakeGenerator:
         sampling = SimpleNamespace(prompts=None, seed=7, num_steps=3)
         return SimpleNamespace(model=model, data=self.data, sampling=sampling)
 
-    def batch_size(self, frames, size):
+    def batch_size(self, frames, size, references):
         return 1000
 
     def size_of(self, frames, size):
@@ -169,17 +169,20 @@ def test_labels_are_names_or_numbers(text, names, labels):
 
 
 def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
-    """The option is given for all prompts or for each one; a prompt may compose several pictures."""
+    """The option is given for all prompts or for each one; a prompt may compose several pictures.
+
+    A picture of 12 x 6 gets the size of at most 6 * 6 pixels with its aspect ratio, for samples of any size.
+    """
     generator.channels = 3
     files = []
     for name, shade in (("dark", 0), ("bright", 255)):
         files.append(str(tmp_path / f"{name}.png"))
-        Image.new("RGB", (12, 9), (shade,) * 3).save(files[-1])
+        Image.new("RGB", (12, 6), (shade,) * 3).save(files[-1])
     flags = ["--labels", "A,B", "--count", "2", "--files", str(tmp_path / "files")]
     assert draw(tmp_path, *flags, "--reference", files[0], "--reference", *reversed(files)) == 0
-    assert draw(tmp_path, *flags, "--reference", files[1]) == 0
+    assert draw(tmp_path, *flags, "--reference", files[1], "--size", "6x2") == 0
     for call, shades in zip(generator.calls, ([[-1], [-1], [1, -1], [1, -1]], [[1]] * 4), strict=True):
-        assert {x.shape for several in call["references"] for x in several} == {(3, 1, 6, 6)}
+        assert {x.shape for several in call["references"] for x in several} == {(3, 1, 4, 8)}
         assert [[x.unique().item() for x in several] for several in call["references"]] == shades
     records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
     assert [record["reference"] for record in records] == [[files[1]]] * 4
