@@ -254,6 +254,15 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def note_untrained_guidance(args: argparse.Namespace, generator: "Generator") -> None:
+    """Print a note on rank 0 if guidance uses a prediction without conditions that was never trained."""
+    config, negative = generator.config, getattr(args, "negative_prompt", None)
+    scale = config.sampling.guidance_scale if args.guidance_scale is None else args.guidance_scale
+    note = config.untrained_guidance(scale, "guidance_scale")
+    if note and args.guide is None and negative is None and environment.rank() == 0:
+        echo(f"note: {note}", file=sys.stderr)
+
+
 def tile_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the part of `sampling_settings` without a corresponding setting of the run."""
     return {"tile": args.tile, "tile_overlap": args.tile_overlap}
@@ -331,6 +340,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         check_ending(args.save_latents, [".safetensors"], "--save-latents")
     generator = open_generator(args)
     check_trained(args, generator)
+    note_untrained_guidance(args, generator)
     from dit.backends.device import local_device
     from dit.hub import recorded_name
     from dit.inference.decoding import Decoder, find_autoencoder

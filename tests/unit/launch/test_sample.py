@@ -15,7 +15,10 @@ from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
 from dit.errors import CheckpointError
 from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
 from dit.sampling import grid
+from dit.settings import SamplingConfig
 from launch import evaluate, sample, sample_requests
 from launch.cascade import read_stages
 
@@ -30,6 +33,7 @@ class FakeGenerator:
     class_names: Optional[list[str]] = field(default_factory=lambda: list(NAMES))
     num_classes: Optional[int] = 26
     context_size: Optional[int] = None
+    class_dropout: float = 0.1
     confused: tuple[int, ...] = ()
     text_encoder: Optional[str] = None
     frames: int = 1
@@ -47,9 +51,14 @@ class FakeGenerator:
 
     @property
     def config(self):
-        model = DiTConfig(num_classes=self.num_classes, context_size=self.context_size, in_channels=self.channels)
-        sampling = SimpleNamespace(prompts=None, seed=7, num_steps=3)
-        return SimpleNamespace(model=model, data=self.data, sampling=sampling)
+        model = DiTConfig(
+            num_classes=self.num_classes,
+            context_size=self.context_size,
+            in_channels=self.channels,
+            class_dropout=self.class_dropout,
+        )
+        sampling = SamplingConfig(seed=7, num_steps=3)
+        return RunConfig(model=model, data=self.data, objective=FlowMatching(), sampling=sampling)
 
     def batch_size(self, frames, size, references):
         return 1000
@@ -126,6 +135,16 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "tile_overlap": 8,
         "fps": 12.0,
     }
+
+
+def test_guidance_by_an_untrained_prediction_is_noted(generator, tmp_path, capsys):
+    """A negative prompt or another model replaces it."""
+    note = "note: guidance_scale=2 uses the prediction without conditions, which model.class_dropout=0 never trains;"
+    for dropout, flags in ((0.1, []), (0.0, ["--guidance-scale", "1"]), (0.0, ["--guide", "other"]), (0.0, [])):
+        assert "guidance_scale" not in capsys.readouterr().err
+        generator.class_dropout = dropout
+        assert draw(tmp_path, "--labels", "A", *flags) == 0
+    assert capsys.readouterr().err.startswith(note)
 
 
 def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys):
