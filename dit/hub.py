@@ -14,15 +14,6 @@ from dit.errors import ConfigError
 PREFIX = "hf://"
 
 
-def recorded_name(name: str) -> str:
-    """Return the name of an encoder for records, which commands in other folders read: the absolute path of a folder.
-
-    Other names, such as those on the hub, are unchanged.
-    """
-    folder = Path(name).expanduser()
-    return str(folder.resolve()) if folder.is_dir() else name
-
-
 def download(address: str, files: Sequence[str], is_complete: Callable[[Path], bool]) -> Path:
     """Return the folder of a repository in the local cache, after downloading the files that the cache lacks.
 

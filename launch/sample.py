@@ -342,7 +342,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     check_trained(args, generator)
     note_untrained_guidance(args, generator)
     from dit.backends.device import local_device
-    from dit.hub import recorded_name
+    from dit.encoders.pretrained import recorded_name
     from dit.inference.decoding import Decoder, find_autoencoder
     from dit.inference.drawing import batches, draw
 

@@ -94,7 +94,7 @@ class MockStream:
     references: bool = False
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> "Iterator[PackedBatch]":
-        from dit.verify.tiny import with_references
+        from energon_data.mock import with_references
 
         spec = replace(self.spec, multiple_of=self.multiple or token_multiple)
 

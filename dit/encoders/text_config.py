@@ -28,10 +28,10 @@ from typing import Any, Literal, Optional, TypeVar
 
 from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
-from dit.encoders.pretrained import load_without_code
+from dit.encoders.pretrained import load_without_code, recorded_name
 from dit.encoders.prompts import PROMPTS, Prompt
 from dit.errors import ConfigError
-from dit.hub import check_hub, recorded_name
+from dit.hub import check_hub
 from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")

@@ -29,8 +29,8 @@ from dit.checkpoint.warm_start import start_from
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.encoders.online import batch_encoder, null_texts
+from dit.encoders.pretrained import recorded_name
 from dit.errors import EXIT_PREEMPTED
-from dit.hub import recorded_name
 from dit.inference.preview import PictureWriter, held_out_pictures
 from dit.models.base import ModelConfig
 from dit.monitoring.exit_record import ExitRecord

@@ -5,12 +5,7 @@ import re
 from dataclasses import fields, replace
 from typing import Any, Optional
 
-import torch
-
-from dit.batch import PackedBatch
 from dit.kernels.fp8 import BLOCKS
-from dit.layout import CLEAN
-from dit.levels import reference_positions, with_levels
 from dit.models.base import ModelConfig
 from dit.objectives.alignment import Alignment
 from dit.objectives.autoencoding import Autoencoding
@@ -18,7 +13,7 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.dims import ParallelConfig
-from dit.patchify import Grid, grid_positions
+from dit.patchify import Grid
 from dit.settings import Fp8
 
 HEAD_SIZE = 8
@@ -159,31 +154,6 @@ def pack_tokens(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8]
     grids = tiny_grids(model, tiny_sides(parallel, fp8))
     largest = multiple_of(1 if fp8 is None else multiple, max(map(math.prod, grids)))
     return multiple, multiple_of(multiple, 5 * largest // 2)
-
-
-def with_references(batch: PackedBatch) -> PackedBatch:
-    """Make the last rows of two of three samples one or two clean references, by the id of the sample.
-
-    Columns are divided between two references, so that both have other sizes than the sample.
-    """
-    grids, references, segments, positions_T3 = [], [], [], batch.positions_T3.clone()
-    for number, start, (t, h, w) in zip(batch.sample_ids_S.tolist(), batch.layout.starts, batch.grids):
-        rows = max(1, h // 3) if number % 3 and h > 1 else 0
-        first = max(1, w // 3) if number % 3 == 2 and w > 1 else w
-        grid, columns = (t, h - rows, w), (first, w - first)
-        grids.append(grid)
-        references.append(tuple((t, rows, n) for n in columns if rows and n))
-        segments.append([(math.prod(grid), 0), (t * rows * w, CLEAN)] if rows else [])
-        positions_T3[start : start + t * h * w] = torch.cat(
-            [grid_positions(grid), *reference_positions(references[-1], grid)]
-        )
-    return replace(
-        batch,
-        positions_T3=positions_T3,
-        grids=tuple(grids),
-        reference_grids=tuple(references) if any(references) else (),
-        layout=with_levels(batch.layout, segments),
-    )
 
 
 def _of_any_layer(target: str) -> str:

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from dit.encoders.pretrained import recorded_name
 from dit.encoders.teacher import check_teacher
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
-from dit.hub import recorded_name
 from dit.media import HEIC_IS_MISSING, PYAV_IS_MISSING, reads_heic, reads_videos
 from dit.terminal import counted
 from energon_data.media_files import HEIC, PICTURES, VIDEOS

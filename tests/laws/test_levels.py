@@ -21,8 +21,8 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.step.forward_step import training_forward_step
-from dit.verify.tiny import with_references
 from dit.verify.trial import disturb_constants
+from energon_data.mock import with_references
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import MockPacks, Pair, tiny_pair
