@@ -256,15 +256,24 @@ class RunConfig:
                 f"objective.adversarial.start_step={start_step} is not below training.num_steps={training.num_steps}, "
                 "so its terms never count"
             )
+        lines += filter(None, [self.untrained_guidance(self.sampling.guidance_scale, "sampling.guidance_scale")])
+        return lines + self.schedule.adapted(training.num_steps)
+
+    def untrained_guidance(self, scale: float, setting: str) -> Optional[str]:
+        """Return a line if guidance uses a prediction without conditions that is untrained, as far as is known.
+
+        Args:
+            setting: name of the setting of the scale.
+        """
         # Weights to start from may have been trained with dropout.
         never_dropped = [c.name for c in self.model.conditions() if c.dropout == 0 and not c.may_be_empty]
-        if never_dropped and self.sampling.guidance_scale != 1 and self.checkpoint.start_from is None:
-            name = "class_dropout" if LABEL.name in never_dropped else "context_dropout"
-            lines.append(
-                f"sampling.guidance_scale={self.sampling.guidance_scale:g} uses the prediction without conditions, "
-                f"which model.{name}=0 never trains; set model.{name}=0.1, or sampling.guidance_scale=1"
-            )
-        return lines + self.schedule.adapted(training.num_steps)
+        if not never_dropped or scale == 1 or self.checkpoint.start_from is not None:
+            return None
+        name = "class_dropout" if LABEL.name in never_dropped else "context_dropout"
+        return (
+            f"{setting}={scale:g} uses the prediction without conditions, which model.{name}=0 never trains; train "
+            f"with model.{name}=0.1, or use {setting}=1"
+        )
 
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Optional
 
@@ -14,7 +14,9 @@ from dit.condition_table import FPS, LABEL
 from dit.conditions import Condition, Value
 from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
-from dit.patchify import Grid, frames_to_patch
+from dit.layout import CLEAN
+from dit.levels import reference_positions, with_levels
+from dit.patchify import Grid, frames_to_patch, grid_positions
 from dit.ranges import COUNT, PATCHES, RANKS, check_ranges, check_unused
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
@@ -277,6 +279,31 @@ class MockSource:
 
     def close(self) -> None:
         """Do nothing; there are no workers."""
+
+
+def with_references(batch: PackedBatch) -> PackedBatch:
+    """Make the last rows of two of three samples one or two clean references, by the id of the sample.
+
+    Columns are divided between two references, so that both have other sizes than the sample.
+    """
+    grids, references, segments, positions_T3 = [], [], [], batch.positions_T3.clone()
+    for number, start, (t, h, w) in zip(batch.sample_ids_S.tolist(), batch.layout.starts, batch.grids):
+        rows = max(1, h // 3) if number % 3 and h > 1 else 0
+        first = max(1, w // 3) if number % 3 == 2 and w > 1 else w
+        grid, columns = (t, h - rows, w), (first, w - first)
+        grids.append(grid)
+        references.append(tuple((t, rows, n) for n in columns if rows and n))
+        segments.append([(math.prod(grid), 0), (t * rows * w, CLEAN)] if rows else [])
+        positions_T3[start : start + t * h * w] = torch.cat(
+            [grid_positions(grid), *reference_positions(references[-1], grid)]
+        )
+    return replace(
+        batch,
+        positions_T3=positions_T3,
+        grids=tuple(grids),
+        reference_grids=tuple(references) if any(references) else (),
+        layout=with_levels(batch.layout, segments),
+    )
 
 
 def _grid(size: tuple[int, int, int], spec: BatchSpec) -> Grid:

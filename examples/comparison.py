@@ -68,7 +68,7 @@ def draw_samples(
     Returns:
         Latents `[N, C, T, H, W]`, all of them on every rank, on its device.
     """
-    count, at_once = len(next(iter(conditions.values()))), generator.batch_size(None, None)
+    count, at_once = len(next(iter(conditions.values()))), generator.batch_size(None, None, references)
     starts = range(0, count, at_once)
     rank, ranks = environment.rank(), environment.world_size()
     batches = []

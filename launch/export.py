@@ -185,7 +185,7 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
         # A data set may have classes that the model does not use.
         class_names=None if config.model.condition("label") is None else metadata["class_names"],
         text_encoder=metadata.get("text_encoder"),
-        autoencoder=config.sampling.vae or metadata.get("autoencoder"),
+        autoencoder=metadata.get("autoencoder") or config.sampling.vae,
         max_text_tokens=config.data.longest_text or metadata.get("max_text_tokens"),
         attributions=metadata.get("attributions", []),
         fps=metadata.get("fps"),

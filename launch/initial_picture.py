@@ -1,5 +1,6 @@
 """Pictures that samples start from, are edited from, follow, or keep outside a mask, as latents of the model."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,12 +134,45 @@ def read_initial(
     return _encoded(_pixels(picture, latent_size, channels, decoder, f"{option} {path}"), decoder)
 
 
-def _pixels(
-    picture: "Image", latent_size: tuple[int, int, int], channels: int, decoder: "Decoder", name: str
-) -> "Tensor":
-    """Return a picture at the size of a sample, `[1 or 3, 1, H, W]` in [-1, 1]."""
+def read_reference(path: Path, largest: tuple[int, int], channels: int, patch: int, decoder: "Decoder") -> "Tensor":
+    """Return a picture to edit as a latent, `[C, 1, H, W]`, float32.
+
+    Like pictures of `energon_data.prepare --size N --enlarge`, it keeps its aspect ratio, and its size does not depend
+    on that of the drawn sample. N is the smallest with which the largest training sample can have been prepared.
+
+    Args:
+        largest: height and width of the largest training sample, in positions of a latent.
+        patch: side of a patch in positions of a latent.
+    """
+    from energon_data.prepare.pictures import Fit
+
+    geometry = decoder.geometry
+    unit = patch if geometry is None else math.lcm(geometry.step, geometry.space * patch)
+
+    def fit(picture: "Image", width: int, height: int) -> "Image":
+        side = math.ceil(math.sqrt(width * height) / unit) * unit
+        return Fit(size=side, multiple_of=unit, enlarge=True, max_cut=1.0).apply(picture)
+
+    picture = open_requested(path, "--reference")
+    return _encoded(_pixels(picture, (1, *largest), channels, decoder, f"--reference {path}", fit), decoder)
+
+
+def _cover(picture: "Image", width: int, height: int) -> "Image":
+    """Scale a picture until it covers a size, and cut its middle out."""
     from PIL import Image, ImageOps
 
+    return ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+
+
+def _pixels(
+    picture: "Image",
+    latent_size: tuple[int, int, int],
+    channels: int,
+    decoder: "Decoder",
+    name: str,
+    fit: Callable[["Image", int, int], "Image"] = _cover,
+) -> "Tensor":
+    """Return a picture at the size of a sample, or that `fit` selects for it, `[1 or 3, 1, H, W]` in [-1, 1]."""
     from dit.batch import pixel_values
     from energon_data.media_files import pixels_of
 
@@ -152,7 +186,7 @@ def _pixels(
         )
     if decoder.geometry is not None:
         _, height, width = decoder.geometry.pixel_shape(1, height, width)
-    fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    fitted = fit(picture, width, height)
     if channels == 1:
         fitted = fitted.convert("L").convert("RGB")
     pixels = pixel_values(pixels_of([fitted]))

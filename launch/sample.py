@@ -28,7 +28,14 @@ from launch.cascade import (
     stages_of,
     with_pictures,
 )
-from launch.initial_picture import add_pictures, check_strength, check_trained, read_initial, read_inpainting
+from launch.initial_picture import (
+    add_pictures,
+    check_strength,
+    check_trained,
+    read_initial,
+    read_inpainting,
+    read_reference,
+)
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -247,6 +254,15 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def note_untrained_guidance(args: argparse.Namespace, generator: "Generator") -> None:
+    """Print a note on rank 0 if guidance uses a prediction without conditions that was never trained."""
+    config, negative = generator.config, getattr(args, "negative_prompt", None)
+    scale = config.sampling.guidance_scale if args.guidance_scale is None else args.guidance_scale
+    note = config.untrained_guidance(scale, "guidance_scale")
+    if note and args.guide is None and negative is None and environment.rank() == 0:
+        echo(f"note: {note}", file=sys.stderr)
+
+
 def tile_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the part of `sampling_settings` without a corresponding setting of the run."""
     return {"tile": args.tile, "tile_overlap": args.tile_overlap}
@@ -324,7 +340,9 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         check_ending(args.save_latents, [".safetensors"], "--save-latents")
     generator = open_generator(args)
     check_trained(args, generator)
+    note_untrained_guidance(args, generator)
     from dit.backends.device import local_device
+    from dit.encoders.pretrained import recorded_name
     from dit.inference.decoding import Decoder, find_autoencoder
     from dit.inference.drawing import batches, draw
 
@@ -356,9 +374,14 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         inpainting = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
         settings |= inpainting.settings
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda x: inpainting.kept(decode(x))
-    for option, paths in (("--reference", args.reference), ("--control", [[path] for path in args.control])):
+    largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
+    of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
+    of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")
+    for option, paths, read in (
+        ("--reference", args.reference, of_edit),
+        ("--control", [[path] for path in args.control], of_control),
+    ):
         if paths:
-            read = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option=option)
             requests = add_pictures(requests, option, paths, args.count, read)
     gallery = Gallery(
         [request.caption for request in requests],
@@ -368,7 +391,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         fps=generator.fps if args.fps is None else args.fps,
         clip_ending=default_clip_ending() if args.clips is None else f".{args.clips}",
     )
-    batch_size = args.batch or generator.batch_size(settings.get("frames"), settings.get("size"))
+    references = [request.references for request in requests]
+    batch_size = args.batch or generator.batch_size(settings.get("frames"), settings.get("size"), references)
     num_batches = len(batches(requests, batch_size)[rank::world_size])
     num_steps = args.steps or generator.config.sampling.num_steps
     latent_by_index: dict[int, Tensor] = {}
@@ -391,7 +415,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     seconds = time.monotonic() - started
     gallery.save_record()
     if args.save_latents is not None:
-        gallery.save_latents(args.save_latents, {} if name is None else {"autoencoder": name})
+        gallery.save_latents(args.save_latents, {} if name is None else {"autoencoder": recorded_name(name)})
     gallery.save_grid(out, args.columns, args.count if args.count > 1 else None)
     note = "" if gallery.shown == len(requests) else f", the first {gallery.shown} shown"
     echo(f"{out}: {counted(len(requests), 'sample')} in {seconds:.1f} s{note}")

@@ -48,11 +48,12 @@ examples
   python -m launch.verify --explain --factory flux_12b parallel.pipeline_model_parallel_size=4
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
-samples differ in length if the backbone takes such, and one micro-batch of four is dense if the recipe does not pack
-samples. First, one rank is checked by itself: padding, packs against their samples, their order, accumulation, and the
-class of diffusers that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of
-layers), the losses, the weights and their averages after the steps, and the copies of each parameter are compared with
-the layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides.
+samples differ in length if the backbone takes such, one micro-batch of four is dense if the recipe does not pack
+samples, and every second one has samples with references if backbone, objective and conditions allow them. First, one
+rank is checked by itself: padding, packs against their samples, their order, accumulation, and the class of diffusers
+that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of layers), the losses,
+the weights and their averages after the steps, and the copies of each parameter are compared with the layout's, first
+in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides.
 The first wrong gradient is named with the declaration of its parameter. Settings that are not verified are named. The
 exit code is 0 if all are equal and 70 otherwise.
 """
@@ -82,6 +83,7 @@ class MockStream:
     Attributes:
         data: of packs.
         dense: of micro-batches of two samples, one for every `DENSE_EVERY` micro-batches; None for packs only.
+        references: whether samples of every second micro-batch have clean references.
     """
 
     data: "DataConfig"
@@ -89,8 +91,11 @@ class MockStream:
     seed: int
     multiple: Optional[int] = None
     dense: "Optional[DataConfig]" = None
+    references: bool = False
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> "Iterator[PackedBatch]":
+        from energon_data.mock import with_references
+
         spec = replace(self.spec, multiple_of=self.multiple or token_multiple)
 
         def stream(data: "DataConfig", spec: "BatchSpec") -> "Iterator[PackedBatch]":
@@ -98,14 +103,13 @@ class MockStream:
             while True:
                 yield next(batches)
 
-        packs = stream(self.data, spec)
-        if self.dense is None:
-            yield from packs
-            return
-        # Both streams advance, so that a step has the same micro-batches on any number of replicas.
-        both = zip(packs, stream(self.dense, replace(spec, micro_batch_size=2)))
-        for number, (pack, dense) in zip(count(dp_rank, dp_size), both):
-            yield dense if number % DENSE_EVERY == DENSE_EVERY - 1 else pack
+        streams = [stream(self.data, spec)]
+        if self.dense is not None:
+            streams.append(stream(self.dense, replace(spec, micro_batch_size=2)))
+        # All streams advance, so that a step has the same micro-batches on any number of replicas.
+        for number, batches in zip(count(dp_rank, dp_size), zip(*streams)):
+            batch = batches[-1 if number % DENSE_EVERY == DENSE_EVERY - 1 else 0]
+            yield with_references(batch) if self.references and number % 2 else batch
 
 
 @dataclass(frozen=True)
@@ -222,8 +226,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     replicas = world_size // (pp * tp * parallel.context_parallel_size)
     # The interleaved schedule needs a multiple of the stages.
     micro_batches = multiple_of(max(1, replicas) * pp, 4)
-    has_levels = config.data.levels_setting() or config.data.references_setting()
-    recipe, share = config.training, 0.5 if has_levels and model.supports.levels else 0.0
+    recipe, share = config.training, 0.5 if config.data.levels_setting() and model.supports.levels else 0.0
     t, s, grids = model.patch_temporal, model.patch_spatial, tiny_grids(model, tiny_sides(parallel, fp8))
     shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in grids]
     data = MockData(
@@ -258,8 +261,14 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     ).check(world_size)
     dense = replace(data, shapes=shapes[:1], max_tokens_per_pack=None, pack_multiple_of=MockData().pack_multiple_of)
     is_packed = getattr(config.data, "max_tokens_per_pack", None) is not None
+    per_token = any(condition.is_per_token for condition in spec.conditions)  # which references have no value of
     stream = MockStream(
-        data, spec, SEED, None if fp8 is None else dims.token_multiple, dense=None if is_packed else dense
+        data,
+        spec,
+        SEED,
+        None if fp8 is None else dims.token_multiple,
+        dense=None if is_packed else dense,
+        references=model.takes_references and objective.takes_levels and not per_token,
     )
     optimizer = tiny_optimizer(config.optimizer)
     one = Trial(

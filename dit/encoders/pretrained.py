@@ -18,6 +18,15 @@ _NAMED = 3  # weights that a message names
 _WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+)?\.safetensors")
 
 
+def recorded_name(name: str) -> str:
+    """Return the name of an encoder for records, which commands in other folders read: the absolute path of a folder.
+
+    Other names, such as those on the hub, are unchanged.
+    """
+    folder = Path(name).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else name
+
+
 def load_without_code(kind: Any, what: str, **options: Any) -> Any:
     """Load a configuration, a tokenizer or a network."""
     try:

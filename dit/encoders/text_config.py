@@ -28,7 +28,7 @@ from typing import Any, Literal, Optional, TypeVar
 
 from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
-from dit.encoders.pretrained import load_without_code
+from dit.encoders.pretrained import load_without_code, recorded_name
 from dit.encoders.prompts import PROMPTS, Prompt
 from dit.errors import ConfigError
 from dit.hub import check_hub
@@ -222,9 +222,7 @@ class TextEncoderConfig:
 
     def recorded(self) -> "TextEncoderConfig":
         """Return the encoder with absolute paths of folders, for the record of a data set."""
-        if self.name in ENCODERS or not Path(self.name).expanduser().is_dir():
-            return self
-        return replace(self, name=str(Path(self.name).expanduser().resolve()))
+        return self if self.name in ENCODERS else replace(self, name=recorded_name(self.name))
 
 
 @dataclass(frozen=True, kw_only=True)

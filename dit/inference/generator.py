@@ -389,11 +389,24 @@ class Generator:
         height, width = default_size if size is None else size
         return default_frames if frames is None else frames, height, width
 
-    def batch_size(self, frames: Optional[int], size: Optional[tuple[int, int]]) -> int:
-        """Return the number of samples of this size with at most `TOKENS_AT_ONCE` tokens, at least one."""
-        num_frames, height, width = self.size_of(frames, size)
-        positions = frames_to_patch(num_frames, self.spec.patch_temporal) * height * width
-        return max(1, TOKENS_AT_ONCE * self.spec.patch_volume // positions)
+    def batch_size(
+        self,
+        frames: Optional[int],
+        size: Optional[tuple[int, int]],
+        references: Optional[Sequence[Sequence[Tensor]]] = None,
+    ) -> int:
+        """Return the number of samples of this size with at most `TOKENS_AT_ONCE` tokens, at least one.
+
+        Args:
+            references: for each sample, the latents from which it is edited; all samples count as the longest one.
+        """
+
+        def positions(frames: int, height: int, width: int) -> int:
+            return frames_to_patch(frames, self.spec.patch_temporal) * height * width
+
+        clean = max((sum(positions(*x.shape[1:]) for x in several) for several in references or ()), default=0)
+        each = positions(*self.size_of(frames, size)) + clean
+        return max(1, TOKENS_AT_ONCE * self.spec.patch_volume // each)
 
 
 def load_generator(

@@ -29,6 +29,7 @@ from dit.checkpoint.warm_start import start_from
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.encoders.online import batch_encoder, null_texts
+from dit.encoders.pretrained import recorded_name
 from dit.errors import EXIT_PREEMPTED
 from dit.inference.preview import PictureWriter, held_out_pictures
 from dit.models.base import ModelConfig
@@ -306,7 +307,8 @@ class Run:
                 self.batches.restore_largest(self.checkpointer.resumed_metadata, spec)
                 self.bad_steps.load_state_dict(self.checkpointer.resumed_metadata)
         self.text_encoder = None if config.model.condition("context") is None else config.data.text_encoder()
-        self.autoencoder = config.sampling.vae or config.data.autoencoder()
+        vae = config.sampling.vae or config.data.autoencoder()
+        self.autoencoder = None if vae is None else recorded_name(vae)
         self.attributions = config.data.attributions()
         decoder = self.autoencoder if config.training.sample_interval else None
         sampled = replace(spec, conditions=config.model.conditions())

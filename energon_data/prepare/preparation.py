@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from dit.encoders.pretrained import recorded_name
 from dit.encoders.teacher import check_teacher
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
@@ -184,7 +185,7 @@ class Preparation:
             "latent_shape": shape,
             **({"class_names": self.classes} if self.classes else {}),
             **({} if options.text_encoder is None else text_record(options.text_encoder)),
-            **({} if options.vae is None else {"vae": options.vae}),
+            **({} if options.vae is None else {"vae": recorded_name(options.vae)}),
             "prepared": prepared,
         }
 

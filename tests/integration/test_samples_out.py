@@ -1,6 +1,7 @@
 """Output of a latent run: pictures decoded during training and on command, and metrics; the same on two ranks."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def done(folder: Path) -> dict[str, Any]:
     kind(**config).save_pretrained(folder / "vae")
     torch.jit.script(Colours()).save(str(folder / "colours.pt"))
     (folder / "run").mkdir()  # the second rank checks for the folder at once, before it waits for the first rank
-    run = mock(folder / "run", **SETTINGS, sampling__vae=folder / "vae")
+    run = mock(folder / "run", **SETTINGS, sampling__vae=os.path.relpath(folder / "vae"))
     jobs: dict[str, Job] = {"train": Job(actions.train, {"arguments": run})}
     for ranks in (1, 2):
         where = folder / f"on {ranks}"
@@ -93,7 +94,10 @@ def test_pictures_are_the_decoded_latents_and_the_same_on_two_ranks(done: dict[s
 
 
 def test_a_run_records_its_autoencoder_and_decodes_its_pictures(done: dict[str, Any], folder: Path) -> None:
-    """The grid has the size of decoded samples (32 pixels, enlarged to 64); no message mentions false colours."""
+    """The record of a relative path is absolute, for commands in other folders; no message mentions false colours.
+
+    The grid has the size of decoded samples (32 pixels, enlarged to 64).
+    """
     metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
     assert metadata["autoencoder"] == str(folder / "vae")
     assert "false colours" not in done["train"].out + done["train"].err

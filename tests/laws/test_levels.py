@@ -22,12 +22,13 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.step.forward_step import training_forward_step
 from dit.verify.trial import disturb_constants
+from energon_data.mock import with_references
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import MockPacks, Pair, tiny_pair
 from tests.conftest import BuildModel
 from tests.laws.backbones import BACKBONES, NAMES, config_of, run_of
-from tests.support.levels import LeveledPacks, LeveledStream, edited, leveled
+from tests.support.levels import LeveledPacks, LeveledStream, leveled
 from tests.support.ranks import compared, rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
@@ -46,7 +47,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "levels": Kind(FlowMatching(), leveled),
-    "edits": Kind(FlowMatching(), edited),
+    "edits": Kind(FlowMatching(), with_references),
     "edm": Kind(EDM(), leveled),
     "ddpm": Kind(DDPM(prediction="v"), leveled),
 }
@@ -136,7 +137,7 @@ def pair_of(name: str, layout: str, kind: str) -> Pair:
     model = replace(run.model, **CLEAN_TIME.get(name, {}))
     pair = tiny_pair(replace(run, model=model, parallel=ParallelConfig(**parallel)), ranks)
     trained, change = KINDS[kind]
-    stream = LeveledStream(pair.one.stream, change)
+    stream = LeveledStream(replace(pair.one.stream, references=False), change)
     return replace(
         pair,
         one=replace(pair.one, stream=stream, objective=trained),
@@ -165,6 +166,18 @@ def test_a_recipe_with_several_levels_is_verified_with_several() -> None:
     packs = tiny_pair(built(call_recipe("tiny_wan_image_to_video")), 1).one.stream(0, 1, 1)
     levels = [batch.layout.levels for batch in islice(packs, 24)]
     assert {CLEAN, 0, 1} <= {number for pack in levels if pack is not None for number in pack.numbers}
+
+
+@pytest.mark.parametrize("recipe", ["tiny_flux", "finetune_qwen_image_edit", "tiny_dit"])
+def test_models_of_references_are_verified_with_references(recipe: str) -> None:
+    """Half of the packs have samples with none, one and two; packs of samples without references remain."""
+    run = built(call_recipe(recipe))
+    batches = list(islice(tiny_pair(run, 1).one.stream(0, 1, 1), 24))
+    counts = [{len(references) for references in batch.reference_grids} for batch in batches]
+    assert set.union(*counts) == {0, 1, 2}
+    assert counts[::2] == [set()] * 12
+    grids = [(grid, several) for batch in batches for grid, several in zip(batch.grids, batch.reference_grids)]
+    assert any(len(several) == len({grid, *several}) - 1 == 2 for grid, several in grids)
 
 
 def test_only_token_backbones_take_several_levels() -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from dit.inference.generator import Generator
 from dit.models.qwen_image.config import QwenImageConfig
 from examples.flux2.compare import start_noise
 from launch.export import main as export
-from launch.initial_picture import add_pictures, read_initial
+from launch.initial_picture import add_pictures, read_reference
 from launch.sample import build_parser, sampling_settings
 from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
@@ -76,9 +77,8 @@ def drawn_by_us(generator: Generator, vae: Path, paths: list[list[Path]]) -> tup
     args = build_parser().parse_args(["--checkpoint", "run", "--prompt", *CASE.prompts, *references])
     requests = what_to_draw(args, generator, references=args.reference)
     decoder = Decoder(str(vae), torch.device("cpu"))
-    requests = add_pictures(
-        requests, "--reference", paths, 1, lambda path: read_initial(path, (1, 8, 8), 16, decoder, "--reference")
-    )
+    read = partial(read_reference, largest=(8, 8), channels=16, patch=2, decoder=decoder)
+    requests = add_pictures(requests, "--reference", paths, 1, read)
     ((_, latents),) = draw(generator, requests, batch_size=2, **sampling_settings(args))
     return latents, torch.stack([x for request in requests for x in request.references])
 

@@ -186,7 +186,7 @@ def test_guidance_without_dropout_is_reported():
     dims, _ = RUN.check()
     kept = changed(RUN, {"model.class_dropout": 0.0})
     (found,) = kept.adaptations(dims)
-    assert re.fullmatch(r"sampling.guidance_scale=2 uses .* which model.class_dropout=0 never trains; set .*", found)
+    assert re.fullmatch(r"sampling.guidance_scale=2 uses .* which model.class_dropout=0 never trains; train .*", found)
     for settings in ({"sampling.guidance_scale": 1.0}, {"checkpoint.start_from": "x"}, {"model.class_dropout": 0.1}):
         assert changed(kept, settings).adaptations(dims) == []
     text = replace(RUN, model=DiTCrossConfig(context_size=4, context_dropout=0.0), parallel=ParallelConfig())

@@ -139,15 +139,19 @@ def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, caps
     assert f"{COUNT} no_reference (0.png: the text encoder reads the pictures" in "".join(capsys.readouterr())
 
 
-def test_references_are_the_control_pictures_of_a_model_that_reads_them(tmp_path: Path) -> None:
-    """They are latents of the size of their sample, with its order of tokens."""
+def test_references_are_the_control_pictures_of_a_model_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are latents of the size of their sample, with its order of tokens; the data set finds its autoencoder."""
+    monkeypatch.chdir(tmp_path)
     edited, originals = write_pairs(tmp_path)
     vae = VAE(str(save_vae(tmp_path / "vae")))
-    assert prepare(edited, tmp_path / "out", "--reference", originals, "--vae", tmp_path / "vae") == EXIT_OK
+    assert prepare(edited, tmp_path / "out", "--reference", originals, "--vae", "vae") == EXIT_OK
     control = FluxConfig(in_channels=4, control_channels=4).condition("control")
     spec = replace(SPEC, latent_channels=4, patch_spatial=2, conditions=(control,))
     data = EnergonData(path=str(tmp_path / "out"), num_streams=1, background=False, shuffle_buffer=0)
     data.validate(spec, 1, 1)
+    assert data.autoencoder() == str(tmp_path / "vae")
     pairs = []
     for batch in islice(data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None), 3 * COUNT):
         rows = slice(batch.layout.lengths[0])

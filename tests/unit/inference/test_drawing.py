@@ -51,6 +51,13 @@ def test_samples_do_not_depend_on_the_ranks_and_hardly_on_the_batch(generator: G
         torch.testing.assert_close(alone[i], one[i], rtol=0, atol=ROUNDING)
 
 
+def test_references_count_in_the_size_of_a_batch(generator: Generator) -> None:
+    """All samples count as the one with most tokens."""
+    latent = torch.zeros(4, 1, 6, 6)
+    samples = [(), (latent,), (latent, latent)]
+    assert generator.batch_size(1, (6, 6), samples) == generator.batch_size(1, (6, 6)) // 3
+
+
 def test_a_sample_with_a_seed_does_not_depend_on_other_samples(generator: Generator) -> None:
     together = drawn(generator, requests(SEEDS), 10)
     alone = generator.generate([1, 1], seed=5)

@@ -7,10 +7,14 @@ import pytest
 import torch
 from PIL import Image
 
+from dit.batch import pixel_values
 from dit.encoders.text_config import check_text_encoder
+from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
 from dit.inference.decoding import Decoder
-from launch.initial_picture import check_strength, pictures_of_texts, read_initial, read_inpainting
+from energon_data.media_files import pixels_of
+from energon_data.prepare.pictures import Fit
+from launch.initial_picture import check_strength, pictures_of_texts, read_initial, read_inpainting, read_reference
 
 NOTHING = Decoder(None, torch.device("cpu"))
 
@@ -34,6 +38,17 @@ def test_other_sizes_cover_the_sample_and_one_channel_is_brightness(tmp_path: Pa
     found = read_initial(picture(tmp_path, pixels), (1, 8, 8), 1, NOTHING)
     assert found.shape == (1, 1, 8, 8)
     assert torch.equal(found, torch.ones_like(found))
+
+
+@pytest.mark.parametrize("size", [(200, 100), (20, 41), (64, 64)])
+def test_a_reference_is_fitted_as_by_the_preparation_of_data(tmp_path: Path, size: tuple[int, int]) -> None:
+    """It has at most the pixels of the largest training sample (here 8 x 7 positions of 8 x 8 pixels), in any shape."""
+    pixels, vae = np.random.default_rng(0).integers(0, 256, (*size[::-1], 3), np.uint8), Decoder(None, NOTHING.device)
+    vae.geometry = Geometry.of({"_class_name": "AutoencoderKL", "block_out_channels": [1] * 4}, "vae")
+    found = read_reference(picture(tmp_path, pixels), (8, 7), 4, 2, vae)
+    fitted = Fit(size=64, multiple_of=16, enlarge=True).apply(Image.fromarray(pixels))
+    assert torch.equal(found, pixel_values(pixels_of([fitted])))
+    assert found.shape[2:] == {(200, 100): (48, 80), (20, 41): (80, 48), (64, 64): (64, 64)}[size]
 
 
 def test_an_unsuitable_initial_picture_is_refused(tmp_path: Path) -> None:

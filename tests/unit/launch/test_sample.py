@@ -15,7 +15,10 @@ from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
 from dit.errors import CheckpointError
 from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
 from dit.sampling import grid
+from dit.settings import SamplingConfig
 from launch import evaluate, sample, sample_requests
 from launch.cascade import read_stages
 
@@ -30,6 +33,7 @@ class FakeGenerator:
     class_names: Optional[list[str]] = field(default_factory=lambda: list(NAMES))
     num_classes: Optional[int] = 26
     context_size: Optional[int] = None
+    class_dropout: float = 0.1
     confused: tuple[int, ...] = ()
     text_encoder: Optional[str] = None
     frames: int = 1
@@ -47,11 +51,16 @@ class FakeGenerator:
 
     @property
     def config(self):
-        model = DiTConfig(num_classes=self.num_classes, context_size=self.context_size, in_channels=self.channels)
-        sampling = SimpleNamespace(prompts=None, seed=7, num_steps=3)
-        return SimpleNamespace(model=model, data=self.data, sampling=sampling)
+        model = DiTConfig(
+            num_classes=self.num_classes,
+            context_size=self.context_size,
+            in_channels=self.channels,
+            class_dropout=self.class_dropout,
+        )
+        sampling = SamplingConfig(seed=7, num_steps=3)
+        return RunConfig(model=model, data=self.data, objective=FlowMatching(), sampling=sampling)
 
-    def batch_size(self, frames, size):
+    def batch_size(self, frames, size, references):
         return 1000
 
     def size_of(self, frames, size):
@@ -128,6 +137,16 @@ def test_settings_reach_the_generator(generator, tmp_path):
     }
 
 
+def test_guidance_by_an_untrained_prediction_is_noted(generator, tmp_path, capsys):
+    """A negative prompt or another model replaces it."""
+    note = "note: guidance_scale=2 uses the prediction without conditions, which model.class_dropout=0 never trains;"
+    for dropout, flags in ((0.1, []), (0.0, ["--guidance-scale", "1"]), (0.0, ["--guide", "other"]), (0.0, [])):
+        assert "guidance_scale" not in capsys.readouterr().err
+        generator.class_dropout = dropout
+        assert draw(tmp_path, "--labels", "A", *flags) == 0
+    assert capsys.readouterr().err.startswith(note)
+
+
 def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys):
     """Only patches that the mask touches are generated; pixels outside the mask are the picture's."""
     pixels, mask = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8), np.zeros((6, 6, 3), np.uint8)
@@ -169,17 +188,20 @@ def test_labels_are_names_or_numbers(text, names, labels):
 
 
 def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
-    """The option is given for all prompts or for each one; a prompt may compose several pictures."""
+    """The option is given for all prompts or for each one; a prompt may compose several pictures.
+
+    A picture of 12 x 6 gets the size of at most 6 * 6 pixels with its aspect ratio, for samples of any size.
+    """
     generator.channels = 3
     files = []
     for name, shade in (("dark", 0), ("bright", 255)):
         files.append(str(tmp_path / f"{name}.png"))
-        Image.new("RGB", (12, 9), (shade,) * 3).save(files[-1])
+        Image.new("RGB", (12, 6), (shade,) * 3).save(files[-1])
     flags = ["--labels", "A,B", "--count", "2", "--files", str(tmp_path / "files")]
     assert draw(tmp_path, *flags, "--reference", files[0], "--reference", *reversed(files)) == 0
-    assert draw(tmp_path, *flags, "--reference", files[1]) == 0
+    assert draw(tmp_path, *flags, "--reference", files[1], "--size", "6x2") == 0
     for call, shades in zip(generator.calls, ([[-1], [-1], [1, -1], [1, -1]], [[1]] * 4), strict=True):
-        assert {x.shape for several in call["references"] for x in several} == {(3, 1, 6, 6)}
+        assert {x.shape for several in call["references"] for x in several} == {(3, 1, 4, 8)}
         assert [[x.unique().item() for x in several] for several in call["references"]] == shades
     records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
     assert [record["reference"] for record in records] == [[files[1]]] * 4
