@@ -138,12 +138,6 @@ def join_leading(rows_KD: Tensor, x_TD: Tensor, joint: JointLayout, provider: La
     return shard_tokens(joint, provider, joint.join(rows_KD, unshard_tokens(x_TD, provider)))[1][0]
 
 
-def split_leading(x_TD: Tensor, joint: JointLayout, provider: LayerProvider) -> tuple[Tensor, Tensor]:
-    """Undo `join_leading`: return all leading tokens `[K, D]`, and the local tokens after them."""
-    rows_KD, x_TD = joint.split(unshard_tokens(x_TD, provider))
-    return rows_KD, shard_tokens(joint.local_image, provider, x_TD)[1][0]
-
-
 def last_leading(rows_KD: Tensor, joint: JointLayout) -> Tensor:
     """Return the last leading token of each sample, `[S, D]`, from all leading tokens `[K, D]`."""
     samples, count = joint.text.num_samples, joint.text.lengths[0]

@@ -40,7 +40,6 @@ from dit.layers.tokens import (
     joint_of,
     last_leading,
     shard_tokens,
-    split_leading,
     to_next_stage,
     with_control,
     with_leading,
@@ -49,7 +48,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
-from dit.models.token_routing import Layers, TokenRouting
+from dit.models.token_routing import TokenRouting
 from dit.models.transformer_config import TransformerModelConfig
 
 Config = TypeVar("Config", bound=TransformerModelConfig)
@@ -193,7 +192,7 @@ class TokenStack(Backbone, Generic[Config]):
                 shorter, (positions_T3,) = shard_tokens(routed.layout, self.provider, routed.positions_T3)
                 return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed), values_TGH)[0]
 
-            x_TD = self._route(self.routing, x_TD, batch, joint, run_middle, values_TGH)
+            x_TD = self.routing(x_TD, batch, pack, layout, run_middle, values_TGH)
         if self.class_tokens is not None:
             assert self.conditioner.label is not None
             pack = self.class_tokens.joined(batch)
@@ -208,41 +207,6 @@ class TokenStack(Backbone, Generic[Config]):
         out_TC = gather_tokens(with_columns(out_TC, columns_T1), self.provider)
         layout = layout.gathered
         return self._of_samples(out_TC, layout, batch) if isinstance(layout, JointLayout) else out_TC
-
-    def _route(
-        self,
-        routing: TokenRouting,
-        x_TD: Tensor,
-        batch: PackedBatch,
-        joint: Optional[JointLayout],
-        layers: Layers,
-        values_TGH: Optional[Tensor],
-    ) -> Tensor:
-        """Run the middle layers on some tokens of each sample, and always on the teacher's token, if there is one.
-
-        Args:
-            joint: layout of `x_TD` with the teacher's tokens; None without them.
-            values_TGH: the first layer's values of all these tokens, with those of other tensor-parallel ranks.
-        """
-        layout, _ = shard_tokens(batch.layout, self.provider)
-        if joint is None:
-            return routing(x_TD, batch, layout, layers, values_TGH)
-        before_KD, x_TD = split_leading(x_TD, joint, self.provider)
-        after_KD = before_KD
-        values_KGH, values_TGH = (None, None) if values_TGH is None else joint.split(values_TGH)
-
-        def with_tokens(x_TD: Tensor, routed: PackedBatch, values_TGH: Optional[Tensor]) -> Tensor:
-            nonlocal after_KD
-            pack = with_leading(routed, 1, self.provider)
-            if values_KGH is not None and values_TGH is not None:
-                values_TGH = joint_of(pack).join(values_KGH, values_TGH)
-            y_TD = layers(join_leading(before_KD, x_TD, joint_of(pack), self.provider), pack, values_TGH)
-            after_KD, x_TD = split_leading(y_TD, joint_of(pack), self.provider)
-            return x_TD
-
-        x_TD = routing(x_TD, batch, layout, with_tokens, values_TGH)
-        rows_KD = routing.rejoin(before_KD, after_KD, joint.text, batch.draw_keys_S)
-        return join_leading(rows_KD, x_TD, joint, self.provider)
 
     def _received(self, layout: SequenceLayout) -> tuple[Tensor, list[Tensor]]:
         """Return the tokens and the columns of the previous pipeline stage."""
