@@ -175,9 +175,9 @@ def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildMo
         ({"class_tokens": [3]}, r"class_tokens=\[3\] must be a count"),
         ({"class_tokens": [0, 1]}, "must be a count of at least 1"),
         ({"class_tokens": [3, 3]}, "below model.num_layers=3"),
-        ({"num_classes": None}, "needs classes, .* model.num_classes=None"),
-        ({"num_experts": 4}, "needs classes, .* model.num_experts=4"),
-        ({"routing": RoutingConfig(first_layers=1, last_layers=1)}, "needs classes, .* model.routing=RoutingConfig"),
+        ({"num_classes": None}, "needs classes: model.num_classes=None"),
+        ({"num_experts": 4}, "does not go with model.num_experts=4"),
+        ({"routing": RoutingConfig(first_layers=1, last_layers=1)}, "does not go with model.routing=RoutingConfig"),
         ({"rope_axes": [0, 6, 4]}, "add up to 10, but a head has 12"),
         ({"activation": "relu"}, "model.activation='relu'"),
         ({"position_embedding": "sincos_2d"}, "model.rope_axes=.* has no effect"),
@@ -213,7 +213,7 @@ def test_settings_that_exclude_a_wide_head_are_refused(changes: dict, says: str)
     ids=lambda changes: next(iter(changes)),
 )
 def test_later_layers_have_the_tokens_of_the_first_values(changes: dict):
-    with pytest.raises(ConfigError, match=r"value_residual=True needs a first layer .* or value_residual=False"):
+    with pytest.raises(ConfigError, match=r"value_residual=True .* or (model\.)?value_residual=False"):
         config(value_residual=True, **changes).validate()
 
 
