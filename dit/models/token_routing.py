@@ -134,7 +134,7 @@ class TokenRouting(nn.Module):
             y_TD = layers(x_TD, pack, values_TGH)
         else:
             route = self._route(batch, keys_S)
-            routed = route.batch if pack is batch else with_leading(route.batch, 1, provider)
+            routed = route.batch if pack is batch else with_leading(route.batch, 1, provider)[0]
             full, shorter = pack.layout, routed.layout
             if values_TGH is not None:
                 values_TGH = self._select(values_TGH, route.source_T, full, shorter)

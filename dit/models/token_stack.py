@@ -37,7 +37,6 @@ from dit.layers.tokens import (
     from_previous_stage,
     gather_tokens,
     join_leading,
-    joint_of,
     last_leading,
     shard_tokens,
     to_next_stage,
@@ -156,8 +155,7 @@ class TokenStack(Backbone, Generic[Config]):
             x_TD = add_sincos(self.embed_tokens(inputs_TC, layout), fixed_T3, self.model_config.position_embedding)
         pack, joint = batch, None
         if self.teacher_features:
-            pack = with_leading(batch, 1, self.provider)
-            joint = joint_of(pack)
+            pack, joint = with_leading(batch, 1, self.provider)
             layout, (positions_T3,) = shard_tokens(joint, self.provider, pack.positions_T3)
             if self.teacher_token is not None:
                 token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values)
@@ -195,10 +193,10 @@ class TokenStack(Backbone, Generic[Config]):
             x_TD = self.routing(x_TD, batch, pack, layout, run_middle, values_TGH)
         if self.class_tokens is not None:
             assert self.conditioner.label is not None
-            pack = self.class_tokens.joined(batch)
+            pack, leading = with_leading(batch, self.class_tokens.count, self.provider)
             label_SD = self.conditioner.label(batch.conditions[LABEL.name].values)
-            x_TD = self.class_tokens(x_TD, joint_of(pack), label_SD, joint)
-            layout, (positions_T3,) = shard_tokens(pack.layout, self.provider, pack.positions_T3)
+            x_TD = self.class_tokens(x_TD, leading, label_SD, joint)
+            layout, (positions_T3,) = shard_tokens(leading, self.provider, pack.positions_T3)
             x_TD, _ = run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, layout, pack))
         x_TD, _ = run(after, x_TD, inputs, values_TGH)
         if not self.post_process:
