@@ -18,7 +18,7 @@ shorter pack, D hidden size.
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -74,23 +74,6 @@ def shorter_layout(layout: SequenceLayout, share: float, multiple_of: int, pack_
     return shorter if layout.levels is None else with_levels(shorter, samples)
 
 
-class _Route(NamedTuple):
-    """A shorter pack, and indices that lead tokens into the middle and out of it.
-
-    Attributes:
-        batch: the batch with positions and layout of the shorter pack, before sequence parallelism splits them; its
-            other tensors are those of the full pack.
-        source_T: for each token of the shorter pack, its index in the gathered tokens of the full pack.
-        target_T: for each token of the full pack, its index in the gathered tokens of the shorter pack.
-        kept_T: whether the token is kept.
-    """
-
-    batch: PackedBatch
-    source_T: Tensor
-    target_T: Tensor
-    kept_T: Tensor
-
-
 class TokenRouting(nn.Module):
     """Runs the middle layers of a stage on some of the tokens.
 
@@ -133,16 +116,16 @@ class TokenRouting(nn.Module):
         if keys_S is None or not self.share:
             y_TD = layers(x_TD, pack, values_TGH)
         else:
-            route = self._route(batch, keys_S)
-            routed = route.batch if pack is batch else with_leading(route.batch, 1, provider)[0]
+            routed, source_T, target_T, kept_T = self._route(batch, keys_S)
+            if pack is not batch:
+                routed, _ = with_leading(routed, 1, provider)
             full, shorter = pack.layout, routed.layout
             if values_TGH is not None:
-                values_TGH = self._select(values_TGH, route.source_T, full, shorter)
-            y_TD = self._select(unshard_tokens(x_TD, provider), route.source_T, full, shorter)
+                values_TGH = self._select(values_TGH, source_T, full, shorter)
+            y_TD = self._select(unshard_tokens(x_TD, provider), source_T, full, shorter)
             sharded, (y_TD,) = shard_tokens(shorter, provider, y_TD)
             y_TD = layers(y_TD.masked_fill(~sharded.valid_T[:, None], 0.0), routed, values_TGH)
-            y_TD = self._select(unshard_tokens(y_TD, provider), route.target_T, shorter, full)
-            kept_T = route.kept_T
+            y_TD = self._select(unshard_tokens(y_TD, provider), target_T, shorter, full)
             if isinstance(full, JointLayout):
                 kept_T = full.join(kept_T.new_ones(full.text.total_tokens), kept_T)
             _, (y_TD, kept_T) = shard_tokens(full, provider, y_TD, kept_T)
@@ -173,7 +156,14 @@ class TokenRouting(nn.Module):
         order = context_partition(layout, size, self.context.split).order(0, size)
         return tokens if order is None else order[0][tokens]
 
-    def _route(self, batch: PackedBatch, keys_S: Tensor) -> _Route:
+    def _route(self, batch: PackedBatch, keys_S: Tensor) -> tuple[PackedBatch, Tensor, Tensor, Tensor]:
+        """Return the shorter pack, and indices that lead tokens into the middle and out of it.
+
+        Returns:
+            The batch with positions and layout of the shorter pack, before sequence parallelism splits them. For each
+            of its tokens, the index in the gathered tokens of the full pack. For each token of the full pack, the index
+            in the gathered tokens of the shorter pack, and whether it is kept.
+        """
         layout, context, provider = batch.layout, self.context, self.provider
         chunks = 1 if context is None else chunks_per_sample(context.group.size(), context.split)
         multiple = 1 if context is None else chunks * provider.token_multiple
@@ -191,4 +181,4 @@ class TokenRouting(nn.Module):
             source = source[local.local_indices]
             target, kept_P = target[layout.local_indices], kept_P[layout.local_indices]
         positions_T3 = self._gather(batch.positions_T3)[source]
-        return _Route(replace(batch, positions_T3=positions_T3, layout=local), source, target, kept_P)
+        return replace(batch, positions_T3=positions_T3, layout=local), source, target, kept_P

@@ -81,10 +81,6 @@ class MeanFlow(FlowMatching):
         return replace(super().auxiliary, extra_passes=passes)
 
     @property
-    def weighs_samples(self) -> bool:
-        return self.adaptive_power > 0
-
-    @property
     def logged(self) -> tuple[str, ...]:
         return (*super().logged, *(["raw"] if self.adaptive_power else []))
 
@@ -121,7 +117,7 @@ class MeanFlow(FlowMatching):
 
     def weighted(self, terms: dict[str, Term], prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Divide the error of each sample by (e + c)**p."""
-        if not self.weighs_samples:
+        if not self.adaptive_power:
             return terms
         error = terms["error"]
         sums_S = prepared.sum_over_ranks(layout.sum_per_sample(error.error_T.detach()))
