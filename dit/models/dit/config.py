@@ -14,6 +14,14 @@ from dit.models.routing_config import TokenRouted
 from dit.models.transformer_config import Activation, Positions
 from dit.ranges import check_unused
 
+EXCLUDED = {
+    "class_tokens": ("routing", "num_experts"),
+    "teacher_token_size": ("num_experts",),
+    "wide_head": ("class_tokens", "teacher_token_size", "num_experts", "base_width"),
+    "value_residual": ("class_tokens",),
+}
+"""Settings that each of these settings excludes."""
+
 
 @dataclass(kw_only=True)
 class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
@@ -82,10 +90,10 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         else:
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
-        self._check_without("class_tokens", "routing", "num_experts")
-        self._check_without("teacher_token_size", "num_experts")
-        self._check_without("wide_head", "class_tokens", "teacher_token_size", "num_experts", "base_width")
-        self._check_without("value_residual", "class_tokens")
+        for name, others in EXCLUDED.items():
+            if value := getattr(self, name):
+                where, cure = f"with model.{name}={value}", f"leave model.{name} out"
+                check_unused("model", self, others, where, cure, "is not supported")
         if self.class_tokens is not None:
             self._check_class_tokens(self.class_tokens)
         if self.wide_head is not None:
@@ -125,16 +133,6 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
                 f"model.class_tokens={numbers} must be a count of at least 1 and the index of the first layer with "
                 f"these tokens, below model.num_layers={self.num_layers}, such as [32,4], and needs classes: "
                 f"model.num_classes={self.num_classes}"
-            )
-
-    def _check_without(self, name: str, *others: str) -> None:
-        """Check that the settings that exclude another one are null."""
-        value = getattr(self, name)
-        present = [f"model.{other}={getattr(self, other)}" for other in others if getattr(self, other) is not None]
-        if value and present:
-            off = "False" if value is True else "null"
-            raise ConfigError(
-                f"model.{name}={value} does not go with {', '.join(present)}; set these to null, or model.{name}={off}"
             )
 
     def megatron_sizes(self) -> TransformerSizes:
