@@ -4,13 +4,10 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
              (SP)     first stage   |  or received from / sent to other pipeline stages
                                     +-- layer_inputs: conditioning, text, layout, rotation
 
-With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
-`model.class_tokens`, the middle layers are the last ones, and run on more tokens (`ClassTokens`). With
-`model.teacher_token_size`, all layers run on one more token of each sample, and its outputs are copied to columns of
-all tokens of the sample. With `objective.alignment`, one layer's tokens are compared with features of a teacher; the
-result is one more column of the activations that later stages receive, and of the outputs. With
-`model.value_residual`, which pipelines do not support, the first layer also returns the values of its attention, which
-all later layers receive.
+With `model.routing`, the middle layers run on some of the tokens. With `model.class_tokens`, the last layers, and with
+`model.teacher_token_size` all layers run on more tokens; outputs of the teacher's token are copied to all rows of its
+sample. With `objective.alignment`, the cosine of a layer's tokens and features of a teacher is one more column of the
+activations and outputs. With `model.value_residual`, all later layers receive the attention's values of the first.
 """
 
 from abc import abstractmethod
@@ -105,8 +102,8 @@ class TokenStack(Backbone, Generic[Config]):
 
     def align(self, projection: Projection, provider: LayerProvider) -> None:
         if projection.layer - 1 in self.stage.layers:
-            sizes = self.model_config.hidden_size, projection.hidden_size, projection.features
-            self.aligned_layer, self.alignment = str(projection.layer - 1), AlignmentHead(*sizes, provider)
+            self.aligned_layer = str(projection.layer - 1)
+            self.alignment = AlignmentHead(self.model_config.hidden_size, projection, provider)
 
     @abstractmethod
     def layer_inputs(
