@@ -134,7 +134,7 @@ class TokenRouting(nn.Module):
             return y_TD
         if keys_S is not None:
             uniform_S = to_uniform(_words(keys_S, torch.zeros_like(keys_S), 1)[0])
-            y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, others_TD, y_TD)
+            y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, self.mask.expand_as(y_TD), y_TD)
         return self.fuse(torch.cat([x_TD, y_TD], 1))
 
     def _select(self, x_T: Tensor, index_T: Tensor, layout: SequenceLayout, selected: SequenceLayout) -> Tensor:

@@ -25,7 +25,6 @@ from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.alignment import AlignmentHead, with_columns
-from dit.layers.attention import FirstValues
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
@@ -170,7 +169,7 @@ class TokenStack(Backbone, Generic[Config]):
             layers: Sequence[str], x_TD: Tensor, inputs: tuple[Any, ...], values_TGH: Optional[Tensor] = None
         ) -> tuple[Tensor, Optional[Tensor]]:
             for i in layers:
-                first = () if values_TGH is None else (FirstValues(values_TGH, weights[int(i) - 1]),)
+                first = () if values_TGH is None else ((values_TGH, weights[int(i) - 1]),)
                 out = self.layers[i](x_TD, *inputs, *first)
                 x_TD, values_TGH = out if isinstance(out, tuple) else (out, values_TGH)
                 if i == aligned:

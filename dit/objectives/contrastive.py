@@ -19,7 +19,6 @@ from dit.objectives.losses import Term, token_error
 from dit.patchify import Grid
 from dit.ranges import SHARE_BELOW_1, check_ranges
 
-
 NEGATIVE = "negative"
 """Name of an entry in the conditions of a batch: for each token, a clean one of another sample."""
 

@@ -213,10 +213,8 @@ def test_settings_that_exclude_a_wide_head_are_refused(changes: dict, says: str)
     ids=lambda changes: next(iter(changes)),
 )
 def test_later_layers_have_the_tokens_of_the_first_values(changes: dict):
-    with pytest.raises(
-        ConfigError,
-        match=r"class_tokens=.* with model.value_residual=True|value_residual=True needs a first layer .* or value_residual=False",
-    ):
+    says = "with model.value_residual=True" if "class_tokens" in changes else "value_residual=True needs a first layer"
+    with pytest.raises(ConfigError, match=says):
         config(value_residual=True, **changes).validate()
 
 
