@@ -4,7 +4,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, silu
 
-from dit.auxiliary import Projection
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
 
@@ -12,15 +11,19 @@ from dit.backends.provider import LayerProvider
 class AlignmentHead(nn.Module):
     """Three linear layers with SiLU, replicated over tensor-parallel ranks; each rank projects its tokens.
 
+    Args:
+        size: width of the hidden states.
+        inner: inner width.
+        features: width of the teacher's features.
+
     Source: Yu et al. 2024 (REPA), arXiv:2410.06940, and `build_mlp` of its published code.
     """
 
-    def __init__(self, hidden_size: int, projection: Projection, provider: LayerProvider) -> None:
+    def __init__(self, size: int, inner: int, features: int, provider: LayerProvider) -> None:
         super().__init__()
-        inner, features = projection.hidden_size, projection.features
         self.fc1, self.fc2, self.fc3 = (
             provider.replicated_linear(a, b, bias=True, init=xavier_uniform(a, b))
-            for a, b in ((hidden_size, inner), (inner, inner), (inner, features))
+            for a, b in ((size, inner), (inner, inner), (inner, features))
         )
 
     def forward(self, x_TD: Tensor, features_TF: Tensor) -> Tensor:

@@ -101,8 +101,8 @@ class TokenStack(Backbone, Generic[Config]):
 
     def align(self, projection: Projection, provider: LayerProvider) -> None:
         if projection.layer - 1 in self.stage.layers:
-            size = self.model_config.hidden_size
-            self.aligned_layer, self.alignment = str(projection.layer - 1), AlignmentHead(size, projection, provider)
+            sizes = self.model_config.hidden_size, projection.hidden_size, projection.features
+            self.aligned_layer, self.alignment = str(projection.layer - 1), AlignmentHead(*sizes, provider)
 
     @abstractmethod
     def layer_inputs(
