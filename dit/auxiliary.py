@@ -44,20 +44,20 @@ class PatchGAN:
         return 3 * 2**self.num_layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Projection:
     """Sizes of the projection of hidden states to the features of a teacher, see `dit.layers.alignment`.
 
-    Attributes:
+    Args:
         layer: number of layers before the projection.
-        hidden_size: inner width.
         features: width of the teacher's features.
-        until_step: completed steps after which the projection has no gradient; None for no end.
+        hidden_size: inner width of the projection.
+        until_step: completed steps after which the projection is not trained and has no term in the loss.
     """
 
-    layer: int
-    hidden_size: int
-    features: int
+    layer: int = 8
+    features: int = 768
+    hidden_size: int = 2048
     until_step: Optional[int] = None
 
 

@@ -55,7 +55,6 @@ class PackedBatch:
             copies of a sample. None for data that are read once, such as validation data.
         draw_keys_S: key of each sample for random numbers inside the network, int64; None outside training, which
             disables dropout and token routing.
-        negatives_TC: for each token, one of another sample (`dit.objectives.contrastive`); None without contrast.
         repeated: whether another rank also has this micro-batch. Validation repeats micro-batches so that all ranks run
             the same number of forward passes; repeated ones are excluded from all sums.
         grids_S3: the grids as a tensor, int64; None to copy them to the device when a layer needs them.
@@ -73,7 +72,6 @@ class PackedBatch:
     loss_weight_S: Optional[Tensor] = None
     draws_S: Optional[Tensor] = None
     draw_keys_S: Optional[Tensor] = None
-    negatives_TC: Optional[Tensor] = None
     repeated: bool = False
     reference_grids: tuple[tuple[tuple[int, int, int], ...], ...] = ()
     grids_S3: Optional[Tensor] = None

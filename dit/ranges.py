@@ -107,13 +107,15 @@ def _choices(settings: type) -> dict[str, tuple[object, ...]]:
     return choices
 
 
-def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], where: str, cure: str) -> None:
-    """Check that settings without effect have their default values.
+def check_unused(
+    part: str, config: "DataclassInstance", names: Sequence[str], where: str, cure: str, fault: str = "has no effect"
+) -> None:
+    """Check that settings without effect, or with another fault, have their default values.
 
     Args:
         part: name of the configuration in overrides, such as `training`.
         names: fields of `config`.
-        where: circumstances under which they have no effect.
+        where: circumstances under which they have the fault.
         cure: change that gives them an effect.
     """
     by_name = {field.name: field for field in fields(config)}
@@ -125,7 +127,7 @@ def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], w
             values.append(f"{part}.{field.name}={value}")
             defaults.append(f"{part}.{field.name}={default}")
     if values:
-        raise ConfigError(f"{', '.join(values)} has no effect {where}; {cure}, or leave {', '.join(defaults)}")
+        raise ConfigError(f"{', '.join(values)} {fault} {where}; {cure}, or leave {', '.join(defaults)}")
 
 
 def check_path(key: str, path: str) -> None:

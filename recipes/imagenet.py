@@ -19,7 +19,9 @@ from energon_data.dataset import EnergonData
 from recipes.models import dit_b, dit_dh_xl, dit_l, dit_s, dit_xl, jit_b16, lightningdit_xl, rit_xl, sr_dit_b1
 
 
-def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
+def _imagenet(
+    name: str, model: run.Config[DiTConfig], data: str = "latents_256", steps: int = 400_000, batch: int = 256
+) -> run.Partial:
     """Return the published training setting of class-conditional DiT at patch 2 for one model size.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
@@ -33,7 +35,7 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
     return run.Partial(
         pretrain,
         model=model,
-        data=run.Config(EnergonData, path="data/imagenet_latents_256"),
+        data=run.Config(EnergonData, path=f"data/imagenet_{data}"),
         objective=run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise"),
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
         schedule=run.Config(Constant),
@@ -41,9 +43,9 @@ def _imagenet(name: str, model: run.Config[DiTConfig]) -> run.Partial:
         training=run.Config(
             TrainingConfig,
             run_dir=f"runs/{name}",
-            num_steps=400_000,
+            num_steps=steps,
             micro_batch_size=32,
-            global_batch_size=256,
+            global_batch_size=batch,
             precision="bf16",
             ema_decay=0.9999,
             log_interval=100,
@@ -144,11 +146,9 @@ def lightningdit_xl_imagenet() -> run.Partial:
 
     Source: Yao and Wang 2025, arXiv:2501.01423, and the published code.
     """
-    recipe = _imagenet("lightningdit_xl_imagenet", lightningdit_xl())
-    recipe.data = run.Config(EnergonData, path="data/imagenet_va_vae_256")
+    recipe = _imagenet("lightningdit_xl_imagenet", lightningdit_xl(), "va_vae_256", 80_000, 1024)
     recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", loss_kind="l2_cosine")
     recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
-    recipe.training.num_steps, recipe.training.global_batch_size = 80_000, 1024
     recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=250, guidance_scale=1.0)
     return recipe
 
@@ -163,14 +163,12 @@ def jit_b16_imagenet() -> run.Partial:
 
     Source: Li and He 2025, arXiv:2511.13720, and its published code.
     """
-    recipe = _imagenet("jit_b16_imagenet", jit_b16())
-    recipe.data = run.Config(EnergonData, path="data/imagenet_pixels_256")
+    recipe = _imagenet("jit_b16_imagenet", jit_b16(), "pixels_256", 750_600, 1024)
     recipe.objective = run.Config(
         FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8, logit_std=0.8
     )
     recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
     recipe.schedule = run.Config(Constant, warmup_steps=6_255)
-    recipe.training.num_steps, recipe.training.global_batch_size = 750_600, 1024
     recipe.sampling = run.Config(
         SamplingConfig, solver="heun", num_steps=50, guidance_scale=2.9, guidance_interval=[0.0, 9.0]
     )
@@ -188,13 +186,11 @@ def rit_xl_imagenet() -> run.Partial:
 
     Source: Zhang et al. 2026, arXiv:2605.21981, and the published code.
     """
-    recipe = _imagenet("rit_xl_imagenet", rit_xl())
-    recipe.data = run.Config(EnergonData, path="data/imagenet_dinov2_s_256")
+    recipe = _imagenet("rit_xl_imagenet", rit_xl(), "dinov2_s_256", 667_200, 1536)
     recipe.objective = run.Config(FlowMatching, prediction="x0", time_distribution="logit_normal", shift_dimension=4096)
     recipe.objective.teacher_token_weight = 0.2
     recipe.optimizer = run.Config(OptimizerConfig, lr=3e-4, beta2=0.95)
     recipe.schedule = run.Config(Constant, warmup_steps=4_170)
-    recipe.training.num_steps, recipe.training.global_batch_size = 667_200, 1536
     recipe.sampling = run.Config(
         SamplingConfig, solver="heun", num_steps=25, guidance_scale=3.7, guidance_interval=[0.0204, 9.0]
     )
@@ -212,12 +208,11 @@ def dit_dh_xl_imagenet() -> run.Partial:
 
     Source: Zheng et al. 2025, arXiv:2510.11690, and the published code.
     """
-    recipe = _imagenet("dit_dh_xl_imagenet", dit_dh_xl())
-    recipe.data = run.Config(EnergonData, path="data/imagenet_dinov2_b_256")
+    recipe = _imagenet("dit_dh_xl_imagenet", dit_dh_xl(), "dinov2_b_256", 1_000_000, 1024)
     recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", shift_dimension=4096)
     recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95)
     recipe.schedule = run.Config(WSD, decay_steps=950_000, min_lr=2e-5)
-    recipe.training.num_steps, recipe.training.global_batch_size, recipe.training.ema_decay = 1_000_000, 1024, 0.9995
+    recipe.training.ema_decay = 0.9995
     recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=1.0)
     return recipe
 
@@ -237,8 +232,7 @@ def sr_dit_b1_imagenet() -> run.Partial:
 
     Source: Bhanded 2025, arXiv:2512.12386, and the published code.
     """
-    recipe = _imagenet("sr_dit_b1_imagenet", sr_dit_b1())
-    recipe.data = run.Config(EnergonData, path="data/imagenet_invae_256")
+    recipe = _imagenet("sr_dit_b1_imagenet", sr_dit_b1(), "invae_256")
     recipe.objective = run.Config(
         ContrastiveFlowMatching, shift_dimension=4096, alignment=repa(), teacher_token_weight=0.03
     )

@@ -31,7 +31,6 @@ def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -
         batch,
         latents_TC=batch.latents_TC[indices_T],
         positions_T3=batch.positions_T3[indices_T],
-        negatives_TC=None if batch.negatives_TC is None else batch.negatives_TC[indices_T],
         conditions=batch.conditions.select(indices_T),
         layout=batch.layout.select(partition.indices_RT[cp_rank], local=partition.blocks()[cp_rank].plain),
     )

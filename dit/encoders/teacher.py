@@ -33,29 +33,28 @@ class Teacher:
         patch: pixels per side of a token of the model: the compression of the autoencoder times `model.patch_spatial`.
     """
 
-    def __init__(self, name: str, patch: int, *, device: str = "cpu", precision: Precision = "fp32") -> None:
+    def __init__(self, name: str, patch: int, device: str = "cpu", precision: Precision = "fp32") -> None:
         self.patch, self.device, self.dtype = patch, device, DTYPES[precision]
-        self._mean, self._std = MEAN, STD
-        if name == EFFICIENTNET:
+        self._is_transformer = name != EFFICIENTNET
+        if self._is_transformer:
+            import transformers
+
+            config = config_of(name)
+            self._side, self._mean, self._std = config.patch_size, MEAN, STD
+            self._first = 1 + getattr(config, "num_register_tokens", 0)
+            kind = getattr(transformers, KINDS[config.model_type])
+            model = load_network(kind, f"teacher {name!r}", **_source(name), dtype=self.dtype)
+        else:
             self._side, self._mean, self._std = EFFICIENTNET_STRIDE, (127 / 255,) * 3, (128 / 255,) * 3
-            self._model = load_efficientnet("--teacher").to(device, self.dtype)
-            self._tokens = self._of_maps
-            return
-        config, what = config_of(name), f"teacher {name!r}"
-        self._side, self._first = config.patch_size, 1 + getattr(config, "num_register_tokens", 0)
-        import transformers
+            model = load_efficientnet("--teacher")
+        self._model = model.to(device, self.dtype)
 
-        kind = getattr(transformers, KINDS[config.model_type])
-        self._model = load_network(kind, what, **_source(name), dtype=self.dtype).to(device)
-        self._tokens = self._of_transformer
-
-    def _of_maps(self, pixels_NCHW: Tensor) -> Tensor:
+    def _tokens(self, pixels_NCHW: Tensor) -> Tensor:
+        if self._is_transformer:
+            tokens_NLD = self._model(pixels_NCHW).last_hidden_state.float()
+            return torch.cat([tokens_NLD[:, :1], tokens_NLD[:, self._first :]], 1)
         features_NLD = self._model.extract_features(pixels_NCHW).float().flatten(2).mT
         return torch.cat([features_NLD.mean(1, keepdim=True), features_NLD], 1)
-
-    def _of_transformer(self, pixels_NCHW: Tensor) -> Tensor:
-        tokens_NLD = self._model(pixels_NCHW).last_hidden_state.float()
-        return torch.cat([tokens_NLD[:, :1], tokens_NLD[:, self._first :]], 1)
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:
@@ -97,8 +96,7 @@ def config_of(name: str) -> Any:
     """Return the configuration of a teacher of a supported class."""
     from transformers import AutoConfig
 
-    source = _source(name)
-    if not source["local_files_only"]:
+    if not (source := _source(name))["local_files_only"]:
         check_hub(name)
     config = load_without_code(AutoConfig, f"the configuration of teacher {name!r}", **source)
     if config.model_type not in KINDS:
@@ -106,7 +104,4 @@ def config_of(name: str) -> Any:
     return config
 
 
-@lru_cache(maxsize=1)
-def load_teacher(name: str, patch: int, device: str, precision: Precision) -> Teacher:
-    """Return a cached teacher."""
-    return Teacher(name, patch, device=device, precision=precision)
+load_teacher = lru_cache(maxsize=1)(Teacher)

@@ -1,6 +1,6 @@
 """Self-attention and cross-attention with heads split over tensor-parallel ranks."""
 
-from typing import NamedTuple, Optional, TypedDict
+from typing import Optional, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -113,21 +113,6 @@ def split_heads(
     return parts
 
 
-class FirstValues(NamedTuple):
-    """Values of the first layer, for those of a later layer.
-
-    Attributes:
-        values_TGH: the values, of local heads and of the tokens of all tensor-parallel ranks.
-        weight_1: their weight w in w v_1 + (1 - w) v.
-
-    Source: Zhou et al. 2024 (ResFormer), arXiv:2410.17897; with one learned w per layer, Bhanded 2025 (SR-DiT),
-    arXiv:2512.12386.
-    """
-
-    values_TGH: Tensor
-    weight_1: Tensor
-
-
 @recomputable
 def _mix(v_TGH: Tensor, first_TGH: Tensor, weight_1: Tensor) -> Tensor:
     return torch.lerp(v_TGH, first_TGH, weight_1)
@@ -196,7 +181,7 @@ class SelfAttention(nn.Module):
         rotation: Optional[Rotation] = None,
         *,
         attend: Optional[Attention] = None,
-        first: Optional[FirstValues] = None,
+        first: Optional[tuple[Tensor, Tensor]] = None,
         returns_values: bool = False,
     ) -> PendingBias | tuple[PendingBias, Tensor]:
         """Attend inside each sample.
@@ -205,7 +190,9 @@ class SelfAttention(nn.Module):
             layout: layout of the local tokens.
             rotation: rotary positions of the gathered tokens (all tensor-parallel ranks), or None.
             attend: attention within segments smaller than samples. Default: the implementation of this process.
-            first: values of the first layer, which are mixed into those of this layer.
+            first: values v_1 of the first layer, of local heads and gathered tokens, and a learned weight w: this layer
+                uses w v_1 + (1 - w) v (ResFormer, Zhou et al. 2024, arXiv:2410.17897; one w per layer: SR-DiT, Bhanded
+                2025, arXiv:2512.12386).
             returns_values: return the values of this layer, too.
         """
         norms = self.q_layernorm, self.k_layernorm

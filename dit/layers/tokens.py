@@ -116,7 +116,7 @@ class PatchEmbedding(nn.Module):
         return embed_patches(self.linear, inputs_TC, layout)
 
 
-def with_leading(batch: PackedBatch, count: int, provider: LayerProvider) -> PackedBatch:
+def with_leading(batch: PackedBatch, count: int, provider: LayerProvider) -> tuple[PackedBatch, JointLayout]:
     """Return the batch with the layout and the positions of `count` tokens at position 0 before those of each sample.
 
     Under context parallelism they are replicated, like the text of a `JointLayout`.
@@ -124,24 +124,12 @@ def with_leading(batch: PackedBatch, count: int, provider: LayerProvider) -> Pac
     leading = pad_tokens(batch.layout.table(_leading_layout, count), provider)
     joint = joint_layout(leading, batch.layout)
     zeros_K3 = batch.positions_T3.new_zeros(leading.total_tokens, 3)
-    return replace(batch, layout=joint, positions_T3=joint.join(zeros_K3, batch.positions_T3))
-
-
-def joint_of(batch: PackedBatch) -> JointLayout:
-    """Return the layout of a batch from `with_leading`."""
-    assert isinstance(batch.layout, JointLayout)
-    return batch.layout
+    return replace(batch, layout=joint, positions_T3=joint.join(zeros_K3, batch.positions_T3)), joint
 
 
 def join_leading(rows_KD: Tensor, x_TD: Tensor, joint: JointLayout, provider: LayerProvider) -> Tensor:
     """Insert leading tokens before the local tokens, with their shards under sequence parallelism."""
     return shard_tokens(joint, provider, joint.join(rows_KD, unshard_tokens(x_TD, provider)))[1][0]
-
-
-def split_leading(x_TD: Tensor, joint: JointLayout, provider: LayerProvider) -> tuple[Tensor, Tensor]:
-    """Undo `join_leading`: return all leading tokens `[K, D]`, and the local tokens after them."""
-    rows_KD, x_TD = joint.split(unshard_tokens(x_TD, provider))
-    return rows_KD, shard_tokens(joint.local_image, provider, x_TD)[1][0]
 
 
 def last_leading(rows_KD: Tensor, joint: JointLayout) -> Tensor:
@@ -195,31 +183,26 @@ class ClassTokens(nn.Module):
         """Return received activations without the rows of class tokens that begin later."""
         return x_TD if self.is_received else x_TD[: layout.num_local_tokens]
 
-    def joined(self, batch: PackedBatch) -> PackedBatch:
-        """Return the batch with the layout and the positions of class tokens and samples."""
-        return with_leading(batch, self.count, self.provider)
-
     def forward(
         self, x_TD: Tensor, joint: JointLayout, label_SD: Tensor, earlier: Optional[JointLayout] = None
     ) -> Tensor:
         """Insert the class tokens before the local tokens if they begin in this stage, or later the rows of zeros.
 
         Args:
-            joint: layout of the batch from `joined`.
+            joint: layout of the batch with `count` leading tokens.
             label_SD: embedding of the class of each sample.
             earlier: layout of all tokens of `x_TD` and of `others`; None without `others`.
         """
         if self.vectors is None:
             share = self.provider.tp_size if self.provider.sequence_parallel else 1
             return nn.functional.pad(x_TD, (0, 0, 0, joint.total_tokens // share - len(x_TD)))
-        index_K, count = joint.text.token_index_T % self.count, len(self.vectors)
-        vectors_KD = self.vectors[index_K.clamp(max=count - 1)]
-        rows_KD = joint.text.per_token(label_SD) + vectors_KD
+        rows_SND = label_SD[:, None] + self.vectors
         x_TD = unshard_tokens(x_TD, self.provider)
         if earlier is not None:
             others_KD, x_TD = earlier.split(x_TD)
-            others_KD = joint.text.per_token(last_leading(others_KD, earlier))
-            rows_KD = torch.where((index_K == count)[:, None], others_KD, rows_KD)
+            rows_SND = torch.cat([rows_SND, last_leading(others_KD, earlier)[:, None]], 1)
+        rows_KD = rows_SND.flatten(0, 1)
+        rows_KD = nn.functional.pad(rows_KD, (0, 0, 0, joint.text.total_tokens - len(rows_KD)))
         return shard_tokens(joint, self.provider, joint.join(rows_KD, x_TD))[1][0]
 
 

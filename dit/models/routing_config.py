@@ -8,14 +8,7 @@ from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
 from dit.models.base import Supports
 from dit.models.transformer_config import TransformerModelConfig
-from dit.ranges import SHARE, SHARE_BELOW_1, Range, check_ranges, check_unused, whole
-
-RANGES: dict[str, Range] = {
-    "share": SHARE_BELOW_1,
-    "first_layers": whole(0, 1000),
-    "last_layers": whole(0, 1000),
-    "path_dropout": SHARE,
-}
+from dit.ranges import SHARE, SHARE_BELOW_1, check_ranges, check_unused, whole
 
 
 @dataclass(kw_only=True)
@@ -47,7 +40,8 @@ class RoutingConfig:
 
     def validate(self, num_layers: int) -> None:
         """Check the range of every field, and that there is a middle."""
-        check_ranges("model.routing", self, RANGES)
+        layers = dict.fromkeys(("first_layers", "last_layers"), whole(0, 1000))
+        check_ranges("model.routing", self, {"share": SHARE_BELOW_1, **layers, "path_dropout": SHARE})
         if self.rejoin == "unchanged":
             check_unused("model.routing", self, ["path_dropout"], "with rejoin=unchanged", "use rejoin=fused")
         if not self.middle(num_layers):

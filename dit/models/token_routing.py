@@ -18,7 +18,7 @@ shorter pack, D hidden size.
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,10 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.context_parallel.attention import ContextAttention
 from dit.context_parallel.partition import chunks_per_sample, context_partition
+from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.layers.routing import expert_capacity, select_tokens
-from dit.layers.tokens import gather_from_ranks, shard_tokens, unshard_tokens
+from dit.layers.tokens import gather_from_ranks, shard_tokens, unshard_tokens, with_leading
 from dit.layout import SequenceLayout
 from dit.levels import with_levels
 from dit.models.routing_config import TokenRouted
@@ -73,24 +74,6 @@ def shorter_layout(layout: SequenceLayout, share: float, multiple_of: int, pack_
     return shorter if layout.levels is None else with_levels(shorter, samples)
 
 
-class _Route(NamedTuple):
-    """Indices that lead tokens into the middle and out of it.
-
-    Attributes:
-        batch: the batch with positions and layout of the shorter pack, before sequence parallelism splits them; its
-            other tensors are those of the full pack.
-        tokens: for each of these tokens, its index in the gathered tokens of the full pack.
-        source: the same for the tokens of this rank under sequence parallelism, and whether each is real.
-        target: for each local token of the full pack, its index in the gathered tokens of the shorter pack, and whether
-            it is kept.
-    """
-
-    batch: PackedBatch
-    tokens: Tensor
-    source: tuple[Tensor, Tensor]
-    target: tuple[Tensor, Tensor]
-
-
 class TokenRouting(nn.Module):
     """Runs the middle layers of a stage on some of the tokens.
 
@@ -115,6 +98,7 @@ class TokenRouting(nn.Module):
         self,
         x_TD: Tensor,
         batch: PackedBatch,
+        pack: PackedBatch,
         layout: SequenceLayout,
         layers: Layers,
         values_TGH: Optional[Tensor] = None,
@@ -123,39 +107,42 @@ class TokenRouting(nn.Module):
 
         Args:
             batch: the pack, with positions and layout before sequence parallelism splits them.
+            pack: the same with the leading tokens of `with_leading`, which are never dropped, if `x_TD` has them.
             layout: layout of `x_TD`, after that split.
             values_TGH: the first layer's values of the tokens before that split, for `model.value_residual`.
         """
+        keys_S, provider = batch.draw_keys_S, self.provider
         others_TD = x_TD if self.fuse is None else self.mask.expand_as(x_TD)
-        keys_S = batch.draw_keys_S
         if keys_S is None or not self.share:
-            y_TD = layers(x_TD, batch, values_TGH)
+            y_TD = layers(x_TD, pack, values_TGH)
         else:
-            route = self._route(batch, keys_S)
+            routed, source_T, target_T, kept_T = self._route(batch, keys_S)
+            if pack is not batch:
+                routed, _ = with_leading(routed, 1, provider)
+            full, shorter = pack.layout, routed.layout
             if values_TGH is not None:
-                values_TGH = self._gather(values_TGH).index_select(0, route.tokens)
-            y_TD = layers(self._take(x_TD, *route.source, torch.zeros_like(x_TD[:1])), route.batch, values_TGH)
-            y_TD = self._take(y_TD, *route.target, others_TD)
-        return self.rejoin(x_TD, y_TD, layout, keys_S)
-
-    def rejoin(self, x_TD: Tensor, y_TD: Tensor, layout: SequenceLayout, keys_S: Optional[Tensor]) -> Tensor:
-        """Return tokens after the middle from its inputs and outputs.
-
-        Args:
-            keys_S: `PackedBatch.draw_keys_S`, which select the samples that skip the middle.
-        """
+                values_TGH = self._select(values_TGH, source_T, full, shorter)
+            y_TD = self._select(unshard_tokens(x_TD, provider), source_T, full, shorter)
+            sharded, (y_TD,) = shard_tokens(shorter, provider, y_TD)
+            y_TD = layers(y_TD.masked_fill(~sharded.valid_T[:, None], 0.0), routed, values_TGH)
+            y_TD = self._select(unshard_tokens(y_TD, provider), target_T, shorter, full)
+            if isinstance(full, JointLayout):
+                kept_T = full.join(kept_T.new_ones(full.text.total_tokens), kept_T)
+            _, (y_TD, kept_T) = shard_tokens(full, provider, y_TD, kept_T)
+            y_TD = torch.where(kept_T[:, None], y_TD, others_TD)
         if self.fuse is None:
             return y_TD
-        others_TD = self.mask.expand_as(y_TD)
         if keys_S is not None:
             uniform_S = to_uniform(_words(keys_S, torch.zeros_like(keys_S), 1)[0])
-            y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, others_TD, y_TD)
+            y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, self.mask.expand_as(y_TD), y_TD)
         return self.fuse(torch.cat([x_TD, y_TD], 1))
 
-    def _take(self, x_TD: Tensor, index_T: Tensor, use_T: Tensor, others_TD: Tensor) -> Tensor:
-        """Return `x_TD` of all ranks at `index_T` where `use_T` is True, and `others_TD` elsewhere."""
-        gathered = self._gather(unshard_tokens(x_TD, self.provider))
-        return torch.where(use_T[:, None], gathered.index_select(0, index_T), others_TD)
+    def _select(self, x_T: Tensor, index_T: Tensor, layout: SequenceLayout, selected: SequenceLayout) -> Tensor:
+        """Select tokens of all context-parallel ranks, and keep all leading tokens of a `JointLayout`."""
+        if not isinstance(layout, JointLayout) or not isinstance(selected, JointLayout):
+            return self._gather(x_T).index_select(0, index_T)
+        leading_K, x_T = layout.split(x_T)
+        return selected.join(leading_K, self._gather(x_T).index_select(0, index_T))
 
     def _gather(self, x_T: Tensor) -> Tensor:
         """Gather the tokens of the context-parallel ranks."""
@@ -169,7 +156,14 @@ class TokenRouting(nn.Module):
         order = context_partition(layout, size, self.context.split).order(0, size)
         return tokens if order is None else order[0][tokens]
 
-    def _route(self, batch: PackedBatch, keys_S: Tensor) -> _Route:
+    def _route(self, batch: PackedBatch, keys_S: Tensor) -> tuple[PackedBatch, Tensor, Tensor, Tensor]:
+        """Return the shorter pack, and indices that lead tokens into the middle and out of it.
+
+        Returns:
+            The batch with positions and layout of the shorter pack, before sequence parallelism splits them. For each
+            of its tokens, the index in the gathered tokens of the full pack. For each token of the full pack, the index
+            in the gathered tokens of the shorter pack, and whether it is kept.
+        """
         layout, context, provider = batch.layout, self.context, self.provider
         chunks = 1 if context is None else chunks_per_sample(context.group.size(), context.split)
         multiple = 1 if context is None else chunks * provider.token_multiple
@@ -187,7 +181,4 @@ class TokenRouting(nn.Module):
             source = source[local.local_indices]
             target, kept_P = target[layout.local_indices], kept_P[layout.local_indices]
         positions_T3 = self._gather(batch.positions_T3)[source]
-        sharded, (shard,) = shard_tokens(local, provider, source)
-        _, (target, kept_T) = shard_tokens(layout, provider, target, kept_P)
-        routed = replace(batch, positions_T3=positions_T3, layout=local)
-        return _Route(routed, source, (shard, sharded.valid_T), (target, kept_T))
+        return replace(batch, positions_T3=positions_T3, layout=local), source, target, kept_P

@@ -4,13 +4,10 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
              (SP)     first stage   |  or received from / sent to other pipeline stages
                                     +-- layer_inputs: conditioning, text, layout, rotation
 
-With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`). With
-`model.class_tokens`, the middle layers are the last ones, and run on more tokens (`ClassTokens`). With
-`model.teacher_token_size`, all layers run on one more token of each sample, and its outputs are copied to columns of
-all tokens of the sample. With `objective.alignment`, one layer's tokens are compared with features of a teacher; the
-result is one more column of the activations that later stages receive, and of the outputs. With
-`model.value_residual`, which pipelines do not support, the first layer also returns the values of its attention, which
-all later layers receive.
+With `model.routing`, the middle layers run on some of the tokens. With `model.class_tokens`, the last layers, and with
+`model.teacher_token_size` all layers run on more tokens; outputs of the teacher's token are copied to all rows of its
+sample. With `objective.alignment`, the cosine of a layer's tokens and features of a teacher is one more column of the
+activations and outputs. With `model.value_residual`, all later layers receive the attention's values of the first.
 """
 
 from abc import abstractmethod
@@ -28,7 +25,6 @@ from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.alignment import AlignmentHead, with_columns
-from dit.layers.attention import FirstValues
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
@@ -37,10 +33,8 @@ from dit.layers.tokens import (
     from_previous_stage,
     gather_tokens,
     join_leading,
-    joint_of,
     last_leading,
     shard_tokens,
-    split_leading,
     to_next_stage,
     with_control,
     with_leading,
@@ -49,7 +43,7 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
-from dit.models.token_routing import Layers, TokenRouting
+from dit.models.token_routing import TokenRouting
 from dit.models.transformer_config import TransformerModelConfig
 
 Config = TypeVar("Config", bound=TransformerModelConfig)
@@ -157,8 +151,7 @@ class TokenStack(Backbone, Generic[Config]):
             x_TD = add_sincos(self.embed_tokens(inputs_TC, layout), fixed_T3, self.model_config.position_embedding)
         pack, joint = batch, None
         if self.teacher_features:
-            pack = with_leading(batch, 1, self.provider)
-            joint = joint_of(pack)
+            pack, joint = with_leading(batch, 1, self.provider)
             layout, (positions_T3,) = shard_tokens(joint, self.provider, pack.positions_T3)
             if self.teacher_token is not None:
                 token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values)
@@ -176,7 +169,7 @@ class TokenStack(Backbone, Generic[Config]):
             layers: Sequence[str], x_TD: Tensor, inputs: tuple[Any, ...], values_TGH: Optional[Tensor] = None
         ) -> tuple[Tensor, Optional[Tensor]]:
             for i in layers:
-                first = () if values_TGH is None else (FirstValues(values_TGH, weights[int(i) - 1]),)
+                first = () if values_TGH is None else ((values_TGH, weights[int(i) - 1]),)
                 out = self.layers[i](x_TD, *inputs, *first)
                 x_TD, values_TGH = out if isinstance(out, tuple) else (out, values_TGH)
                 if i == aligned:
@@ -193,13 +186,13 @@ class TokenStack(Backbone, Generic[Config]):
                 shorter, (positions_T3,) = shard_tokens(routed.layout, self.provider, routed.positions_T3)
                 return run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed), values_TGH)[0]
 
-            x_TD = self._route(self.routing, x_TD, batch, joint, run_middle, values_TGH)
+            x_TD = self.routing(x_TD, batch, pack, layout, run_middle, values_TGH)
         if self.class_tokens is not None:
             assert self.conditioner.label is not None
-            pack = self.class_tokens.joined(batch)
+            pack, leading = with_leading(batch, self.class_tokens.count, self.provider)
             label_SD = self.conditioner.label(batch.conditions[LABEL.name].values)
-            x_TD = self.class_tokens(x_TD, joint_of(pack), label_SD, joint)
-            layout, (positions_T3,) = shard_tokens(pack.layout, self.provider, pack.positions_T3)
+            x_TD = self.class_tokens(x_TD, leading, label_SD, joint)
+            layout, (positions_T3,) = shard_tokens(leading, self.provider, pack.positions_T3)
             x_TD, _ = run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, layout, pack))
         x_TD, _ = run(after, x_TD, inputs, values_TGH)
         if not self.post_process:
@@ -208,41 +201,6 @@ class TokenStack(Backbone, Generic[Config]):
         out_TC = gather_tokens(with_columns(out_TC, columns_T1), self.provider)
         layout = layout.gathered
         return self._of_samples(out_TC, layout, batch) if isinstance(layout, JointLayout) else out_TC
-
-    def _route(
-        self,
-        routing: TokenRouting,
-        x_TD: Tensor,
-        batch: PackedBatch,
-        joint: Optional[JointLayout],
-        layers: Layers,
-        values_TGH: Optional[Tensor],
-    ) -> Tensor:
-        """Run the middle layers on some tokens of each sample, and always on the teacher's token, if there is one.
-
-        Args:
-            joint: layout of `x_TD` with the teacher's tokens; None without them.
-            values_TGH: the first layer's values of all these tokens, with those of other tensor-parallel ranks.
-        """
-        layout, _ = shard_tokens(batch.layout, self.provider)
-        if joint is None:
-            return routing(x_TD, batch, layout, layers, values_TGH)
-        before_KD, x_TD = split_leading(x_TD, joint, self.provider)
-        after_KD = before_KD
-        values_KGH, values_TGH = (None, None) if values_TGH is None else joint.split(values_TGH)
-
-        def with_tokens(x_TD: Tensor, routed: PackedBatch, values_TGH: Optional[Tensor]) -> Tensor:
-            nonlocal after_KD
-            pack = with_leading(routed, 1, self.provider)
-            if values_KGH is not None and values_TGH is not None:
-                values_TGH = joint_of(pack).join(values_KGH, values_TGH)
-            y_TD = layers(join_leading(before_KD, x_TD, joint_of(pack), self.provider), pack, values_TGH)
-            after_KD, x_TD = split_leading(y_TD, joint_of(pack), self.provider)
-            return x_TD
-
-        x_TD = routing(x_TD, batch, layout, with_tokens, values_TGH)
-        rows_KD = routing.rejoin(before_KD, after_KD, joint.text, batch.draw_keys_S)
-        return join_leading(rows_KD, x_TD, joint, self.provider)
 
     def _received(self, layout: SequenceLayout) -> tuple[Tensor, list[Tensor]]:
         """Return the tokens and the columns of the previous pipeline stage."""

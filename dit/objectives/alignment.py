@@ -1,7 +1,6 @@
 """Representation alignment: hidden states of the network predict features of a frozen teacher."""
 
 from dataclasses import dataclass, replace
-from typing import Optional
 
 import torch
 from torch import Tensor
@@ -14,8 +13,8 @@ from dit.objectives.losses import Term
 from dit.ranges import COUNT_OR_ZERO, LAYERS, POSITIVE, WIDTH, check_ranges
 
 
-@dataclass(kw_only=True)
-class Alignment:
+@dataclass(frozen=True, kw_only=True)
+class Alignment(Projection):
     """Add -weight * cos(y, h(x)) to the loss of each noised token.
 
     y is the teacher's feature of the clean patch, x the token after `layer` layers, h a projection of three linear
@@ -25,20 +24,12 @@ class Alignment:
 
     Args:
         weight: weight of the term.
-        layer: number of layers before the projection.
-        features: width of the teacher's features.
-        hidden_size: inner width of the projection.
-        until_step: completed steps after which the term no longer counts.
 
     Source: Yu et al. 2024 (REPA), arXiv:2410.06940, Eq. 8; `until_step`: Wang et al. 2025 (HASTE), arXiv:2505.16792;
     class token: Wu et al. 2025 (REG), arXiv:2507.01467, and the code of SR-DiT (Bhanded 2025, arXiv:2512.12386).
     """
 
     weight: float = 0.5
-    layer: int = 8
-    features: int = 768
-    hidden_size: int = 2048
-    until_step: Optional[int] = None
 
     def __post_init__(self) -> None:
         ranges = {"weight": POSITIVE, "layer": LAYERS, "features": WIDTH, "hidden_size": WIDTH}
@@ -48,11 +39,6 @@ class Alignment:
     def condition(self) -> Condition:
         """The features that samples store."""
         return replace(TEACHER, shape=(self.features,))
-
-    @property
-    def projection(self) -> Projection:
-        """Sizes of the projection."""
-        return Projection(self.layer, self.hidden_size, self.features, self.until_step)
 
     def weight_L(self, sample_weight_L: Tensor, step_1: Tensor) -> Tensor:
         """Return the weight of each noise level's term after the number of completed steps, int64 `[1]`."""

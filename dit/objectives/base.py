@@ -38,7 +38,8 @@ class Prepared:
         alignment_weight_S: the same for `objective.alignment`; None without it.
         teacher_token_SF: noised class token of the teacher, and `teacher_target_SF`, the correct output for it; None
             without `objective.teacher_token_weight`.
-        sum_over_ranks: sums a tensor over the ranks that have tokens of the same samples (`Objective.weighs_samples`).
+        negative_TC: target of another sample (`contrastive_flow_matching`); None without one.
+        sum_over_ranks: sums a tensor over the ranks that have tokens of the same samples.
     """
 
     inputs_TC: Tensor
@@ -48,6 +49,7 @@ class Prepared:
     alignment_weight_S: Optional[Tensor] = None
     teacher_token_SF: Optional[Tensor] = None
     teacher_target_SF: Optional[Tensor] = None
+    negative_TC: Optional[Tensor] = None
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda x: x
 
     def noised(self, batch: PackedBatch) -> PackedBatch:
@@ -112,11 +114,6 @@ class Objective(ABC):
     def logged(self) -> tuple[str, ...]:
         """Names of the summands, then of other logged terms."""
         return self.terms if self.weighting is None else self.weighting.logged
-
-    @property
-    def weighs_samples(self) -> bool:
-        """Whether a sample is weighted by its own error."""
-        return False
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
@@ -193,7 +190,7 @@ class Objective(ABC):
         return {"error": Term(error_T, prepared.weight_S)}
 
     def weighted(self, terms: dict[str, Term], prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
-        """Return the terms of training, with weights that depend on the error of a sample (`weighs_samples`)."""
+        """Return the terms of training, with weights that depend on the error of a sample."""
         return terms
 
     def loss(

@@ -9,13 +9,12 @@ from torch import Tensor
 
 from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
-from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Prepared, sample_weights, shared_level
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term
-from dit.ranges import SHARE, Range, check_ranges
+from dit.ranges import SHARE, Range, check_ranges, check_unused
 
 SMALLEST_ERROR = 1e-3
 """c, which is added to the error of a sample, so that its adaptive weight is bounded."""
@@ -66,23 +65,14 @@ class MeanFlow(FlowMatching):
         step = Range(0, 1, open_low=True, open_high=True)
         limits = {"instant_share": SHARE, "difference": step, "guidance_scale": Range(1, math.inf, open_high=True)}
         check_ranges("objective", self, {**limits, "adaptive_power": SHARE})
-        names = ("prediction", "min_snr_gamma", "alignment", "teacher_token_weight")
-        others = {name: getattr(self, name) for name in names}
-        if tuple(others.values()) != ("velocity", None, None, None):
-            raise ConfigError(
-                f"MeanFlow predicts a velocity and has no min-SNR weight, alignment or teacher's token, got {others}; "
-                "use objective.prediction=velocity, objective.min_snr_gamma=null, objective.alignment=none and "
-                "objective.teacher_token_weight=null"
-            )
+        others = "prediction", "min_snr_gamma", "alignment", "teacher_token_weight"
+        cure = "use objective=flow_matching"
+        check_unused("objective", self, others, "with objective=mean_flow", cure, "is not supported")
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
         passes = 2 * (self.instant_share < 1) + (self.guidance_scale > 1)
         return replace(super().auxiliary, extra_passes=passes)
-
-    @property
-    def weighs_samples(self) -> bool:
-        return self.adaptive_power > 0
 
     @property
     def logged(self) -> tuple[str, ...]:
@@ -121,7 +111,7 @@ class MeanFlow(FlowMatching):
 
     def weighted(self, terms: dict[str, Term], prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Divide the error of each sample by (e + c)**p."""
-        if not self.weighs_samples:
+        if not self.adaptive_power:
             return terms
         error = terms["error"]
         sums_S = prepared.sum_over_ranks(layout.sum_per_sample(error.error_T.detach()))

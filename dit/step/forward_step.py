@@ -82,8 +82,7 @@ class TrainingForwardStep:
         batch = prepared.noised(batch)
         prepared = completed(self.objective, network, prepared, batch, model)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-        if self.objective.weighs_samples:
-            prepared = replace(prepared, sum_over_ranks=get_attr_wrapped_model(network, "sum_over_context_ranks"))
+        prepared = replace(prepared, sum_over_ranks=get_attr_wrapped_model(network, "sum_over_context_ranks"))
         return prediction_TC, partial(self._loss, prepared, batch)
 
     def _loss(self, prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:

@@ -175,9 +175,9 @@ def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildMo
         ({"class_tokens": [3]}, r"class_tokens=\[3\] must be a count"),
         ({"class_tokens": [0, 1]}, "must be a count of at least 1"),
         ({"class_tokens": [3, 3]}, "below model.num_layers=3"),
-        ({"num_classes": None}, "needs classes, .* model.num_classes=None"),
-        ({"num_experts": 4}, "needs classes, .* model.num_experts=4"),
-        ({"routing": RoutingConfig(first_layers=1, last_layers=1)}, "needs classes, .* model.routing=RoutingConfig"),
+        ({"num_classes": None}, "needs classes: model.num_classes=None"),
+        ({"num_experts": 4}, r"model.num_experts=4 is not supported with model.class_tokens=\[3, 1\]"),
+        ({"routing": RoutingConfig(first_layers=1, last_layers=1)}, "model.routing=RoutingConfig.* is not supported"),
         ({"rope_axes": [0, 6, 4]}, "add up to 10, but a head has 12"),
         ({"activation": "relu"}, "model.activation='relu'"),
         ({"position_embedding": "sincos_2d"}, "model.rope_axes=.* has no effect"),
@@ -196,7 +196,7 @@ def test_settings_that_exclude_class_tokens_are_refused(changes: dict, says: str
         ({"wide_head": [2, 96, 5]}, "a number of heads that divides it"),
         ({"wide_head": [2, 96, 0]}, "must be of numbers, each"),
         ({"wide_head": [2, 60, 4]}, "a head of 15 features"),
-        ({"num_classes": 7, "class_tokens": [1, 0]}, r"does not go with model.class_tokens=\[1, 0\]"),
+        ({"num_classes": 7, "class_tokens": [1, 0]}, r"model.class_tokens=\[1, 0\] is not supported"),
         ({"num_experts": 4}, "model.num_experts=4"),
         ({"base_width": 24}, "model.base_width=24"),
     ],
@@ -213,7 +213,8 @@ def test_settings_that_exclude_a_wide_head_are_refused(changes: dict, says: str)
     ids=lambda changes: next(iter(changes)),
 )
 def test_later_layers_have_the_tokens_of_the_first_values(changes: dict):
-    with pytest.raises(ConfigError, match=r"value_residual=True needs a first layer .* or value_residual=False"):
+    says = "with model.value_residual=True" if "class_tokens" in changes else "value_residual=True needs a first layer"
+    with pytest.raises(ConfigError, match=says):
         config(value_residual=True, **changes).validate()
 
 

@@ -14,6 +14,14 @@ from dit.models.routing_config import TokenRouted
 from dit.models.transformer_config import Activation, Positions
 from dit.ranges import check_unused
 
+EXCLUDED = {
+    "class_tokens": ("routing", "num_experts"),
+    "teacher_token_size": ("num_experts",),
+    "wide_head": ("class_tokens", "teacher_token_size", "num_experts", "base_width"),
+    "value_residual": ("class_tokens",),
+}
+"""Settings that each of these settings excludes."""
+
 
 @dataclass(kw_only=True)
 class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
@@ -82,16 +90,19 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         else:
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
+        for name, others in EXCLUDED.items():
+            if value := getattr(self, name):
+                where, cure = f"with model.{name}={value}", f"leave model.{name} out"
+                check_unused("model", self, others, where, cure, "is not supported")
         if self.class_tokens is not None:
             self._check_class_tokens(self.class_tokens)
         if self.wide_head is not None:
             self._check_wide_head(self.wide_head)
-        if self.value_residual:
-            self._check_value_residual()
-        if self.teacher_token_size is not None and self.num_experts is not None:
+        if self.value_residual and (0 in self.middle_layers or self.num_layers == 1):
             raise ConfigError(
-                f"model.teacher_token_size={self.teacher_token_size} does not go with "
-                f"model.num_experts={self.num_experts}; set one of them to null"
+                "model.value_residual=True needs a first layer that has the tokens of all later layers: "
+                f"model.routing={self.routing}, model.num_layers={self.num_layers}; use routing.first_layers of at "
+                "least 1 and num_layers of at least 2, or value_residual=False"
             )
 
     @property
@@ -113,35 +124,15 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
                 f"model.wide_head={numbers} must be a number of layers, their width, and a number of heads that "
                 "divides it, such as [2,2048,16]"
             )
-        others = ("class_tokens", "teacher_token_size", "num_experts", "base_width")
-        if any(getattr(self, name) is not None for name in others):
-            settings = ", ".join(f"model.{name}={getattr(self, name)}" for name in others)
-            raise ConfigError(
-                f"model.wide_head={numbers} does not go with {settings}; set these to null, or model.wide_head=null"
-            )
         self.head_layers().validate()
 
-    def _check_value_residual(self) -> None:
-        if self.class_tokens is not None or 0 in self.middle_layers or self.num_layers == 1:
-            raise ConfigError(
-                "model.value_residual=True needs a first layer that has the tokens of all later layers: "
-                f"model.class_tokens={self.class_tokens}, model.routing={self.routing}, "
-                f"model.num_layers={self.num_layers}; use class_tokens=null, routing.first_layers of at least 1 and "
-                "num_layers of at least 2, or value_residual=False"
-            )
-
     def _check_class_tokens(self, numbers: list[int]) -> None:
-        if len(numbers) != 2 or numbers[0] < 1 or not 0 <= numbers[1] < self.num_layers:
+        is_valid = len(numbers) == 2 and numbers[0] >= 1 and 0 <= numbers[1] < self.num_layers
+        if not is_valid or self.num_classes is None:
             raise ConfigError(
                 f"model.class_tokens={numbers} must be a count of at least 1 and the index of the first layer with "
-                f"these tokens, below model.num_layers={self.num_layers}, such as [32,4]"
-            )
-        if (self.num_classes is None, self.routing, self.num_experts) != (False, None, None):
-            raise ConfigError(
-                f"model.class_tokens={numbers} needs classes, and layers that process all tokens in the same way: "
-                f"model.num_classes={self.num_classes}, model.routing={self.routing}, "
-                f"model.num_experts={self.num_experts}; set num_classes, and the other two to null, or "
-                "model.class_tokens=null"
+                f"these tokens, below model.num_layers={self.num_layers}, such as [32,4], and needs classes: "
+                f"model.num_classes={self.num_classes}"
             )
 
     def megatron_sizes(self) -> TransformerSizes:

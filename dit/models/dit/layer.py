@@ -8,7 +8,7 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation, RMSNorm
-from dit.layers.attention import FirstValues, SelfAttention
+from dit.layers.attention import SelfAttention
 from dit.layers.mlp import MLPS
 from dit.layers.moe import MoE
 from dit.layout import SequenceLayout
@@ -63,7 +63,7 @@ class DiTLayer(nn.Module):
         cond_SD: Tensor,
         layout: SequenceLayout,
         rotation: Optional[Rotation] = None,
-        first: Optional[FirstValues] = None,
+        first: Optional[tuple[Tensor, Tensor]] = None,
         rows: Optional[SequenceLayout] = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Apply the block.
@@ -71,7 +71,7 @@ class DiTLayer(nn.Module):
         Args:
             layout: layout of the local tokens.
             rotation: rotary positions of the gathered tokens, or None.
-            first: values of the first layer, see `SelfAttention`.
+            first: values of the first layer and their weight, see `SelfAttention`.
             rows: layout of the rows of `cond_SD`. Default: `layout`, with a row for each sample or noise level.
         """
         rows = layout if rows is None else rows

@@ -53,8 +53,7 @@ class DiT(TokenStack[DiTConfig]):
         if config.class_tokens is not None:
             count, first_layer = config.class_tokens
             self.middle = range(first_layer, config.num_layers)
-            received = not stage.first and stage.layers.start > first_layer
-            inserted = not received and stage.layers.stop > first_layer
+            received, inserted = stage.layers.start > first_layer, first_layer in stage.layers
             others = int(config.teacher_token_size is not None)
             self.class_tokens = ClassTokens(
                 count, config.hidden_size, provider, received=received, inserted=inserted, others=others

@@ -12,7 +12,7 @@ from dit.fixed_packs import PackMaxima
 from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.contrastive import ContrastiveFlowMatching, negative_tokens
+from dit.objectives.contrastive import NEGATIVE, ContrastiveFlowMatching, negative_tokens
 from dit.objectives.flow_matching import FlowMatching
 from tests.unit.objectives.packs import noise_for, pack, run_config
 
@@ -95,8 +95,8 @@ def test_pairs_do_not_depend_on_the_size_of_micro_batches():
             part = of_grids(*grids[first : first + size])
             start = full.layout.starts[first]
             part.latents_TC = full.latents_TC[start : start + part.layout.total_tokens]
-            negatives.append(ContrastiveFlowMatching().of_full_pack(part).negatives_TC)
-        assert torch.equal(torch.cat(negatives), full.negatives_TC)
+            negatives.append(ContrastiveFlowMatching().of_full_pack(part).conditions[NEGATIVE].values)
+        assert torch.equal(torch.cat(negatives), full.conditions[NEGATIVE].values)
 
 
 def test_empty_samples_of_fixed_packs_are_not_negatives():
@@ -114,7 +114,8 @@ def test_ranks_have_the_negatives_of_their_tokens(split):
     batch = ContrastiveFlowMatching().of_full_pack(of_grids((1, 2, 4), (1, 3, 4)))
     for rank in range(2):
         local = shard(batch, rank, 2, split)
-        assert torch.equal(local.negatives_TC, batch.negatives_TC[local.layout.local_indices])
+        negatives_TC = batch.conditions[NEGATIVE].values
+        assert torch.equal(local.conditions[NEGATIVE].values, negatives_TC[local.layout.local_indices])
 
 
 def test_references_are_not_negatives_and_have_no_negatives():

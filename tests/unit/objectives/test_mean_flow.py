@@ -168,7 +168,7 @@ def test_a_model_of_intervals_starts_with_the_predictions_of_weights_without_the
             "takes differences of predictions in further passes; use training.precision",
         ),
         (["model.num_experts=4"], "in further passes; use model.num_experts=null"),
-        (["objective.prediction=x0"], "MeanFlow predicts a velocity"),
+        (["objective.prediction=x0"], "prediction=x0 is not supported with objective=mean_flow"),
         (["objective.difference=0.001"], r"use an objective.difference below 0\.001 \(1 / model.time_scale\)"),
         (
             ["objective.guidance_scale=3", "sampling.guidance_scale=3"],
