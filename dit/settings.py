@@ -119,7 +119,7 @@ class TrainingConfig:
         max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        hang_timeout_s: seconds without progress until a rank ends the run; more than three times the longest save,
+        hang_timeout_s: seconds without progress until a rank ends the run; set more than three times the longest save,
             validation or sampling.
     """
 
@@ -289,8 +289,8 @@ class CheckpointConfig:
             `hf://owner/name` (Hugging Face hub). A run with checkpoints ignores it, except for the frozen weights under
             `model.lora`.
         accept_changes: settings or parts that may differ from the checkpoint or `start_from`. `data.path` and
-            `data.blend` accept changed data, read from the beginning; `checkpoint.start_from`, data of other encoders
-            than those of the weights.
+            `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from`, data of other
+            encoders than those of the weights.
     """
 
     interval: int = 1000

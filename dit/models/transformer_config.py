@@ -95,7 +95,8 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         ffn_hidden_size: inner width of the MLP, after its gate; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None, twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: `learned_3d`: vectors for t, h and w that every layer learns.
+        position_embedding: sine-cosine, rotary (`rope_3d`), or vectors for t, h and w that every layer learns
+            (`learned_3d`).
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
         base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are
