@@ -245,17 +245,3 @@ class TorchOneCycle(Schedule):
 def _between(start: float, end: float, part: float) -> float:
     """Return the value after a part of half a cosine."""
     return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
-
-
-def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: Schedule) -> float:
-    """Return the learning rate of one optimizer update.
-
-    Args:
-        step: optimizer updates already done, 0 for the first one.
-    """
-    return schedule.rate(step + 1, num_steps, peak_lr)
-
-
-def momentum(step: int, num_steps: int, beta1: float, schedule: Schedule) -> float:
-    """Return Adam's beta1 of one optimizer update; arguments as in `learning_rate`."""
-    return schedule.momentum(step + 1, num_steps, beta1)
