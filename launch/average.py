@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.ranges import RELATIVE_LENGTH
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import command_parser
@@ -71,8 +72,8 @@ def run(args: argparse.Namespace) -> str:
     from dit.checkpoint.state_files import SlotWeights, read_full
     from dit.optimizer.ema import combination, exponent_of, power_slot
 
-    if not 0.01 <= args.sigma_rel <= 0.28:
-        raise ConfigError(f"--sigma-rel {args.sigma_rel} must be from 0.01 to 0.28")
+    if args.sigma_rel not in RELATIVE_LENGTH:
+        raise ConfigError(f"--sigma-rel {args.sigma_rel} must be {RELATIVE_LENGTH}")
     with ExitStack() as reading:
         by_step = {step: folder for folder, step in (find_checkpoint(f, reading) for f in candidates(args.checkpoint))}
         if not by_step:
