@@ -12,10 +12,10 @@ from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import WSD, Constant, InverseSqrt
-from dit.parallel.dims import ParallelConfig
-from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
+from recipes.base import base_run
 from recipes.components import edm_uncertainty
 from recipes.models import dit_b, dit_dh_xl, dit_l, dit_s, dit_xl, edm2_s, jit_b16, lightningdit_xl, rit_xl, sr_dit_b1
 
@@ -31,30 +31,14 @@ def _imagenet(name: str, model: run.Config[ModelConfig], data: str = "latents_25
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
     """
-    return run.Partial(
-        pretrain,
-        model=model,
-        data=run.Config(EnergonData, path=f"data/imagenet_{data}"),
-        objective=run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise"),
-        optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
-        schedule=run.Config(Constant),
-        parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
-        training=run.Config(
-            TrainingConfig,
-            run_dir=f"runs/{name}",
-            num_steps=400_000,
-            micro_batch_size=32,
-            global_batch_size=256,
-            precision="bf16",
-            ema_decay=0.9999,
-            log_interval=100,
-            validation_interval=5_000,
-            sample_interval=10_000,
-        ),
-        checkpoint=run.Config(CheckpointConfig, interval=5_000, keep_every=50_000),
-        logging=run.Config(LoggingConfig),
-        sampling=run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=4.0),
-    )
+    objective = run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise")
+    sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=4.0)
+    recipe = base_run(name, model, run.Config(EnergonData, path=f"data/imagenet_{data}"), objective, sampling)
+    training = recipe.training
+    training.num_steps, training.micro_batch_size, training.global_batch_size = 400_000, 32, 256
+    training.log_interval, training.validation_interval, training.sample_interval = 100, 5_000, 10_000
+    recipe.checkpoint.interval, recipe.checkpoint.keep_every = 5_000, 50_000
+    return recipe
 
 
 @run.cli.factory(target=pretrain)
