@@ -1,4 +1,4 @@
-"""The part that recipes of published models have in common."""
+"""The part that all recipes have in common."""
 
 import nemo_run as run
 
@@ -12,13 +12,13 @@ from dit.training.pretrain import pretrain
 
 
 def base_run(
-    name: str,
+    run_dir: str,
     model: run.Config[ModelConfig],
     data: run.Config[DataConfig],
     objective: run.Config[Objective],
     sampling: run.Config[SamplingConfig],
 ) -> run.Partial:
-    """Return a run in `runs/NAME`: AdamW at a constant 1e-4 without weight decay, bf16, an average of decay 0.9999."""
+    """Return a run by AdamW at a constant 1e-4 without weight decay, in bf16, with an average of decay 0.9999."""
     return run.Partial(
         pretrain,
         model=model,
@@ -27,7 +27,7 @@ def base_run(
         optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
         schedule=run.Config(Constant),
         parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
-        training=run.Config(TrainingConfig, run_dir=f"runs/{name}", precision="bf16", ema_decay=0.9999),
+        training=run.Config(TrainingConfig, run_dir=run_dir, precision="bf16", ema_decay=0.9999),
         checkpoint=run.Config(CheckpointConfig),
         logging=run.Config(LoggingConfig),
         sampling=sampling,

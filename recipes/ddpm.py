@@ -32,7 +32,7 @@ def ddpm_cifar10() -> run.Partial:
     sampling = run.Config(
         SamplingConfig, solver="ancestral", num_steps=1000, variance="large", guidance_scale=3.0, raw_weights=True
     )
-    recipe = base_run("ddpm_cifar10", run.Config(DDPMUNetConfig), data, ddpm(), sampling)
+    recipe = base_run("runs/ddpm_cifar10", run.Config(DDPMUNetConfig), data, ddpm(), sampling)
     recipe.optimizer.lr, recipe.optimizer.weight_decay = 5e-3, 1e-3
     recipe.schedule = run.Config(TorchOneCycle)
     recipe.parallel = run.Config(ParallelConfig)

@@ -36,7 +36,7 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     data = run.Config(EnergonData, path="data/latents", max_tokens_per_sample=2048)
     objective = run.Config(EDM, sigma_data=1.0, p_mean=math.log(2), p_std=1.0, sigma_min=0.004, sigma_max=160.0)
     sampling = run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=8.0)
-    recipe = base_run(name, model, data, objective, sampling)
+    recipe = base_run(f"runs/{name}", model, data, objective, sampling)
     recipe.training.num_steps, recipe.training.global_batch_size = 500_000, 32
     recipe.training.validation_interval = recipe.checkpoint.interval = 1_000
     recipe.checkpoint.keep_last = 3

@@ -78,7 +78,7 @@ def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch:
         random_crop=False,
     )
     sampling = run.Config(SamplingConfig, solver="heun", num_steps=30, guidance_scale=7.5, thresholding="dynamic")
-    recipe = base_run(name, model, data, run.Config(EDM), sampling)
+    recipe = base_run(f"runs/{name}", model, data, run.Config(EDM), sampling)
     recipe.optimizer.weight_decay, recipe.schedule.warmup_steps = 0.01, 10_000
     training = recipe.training
     training.num_steps, training.micro_batch_size, training.global_batch_size = 1_250_000, micro_batch, batch

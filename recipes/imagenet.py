@@ -33,7 +33,8 @@ def _imagenet(name: str, model: run.Config[ModelConfig], data: str = "latents_25
     """
     objective = run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise")
     sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=4.0)
-    recipe = base_run(name, model, run.Config(EnergonData, path=f"data/imagenet_{data}"), objective, sampling)
+    latents = run.Config(EnergonData, path=f"data/imagenet_{data}")
+    recipe = base_run(f"runs/{name}", model, latents, objective, sampling)
     training = recipe.training
     training.num_steps, training.micro_batch_size, training.global_batch_size = 400_000, 32, 256
     training.log_interval, training.validation_interval, training.sample_interval = 100, 5_000, 10_000

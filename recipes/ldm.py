@@ -46,7 +46,7 @@ def ldm_cc3m_256() -> run.Partial:
         max_text_tokens=CLIP_TOKENS,
     )
     sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=7.5, prompts=PROMPTS)
-    recipe = base_run("ldm_cc3m_256", ldm_unet(), data, ddpm_latent(), sampling)
+    recipe = base_run("runs/ldm_cc3m_256", ldm_unet(), data, ddpm_latent(), sampling)
     recipe.optimizer.weight_decay, recipe.schedule.warmup_steps = 1e-2, 10_000
     recipe.parallel = run.Config(ParallelConfig)
     training = recipe.training
