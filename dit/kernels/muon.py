@@ -19,6 +19,11 @@ STEPS = 5
 EPS = 1e-7
 
 
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """Return the precision of directions: bf16 on CUDA, as in the published code, else fp32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 def direction(matrix_OI: Tensor) -> Tensor:
     """Return the direction of the update of a matrix, in the dtype of `matrix_OI`, the result of `momentum`.
 

@@ -30,6 +30,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.kernels import adamw as reference
 from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.kernels.choice import Target, choose
+from dit.kernels.muon import iteration_dtype
 from dit.kernels.resolve import OPTIMIZER
 from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
@@ -68,8 +69,7 @@ def build_update(
     adamw = choose(OPTIMIZER, target, kernels).load()
     muon = None
     if settings.algorithm == "muon":
-        dtype = torch.bfloat16 if target.device.type == "cuda" else torch.float32  # bf16 as in the published code
-        muon = Muon(shards, groups, settings.muon_momentum, dtype)
+        muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
     if muon is not None or UnitRows(shards).shards or isinstance(run, Graphed):
         adamw = adamw or reference.adamw
     if any(shard.host is not None for shard in shards):
