@@ -73,6 +73,7 @@ NOT_NEGATIVE = Range(0, math.inf, open_high=True)
 LOSS_SCALE = Range(2.0**-24, 2.0**32)
 SHARE = Range(0, 1)
 SHARE_BELOW_1 = Range(0, 1, open_high=True)
+RELATIVE_LENGTH = Range(0.01, 0.28)  # of power-function averages (`dit.optimizer.ema`)
 INSIDE_0_1 = Range(0, 1, open_low=True, open_high=True)
 
 

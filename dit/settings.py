@@ -11,6 +11,7 @@ from dit.ranges import (
     LOSS_SCALE,
     NOT_NEGATIVE,
     POSITIVE,
+    RELATIVE_LENGTH,
     SEED,
     SHARE,
     SHARE_BELOW_1,
@@ -187,6 +188,7 @@ class TrainingConfig:
                 "seed": SEED,
                 "ema_decay": SHARE_BELOW_1,
                 "ema_start_step": COUNT_OR_ZERO,
+                "ema_sigma_rel": RELATIVE_LENGTH,
                 "log_interval": COUNT,
                 "validation_interval": COUNT_OR_ZERO,
                 "sample_interval": COUNT_OR_ZERO,
@@ -204,11 +206,6 @@ class TrainingConfig:
             raise ConfigError(
                 f"training.fp8={self.fp8} needs training.precision=bf16 or fp32, got fp16; set "
                 "training.precision=bf16, or training.fp8=None"
-            )
-        if not all(0.01 <= length <= 0.28 for length in self.ema_sigma_rel or ()):
-            raise ConfigError(
-                f"training.ema_sigma_rel={self.ema_sigma_rel} must be relative lengths from 0.01 to 0.28; "
-                "use [0.05, 0.1]"
             )
         self._check_deterministic()
         self._check_unused()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.ranges import RELATIVE_LENGTH
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import command_parser
@@ -68,12 +69,11 @@ def run(args: argparse.Namespace) -> str:
     from dit.auxiliary import PREFIXES
     from dit.checkpoint.full_weights import write_imported
     from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
-    from dit.checkpoint.sharded_state import power_slot
     from dit.checkpoint.state_files import SlotWeights, read_full
-    from dit.optimizer.ema import combination, exponent_of
+    from dit.optimizer.ema import combination, exponent_of, power_slot
 
-    if not 0.01 <= args.sigma_rel <= 0.28:
-        raise ConfigError(f"--sigma-rel {args.sigma_rel} must be from 0.01 to 0.28")
+    if args.sigma_rel not in RELATIVE_LENGTH:
+        raise ConfigError(f"--sigma-rel {args.sigma_rel} must be {RELATIVE_LENGTH}")
     with ExitStack() as reading:
         by_step = {step: folder for folder, step in (find_checkpoint(f, reading) for f in candidates(args.checkpoint))}
         if not by_step:
@@ -85,17 +85,17 @@ def run(args: argparse.Namespace) -> str:
                 f"--step {last}: {args.checkpoint} has checkpoints from step {min(by_step)} on; use one of these"
             )
         config, metadata = read_settings(by_step[steps[-1]])
-        lengths = {step: read_settings(by_step[step])[0].training.ema_sigma_rel or [] for step in steps}
-        snapshots = [(step, number) for step in steps for number in range(len(lengths[step]))]
+        runs = [(step, read_settings(by_step[step])[0].training) for step in steps]
+        snapshots = [(step, length) for step, training in runs for length in training.ema_sigma_rel or ()]
         if not snapshots:
             raise CheckpointError(
                 f"{args.checkpoint} has no power-function averages; train with training.ema_sigma_rel=[0.05,0.1]"
             )
         if config.model.adapters is not None:
             raise ConfigError(f"{args.checkpoint} has adapters (LoRA), and launch.average combines full models only")
-        profiles = [(float(step), exponent_of(lengths[step][number])) for step, number in snapshots]
+        profiles = [(float(step), exponent_of(length)) for step, length in snapshots]
         weights, error = combination(profiles, (float(last), exponent_of(args.sigma_rel)))
-        sources = [SlotWeights(by_step[step], power_slot(number), finite=True) for step, number in snapshots]
+        sources = [SlotWeights(by_step[step], power_slot(length), finite=True) for step, length in snapshots]
         names = [name for name in sources[0].shapes if not name.startswith(PREFIXES)]
         combined = {name: weighted_sum(weights, [read_full(source, name) for source in sources]) for name in names}
         source = f"the average of sigma_rel={args.sigma_rel:g} at step {last}, from {args.checkpoint}, steps {steps}"

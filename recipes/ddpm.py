@@ -3,19 +3,14 @@
 import nemo_run as run
 
 from dit.models.ddpm_unet.config import DDPMUNetConfig
-from dit.objectives.ddpm import DDPM
 from dit.optimizer.schedules import TorchOneCycle
 from dit.parallel.dims import ParallelConfig
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+from recipes.base import base_run
+from recipes.components import ddpm
 from recipes.small import short_run
 
 CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
@@ -32,40 +27,21 @@ def ddpm_cifar10() -> run.Partial:
     sample, not per batch; crops of 32 pixels are cut out of pictures enlarged to 34, where random sizes of 80 to 100 %
     of the area are cut there.
     """
-    return run.Partial(
-        pretrain,
-        model=run.Config(DDPMUNetConfig),
-        data=run.Config(EnergonData, path="data/cifar10", bucket_by_shape=True, resize_side=34, crop_size=[32, 32]),
-        objective=run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise"),
-        optimizer=run.Config(OptimizerConfig, lr=5e-3, weight_decay=1e-3),
-        schedule=run.Config(TorchOneCycle),
-        parallel=run.Config(ParallelConfig),
-        training=run.Config(
-            TrainingConfig,
-            run_dir="runs/ddpm_cifar10",
-            num_steps=25 * CIFAR10_EPOCH,
-            micro_batch_size=128,
-            global_batch_size=128,
-            precision="bf16",
-            seed=42,
-            ema_decay=0.995,
-            ema_start_step=2000,
-            log_interval=50,
-            validation_interval=CIFAR10_EPOCH,
-            sample_interval=10 * CIFAR10_EPOCH,
-        ),
-        checkpoint=run.Config(CheckpointConfig, interval=CIFAR10_EPOCH),
-        logging=run.Config(LoggingConfig),
-        # The published sampler: every step of the table, noise of variance beta.
-        sampling=run.Config(
-            SamplingConfig,
-            solver="ancestral",
-            num_steps=1000,
-            variance="large",
-            guidance_scale=3.0,
-            raw_weights=True,
-        ),
+    data = run.Config(EnergonData, path="data/cifar10", bucket_by_shape=True, resize_side=34, crop_size=[32, 32])
+    # The published sampler: every step of the table, noise of variance beta.
+    sampling = run.Config(
+        SamplingConfig, solver="ancestral", num_steps=1000, variance="large", guidance_scale=3.0, raw_weights=True
     )
+    recipe = base_run("runs/ddpm_cifar10", run.Config(DDPMUNetConfig), data, ddpm(), sampling)
+    recipe.optimizer.lr, recipe.optimizer.weight_decay = 5e-3, 1e-3
+    recipe.schedule = run.Config(TorchOneCycle)
+    recipe.parallel = run.Config(ParallelConfig)
+    training = recipe.training
+    training.num_steps, training.micro_batch_size, training.global_batch_size = 25 * CIFAR10_EPOCH, 128, 128
+    training.seed, training.ema_decay, training.ema_start_step, training.log_interval = 42, 0.995, 2000, 50
+    training.validation_interval = recipe.checkpoint.interval = CIFAR10_EPOCH
+    training.sample_interval = 10 * CIFAR10_EPOCH
+    return recipe
 
 
 @run.cli.factory(target=pretrain)

@@ -14,16 +14,11 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant, Cosine
 from dit.parallel.dims import ParallelConfig
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.settings import CheckpointConfig, OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+from recipes.base import base_run
 from recipes.models import dit_cross_7b, dit_cross_b, dit_cross_l, dit_cross_s, dit_cross_xl
 
 
@@ -38,29 +33,14 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     Source: NeMo diffusion collection v2.1.0, recipe `pretrain`; its other recipes change this one.
     """
     model.context_dropout = 0.2
-    return run.Partial(
-        pretrain,
-        model=model,
-        data=run.Config(EnergonData, path="data/latents", max_tokens_per_sample=2048),
-        objective=run.Config(EDM, sigma_data=1.0, p_mean=math.log(2), p_std=1.0, sigma_min=0.004, sigma_max=160.0),
-        optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.0),
-        schedule=run.Config(Constant),
-        parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
-        training=run.Config(
-            TrainingConfig,
-            run_dir=f"runs/{name}",
-            num_steps=500_000,
-            micro_batch_size=1,
-            global_batch_size=32,
-            precision="bf16",
-            ema_decay=0.9999,
-            log_interval=10,
-            validation_interval=1_000,
-        ),
-        checkpoint=run.Config(CheckpointConfig, interval=1_000, keep_last=3),
-        logging=run.Config(LoggingConfig),
-        sampling=run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=8.0),
-    )
+    data = run.Config(EnergonData, path="data/latents", max_tokens_per_sample=2048)
+    objective = run.Config(EDM, sigma_data=1.0, p_mean=math.log(2), p_std=1.0, sigma_min=0.004, sigma_max=160.0)
+    sampling = run.Config(SamplingConfig, solver="heun", num_steps=35, guidance_scale=8.0)
+    recipe = base_run(f"runs/{name}", model, data, objective, sampling)
+    recipe.training.num_steps, recipe.training.global_batch_size = 500_000, 32
+    recipe.training.validation_interval = recipe.checkpoint.interval = 1_000
+    recipe.checkpoint.keep_last = 3
+    return recipe
 
 
 def flow_conditional(

@@ -17,10 +17,11 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
-from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+from recipes.base import base_run
 from recipes.small import short_run
 
 TEXT_TOKENS = 128
@@ -67,36 +68,22 @@ def _imagen(name: str, model: run.Config[ModelConfig], pixels: int, micro_batch:
 
     Source: NVIDIA NeMo 2.0, examples/multimodal/text_to_image/imagen; batches and steps: NeMo-Framework-Launcher.
     """
-    return run.Partial(
-        pretrain,
-        model=model,
-        data=run.Config(
-            EnergonData,
-            path="data/imagen_images",
-            max_text_tokens=TEXT_TOKENS,
-            bucket_by_shape=True,
-            resize_side=pixels,
-            crop_size=[pixels, pixels],
-            random_crop=False,
-        ),
-        objective=run.Config(EDM),
-        optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=0.01),
-        schedule=run.Config(Constant, warmup_steps=10_000),
-        parallel=run.Config(ParallelConfig, overlap_grad_reduce=True, overlap_param_gather=True),
-        training=run.Config(
-            TrainingConfig,
-            run_dir=f"runs/{name}",
-            num_steps=1_250_000,
-            micro_batch_size=micro_batch,
-            global_batch_size=batch,
-            precision="bf16",
-            ema_decay=0.9999,
-            log_interval=10,
-        ),
-        checkpoint=run.Config(CheckpointConfig, interval=1_000),
-        logging=run.Config(LoggingConfig),
-        sampling=run.Config(SamplingConfig, solver="heun", num_steps=30, guidance_scale=7.5, thresholding="dynamic"),
+    data = run.Config(
+        EnergonData,
+        path="data/imagen_images",
+        max_text_tokens=TEXT_TOKENS,
+        bucket_by_shape=True,
+        resize_side=pixels,
+        crop_size=[pixels, pixels],
+        random_crop=False,
     )
+    sampling = run.Config(SamplingConfig, solver="heun", num_steps=30, guidance_scale=7.5, thresholding="dynamic")
+    recipe = base_run(f"runs/{name}", model, data, run.Config(EDM), sampling)
+    recipe.optimizer.weight_decay, recipe.schedule.warmup_steps = 0.01, 10_000
+    training = recipe.training
+    training.num_steps, training.micro_batch_size, training.global_batch_size = 1_250_000, micro_batch, batch
+    recipe.checkpoint.interval = 1_000
+    return recipe
 
 
 def _super_resolution(

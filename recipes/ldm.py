@@ -8,20 +8,14 @@ import nemo_run as run
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.objectives.autoencoding import Autoencoding
-from dit.objectives.ddpm import DDPM
-from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.models import sdxl_unet
+from recipes.base import base_run
+from recipes.components import ddpm_latent
+from recipes.models import ldm_unet, sdxl_unet
 from recipes.small import short_run
 
 LATENT_SIDE = 256 // 8
@@ -44,35 +38,21 @@ def ldm_cc3m_256() -> run.Partial:
     Model, table of noise, warm-up and average are those of the published Stable Diffusion v1; the learning rate and the
     batch are ours. Weights go to diffusers and come from there (`launch.export`, `launch.import_weights`).
     """
-    return run.Partial(
-        pretrain,
-        model=run.Config(LDMUNetConfig, null_text="empty"),
-        data=run.Config(
-            EnergonData,
-            path="data/cc3m_latents_256",
-            bucket_by_shape=True,
-            max_tokens_per_sample=LATENT_SIDE**2,
-            max_text_tokens=CLIP_TOKENS,
-        ),
-        objective=run.Config(DDPM, schedule="scaled_linear", discrete_steps=1000, prediction="noise"),
-        optimizer=run.Config(OptimizerConfig, lr=1e-4, weight_decay=1e-2),
-        schedule=run.Config(Constant, warmup_steps=10_000),
-        parallel=run.Config(ParallelConfig),
-        training=run.Config(
-            TrainingConfig,
-            run_dir="runs/ldm_cc3m_256",
-            num_steps=240_000,
-            micro_batch_size=32,
-            global_batch_size=256,
-            precision="bf16",
-            ema_decay=0.9999,
-            validation_interval=5000,
-            sample_interval=5000,
-        ),
-        checkpoint=run.Config(CheckpointConfig, interval=5000),
-        logging=run.Config(LoggingConfig),
-        sampling=run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=7.5, prompts=PROMPTS),
+    data = run.Config(
+        EnergonData,
+        path="data/cc3m_latents_256",
+        bucket_by_shape=True,
+        max_tokens_per_sample=LATENT_SIDE**2,
+        max_text_tokens=CLIP_TOKENS,
     )
+    sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=7.5, prompts=PROMPTS)
+    recipe = base_run("runs/ldm_cc3m_256", ldm_unet(), data, ddpm_latent(), sampling)
+    recipe.optimizer.weight_decay, recipe.schedule.warmup_steps = 1e-2, 10_000
+    recipe.parallel = run.Config(ParallelConfig)
+    training = recipe.training
+    training.num_steps, training.micro_batch_size, training.global_batch_size = 240_000, 32, 256
+    training.validation_interval = training.sample_interval = recipe.checkpoint.interval = 5000
+    return recipe
 
 
 @run.cli.factory(target=pretrain)

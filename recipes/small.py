@@ -8,8 +8,8 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
 from dit.parallel.dims import ParallelConfig
-from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
-from dit.training.pretrain import pretrain
+from dit.settings import SamplingConfig
+from recipes.base import base_run
 
 
 def small_run(run_dir: str, model: run.Config[ModelConfig], data: run.Config[DataConfig]) -> run.Partial:
@@ -20,27 +20,16 @@ def small_run(run_dir: str, model: run.Config[ModelConfig], data: run.Config[Dat
       runs are shorter.
     * `training.precision` is fp32, which every device supports.
     """
-    return run.Partial(
-        pretrain,
-        model=model,
-        data=data,
-        objective=run.Config(FlowMatching),
-        optimizer=run.Config(OptimizerConfig, lr=1e-3),
-        schedule=run.Config(Cosine, warmup_steps=100, min_lr=1e-5),
-        parallel=run.Config(ParallelConfig),
-        training=run.Config(
-            TrainingConfig,
-            run_dir=run_dir,
-            num_steps=2000,
-            micro_batch_size=1,
-            global_batch_size=2,
-            precision="fp32",
-            ema_decay=0.995,
-        ),
-        checkpoint=run.Config(CheckpointConfig, interval=250),
-        logging=run.Config(LoggingConfig),
-        sampling=run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=2.0),
-    )
+    sampling = run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=2.0)
+    recipe = base_run(run_dir, model, data, run.Config(FlowMatching), sampling)
+    recipe.optimizer.lr = 1e-3
+    recipe.schedule = run.Config(Cosine, warmup_steps=100, min_lr=1e-5)
+    recipe.parallel = run.Config(ParallelConfig)
+    training = recipe.training
+    training.num_steps, training.micro_batch_size, training.global_batch_size = 2000, 1, 2
+    training.precision, training.ema_decay = "fp32", 0.995
+    recipe.checkpoint.interval = 250
+    return recipe
 
 
 def short_run(recipe: run.Partial, name: str) -> run.Partial:

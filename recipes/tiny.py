@@ -1,4 +1,4 @@
-"""Synthetic data and a 2-layer DiT of width 64, on one rank and under parallel layouts."""
+"""Synthetic data and small networks: a DiT of width 64, also under parallel layouts, and the UNet of EDM2."""
 
 import nemo_run as run
 
@@ -6,8 +6,10 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.alignment import Alignment
 from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
+from recipes.imagenet import edm2_s_imagenet
 from recipes.models import sprint
 from recipes.small import short_run, small_run
 
@@ -102,6 +104,28 @@ def tiny_dit_dh() -> run.Partial:
     )
     recipe.training.run_dir = "runs/tiny_dit_dh"
     return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_edm2() -> run.Partial:
+    """EDM2 UNet with 16 and 32 channels, 8 x 8 latents: any machine.
+
+    One block at each resolution, with attention at the lower one; the learning rate falls after the warm-up.
+    """
+    recipe = edm2_s_imagenet()
+    recipe.model.num_classes = 10
+    recipe.model.block_out_channels = [16, 32]
+    recipe.model.layers_per_block = 1
+    recipe.model.attention_levels = [1]
+    recipe.model.head_size = 8
+    recipe.data = run.Config(MockData, shapes=["1x8x8"], num_streams=2)
+    recipe.parallel = run.Config(ParallelConfig)
+    recipe.optimizer.lr = 3e-3
+    recipe.schedule.warmup_steps, recipe.schedule.reference_steps = 5, 10
+    recipe.training.ema_decay = 0.9
+    recipe.checkpoint.keep_every = 0
+    recipe.sampling.num_steps = 10
+    return short_run(recipe, "tiny_edm2")
 
 
 def _spread(name: str, *, tensor: int = 1, pipeline: int = 1, context: int = 1) -> run.Partial:

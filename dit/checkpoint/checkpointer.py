@@ -31,14 +31,7 @@ from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
 from dit.checkpoint.resume_check import changes, changes_scales, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
-from dit.checkpoint.sharded_state import (
-    fails_together,
-    global_shapes,
-    load_state,
-    parameters_of,
-    power_slots,
-    save_state,
-)
+from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
@@ -224,9 +217,7 @@ class Checkpointer:
     @staticmethod
     def _load(state: TrainState, folder: Path, manifest: Manifest) -> None:
         """Load everything except the data position."""
-        with usable(folder / CONFIG_FILE):
-            powers = power_slots(state.ema, read_record(folder)["training"].get("ema_sigma_rel") or [])
-        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups, powers)
+        load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         with usable(folder / MANIFEST):
             state.step = manifest.step
             state.consumed_samples = int(manifest.meta["consumed_samples"])

@@ -1,9 +1,9 @@
 """The model's state on disk: named tensors that any layout can write and read without gathering them.
 
 Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`; a weight that
-Muon updates has no `exp_avg_sq`, and a run with `training.ema_sigma_rel` has more averages. They do not depend on the
-layout that wrote them. Each rank writes and reads the boxes of its local ranges (`dit.boxes`). Ranks with copies of a
-range write equal shares of it. An example:
+Muon updates has no `exp_avg_sq`, and a run has `ema_power_LENGTH` for each length in `training.ema_sigma_rel`. They do
+not depend on the layout that wrote them. Each rank writes and reads the boxes of its local ranges (`dit.boxes`). Ranks
+with copies of a range write equal shares of it. An example:
 
     weight.layers.0.mlp.linear_fc1.weight, 4 x 4, TP 2 (rows), 2 data-parallel ranks with a distributed optimizer
 
@@ -74,40 +74,13 @@ def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
     return owned if writes else replace(owned, stop=owned.start)
 
 
-def power_slot(number: int) -> str:
-    """Return the slot of the power-function average of `training.ema_sigma_rel[number]`."""
-    return f"ema_power_{number}"
-
-
-def power_slots(ema: Optional[EMA], saved: Sequence[float]) -> list[str]:
-    """Return the slots of a run's power-function averages in a checkpoint.
-
-    Args:
-        saved: the relative lengths in the checkpoint's record.
-
-    Raises:
-        CheckpointError: the checkpoint lacks a length.
-    """
-    lengths = [] if ema is None else [average.sigma_rel for average in ema.powers]
-    if missing := [length for length in lengths if length not in saved]:
-        raise CheckpointError(
-            f"the checkpoint has no power-function average of training.ema_sigma_rel={missing}, only of {list(saved)}; "
-            "use some of these, or start in a new training.run_dir"
-        )
-    return [power_slot(saved.index(length)) for length in lengths]
-
-
-def _values(
-    shards: Sequence[MasterShard], ema: Optional[EMA], i: int, powers: Optional[Sequence[str]] = None
-) -> dict[str, Tensor]:
-    """Return this rank's values of the `i`-th parameter by slot; `powers` as `load_state`."""
+def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
+    """Return this rank's values of the `i`-th parameter by slot."""
     if shards[i].host is not None:
         synchronize()  # an update copies the moments while the host continues
     values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in shards[i].slots}}
     if ema is not None:
-        values["ema"] = ema.values[i]
-        powers = [power_slot(number) for number in range(len(ema.powers))] if powers is None else powers
-        values |= {slot: average.values[i] for slot, average in zip(powers, ema.powers, strict=True)}
+        values |= {slot: averages[i] for slot, averages in ema.by_slot.items()}
     return values
 
 
@@ -219,18 +192,13 @@ def load_state(
     optimizer: MegatronOptimizer,
     wrapped: Sequence[Any],
     groups: ProcessGroups,
-    powers: Optional[Sequence[str]] = None,
 ) -> None:
-    """Read the state that `save_state` wrote on any layout into master weights, average, optimizer and model.
-
-    Args:
-        powers: slots of the power-function averages, see `power_slots`; None if `ema` has the saved lengths.
-    """
+    """Read the state that `save_state` wrote on any layout into master weights, averages, optimizer and model."""
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
         shard.ensure_state()
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
-        for slot, target in _values(shards, ema, i, powers).items():
+        for slot, target in _values(shards, ema, i).items():
             reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(target, shard.start))
     set_step_count(optimizer, int(reader.scalars[ADAM_STEP]))
     scale = loss_scale_of(optimizer)

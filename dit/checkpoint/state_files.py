@@ -213,7 +213,9 @@ class StateReader:
             views: each box, and a tensor of its sizes to copy it into.
         """
         if name not in self._stored:
-            raise CheckpointError(f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors")
+            raise CheckpointError(
+                f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors: give the settings of its run"
+            )
         if self.shapes[name] != tuple(shape):
             raise CheckpointError(
                 f"{name} is {list(self.shapes[name])} in {self.folder}, {list(shape)} in the model; "

@@ -55,7 +55,7 @@ def start_from(config: RunConfig, state: TrainState) -> None:
     if groups.rank == 0 and any(name.startswith(DISCRIMINATOR) for name in names):
         logger.info("checkpoint.start_from loads only the autoencoder; the discriminator starts untrained")
     if state.ema is not None:
-        for average in (state.ema, *state.ema.powers):
-            for value, shard in zip(average.values, state.shards, strict=True):
+        for values in state.ema.by_slot.values():
+            for value, shard in zip(values, state.shards, strict=True):
                 value.copy_(shard.main)
     copy_masters_to_model(state.optimizer, state.wrapped)

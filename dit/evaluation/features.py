@@ -14,7 +14,7 @@ from dit.convert.state_files import read_tensors
 from dit.encoders.efficientnet import EFFICIENTNET, load_efficientnet
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
-from dit.evaluation.inception import is_inception, load_inception
+from dit.evaluation.inception import PROBE, load_inception
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def load_features(path: str | Path, device: torch.device) -> Features:
         tensors = read_tensors(path)
     except ConfigError as error:
         raise ConfigError(f"--features {path} cannot be read: {error}") from error
-    if not is_inception(tensors):
+    if PROBE not in tensors:
         raise ConfigError(
             f"--features {path} has tensors such as {next(iter(tensors))}, which are not those of Inception v3; give "
             "its state dict (pytorch-fid's or torch-fidelity's file), a TorchScript "

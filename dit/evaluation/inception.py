@@ -25,7 +25,6 @@ SIDE = 299
 
 PROBE = "Mixed_7c.branch_pool.conv.weight"
 """A tensor that every file of Inception v3 with these names has."""
-HEAD = "fc."
 
 
 @dataclass(frozen=True)
@@ -237,11 +236,6 @@ def _weights(size: int, side: int, device: torch.device) -> Tensor:
     return matrix.float().to(device)
 
 
-def is_inception(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether tensors have the names of Inception v3."""
-    return PROBE in tensors
-
-
 def load_inception(tensors: Mapping[str, Tensor], path: Path) -> InceptionV3:
     """Return the network of a state dict."""
     head = tensors.get("fc.weight")
@@ -253,7 +247,7 @@ def load_inception(tensors: Mapping[str, Tensor], path: Path) -> InceptionV3:
         )
     network = InceptionV3()
     expected = network.state_dict()
-    trunk = {name: x for name, x in tensors.items() if not name.startswith(HEAD)}
+    trunk = {name: x for name, x in tensors.items() if not name.startswith("fc.")}
     counters = {
         name: x for name, x in expected.items() if name.endswith(".num_batches_tracked")
     }  # missing in old files

@@ -24,21 +24,19 @@ def iteration_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
-def orthogonalise(x_OI: Tensor) -> Tensor:
-    """Return the matrix with all singular values near 1, by 5 steps of a Newton-Schulz iteration in its own dtype."""
+def direction(matrix_OI: Tensor) -> Tensor:
+    """Return the direction of the update of a matrix, in the dtype of `matrix_OI`, the result of `momentum`.
+
+    A Newton-Schulz iteration moves all singular values near 1.
+    """
     a, b, c = COEFFICIENTS
-    is_tall = x_OI.shape[0] > x_OI.shape[1]
-    x = x_OI.mT if is_tall else x_OI
+    is_tall = matrix_OI.shape[0] > matrix_OI.shape[1]
+    x = matrix_OI.mT if is_tall else matrix_OI
     x = x / x.norm().clamp(min=EPS)
     for _ in range(STEPS):
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
-
-
-def direction(matrix_OI: Tensor) -> Tensor:
-    """Return the direction of the update of a matrix, in the dtype of `matrix_OI`, the result of `momentum`."""
-    return orthogonalise(matrix_OI) * (0.2 * math.sqrt(max(matrix_OI.shape)))
+    return (x.mT if is_tall else x) * (0.2 * math.sqrt(max(matrix_OI.shape)))
 
 
 def momentum(p: Elements, rates: Rates, decay: float) -> Tensor:

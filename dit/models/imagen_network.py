@@ -12,7 +12,7 @@ from dit.errors import BatchError
 from dit.kernels.attention import Attention
 from dit.kernels.stable_attention import stable_attention
 from dit.layers.caption import Caption
-from dit.layers.convolution import Convolution
+from dit.layers.convolution import Convolution, as_pictures, as_tokens
 from dit.layers.embeddings import LabelEmbedder, TimeEmbedder
 from dit.layers.picture_blocks import BlockConditions
 from dit.models.base import Backbone, Stage
@@ -59,10 +59,8 @@ class ImagenNetwork(Backbone):
             )
         if self.reads_low_resolution:
             inputs_TC = torch.cat([inputs_TC, batch.conditions[LOW_RESOLUTION.name].values], 1)
-        # Channels-last in memory, like tokens, which avoids a copy.
-        x_NCHW = batch.dense(inputs_TC.to(self.first.weight.dtype))[:, 0].permute(0, 3, 1, 2)
-        out_NCHW = self.predict(self.first(x_NCHW), self._conditions(time_S, batch))
-        return batch.layout.insert_padding(out_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
+        x_NCHW = as_pictures(inputs_TC.to(self.first.weight.dtype), batch)
+        return as_tokens(self.predict(self.first(x_NCHW), self._conditions(time_S, batch)), batch)
 
     def _conditions(self, time_S: Tensor, batch: PackedBatch) -> BlockConditions:
         vector_SE, context_KD, texts = self.time(time_S), None, None

@@ -48,6 +48,11 @@ class EMA:
         device = torch.device("cpu") if offload else None
         self.values: list[Tensor] = [shard.main.detach().to(device, copy=True) for shard in shards]
 
+    @property
+    def by_slot(self) -> dict[str, list[Tensor]]:
+        """The values of all averages, by their slot in a checkpoint."""
+        return {"ema": self.values} | {power_slot(average.sigma_rel): average.values for average in self.powers}
+
     def weight(self, step: int) -> float:
         """Return the share of the new weights in the average after optimizer step `step`."""
         return 1.0 if step <= self.start_step else 1.0 - self.decay
@@ -102,6 +107,11 @@ class PowerAverage(EMA):
 
     def weight(self, step: int) -> float:
         return 1.0 - (1.0 - 1.0 / step) ** self.exponent
+
+
+def power_slot(sigma_rel: float) -> str:
+    """Return the slot of a power-function average in a checkpoint."""
+    return f"ema_power_{sigma_rel}"
 
 
 def exponent_of(sigma_rel: float) -> float:

@@ -1,7 +1,6 @@
 """Gradient norms of the parts of a model, such as `layers.attention`: the same on any layout."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from dit.backends.device import local_device
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.optimizer.master_weights import MasterShard, sub_optimizers
+from dit.optimizer.master_weights import MasterShard
 from dit.parallel.fsdp import local
 
 
@@ -22,20 +21,6 @@ def part_of(parameter: str) -> str:
     """
     modules = parameter.split(".")[:-1] or [parameter]
     return f"{modules[0]}.{modules[2]}" if len(modules) > 2 and modules[1].isdigit() else modules[0]
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """The local shards of one of Megatron-Core's optimizers that count, each on one rank per copy of the gradients.
-
-    Attributes:
-        places: number of the part of each shard.
-        group: ranks over which squares are summed.
-    """
-
-    shards: list[MasterShard]
-    places: list[int]
-    group: Any
 
 
 class PartNorms:
@@ -58,22 +43,20 @@ class PartNorms:
         self.parts = sorted({part for parts in gathered for part in parts})
         self._factor, self._copies = optimizer.gradient_factor, optimizer.gradient_copies
         by_owner = {id(shard.owner): shard for shard in shards}
-        self._counted: list[_Counted] = []
-        for part in sub_optimizers(optimizer):
-            tp_group = getattr(part, "tp_group", None)
-            counted = [
-                by_owner[id(owner)]
-                for owner in part.get_parameters()
-                if param_is_not_shared(owner) and param_is_not_tensor_parallel_duplicate(owner, tp_group)
-            ]
-            places = [self.parts.index(part_of(shard.name)) for shard in counted]
-            self._counted.append(_Counted(counted, places, part.get_grad_stats_parallel_group()))
+        # As in the norm of all gradients: each shard is counted on one rank per copy of the gradients.
+        counted = [
+            by_owner[id(owner)]
+            for part in optimizer.parts_in_norm
+            for owner in part.get_parameters()
+            if param_is_not_shared(owner)
+            and param_is_not_tensor_parallel_duplicate(owner, getattr(part, "tp_group", None))
+        ]
+        self._counted = [(shard, self.parts.index(part_of(shard.name))) for shard in counted]
 
     def measure(self, step: int) -> None:
         """Measure the gradients of a step before clipping, if it is due; between `StepNumbers` and the update."""
         if self._interval and step % self._interval == 0:
-            squares = torch.stack([self._squares(counted) for counted in self._counted]).sum(0)
-            norms = (squares / self._copies).sqrt() * self._factor.value
+            norms = (self._squares() / self._copies).sqrt() * self._factor.value
             self._norms = {f"grad_norm/{part}": norm for part, norm in zip(self.parts, norms.tolist(), strict=True)}
 
     def take(self) -> dict[str, float]:
@@ -82,14 +65,13 @@ class PartNorms:
         return norms
 
     @torch.no_grad()
-    def _squares(self, counted: _Counted) -> torch.Tensor:
+    def _squares(self) -> torch.Tensor:
         """Return the squared norm of each part over all ranks, before `gradient_factor` and `gradient_copies`."""
-        pairs = [(shard.owner.grad, place) for shard, place in zip(counted.shards, counted.places)]
-        gradients = [(local(gradient), place) for gradient, place in pairs if gradient is not None]
+        gradients = [(local(shard.owner.grad), place) for shard, place in self._counted if shard.owner.grad is not None]
         squares = torch.zeros(len(self.parts), dtype=torch.float64, device=local_device())
         if gradients:
             norms = torch._foreach_norm([gradient for gradient, _ in gradients])
             places = torch.tensor([place for _, place in gradients], device=squares.device)
             squares.index_add_(0, places, torch.stack(list(norms)).double().square())
-        dist.all_reduce(squares, group=counted.group)
+        dist.all_reduce(squares)
         return squares

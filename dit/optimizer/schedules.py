@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dit.errors import ConfigError
-from dit.ranges import (
-    COUNT,
-    COUNT_OR_ZERO,
-    NOT_NEGATIVE,
-    Range,
-    check_ranges,
-)
+from dit.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, Range, check_ranges
 
 Decay = Literal["linear", "one_minus_sqrt"]
 BASE_MOMENTUM, MAX_MOMENTUM = 0.85, 0.95  # defaults of torch's OneCycleLR
@@ -24,7 +18,13 @@ BASE_MOMENTUM, MAX_MOMENTUM = 0.85, 0.95  # defaults of torch's OneCycleLR
 
 @dataclass(kw_only=True)
 class Schedule(ABC):
-    """The learning rate of every update of a run, and optionally the momentum."""
+    """The learning rate of every update of a run, and optionally the momentum.
+
+    Attributes:
+        ranges: the range of each setting, by name.
+    """
+
+    ranges: ClassVar[dict[str, Range]] = {}
 
     @abstractmethod
     def rate(self, update: int, num_steps: int, peak: float) -> float:
@@ -40,9 +40,9 @@ class Schedule(ABC):
         """Return Adam's beta1 for an update: `optimizer.beta1` unless the schedule changes it."""
         return beta1
 
-    @abstractmethod
     def validate(self) -> None:
         """Check each field separately; raises `ConfigError` with the value and its range."""
+        check_ranges("schedule", self, self.ranges)
 
     def check(self, num_steps: int, peak: float) -> None:
         """Check that the schedule fits a run, before anything is built.
@@ -71,14 +71,9 @@ class WarmUp(Schedule):
         warmup_steps: updates until the peak.
     """
 
+    ranges = Schedule.ranges | {"warmup_steps": COUNT_OR_ZERO}
+
     warmup_steps: int = 0
-
-    def validate(self) -> None:
-        check_ranges("schedule", self, {"warmup_steps": COUNT_OR_ZERO, **self.ranges()})
-
-    def ranges(self) -> dict[str, Range]:
-        """Return the ranges of fields added by a subclass."""
-        return {}
 
     def adapted(self, num_steps: int) -> list[str]:
         if self.warmup_steps <= num_steps:
@@ -113,10 +108,9 @@ class Falling(WarmUp):
         min_lr: lowest rate after the peak.
     """
 
-    min_lr: float = 0.0
+    ranges = WarmUp.ranges | {"min_lr": NOT_NEGATIVE}
 
-    def ranges(self) -> dict[str, Range]:
-        return {"min_lr": NOT_NEGATIVE}
+    min_lr: float = 0.0
 
     def check(self, num_steps: int, peak: float) -> None:
         super().check(num_steps, peak)
@@ -161,7 +155,7 @@ class Linear(Falling):
 
 
 @dataclass(kw_only=True)
-class WSD(Falling):
+class WSD(Linear):
     """Warm-up, stable, decay: a constant peak, then a decay to `min_lr` over the last `decay_steps` updates.
 
     A run can be extended from any checkpoint of the stable part. In a run shorter than warm-up and decay, the decay
@@ -175,14 +169,10 @@ class WSD(Falling):
     Eq. 1 and 2.
     """
 
+    ranges = Linear.ranges | {"decay_steps": COUNT}
+
     decay_steps: int = 1000
     decay: Decay = "linear"
-
-    def validate(self) -> None:
-        super().validate()
-
-    def ranges(self) -> dict[str, Range]:
-        return {**super().ranges(), "decay_steps": COUNT}
 
     def adapted(self, num_steps: int) -> list[str]:
         room = num_steps - max(min(self.warmup_steps, num_steps), 1)
@@ -195,8 +185,7 @@ class WSD(Falling):
         return max(summit, num_steps - self.decay_steps)
 
     def fall(self, progress: float, peak: float) -> float:
-        progress = math.sqrt(progress) if self.decay == "one_minus_sqrt" else progress
-        return peak + (self.min_lr - peak) * progress
+        return super().fall(math.sqrt(progress) if self.decay == "one_minus_sqrt" else progress, peak)
 
 
 @dataclass(kw_only=True)
@@ -211,10 +200,9 @@ class InverseSqrt(WarmUp):
     Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, learning rate decay, with their linear ramp-up.
     """
 
-    reference_steps: int = 70_000
+    ranges = WarmUp.ranges | {"reference_steps": COUNT}
 
-    def ranges(self) -> dict[str, Range]:
-        return {"reference_steps": COUNT}
+    reference_steps: int = 70_000
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         # Warm-up and decay may overlap, so they are multiplied.
@@ -240,9 +228,6 @@ class TorchOneCycle(Schedule):
     div_factor: ClassVar[float] = 25.0
     final_div_factor: ClassVar[float] = 1e4
 
-    def validate(self) -> None:
-        """There are no settings to check."""
-
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         first = peak / self.div_factor
         return self._cycle(update, num_steps, first, peak, first / self.final_div_factor)
@@ -260,17 +245,3 @@ class TorchOneCycle(Schedule):
 def _between(start: float, end: float, part: float) -> float:
     """Return the value after a part of half a cosine."""
     return end + (start - end) * (1 + math.cos(math.pi * part)) / 2
-
-
-def learning_rate(step: int, num_steps: int, peak_lr: float, schedule: Schedule) -> float:
-    """Return the learning rate of one optimizer update.
-
-    Args:
-        step: optimizer updates already done, 0 for the first one.
-    """
-    return schedule.rate(step + 1, num_steps, peak_lr)
-
-
-def momentum(step: int, num_steps: int, beta1: float, schedule: Schedule) -> float:
-    """Return Adam's beta1 of one optimizer update; arguments as in `learning_rate`."""
-    return schedule.momentum(step + 1, num_steps, beta1)

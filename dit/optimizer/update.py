@@ -17,7 +17,7 @@ parts that are copied to the device.
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, Optional, TypeAlias
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -46,22 +46,6 @@ PART = 1 << 23
 """Elements whose moments fit into one of two buffers on the device, of 64 MiB each."""
 
 
-class Update(Protocol):
-    """Update of the weights and their average.
-
-    Attributes:
-        can_be_omitted: whether the device omits the update of a bad step; otherwise, the host must not call it.
-    """
-
-    can_be_omitted: bool
-
-    def __call__(self, numbers: StepNumbers, step: int) -> None:
-        """Update the weights after the backward pass of step `step`, counted from 1; call `end` before the next one."""
-
-    def end(self, step: int, *, is_good: bool) -> None:
-        """Finish the update of step `step`, once the host knows whether the device applied it."""
-
-
 def build_update(
     optimizer: MegatronOptimizer,
     shards: Sequence[MasterShard],
@@ -71,7 +55,7 @@ def build_update(
     target: Target,
     kernels: str,
     run: Runner = call,
-) -> Update:
+) -> "Update":
     """Return the update of a run; every rank calls this.
 
     Args:
@@ -86,13 +70,12 @@ def build_update(
     muon = None
     if settings.algorithm == "muon":
         muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
-    unit_rows = UnitRows(shards)
-    if muon is not None or unit_rows.shards or isinstance(run, Graphed):
+    if muon is not None or UnitRows(shards).shards or isinstance(run, Graphed):
         adamw = adamw or reference.adamw
     if any(shard.host is not None for shard in shards):
         adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
-        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon, run, unit_rows)
+        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon, run)
     return EagerUpdate(optimizer, ema, settings.clip_grad)
 
 
@@ -191,7 +174,6 @@ class FusedUpdate:
         adamw: the kernel.
         muon: update of the weights of blocks; None if AdamW updates them.
         run: calls the operations of an update. Other arguments as in `build_update`.
-        unit_rows: scales weights after their update, before the average.
     """
 
     def __init__(
@@ -203,11 +185,10 @@ class FusedUpdate:
         adamw: AdamW,
         muon: Optional[Muon] = None,
         run: Runner = call,
-        unit_rows: Optional[UnitRows] = None,
     ) -> None:
         self.optimizer, self.shards, self.ema = optimizer, shards, ema
         self.clip_grad, self.adamw, self.muon, self.run = clip_grad, adamw, muon, run
-        self.unit_rows = UnitRows(()) if unit_rows is None else unit_rows
+        self.unit_rows = UnitRows(shards)
         # The kernel can update the average only if the new weights are final, and in device memory.
         self.averages = ema is not None and not ema.offload and not self.unit_rows.shards
         self.can_be_omitted = ema is None or not ema.offload  # otherwise, the host waits for copies
@@ -324,3 +305,11 @@ class FusedUpdate:
         for chunk in {id(chunk): chunk for part in sharded for chunk in part.model_chunks}.values():
             if fsdp or not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
+
+
+Update: TypeAlias = EagerUpdate | FusedUpdate
+"""Update of the weights after the backward pass of a step, counted from 1.
+
+`end` finishes it before the next step, once the host knows whether the device applied it. If `can_be_omitted` is False,
+the host must not call the update of a bad step.
+"""

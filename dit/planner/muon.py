@@ -30,7 +30,9 @@ def average(step: StepTrace, muon: Muon, shards: Sequence[MasterShard], groups: 
         part, copies = part_of(shard.parameter, groups, shard.start, shard.stop), copy_of(shard, groups)[1]
         kind = part.shape, shard.matrices
         if kind not in of_shape:
-            of_shape[kind] = _products(*kind, muon.dtype)
+            with StepCounter() as counter:
+                direction(torch.empty(part.shape, dtype=muon.dtype), shard.matrices)
+            of_shape[kind] = counter.trace.products
         share = part.size / torch.Size(part.shape).numel()
         for product, count in of_shape[kind].items():
             products[product] += count * share / copies
@@ -42,10 +44,3 @@ def average(step: StepTrace, muon: Muon, shards: Sequence[MasterShard], groups: 
     for key in [key for key in update.sent_bytes if key[0] == "all_to_all"]:
         step.sent_bytes[key] += round(elements * muon.dtype.itemsize) - update.sent_bytes[key]
         update.sent_bytes[key] = round(elements * muon.dtype.itemsize)
-
-
-def _products(shape: tuple[int, ...], matrices: Matrices, dtype: torch.dtype) -> dict[Product, float]:
-    """Return the matrix products of the direction of a weight."""
-    with StepCounter() as counter:
-        direction(torch.empty(shape, dtype=dtype), matrices)
-    return counter.trace.products

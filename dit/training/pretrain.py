@@ -44,7 +44,7 @@ from dit.monitoring.run_log import RunLog, open_log
 from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
 from dit.optimizer.part_norms import PartNorms
-from dit.optimizer.schedules import Schedule, learning_rate, momentum
+from dit.optimizer.schedules import Schedule
 from dit.parallel import verified_kernels
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.full_network import FullNetwork
@@ -391,7 +391,7 @@ class Run:
     def rates(self, step: int) -> tuple[float, float]:
         """Return learning rate and Adam's beta1 of the update that follows `step` completed steps."""
         length, beta1 = self.config.training.num_steps, self.config.optimizer.beta1
-        return self.learning_rate(step), momentum(step, length, beta1, self.config.schedule)
+        return self.learning_rate(step), self.config.schedule.momentum(step + 1, length, beta1)
 
     def rewind(self, bad_step: int) -> None:
         """Go back to the last checkpoint, and save it again with the current position of the data.
@@ -407,7 +407,8 @@ class Run:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of the update that follows `step` completed steps."""
-        return learning_rate(step, self.config.training.num_steps, self.config.optimizer.lr, self.config.schedule)
+        config = self.config
+        return config.schedule.rate(step + 1, config.training.num_steps, config.optimizer.lr)
 
     def report(self, loss_sums: torch.Tensor, seconds: float) -> None:
         """Reduce the counts since the last line over ranks, and report them.

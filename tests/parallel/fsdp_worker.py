@@ -83,8 +83,8 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     """Return the unsharded state of a run on rank 0: masters, averages, Adam's moments and step count."""
     state, named = run.state, []
     for i, shard in enumerate(state.shards):
-        parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in shard.slots}}
-        parts |= {f"ema_power_{n}": average.values[i] for n, average in enumerate(state.ema.powers)}
+        parts = {"weight": shard.main, **{slot: shard.slot(slot) for slot in shard.slots}}
+        parts |= {slot: values[i] for slot, values in state.ema.by_slot.items()}
         named += [(f"{slot}.{shard.name}", shard, values) for slot, values in parts.items()]
     tensors, drifted = global_values(named, run.groups)
     assert drifted == []

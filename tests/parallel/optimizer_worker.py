@@ -111,7 +111,7 @@ def formulas(case: dict) -> dict:
         average = {name: d * average[name] + (1 - d) * weights[name] for name in weights}
     process_groups.release()
     slots = {"weight": weights, "ema": average, "exp_avg": m, "exp_avg_sq": v}
-    for number, sigma_rel in enumerate(training.ema_sigma_rel or ()):
-        slots[f"ema_power_{number}"] = power_average(history, sigma_rel)
+    for sigma_rel in training.ema_sigma_rel or ():
+        slots[f"ema_power_{sigma_rel}"] = power_average(history, sigma_rel)
     state = {f"{slot}.{name}": value for slot, named in slots.items() for name, value in named.items()}
     return {"grad_norms": norms, "after": {**state, "step": torch.tensor(training.num_steps)}}

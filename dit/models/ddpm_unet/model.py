@@ -15,6 +15,7 @@ from dit.kernels.attention import Attention
 from dit.layers.adaln import LayerNorm
 from dit.layers.convolution import Convolution, GroupNorm, as_pictures, as_tokens, picture_layout, torch_init
 from dit.layers.embeddings import LabelEmbedder, timestep_features
+from dit.layers.picture_blocks import pictures_of, tokens_of
 from dit.models.base import Backbone, Stage
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 
@@ -66,12 +67,11 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         layout = picture_layout(x_NCHW)
-        x_NhwC = x_NCHW.permute(0, 2, 3, 1)
-        x_TC = x_NhwC.flatten(0, 2)
+        x_TC = tokens_of(x_NCHW)
         q_TNH, k_TNH, v_TNH = self.to_qkv(self.norm1(x_TC)).unflatten(1, (3, self.heads, -1)).unbind(1)
         x_TC = x_TC + self.to_out(self.attention(q_TNH, k_TNH, v_TNH, layout, layout).flatten(1))
         x_TC = x_TC + self.linear2(gelu(self.linear1(self.norm2(x_TC))))
-        return x_TC.view(x_NhwC.shape).permute(0, 3, 1, 2)
+        return pictures_of(x_TC, x_NCHW)
 
 
 class Block(nn.Module):

@@ -2,7 +2,6 @@
 
 from typing import Optional
 
-import torch
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
@@ -15,11 +14,6 @@ from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer
-
-
-def token_rows(count: int, device: torch.device) -> SequenceLayout:
-    """Return a layout in which every token is a sample, for modulations that differ from token to token."""
-    return SequenceLayout((1,) * count, (1,) * count, count, device)
 
 
 class WideHead(nn.Module):
@@ -64,7 +58,8 @@ class WideHead(nn.Module):
             positions_T3: (t, h, w) patch index of the tokens of all tensor-parallel ranks.
         """
         rotation: Optional[Rotation] = None if self.rotary is None else self.rotary(positions_T3)
-        rows = token_rows(layout.num_local_tokens, layout.device)
+        count = layout.num_local_tokens
+        rows = SequenceLayout((1,) * count, (1,) * count, count, layout.device)  # every token has its own modulation
         cond_TD = self.condition(nn.functional.silu(x_TD + layout.level_layout.per_token(time_LD)))
         y_TD = self.embed(inputs_TC, layout)
         for layer in self.layers.values():

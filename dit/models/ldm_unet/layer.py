@@ -17,7 +17,7 @@ from dit.kernels.attention import Attention
 from dit.layers.adaln import LayerNorm
 from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
 from dit.layers.embeddings import timestep_features
-from dit.layers.picture_blocks import BlockConditions
+from dit.layers.picture_blocks import BlockConditions, pictures_of, tokens_of
 from dit.layout import SequenceLayout
 from dit.models.ldm_unet.config import LDMUNetConfig
 
@@ -171,11 +171,10 @@ class SpatialTransformer(nn.Module):
         samples = SequenceLayout.from_lengths(
             [conditions.frames * pictures.max_seqlen] * (len(x_NCHW) // conditions.frames), device=x_NCHW.device
         )
-        y_NhwC = self.norm(x_NCHW).permute(0, 2, 3, 1)
-        y_TC = self.proj_in(y_NhwC.flatten(0, 2))
+        y_TC = self.proj_in(tokens_of(self.norm(x_NCHW)))
         for layer in self.transformer_blocks:
             y_TC = layer(y_TC, pictures, samples, conditions)
-        return x_NCHW + self.proj_out(y_TC).view(y_NhwC.shape).permute(0, 3, 1, 2)
+        return x_NCHW + pictures_of(self.proj_out(y_TC), x_NCHW)
 
 
 class Blocks(nn.Module):

@@ -48,23 +48,12 @@ class ResidualBlock(nn.Module):
         return (x_NCHW if self.shortcut is None else self.shortcut(x_NCHW)) + y_NCHW
 
 
-class Downsample(nn.Module):
-    """Downsampling by 2: a 3 x 3 convolution with stride 2."""
+class Resample(nn.Module):
+    """Resampling by 2: a 3 x 3 convolution with stride 2 down, a 4 x 4 transposed one up."""
 
-    def __init__(self, channels: int, provider: LayerProvider) -> None:
+    def __init__(self, convolution: nn.Module) -> None:
         super().__init__()
-        self.convolution = Convolution(channels, channels, provider, stride=2)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return self.convolution(x_NCHW)
-
-
-class Upsample(nn.Module):
-    """Upsampling by 2: a 4 x 4 transposed convolution with stride 2."""
-
-    def __init__(self, channels: int, provider: LayerProvider) -> None:
-        super().__init__()
-        self.convolution = TransposedConvolution(channels, channels, provider)
+        self.convolution = convolution
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         return self.convolution(x_NCHW)
@@ -124,7 +113,7 @@ class UNet(ImagenNetwork):
                 x = outputs
                 skips.append(x)
             if level + 1 < len(channels):
-                self.down.append(Step(resample=Downsample(x, provider)))
+                self.down.append(Step(resample=Resample(Convolution(x, x, provider, stride=2))))
                 skips.append(x)
         self.middle = nn.ModuleList([Step(block(x, x), attend(x)), Step(block(x, x))])
         for level, outputs in reversed(list(enumerate(channels))):
@@ -132,7 +121,8 @@ class UNet(ImagenNetwork):
             for i in range(config.num_res_blocks[level] + 1):
                 last = level > 0 and i == config.num_res_blocks[level]
                 layers = block(x + skips.pop(), outputs), attend(outputs) if attended else None
-                self.up.append(Step(*layers, Upsample(outputs, provider) if last else None))
+                up = Resample(TransposedConvolution(outputs, outputs, provider)) if last else None
+                self.up.append(Step(*layers, up))
                 x = outputs
         self.norm = GroupNorm(x, config.norm_num_groups, provider, fp32=True)
         self.last = Convolution(x, config.output_features, provider, init=ZEROS)

@@ -18,8 +18,6 @@ from dit.optimizer.schedules import (
     Schedule,
     TorchOneCycle,
     WarmUp,
-    learning_rate,
-    momentum,
 )
 
 PEAK, LOW = 3e-4, 1e-5
@@ -39,7 +37,7 @@ every_rising = pytest.mark.parametrize("schedule", RISING.values(), ids=RISING)
 
 
 def rates(schedule: Schedule, num_steps: int = NUM_STEPS) -> list[float]:
-    return [learning_rate(step, num_steps, PEAK, schedule) for step in range(num_steps)]
+    return [schedule.rate(update, num_steps, PEAK) for update in range(1, num_steps + 1)]
 
 
 @every_rising
@@ -59,8 +57,8 @@ def test_peak_is_at_the_end_of_the_rise_and_only_there(schedule):
 @pytest.mark.parametrize("schedule", FALLING.values(), ids=FALLING)
 def test_the_last_update_has_the_lowest_rate(schedule):
     """The fall reaches `min_lr` in the last step of the run, and the rate stays there."""
-    assert learning_rate(NUM_STEPS - 1, NUM_STEPS, PEAK, schedule) == pytest.approx(LOW, rel=1e-12)
-    assert learning_rate(10 * NUM_STEPS, NUM_STEPS, PEAK, schedule) == pytest.approx(LOW, rel=1e-12)
+    assert schedule.rate(NUM_STEPS, NUM_STEPS, PEAK) == pytest.approx(LOW, rel=1e-12)
+    assert schedule.rate(10 * NUM_STEPS, NUM_STEPS, PEAK) == pytest.approx(LOW, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,7 @@ def test_falls_follow_their_closed_forms(schedule, formula):
     """Each follows the formula of its paper, from the peak at update 40 to update 200."""
     for update in (40, 41, 80, 120, 140, 141, 155, 170, 199, 200):
         expected = formula(update)
-        assert learning_rate(update - 1, NUM_STEPS, PEAK, schedule) == pytest.approx(expected, rel=1e-12), update
+        assert schedule.rate(update, NUM_STEPS, PEAK) == pytest.approx(expected, rel=1e-12), update
 
 
 @every_rising
@@ -135,9 +133,9 @@ def test_a_run_without_room_for_the_decay_falls_from_the_end_of_the_rise():
 def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
     """EDM2 multiplies both: update 100 of a warm-up of 400 has a quarter of the peak, times a half from the fall."""
     schedule = InverseSqrt(warmup_steps=400, reference_steps=25)
-    assert learning_rate(99, 1000, PEAK, schedule) == pytest.approx(PEAK / 4 / 2, rel=1e-12)
-    assert learning_rate(399, 1000, PEAK, schedule) == pytest.approx(PEAK / 4, rel=1e-12)
-    assert learning_rate(899, 1000, PEAK, schedule) == pytest.approx(PEAK / 6, rel=1e-12)
+    assert schedule.rate(100, 1000, PEAK) == pytest.approx(PEAK / 4 / 2, rel=1e-12)
+    assert schedule.rate(400, 1000, PEAK) == pytest.approx(PEAK / 4, rel=1e-12)
+    assert schedule.rate(900, 1000, PEAK) == pytest.approx(PEAK / 6, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -153,17 +151,17 @@ def test_one_cycle_equals_the_schedule_of_torch(changes, num_steps):
     theirs = torch.optim.lr_scheduler.OneCycleLR(optimizer, PEAK, total_steps=num_steps, **changes)
     for step in range(num_steps):
         (group,) = optimizer.param_groups
-        assert learning_rate(step, num_steps, PEAK, schedule) == pytest.approx(group["lr"], rel=1e-12, abs=0)
-        assert momentum(step, num_steps, 0.9, schedule) == pytest.approx(group["betas"][0], rel=1e-12, abs=0)
+        assert schedule.rate(step + 1, num_steps, PEAK) == pytest.approx(group["lr"], rel=1e-12, abs=0)
+        assert schedule.momentum(step + 1, num_steps, 0.9) == pytest.approx(group["betas"][0], rel=1e-12, abs=0)
         optimizer.step()
         if step < num_steps - 1:  # torch raises an error for an update after the last one
             theirs.step()
-    assert learning_rate(num_steps + 5, num_steps, PEAK, schedule) == pytest.approx(group["lr"], rel=1e-12, abs=0)
+    assert schedule.rate(num_steps + 6, num_steps, PEAK) == pytest.approx(group["lr"], rel=1e-12, abs=0)
 
 
 def test_beta1_is_constant_unless_it_follows_the_schedule():
     for schedule in RISING.values():
-        assert momentum(3, NUM_STEPS, 0.123, schedule) == 0.123
+        assert schedule.momentum(4, NUM_STEPS, 0.123) == 0.123
 
 
 @pytest.mark.parametrize(

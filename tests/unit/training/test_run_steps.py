@@ -28,6 +28,7 @@ def run(tmp_path: Path, one_rank_world: ProcessGroups) -> Run:
 def test_the_learning_rate_of_a_step_is_the_same_on_any_number_of_ranks(run: Run) -> None:
     rates = [run.rates(step) for step in range(4)]
     assert rates[0] != rates[1]
+    assert rates[0][0] > 0  # the first update has an effect
     run.groups = replace(run.groups, world_size=4, dp_size=4)
     assert [run.rates(step) for step in range(4)] == rates
 
