@@ -44,7 +44,7 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         return super().describes(model) and not model.quantizes
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        channels, size = list(published["block_out_channels"]), published["sample_size"]
+        channels, size = published["block_out_channels"], published["sample_size"]
         kinds = {*published["down_block_types"], *published["up_block_types"]}
         if kinds != {DOWN, UP} or published["in_channels"] != published["out_channels"]:
             raise ConfigError(

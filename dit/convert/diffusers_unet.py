@@ -26,7 +26,7 @@ from dit.convert.diffusers_format import (
     learned_nulls,
     square_side,
 )
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed
+from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -63,7 +63,6 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
     fixed = tuple(name for name in arguments_of(class_name) if name not in FOLLOWED)
-    only: Mapping[str, Any] = {"patch_spatial": 1, "patch_temporal": 1}
     part = "unet"
 
     def comfyui_name(self, layer: str) -> str:
@@ -86,9 +85,9 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
+        channels, down = published["block_out_channels"], published["down_block_types"]
         depths = published["transformer_layers_per_block"]
-        depths = [depths] * len(channels) if isinstance(depths, int) else list(depths)
+        depths = [depths] * len(channels) if isinstance(depths, int) else depths
         with_text = [kind == DOWN[1] for kind in down]
         mirrored = {
             "down_block_types": [DOWN[kind] for kind in with_text],
@@ -96,7 +95,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         }
         numbers = ["in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size"]
         heads, head_size = published["attention_head_dim"], None
-        if isinstance(heads, list | tuple):  # in spite of its name, `attention_head_dim` is the number of heads
+        if isinstance(heads, list):  # in spite of its name, `attention_head_dim` is the number of heads
             sizes = {width / count for width, count in zip(channels, heads)}
             head_size = int(sizes.pop()) if len(heads) == len(channels) and len(sizes) == 1 else None
         if head_size is None:
@@ -112,7 +111,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         odd += [
             f"{name}={published[name]!r} (only {value!r})"
             for name, value in {**mirrored, "use_linear_projection": head_size is not None}.items()
-            if published[name] not in (value, tuple(value) if isinstance(value, list) else value)
+            if published[name] != value
         ]
         control = 0 if odd else published["in_channels"] - published["out_channels"]
         if control < 0:
@@ -152,7 +151,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        self.check_only(model)
+        fault = f"{self.class_name} does not support this model"
+        require(fault, vars(model), {"patch_spatial": 1, "patch_temporal": 1}, TRAIN_THAT_WAY)
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
         side, notes = square_side(self.class_name, latent_size, 2**model.halvings)
         if bottom == 0 or layers[-1] not in (0, bottom):

@@ -23,14 +23,22 @@ from dit.convert.class_dit import (
     published_sampling,
     trained_objective,
 )
-from dit.convert.diffusers_format import LatentSize, TrainedModel
-from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, with_bias
+from dit.convert.diffusers_format import LatentSize, TrainedModel, patches
+from dit.convert.rules import ByHead, Form, RuleBook, Shape, layer_rules
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
 """Attention heads of the published sizes S, B, L and XL by width, because they do not follow from shapes."""
-
+NAMES = {
+    "embed": "x_embedder.proj",
+    "conditioner.time.linear_(1|2)": "t_embedder.mlp.(0|2)",
+    "conditioner.label": "y_embedder.embedding_table",
+    "layers.#.attention.linear_(qkv|proj)": "blocks.#.attn.(qkv|proj)",
+    "layers.#.mlp.linear_fc(1|2)": "blocks.#.mlp.fc(1|2)",
+    "layers.#.modulation.linear": "blocks.#.adaLN_modulation.1",
+    "head.(modulation|linear)": "final_layer.(adaLN_modulation.1|linear)",
+}
 _NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "pos_embed")
 
 
@@ -84,32 +92,10 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
     check_expressible(model, "facebookresearch/DiT", time_frequency_shift=0)
     if frames != 1 or height != width:
         raise ConfigError(f"latents of {frames} x {height} x {width}: facebookresearch/DiT supports only square images")
-    return RuleBook(
-        shapes,
-        _rules(model),
-        tables={"pos_embed": position_table(model, height // model.patch_spatial)},
-        stored_tables=True,
-    )
-
-
-def _rules(model: DiTConfig) -> list[Rule]:
-    patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
-    rules = [
-        Rule("embed.weight", ("x_embedder.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
-        Rule("embed.bias", ("x_embedder.proj.bias",)),
-        *with_bias("conditioner.time.linear_1", "t_embedder.mlp.0"),
-        *with_bias("conditioner.time.linear_2", "t_embedder.mlp.2"),
-        Rule("conditioner.label.weight", ("y_embedder.embedding_table.weight",)),
-        *with_bias("head.modulation", "final_layer.adaLN_modulation.1"),
-        *with_bias("head.linear", "final_layer.linear"),
-    ]
     heads = model.num_attention_heads
-    by_head = ByHead(heads, (model.hidden_size // heads,) * 3, fused=True)
-    for i in range(model.num_layers):
-        layer, block = f"layers.{i}", f"blocks.{i}"
-        rules += with_bias(f"{layer}.attention.linear_qkv", f"{block}.attn.qkv", form=by_head)
-        rules += with_bias(f"{layer}.attention.linear_proj", f"{block}.attn.proj")
-        rules += with_bias(f"{layer}.mlp.linear_fc1", f"{block}.mlp.fc1")
-        rules += with_bias(f"{layer}.mlp.linear_fc2", f"{block}.mlp.fc2")
-        rules += with_bias(f"{layer}.modulation.linear", f"{block}.adaLN_modulation.1")
-    return rules
+    forms: dict[str, Form] = {
+        "embed.weight": patches("d c ph pw -> d (ph pw c)", model),
+        "layers.#.attention.linear_qkv": ByHead(heads, (model.hidden_size // heads,) * 3, fused=True),
+    }
+    tables = {"pos_embed": position_table(model, height // model.patch_spatial)}
+    return RuleBook(shapes, layer_rules(shapes, NAMES, forms), tables, stored_tables=True)

@@ -4,7 +4,8 @@ A rule has the global name of a parameter, the names of external tensors, and a 
 export use the same rules, so a round trip is exact to the bit. A name without a rule, on either side, is an error.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional, Protocol
 
@@ -203,13 +204,65 @@ class Rule:
     form: Form = field(default_factory=Same)
 
 
-def with_bias(layer: str, *external_layers: str, form: Form | None = None) -> list[Rule]:
-    """Return the rules for the weight and the bias of a linear layer, with the same form."""
-    form = Same() if form is None else form
-    return [
-        Rule(f"{layer}.{kind}", tuple(f"{external}.{kind}" for external in external_layers), form)
-        for kind in ("weight", "bias")
-    ]
+def expanded(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Expand the alternatives in a table of names, such as `(q|k|v)`, into the external names of each name.
+
+    The external names are shared out to ours in their order:
+
+        embed             x_embedder            embed -> x_embedder
+        #.linear_fc(1|2)  #.ff.net.(0.proj|2)   #.linear_fc1 -> #.ff.net.0.proj,  #.linear_fc2 -> #.ff.net.2
+        #.linear_qkv      #.attn.to_(q|k|v)     #.linear_qkv -> #.attn.to_q, #.attn.to_k, #.attn.to_v
+    """
+    table: dict[str, tuple[str, ...]] = {}
+    for name, external in names.items():
+        ours, theirs = alternatives(name), alternatives(external)
+        share = len(theirs) // len(ours)
+        table |= {one: tuple(theirs[i * share : (i + 1) * share]) for i, one in enumerate(ours)}
+    return table
+
+
+def alternatives(name: str) -> list[str]:
+    """Return every name of a name with alternatives in parentheses."""
+    start, parenthesis, rest = name.partition("(")
+    options, _, end = rest.partition(")")
+    if not parenthesis:
+        return [name]
+    return [start + option + tail for option in options.split("|") for tail in alternatives(end)]
+
+
+def numbered(name: str) -> tuple[str, str]:
+    """Return a name with `#` in place of the number of its block, and this number; an empty text if it has none."""
+    match = re.search(r"\.(\d+)\.", name)
+    return (name, "") if match is None else (f"{name[: match.start(1)]}#{name[match.end(1) :]}", match[1])
+
+
+def layer_rules(
+    parameters: Iterable[str], names: Mapping[str, str], forms: Mapping[str, Form], *, num_joint: int | None = None
+) -> list[Rule]:
+    """Return the rules of parameters by a table of names.
+
+    Args:
+        names: external layers by our layers, as in `expanded`, or tensors that are neither weights nor biases; `#` is
+            the number of a block, or of a copy.
+        forms: of layers or parameters, also of one block by its number; others are the same in both code bases.
+        num_joint: number of blocks with two streams; those after them have names `single.#`, and numbers from 0.
+    """
+    external, form_of = expanded(names), {one: form for name, form in forms.items() for one in alternatives(name)}
+    rules = []
+    for parameter in parameters:
+        pattern, number = numbered(parameter)
+        if num_joint is not None and pattern.startswith("layers.#.") and int(number) >= num_joint:
+            pattern, number = "single" + pattern.removeprefix("layers"), str(int(number) - num_joint)
+        layer, dot, kind = pattern.rpartition(".")
+        ending = dot + kind if kind in ("weight", "bias") else ""
+        layer = layer if ending else pattern
+        if layer in external:
+            keys = (parameter.removesuffix(ending), pattern, layer)
+            form = next((form_of[key] for key in keys if key in form_of), Same())
+            numbers = range(form.count) if isinstance(form, Copies) else [number]
+            theirs = (name.replace("#", str(i)) + ending for i in numbers for name in external[layer])
+            rules.append(Rule(parameter, tuple(theirs), form))
+    return rules
 
 
 def renamed(name: str, parts: Mapping[str, str]) -> str:
