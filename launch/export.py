@@ -203,8 +203,8 @@ def with_one_shift(trained: "TrainedModel") -> "TrainedModel":
 
 def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path) -> list[str]:
     """Write a state dict of facebookresearch/DiT; return the notes."""
-    from dit.convert.class_dit import trained_objective
     from dit.convert.diffusers_sampling import how_to_sample
+    from dit.convert.original_dit import trained_objective
     from dit.convert.run_record import METADATA_KEY, to_record
     from dit.convert.state_files import write_tensors
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit.convert.class_dit import check_expressible, position_table, published_sampling, trained_objective
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, patches, square_side
+from dit.convert.original_dit import check_class_dit, position_table, published_sampling, trained_objective
 from dit.convert.rules import ByHead, Copies, Form
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -53,6 +53,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         "layers.#.modulation.linear": "transformer_blocks.#.norm1.linear",
         "head.(modulation|linear)": "proj_out_(1|2)",
     }
+    free = ("routing", "time_frequency_shift")
     samples_by_class = True
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
@@ -67,7 +68,8 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         return TrainedModel(model, trained_objective(model), size, published_sampling(model), notes=notes)
 
     def check(self, model: DiTConfig) -> None:
-        check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)
+        super().check(model)
+        check_class_dit(model, self.class_name)
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         settings, _ = super().write(model, latent_size)

@@ -227,19 +227,12 @@ class DiffusersFormat(Generic[Model]):
 
     def check(self, model: Any) -> None:
         """Check that the class has every property of a model."""
-        build: Any = self.config_class
-        default = build()
-        free = {*NOT_SIZES, *HEADS, *self.same, *self.free, "out_channels"}
-        names = [field.name for field in fields(model) if field.name not in free]
-        values = {name: getattr(model, name) for name in names}
-        supported = {name: self.only.get(name, getattr(default, name)) for name in names}
-        if "ffn_hidden_size" in names:
-            inner = self.inner_size(model.hidden_size)
-            values["ffn_hidden_size"] = model.ffn_size
-            supported["ffn_hidden_size"] = model.ffn_size if inner is None else inner
-        if values.get("num_query_groups") == model.num_attention_heads:  # as many as there are without groups
-            values["num_query_groups"] = None
-        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
+        free, inner = {*HEADS, *self.same, *self.free, "out_channels"}, self.inner_size(model.hidden_size)
+        if inner in (None, model.ffn_size):
+            free.add("ffn_hidden_size")
+        if getattr(model, "num_query_groups", None) == model.num_attention_heads:  # as many as without groups
+            free.add("num_query_groups")
+        check_settings(self.class_name, model, free, {"ffn_hidden_size": inner, **self.only})
 
     def check_published(self, published: Mapping[str, Any], **supported: object) -> None:
         """Check that settings of diffusers have the only values that our model supports."""
@@ -329,6 +322,22 @@ class DiffusersFormat(Generic[Model]):
         changed, notes = self.write(model, latent_size)
         header = {"_class_name": self.class_name, "_diffusers_version": VERSION}
         return {**header, **self.defaults, **changed}, notes
+
+
+def check_settings(
+    side: str, model: ModelConfig, free: Collection[str], only: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Check that a model has the default of every setting that another code base does not have.
+
+    Args:
+        side: the other code base, for messages.
+        free: settings that it has.
+        only: values of settings that it has, if not the default.
+    """
+    default = type(model)()
+    names = [field.name for field in fields(model) if field.name not in {*NOT_SIZES, *free}]
+    supported = {name: only.get(name, getattr(default, name)) for name in names}
+    require(f"{side} does not support this model", vars(model), supported, TRAIN_THAT_WAY)
 
 
 def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:

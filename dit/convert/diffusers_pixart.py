@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from dit.convert.class_dit import trained_objective
 from dit.convert.diffusers_format import (
     CROSS_ATTENTION,
     DiffusersFormat,
@@ -26,6 +25,7 @@ from dit.convert.diffusers_format import (
     patches,
     square_side,
 )
+from dit.convert.original_dit import trained_objective
 from dit.convert.rules import ByHead, Form
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
