@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -163,31 +164,28 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         available = [(encoder, encoder.geometry().kind) for encoder in check_text_encoder(line).encoders]
     encoders = []
     for part in pipeline.texts:
-        required = TextEncoderConfig.parse(TEXT_ENCODERS[pipeline.class_name][part.folder].format("-"))
-        makes, pads = required.makes, "text" in required.makes  # a pooled vector does not depend on padding
-        needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in makes)}"
-        needs += f", with{'' if required.padded else 'out'} `:padded`" if pads else ""
-        needs += "".join(f", with `:{name}`" for name in ("padded_once", "zero_padded") if getattr(required, name))
-        needs += f", `:prompt={required.prompt}`" if required.prompt != "plain" and pipeline.note is None else ""
-        needs += f", `:layer={required.layer_names}`" if required.layers else ""
-        flags = ("joined", "appended")
-        needs += "".join(f", `:{flag}`" for flag in flags if getattr(required, flag))
-        same = {
-            name: getattr(required, name)
-            for name in ("layers", "padded_once", "zero_padded", *flags, *["padded"] * pads)
-        }
-        fitting = [
-            encoder
-            for encoder, kind in available
-            if set(makes) <= set(encoder.makes)
-            and kind in part.kinds
-            and (encoder.prompt == required.prompt or (encoder.prompt == "plain" and pipeline.note is not None))
-            and all(getattr(encoder, name) == value for name, value in same.items())
-        ]
+        line_of = TEXT_ENCODERS[pipeline.class_name][part.folder].format
+        required, or_plain = TextEncoderConfig.parse(line_of("-")), pipeline.note is not None
+        fitting = [e for e, kind in available if kind in part.kinds and _fits(e, required, or_plain=or_plain)]
         if not fitting:
             raise ConfigError(
-                f"--format pipeline: {pipeline.class_name} needs {needs}; the texts of this run are of {line!r}; "
-                "prepare the data with such an encoder, or use --format diffusers for the model without a pipeline"
+                f"--format pipeline: {pipeline.class_name} needs {part.known}, `{line_of('NAME')}`; the texts of this "
+                f"run are of {line!r}; prepare the data with such an encoder, or use --format diffusers for the model "
+                "without a pipeline"
             )
         encoders.append(fitting[0])
     return encoders
+
+
+def _fits(encoder: TextEncoderConfig, required: TextEncoderConfig, *, or_plain: bool) -> bool:
+    """Return whether an encoder makes the entries that a pipeline requires, for texts of any length.
+
+    Args:
+        or_plain: accept an encoder that changes no prompts, too.
+    """
+    # A pooled vector does not depend on padding.
+    padded = encoder.padded if "text" in required.makes else required.padded
+    prompt = required.prompt if or_plain and encoder.prompt == "plain" else encoder.prompt
+    free = {name: getattr(required, name) for name in ("name", "makes", "max_tokens")}
+    compared = replace(encoder, padded=padded, prompt=prompt, **free)
+    return set(required.makes) <= set(encoder.makes) and compared == required
