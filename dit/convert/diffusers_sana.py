@@ -11,7 +11,7 @@ arXiv:2410.10629.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +24,13 @@ FULL_WIDTH = "rms_norm_across_heads"
 
 
 @dataclass(frozen=True)
-class GatesSecond:
+class GatesSecond(Form):
     """External values, then gates; gates and values alternate in the parameter (see `GatedConvolution`).
 
     Attributes:
         pointwise: whether the external weight is a convolution of 1 x 1.
     """
 
-    axis: ClassVar[Optional[int]] = 0
     pointwise: bool = False
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:

@@ -5,9 +5,10 @@ export use the same rules, so a round trip is exact to the bit. A name without a
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from einops import EinopsError, rearrange
@@ -20,25 +21,26 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUM_SHOWN = 5  # names in a message; the others are counted
 
 
-class Form(Protocol):
+class Form(ABC):
     """A reversible rearrangement between a parameter and external tensors."""
 
     @property
     def axis(self) -> Optional[int]:
         """The axis of a matrix that is rearranged: 0 for outputs, 1 for inputs; None for other changes."""
+        return 0
 
+    @abstractmethod
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         """Merge external tensors into a parameter."""
 
+    @abstractmethod
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
         """Invert `from_external` exactly."""
 
 
 @dataclass(frozen=True)
-class Same:
+class Same(Form):
     """One external tensor, equal to the parameter."""
-
-    axis: ClassVar[Optional[int]] = 0
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
@@ -48,10 +50,9 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Copies:
+class Copies(Form):
     """`count` external copies of one parameter; copies that differ cannot be imported."""
 
-    axis: ClassVar[Optional[int]] = 0
     count: int
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -64,7 +65,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Axes:
+class Axes(Form):
     """An einops pattern.
 
     Attributes:
@@ -89,10 +90,8 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Pointwise:
+class Pointwise(Form):
     """A linear layer that is an external 1 x 1 convolution."""
-
-    axis: ClassVar[Optional[int]] = 0
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].flatten(1)
@@ -102,7 +101,7 @@ class Pointwise:
 
 
 @dataclass(frozen=True)
-class ByHead:
+class ByHead(Form):
     """A fused projection: the parameter is ordered by head, then part; external tensors by part, then head.
 
     Attributes:
@@ -162,14 +161,13 @@ TURNED_HEAD = Axes("(half two) -> (two half)", {"two": 2})
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(Form):
     """Equal chunks along the first axis in another order, such as (scale, shift) for (shift, scale).
 
     Attributes:
         order: index of the external chunk for each chunk of the parameter.
     """
 
-    axis: ClassVar[Optional[int]] = 0
     order: tuple[int, ...]
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -182,17 +180,18 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Negated:
-    """Another form with the opposite sign, for a linear layer whose output the other code base negates."""
+class Negated(Form):
+    """A linear layer whose output the other code base negates."""
 
-    axis: ClassVar[Optional[int]] = None
-    form: Form = field(default_factory=Same)
+    @property
+    def axis(self) -> None:
+        return None
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        return -self.form.from_external(tensors)
+        return -tensors[0]
 
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
-        return self.form.to_external(-parameter)
+        return (-parameter,)
 
 
 @dataclass(frozen=True)
