@@ -1,8 +1,6 @@
 """Convert diffusers' `AutoencoderKL` and `VQModel` to and from our autoencoder.
 
-The weights have the same shapes, and the same names except for the parts in `NAMES`. Scale and shift of the latents are
-the settings `scaling_factor` and `shift_factor`. Models with other activations, other kinds of blocks, or per-channel
-statistics are errors.
+Models with other activations, other kinds of blocks, or per-channel statistics are errors.
 
 Source: diffusers 0.38, `models/autoencoders/autoencoder_kl.py` and `vq_model.py`, names and settings.
 """

@@ -1,14 +1,9 @@
 """Convert diffusers' `DiTTransformer2DModel` to and from our DiT.
 
-Differences of diffusers' model:
-
-* every block has time and label embedders; they must be equal to be imported;
-* q, k and v are three matrices, and a convolution embeds patches;
-* the sinusoid of the time reaches 1 / 10000 one frequency earlier: our `time_frequency_shift=1`. The paper's code has
-  0, so weights trained with 0 get slightly different time features in diffusers;
-* `norm_eps` applies only to the norm before the MLP; we have one epsilon, 1e-6, as in the paper's code;
-* times are steps 0 to 999; our network gets a thousandth of them. A `time_scale` other than 1000 would need a scheduler
-  with other steps, so it is an error.
+Every block has time and label embedders; they must be equal to be imported. The sinusoid of the time reaches 1 / 10000
+one frequency earlier: our `time_frequency_shift=1`. The paper's code has 0, so weights trained with 0 get slightly
+different time features in diffusers. `norm_eps` applies only to the norm before the MLP; we have one epsilon, 1e-6, as
+in the paper's code. Times are steps 0 to 999, so `time_scale` must be 1000.
 
 Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and settings.
 """

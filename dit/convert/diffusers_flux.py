@@ -1,13 +1,8 @@
 """Convert diffusers' `FluxTransformer2DModel` (FLUX.1) and `ChromaTransformer2DModel` to and from our models.
 
-Differences of diffusers' models, besides those in `dit.convert.diffusers_streams`:
-
-* in single-stream blocks, the matrix of the MLP is separate, too; their output projection has all inputs of attention
-  first, then all of the MLP, while ours are ordered by head;
-* the guidance scale of a distilled network is an argument, and a setting (`guidance`) here. Times and guidance are the
-  same; both code bases multiply by 1000;
-* a network with twice as many input as output channels reads a control picture (FLUX.1 Canny and Depth), whose channels
-  follow those of the latent in both code bases.
+The output projection of a single-stream block has all inputs of attention first, then all of the MLP; ours are ordered
+by head. The guidance scale of a distilled network is an argument there, and a setting (`guidance`) here. A network with
+twice as many input as output channels reads a control picture (FLUX.1 Canny and Depth) after the latent.
 
 Source: diffusers 0.38, `models/transformers/transformer_flux.py` and `transformer_chroma.py`, names and settings;
 black-forest-labs/flux.

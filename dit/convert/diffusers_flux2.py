@@ -1,11 +1,7 @@
 """Convert diffusers' `Flux2Transformer2DModel` (FLUX.2) to and from our FLUX.2.
 
-Differences of diffusers' model, besides those in `dit.convert.diffusers_streams`:
-
-* the three shared modulations are separate matrices;
-* a single block has one input matrix with q, k, v, gates and values of the MLP in turn, and one output matrix with all
-  inputs of attention first, while ours are ordered by head;
-* all gates of a SwiGLU come first, then all values; ours alternate.
+A single block has one input matrix with q, k, v, gates and values in turn, and one output matrix with all inputs of
+attention first; ours are ordered by head. All gates of a SwiGLU come first; ours alternate with the values.
 
 Source: diffusers 0.38, `models/transformers/transformer_flux2.py` and `pipelines/flux2`, names and settings.
 """

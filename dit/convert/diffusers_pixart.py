@@ -1,12 +1,8 @@
 """Convert diffusers' `PixArtTransformer2DModel` (PixArt-alpha and Sigma) to and from our ST-DiT with full attention.
 
-Differences of diffusers' model: q, k and v (in cross-attention k and v) are separate matrices; a convolution embeds
-patches; positions span `sample_size / patch_size / interpolation_scale` indices at every resolution, our
-`position_span`. Times are steps 0 to 999; our network gets a thousandth of them. A `time_scale` other than 1000 would
-need a scheduler with other steps, so it is an error. PixArt replaces a dropped text by the embedding of the empty text
-(`null_text=empty`); a learned null token has no counterpart.
-
-The 1024 px model of PixArt-alpha is not supported, because it is conditioned on resolution and aspect ratio.
+Positions span `sample_size / patch_size / interpolation_scale` indices at every resolution, our `position_span`. Times
+are steps 0 to 999, so `time_scale` must be 1000. The 1024 px model of PixArt-alpha is not supported, because it is
+conditioned on resolution and aspect ratio.
 
 Source: diffusers 0.38, `models/transformers/pixart_transformer_2d.py`, names and settings; Chen et al. 2023,
 arXiv:2310.00426.

@@ -1,12 +1,7 @@
 """Convert diffusers' `PRXTransformer2DModel` to and from our PRX.
 
-Differences of diffusers' model:
-
-* q, k and v are ordered by part in one matrix, and features that rotate together are adjacent;
-* gates and values of the MLP are two matrices;
-* patches have channels slowest.
-
-A learned null token for a dropped text has no counterpart.
+q, k and v are ordered by part in one matrix, features that rotate together are adjacent, and patches have channels
+slowest.
 
 Source: diffusers 0.38, `models/transformers/transformer_prx.py` and `pipelines/prx`, names and settings.
 """

@@ -1,9 +1,8 @@
 """Convert diffusers' `SanaTransformer2DModel` (SANA and SANA 1.5) to and from our SANA.
 
-Differences of diffusers' model: q, k and v (in cross-attention k and v) are separate matrices; linear layers of the
-feed-forward are convolutions of 1 x 1, and its channels are ordered values, then gates. Times are steps up to 1000; our
-network gets a thousandth of them. A learned null token for a dropped text has no counterpart. Models with positions
-(4096 px) or a guidance input (SANA-Sprint) are not supported.
+Linear layers of the feed-forward are convolutions of 1 x 1, and its channels are ordered values, then gates. Times are
+steps up to 1000, so `time_scale` must be 1000. Models with positions (4096 px) or a guidance input (SANA-Sprint) are
+not supported.
 
 Source: diffusers 0.38, `models/transformers/sana_transformer.py`, names and settings; Xie et al. 2024,
 arXiv:2410.10629.

@@ -1,11 +1,7 @@
 """Convert diffusers' classes of models with `block=sandwich` to and from ours: Lumina-Image 2.0 and Z-Image.
 
-Differences of diffusers' models, besides those of q, k and v in `dit.convert.diffusers_streams`:
-
-* refiners of the image and of the text are two lists of blocks, ours are one list of layers with both;
-* a SwiGLU has one matrix for gates and one for values; ours alternate in one matrix;
-* the network predicts x0 - noise, the negated velocity, so the weights of the head have the opposite sign;
-* files have patches with channels fastest, as ours, and the head has a scale only.
+Gates and values of a SwiGLU alternate in our matrix. The network predicts x0 - noise, the negated velocity, so the
+weights of the head have the opposite sign. Patches have channels fastest, as ours, and the head has a scale only.
 
 Source: diffusers 0.38, `models/transformers/transformer_lumina2.py`, `transformer_z_image.py`, `pipelines/lumina2` and
 `pipelines/z_image`, names and settings.

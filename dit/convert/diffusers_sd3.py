@@ -1,15 +1,11 @@
 """Convert diffusers' `SD3Transformer2DModel` (Stable Diffusion 3 and 3.5) to and from our SD3.
 
-Differences of diffusers' model, besides those in `dit.convert.diffusers_streams`:
+A convolution embeds patches, and files have the table of positions, which our model computes. Heads do not rotate, so
+their features have the same order. The text of the last block is modulated by scale, then shift.
 
-* a convolution embeds patches, and files have the table of positions, which our model computes;
-* heads do not rotate, so their features have the same order;
-* the text of the last block is modulated by scale, then shift;
-* the second attention of the image has separate matrices, too.
-
-Source: diffusers 0.38, `models/transformers/transformer_sd3.py`, `models/attention.py`, `models/embeddings.py` and
-`pipelines/stable_diffusion_3`, names and settings. ComfyUI's names are those of Stability-AI/sd3.5, `mmditx.py`. The
-modulations of texts have none, because the last one is ordered scale, then shift, only in diffusers.
+Source: diffusers 0.38, `models/transformers/transformer_sd3.py` and `pipelines/stable_diffusion_3`, names and settings.
+ComfyUI's names are those of Stability-AI/sd3.5, `mmditx.py`. The modulations of texts have none, because the last one
+is ordered scale, then shift, only in diffusers.
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,8 @@
 """Conversion of models with text and image as two streams (`dit.models.streams`), common to their diffusers classes.
 
-Differences of all of diffusers' models:
-
-* q, k and v are separate matrices;
-* features that rotate together are adjacent, ours have a distance of half a head, so the rows of q and k and the
-  weights of their norms are permuted;
-* the last modulation is ordered scale, then shift;
-* the pipeline cuts patches of 2 x 2, channels slowest, so `in_channels` is that of a token.
-
-Our learned null token and null vector for a dropped text have no counterpart.
+Features that rotate together are adjacent in diffusers; ours have a distance of half a head, so the rows of q and k and
+the weights of their norms are permuted. The last modulation is ordered scale, then shift. The pipeline cuts patches of
+2 x 2, channels slowest, so `in_channels` is that of a token.
 """
 
 from collections.abc import Mapping

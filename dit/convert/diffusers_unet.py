@@ -1,14 +1,10 @@
 """Convert diffusers' `UNet2DConditionModel` (Stable Diffusion v1 and XL) to and from our latent-diffusion UNet.
 
-Differences of diffusers' model: q, k and v (in cross-attention k and v) are separate matrices; if all resolutions have
-the same number of heads, the projections around a transformer are 1 x 1 convolutions; other names. Times are steps 0 to
-999; our network gets a thousandth of them. Stable Diffusion replaces a dropped text by the embedding of the empty text
-(XL: zeros), our `null_text`; a learned null token has no counterpart. It attends to the padding of all texts (`:padded`
-of `--text-encoder` stores it). Input channels in excess of the output channels are our control picture, after the
-latent.
-
-Models with other blocks, with other conditions than time, text, and SDXL's pooled text and lengths, or with heads of
-different sizes are not supported.
+If all resolutions have the same number of heads, the projections around a transformer are 1 x 1 convolutions. Stable
+Diffusion replaces a dropped text by the embedding of the empty text (XL: zeros), our `null_text`, and attends to the
+padding of all texts (`:padded` of `--text-encoder`). Input channels in excess of the output channels are our control
+picture, after the latent. Models with other blocks, with other conditions than time, text, and SDXL's pooled text and
+lengths, or with heads of different sizes are not supported.
 
 Source: diffusers 0.38, `models/unets/unet_2d_condition.py`, names and settings.
 """

@@ -1,16 +1,8 @@
 """Convert diffusers' `WanTransformer3DModel` (Wan 2.1 text to video) to and from our Wan.
 
-Differences of diffusers' model:
-
-* q, k and v (in cross-attention k and v) are separate matrices; a convolution embeds patches;
-* features that rotate together are adjacent, ours have a distance of half a head, so in self-attention the rows of q
-  and k and the weights of their norms are permuted;
-* a predicted patch is ordered by frame, then row; ours by row, then frame;
-* tables have a leading axis of size one.
-
-Times are steps up to 1000; our network gets a thousandth of them. A `time_scale` other than 1000 would need a scheduler
-with other steps, so it is an error. A learned null token for a dropped text has no counterpart. Models that read an
-image (`image_dim`, `added_kv_proj_dim`) are not supported.
+Features that rotate together are adjacent in diffusers; ours have a distance of half a head. A predicted patch is
+ordered by frame, then row; ours by row, then frame. Times are steps up to 1000, so `time_scale` must be 1000. Models
+that read an image (`image_dim`, `added_kv_proj_dim`) are not supported.
 
 Source: diffusers 0.38, `models/transformers/transformer_wan.py`, names and settings; Wan Team 2025, arXiv:2503.20314.
 """

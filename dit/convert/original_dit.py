@@ -1,10 +1,8 @@
-"""Convert state dicts of facebookresearch/DiT to and from our DiT.
+"""Convert state dicts of facebookresearch/DiT to and from our DiT; functions that diffusers' DiT shares.
 
-facebookresearch/DiT has timm's attention with the rows of q, k and v one after the other, and a convolution that embeds
-patches. The order in a predicted patch is the same as ours: channels fastest, all means before all variances. The
-learned variance is the second half of `out_channels`. Times are steps 0 to 999; our network gets a thousandth of them.
-A `time_scale` other than 1000 would need a scheduler with other steps, so it is an error. The fixed position table is
-stored in their files; we compute it.
+The order in a predicted patch is the same as ours: channels fastest, all means before all variances. The learned
+variance is the second half of `out_channels`. Times are steps 0 to 999, so `time_scale` must be 1000. The fixed
+position table is stored in their files; we compute it.
 
 Source: Peebles and Xie 2023, arXiv:2212.09748; names of the public `models.py`.
 """
