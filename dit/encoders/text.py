@@ -281,14 +281,9 @@ class TextEncoders:
         device, precision: as in `TextEncoder`.
     """
 
-    def __init__(self, line: str, *, device: str = "cpu", precision: Precision = "fp32") -> None:
+    def __init__(self, line: str, device: str = "cpu", *, precision: Precision = "fp32") -> None:
         configs = check_text_encoder(line).encoders
         self.encoders = [TextEncoder(config, device=device, precision=precision) for config in configs]
-
-    @classmethod
-    def on(cls, line: str, device: str) -> "TextEncoders":
-        """Load the encoders of a line on a device."""
-        return cls(line, device=device)
 
     def encode(
         self, texts: Sequence[str], pictures: Optional[Sequence[Sequence["Image"]]] = None, *, negative: bool = False
@@ -345,7 +340,7 @@ def empty_texts(
     line: Optional[str],
     conditions: Sequence[Condition],
     device: torch.device,
-    load: Callable[[str, str], TextEncoders] = TextEncoders.on,
+    load: Callable[[str, str], TextEncoders] = TextEncoders,
 ) -> dict[str, Tensor]:
     """Embed the empty text for conditions that have it as null.
 
