@@ -215,7 +215,8 @@ def expanded(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     table: dict[str, tuple[str, ...]] = {}
     for name, external in names.items():
         ours, theirs = alternatives(name), alternatives(external)
-        share = len(theirs) // len(ours)
+        share, rest = divmod(len(theirs), len(ours))
+        assert not rest, f"{len(theirs)} names in {external} for {len(ours)} in {name}"
         table |= {one: tuple(theirs[i * share : (i + 1) * share]) for i, one in enumerate(ours)}
     return table
 
