@@ -15,7 +15,7 @@ from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser
-from launch.export import FORMATS, original_rules, trained_model
+from launch.export import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -121,6 +121,7 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     from dit.models.lora import A_WEIGHT
     from dit.models.lora_config import LoRAConfig
     from dit.parallel.build import parameter_shapes
+    from launch.export_weights import trained_model
 
     flags = ("drop_variance", "num_attention_heads", "text_encoder", "objective")
     if flag := next((name for name in flags if getattr(args, name)), None):
@@ -219,6 +220,7 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
     from dit.convert.run_record import METADATA_KEY, read_json_record
     from dit.convert.state_files import read_metadata, read_tensors
     from dit.models.dit.config import DiTConfig
+    from launch.export_weights import original_rules
 
     tensors = read_tensors(source)
     record = read_metadata(source).get(METADATA_KEY)

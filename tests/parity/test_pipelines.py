@@ -39,7 +39,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.grid import to_image
 from examples.flux2.compare import start_noise
 from launch.export import main as export
-from launch.export_pipeline import sampling_notes
+from launch.export_weights import sampling_notes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, relative_error
 from tests.parity.pipeline_cases import CASES, FLUX2, JOINED, RTOL, STEPS, STEPS_1000, WAN, Case, a_run

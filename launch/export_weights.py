@@ -1,44 +1,179 @@
-"""Write a run as a complete pipeline of diffusers: `python -m launch.export --format pipeline`."""
+"""Write the weights of a run in each format of `launch.export`."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import Any, Optional
 
-from dit.convert.diffusers_format import TrainedModel, format_of_model
+from torch import Tensor
+
+from dit.checkpoint.full_weights import read_full_weights
+from dit.convert import original_dit
+from dit.convert.diffusers_format import LatentSize, TrainedModel, format_of_model
 from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, pipeline_of
 from dit.convert.diffusers_sampling import (
     PAGE,
     SCHEDULER_CONFIG,
+    how_to_sample,
     num_steps_of,
     page,
     scheduler_config,
     spaced_scheduler,
     steps_notes,
 )
-from dit.convert.run_record import CONFIG_KEY, to_record
-from dit.convert.state_files import to_json, write_diffusers
+from dit.convert.lora import comfyui_tensors, to_external_layers, write_adapter_folder
+from dit.convert.original_dit import trained_objective
+from dit.convert.rules import RuleBook
+from dit.convert.run_record import CONFIG_KEY, METADATA_KEY, name_of, to_record
+from dit.convert.state_files import to_json, write_diffusers, write_tensors
 from dit.encoders.text import TextEncoder
 from dit.encoders.text_config import TextEncoderConfig, check_text_encoder
 from dit.encoders.vae import VAE, Geometry
 from dit.errors import ConfigError
+from dit.inference.generator import load_generator
+from dit.inference.latents import measure_latents
+from dit.models.autoencoder.config import AutoencoderConfig
+from dit.models.base import ModelConfig
+from dit.models.dit.config import DiTConfig
+from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.pipeline_folder import TEXT_ENCODERS
+from dit.run_config import RunConfig
 from dit.settings import SamplingConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 EXACT = {"DDIMScheduler": "ddim", "FlowMatchEulerDiscreteScheduler": "euler"}
 """Our solver that a scheduler of diffusers computes."""
 
 
+def trained_model(config: RunConfig, metadata: dict[str, Any]) -> TrainedModel:
+    """Return the model with the metadata that are written with its weights."""
+    frames, height, width = metadata["latent_size"]
+    clean = {
+        "reference": config.data.references_setting(),
+        "first_frame": getattr(config.data, "clean_first_frame", 0.0),
+    }
+    return TrainedModel(
+        model=config.model.without_adapters(),
+        objective=config.objective,
+        latent_size=(frames, height, width),
+        sampling=asdict(config.sampling),
+        # A data set may have classes that the model does not use.
+        class_names=None if config.model.condition("label") is None else metadata["class_names"],
+        text_encoder=metadata.get("text_encoder"),
+        autoencoder=config.sampling.vae or metadata.get("autoencoder"),
+        max_text_tokens=config.data.longest_text or metadata.get("max_text_tokens"),
+        attributions=metadata.get("attributions", []),
+        fps=metadata.get("fps"),
+        clean_parts=metadata.get("clean_parts") or [name for name, setting in clean.items() if setting],
+    )
+
+
+def with_one_shift(trained: TrainedModel) -> TrainedModel:
+    """Return a model with the time shift of its latent size; other code bases have none that depends on the size."""
+    objective = trained.objective
+    if getattr(objective, "shift_dimension", None) is None:
+        return trained
+    return replace(trained, objective=objective.at_size(math.prod(trained.latent_size), trained.model.in_channels))
+
+
+def with_latent_scale(model: ModelConfig, folder: Path, *, raw_weights: bool) -> ModelConfig:
+    """Return an autoencoder's settings with scale and shift of its latents, measured unless it states them."""
+    assert isinstance(model, AutoencoderConfig)
+    if model.scaling_factor is not None:
+        return model
+    mean, deviation = measure_latents(load_generator(folder, weights="raw" if raw_weights else "ema"))
+    shift = None if model.quantizes else mean if model.shift_factor is None else model.shift_factor
+    return replace(model, scaling_factor=1 / deviation, shift_factor=shift)
+
+
+def write_adapters(
+    form_name: str, folder: Path, slot: str, config: RunConfig, trained: TrainedModel, out: Path
+) -> list[str]:
+    """Write the adapters of a run, without the base's weights; return the notes."""
+    if config.model.adapters is None:
+        raise ConfigError(
+            f"--format {form_name}: {folder} has a full model and no adapters (LoRA); use diffusers or dit"
+        )
+    form = format_of_model(trained.model)
+    rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
+    layers = to_external_layers(rules, read_full_weights(folder, slot), config.model.adapters.scale)
+    if form_name == "diffusers-lora":
+        write_adapter_folder(layers, form, trained.model, out)
+    elif out.suffix != ".safetensors":
+        raise ConfigError(f"--out {out} must end in .safetensors")
+    else:
+        write_tensors(comfyui_tensors(layers, form.comfyui_name), out)
+    return [f"{len(layers)} layers of {form.class_name}; alpha is their rank, so that their scale is 1"]
+
+
+def original_rules(model: ModelConfig, latent_size: LatentSize) -> RuleBook:
+    """Return the rules between facebookresearch/DiT and one of our models."""
+    if type(model) is not DiTConfig:
+        raise ConfigError(
+            f"--format dit is for the class-conditional DiT (DiTConfig), not {type(model).__name__}; "
+            "try --format diffusers"
+        )
+    return original_dit.rules(model, parameter_shapes(model), latent_size)
+
+
+def write_original(trained: TrainedModel, weights: Callable[[], dict[str, Tensor]], out: Path) -> list[str]:
+    """Write a state dict of facebookresearch/DiT; return the notes."""
+    rules = original_rules(trained.model, trained.latent_size)
+    write_tensors(rules.to_external(weights()), out, {METADATA_KEY: json.dumps(to_record(trained))})
+    notes = note_objective(trained.objective, trained_objective(trained.model))
+    if notes:
+        notes += how_to_sample(trained)
+    if out.suffix == ".pt":
+        notes.append(
+            "a .pt file cannot store objective, class names and sampling defaults: give its importer --objective, "
+            "or write a .safetensors"
+        )
+    return notes
+
+
+def write_diffusers_folder(
+    trained: TrainedModel,
+    weights: Callable[[], dict[str, Tensor]],
+    out: Path,
+    max_shard_bytes: Optional[int] = None,
+) -> list[str]:
+    """Write a folder in the diffusers layout, scheduler and page included; return the notes."""
+    form = format_of_model(trained.model)
+    settings, notes = form.write_settings(trained.model, trained.latent_size)
+    rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
+    notes += [*rules.export_notes(), *steps_notes(trained)]
+    texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
+    scheduler = scheduler_config(trained.objective, num_steps_of(trained))
+    if scheduler is not None:
+        texts[SCHEDULER_CONFIG] = to_json(scheduler)
+    record = {CONFIG_KEY: to_record(trained)}
+    tensors = rules.to_external(weights())
+    write_diffusers({**settings, **record}, tensors, out, texts=texts, max_shard_bytes=max_shard_bytes)
+    published = form.read_settings(settings).objective
+    use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
+    return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]
+
+
+def note_objective(objective: Objective, published: Objective) -> list[str]:
+    """Return a note if the weights need another scheduler than the published ones of the same class."""
+    if objective == published or objective.reconstructs:
+        return []
+
+    ours, theirs = ({"objective": name_of(part), **asdict(part)} for part in (objective, published))  # type: ignore[call-overload]
+    names = [name for name in ours if ours[name] != theirs.get(name)]
+    if "objective" in names:
+        names = ["objective"]
+    differences = ", ".join(f"{name}={ours[name]} (published: {theirs[name]})" for name in names)
+    return [f"published weights of this class were trained with other settings: {differences}; sample with ours"]
+
+
 def write_pipeline(
     trained: TrainedModel,
-    weights: Callable[[], dict[str, "Tensor"]],
+    weights: Callable[[], dict[str, Tensor]],
     out: Path,
     *,
     autoencoder: Optional[str],
