@@ -162,7 +162,6 @@ def note_objective(objective: Objective, published: Objective) -> list[str]:
     """Return a note if the weights need another scheduler than the published ones of the same class."""
     if objective == published or objective.reconstructs:
         return []
-
     ours, theirs = ({"objective": name_of(part), **asdict(part)} for part in (objective, published))  # type: ignore[call-overload]
     names = [name for name in ours if ours[name] != theirs.get(name)]
     if "objective" in names:
