@@ -16,7 +16,6 @@ from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import command_parser
-from launch.export import trained_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +70,7 @@ def run(args: argparse.Namespace) -> str:
     from dit.checkpoint.sharded_state import power_slot
     from dit.checkpoint.state_files import SlotWeights, read_full
     from dit.optimizer.ema import combination, exponent_of
+    from launch.export_weights import trained_model
 
     if not 0.01 <= args.sigma_rel <= 0.28:
         raise ConfigError(f"--sigma-rel {args.sigma_rel} must be from 0.01 to 0.28")
