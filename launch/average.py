@@ -17,7 +17,6 @@ from dit.ranges import RELATIVE_LENGTH
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import command_parser
-from launch.export import trained_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +70,7 @@ def run(args: argparse.Namespace) -> str:
     from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
     from dit.checkpoint.state_files import SlotWeights, read_full
     from dit.optimizer.ema import combination, exponent_of, power_slot
+    from launch.export_weights import trained_model
 
     if args.sigma_rel not in RELATIVE_LENGTH:
         raise ConfigError(f"--sigma-rel {args.sigma_rel} must be {RELATIVE_LENGTH}")

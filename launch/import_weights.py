@@ -15,7 +15,7 @@ from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser
-from launch.export import FORMATS, original_rules, trained_model
+from launch.export import FORMATS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,12 +92,8 @@ def run(args: argparse.Namespace) -> list[str]:
     environment.quiet_libraries()
     if args.format == LORA:
         return write_adapter_run(source, args)
-    from dit.checkpoint.full_weights import write_imported
-    from dit.convert.run_record import build
     from dit.convert.variance import drop_variance
     from dit.encoders.text_config import check_text_encoder
-    from dit.monitoring.run_lock import RunLock
-    from dit.settings import SamplingConfig
 
     objective = None if args.objective is None else read_objective(args.objective)
     content = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
@@ -110,11 +106,7 @@ def run(args: argparse.Namespace) -> list[str]:
         trained = replace(trained, text_encoder=check_text_encoder(",".join(args.text_encoder)).recorded)
     elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
         notes.append("guidance needs the embedding of the empty text: give --text-encoder, or sample without guidance")
-    sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
-    with RunLock(args.out, setting="--out") as lock:
-        lock.check()
-        origin = f"{args.format}: {source.resolve()}"
-        write_imported(Path(args.out), weights, trained, sampling, origin)
+    write_run(args, weights, trained)
     zeros = [f"{name} is imported as zeros: {why}" for name, why in content.rules.unmatched.items()]
     return [*trained.notes, *zeros, *content.notes, *notes]
 
@@ -123,16 +115,13 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     """Write a run folder with imported adapters for the weights of a run or folder; return the notes."""
     from dit.checkpoint.base_model import find_start
     from dit.checkpoint.diffusers_folder import Network
-    from dit.checkpoint.full_weights import write_imported
     from dit.checkpoint.reading import read_settings
     from dit.convert.diffusers_format import format_of_model
     from dit.convert.lora_import import read_adapters
-    from dit.convert.run_record import build
     from dit.models.lora import A_WEIGHT
     from dit.models.lora_config import LoRAConfig
-    from dit.monitoring.run_lock import RunLock
     from dit.parallel.build import parameter_shapes
-    from dit.settings import SamplingConfig
+    from launch.export_weights import trained_model
 
     flags = ("drop_variance", "num_attention_heads", "text_encoder", "objective")
     if flag := next((name for name in flags if getattr(args, name)), None):
@@ -147,13 +136,28 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     linears = [name.removesuffix(A_WEIGHT) for name in adapted if name.endswith(A_WEIGHT)]
     adapters = read_adapters(source, form, model, rules, linears)
     trained = replace(trained, model=model.with_adapters(adapters.config))
-    sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     base = {"folder": str(start.folder.resolve()), "digest": start.digest(None)}
+    write_run(args, adapters.tensors, trained, base)
+    return adapters.notes
+
+
+def write_run(
+    args: argparse.Namespace,
+    weights: dict[str, "Tensor"],
+    trained: "TrainedModel",
+    base: Optional[dict[str, str]] = None,
+) -> None:
+    """Write the run folder of `--out`; `base` names the model of adapters."""
+    from dit.checkpoint.full_weights import write_imported
+    from dit.convert.run_record import build
+    from dit.monitoring.run_lock import RunLock
+    from dit.settings import SamplingConfig
+
+    sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
-        origin = f"lora: {source.resolve()}"
-        write_imported(Path(args.out), adapters.tensors, trained, sampling, origin, base=base)
-    return adapters.notes
+        origin = f"{args.format}: {Path(args.source).resolve()}"
+        write_imported(Path(args.out), weights, trained, sampling, origin, base=base)
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,7 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
     from dit.convert.run_record import METADATA_KEY, read_json_record
     from dit.convert.state_files import read_metadata, read_tensors
     from dit.models.dit.config import DiTConfig
+    from launch.export_weights import original_rules
 
     tensors = read_tensors(source)
     record = read_metadata(source).get(METADATA_KEY)

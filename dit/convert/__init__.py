@@ -7,7 +7,7 @@ DIFFUSERS = {
     "Flux2Transformer2DModel": "dit.convert.diffusers_flux2:DiffusersFlux2",
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
     "HunyuanVideo15Transformer3DModel": "dit.convert.diffusers_hunyuan_video:DiffusersHunyuanVideo",
-    "Lumina2Transformer2DModel": "dit.convert.diffusers_lumina2:DiffusersLumina2",
+    "Lumina2Transformer2DModel": "dit.convert.diffusers_sandwich:DiffusersLumina2",
     "PRXTransformer2DModel": "dit.convert.diffusers_prx:DiffusersPRX",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
     "QwenImageTransformer2DModel": "dit.convert.diffusers_qwen_image:DiffusersQwenImage",
@@ -16,5 +16,5 @@ DIFFUSERS = {
     "UNet2DConditionModel": "dit.convert.diffusers_unet:DiffusersUNet",
     "VQModel": "dit.convert.diffusers_autoencoder:DiffusersVQModel",
     "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",
-    "ZImageTransformer2DModel": "dit.convert.diffusers_z_image:DiffusersZImage",
+    "ZImageTransformer2DModel": "dit.convert.diffusers_sandwich:DiffusersZImage",
 }

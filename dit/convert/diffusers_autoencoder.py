@@ -1,8 +1,6 @@
 """Convert diffusers' `AutoencoderKL` and `VQModel` to and from our autoencoder.
 
-The weights have the same shapes, and the same names except for the parts in `NAMES`. Scale and shift of the latents are
-the settings `scaling_factor` and `shift_factor`. Models with other activations, other kinds of blocks, or per-channel
-statistics are errors.
+Models with other activations, other kinds of blocks, or per-channel statistics are errors.
 
 Source: diffusers 0.38, `models/autoencoders/autoencoder_kl.py` and `vq_model.py`, names and settings.
 """
@@ -44,7 +42,7 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         return super().describes(model) and not model.quantizes
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        channels, size = list(published["block_out_channels"]), published["sample_size"]
+        channels, size = published["block_out_channels"], published["sample_size"]
         kinds = {*published["down_block_types"], *published["up_block_types"]}
         if kinds != {DOWN, UP} or published["in_channels"] != published["out_channels"]:
             raise ConfigError(

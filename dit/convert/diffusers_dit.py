@@ -1,14 +1,9 @@
 """Convert diffusers' `DiTTransformer2DModel` to and from our DiT.
 
-Differences of diffusers' model:
-
-* every block has time and label embedders; they must be equal to be imported;
-* q, k and v are three matrices, and a convolution embeds patches;
-* the sinusoid of the time reaches 1 / 10000 one frequency earlier: our `time_frequency_shift=1`. The paper's code has
-  0, so weights trained with 0 get slightly different time features in diffusers;
-* `norm_eps` applies only to the norm before the MLP; we have one epsilon, 1e-6, as in the paper's code;
-* times are steps 0 to 999; our network gets a thousandth of them. A `time_scale` other than 1000 would need a scheduler
-  with other steps, so it is an error.
+Every block has time and label embedders; they must be equal to be imported. The sinusoid of the time reaches 1 / 10000
+one frequency earlier: our `time_frequency_shift=1`. The paper's code has 0, so weights trained with 0 get slightly
+different time features in diffusers. `norm_eps` applies only to the norm before the MLP; we have one epsilon, 1e-6, as
+in the paper's code. Times are steps 0 to 999, so `time_scale` must be 1000.
 
 Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and settings.
 """
@@ -20,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dit.convert.class_dit import check_expressible, position_table, published_sampling, trained_objective
-from dit.convert.diffusers_format import DiffusersTransformer, LatentSize, TrainedModel, square_side
-from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, patches, square_side
+from dit.convert.original_dit import check_class_dit, position_table, published_sampling, trained_objective
+from dit.convert.rules import ByHead, Copies, Form
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
@@ -30,7 +25,7 @@ PIPELINE_CLASSES = 1000
 """`DiTPipeline` uses this index for "no class", independent of the network."""
 
 
-class DiffusersDiT(DiffusersTransformer[DiTConfig]):
+class DiffusersDiT(DiffusersFormat[DiTConfig]):
     """`DiTTransformer2DModel`; the published DiT-XL/2 folders have its old name."""
 
     class_name = "DiTTransformer2DModel"
@@ -40,10 +35,20 @@ class DiffusersDiT(DiffusersTransformer[DiTConfig]):
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "num_layers": "num_layers",
-        "num_attention_heads": "num_attention_heads",
         "patch_spatial": "patch_size",
         "num_classes": "num_embeds_ada_norm",
     }
+    names: Mapping[str, str] = {
+        "embed": "pos_embed.proj",
+        "conditioner.time.linear_(1|2)": "transformer_blocks.#.norm1.emb.timestep_embedder.linear_(1|2)",
+        "conditioner.label": "transformer_blocks.#.norm1.emb.class_embedder.embedding_table",
+        "layers.#.attention.linear_qkv": "transformer_blocks.#.attn1.to_(q|k|v)",
+        "layers.#.attention.linear_proj": "transformer_blocks.#.attn1.to_out.0",
+        "layers.#.mlp.linear_fc(1|2)": "transformer_blocks.#.ff.net.(0.proj|2)",
+        "layers.#.modulation.linear": "transformer_blocks.#.norm1.linear",
+        "head.(modulation|linear)": "proj_out_(1|2)",
+    }
+    free = ("routing", "time_frequency_shift")
     samples_by_class = True
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
@@ -57,17 +62,20 @@ class DiffusersDiT(DiffusersTransformer[DiTConfig]):
         size = (1, published["sample_size"], published["sample_size"])
         return TrainedModel(model, trained_objective(model), size, published_sampling(model), notes=notes)
 
+    def check(self, model: DiTConfig) -> None:
+        super().check(model)
+        check_class_dit(model, self.class_name)
+
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)
-        side, notes = square_side(self.class_name, latent_size, model.patch_spatial)
-        settings = self.write_sizes(model) | {"sample_size": side, "norm_eps": model.layernorm_epsilon}
+        settings, _ = super().write(model, latent_size)
+        _, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         if model.time_frequency_shift != 1:
             notes.append(
                 "the model was trained with time_frequency_shift=0, diffusers computes the time's sinusoid with 1 "
                 "(frequencies 10000 ** -(i / 127) instead of 10000 ** -(i / 128)), so its outputs differ slightly; "
                 "train with model.time_frequency_shift=1 for equal outputs"
             )
-        return settings, notes
+        return settings | {"norm_eps": model.layernorm_epsilon}, notes
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
         """Move the vector of "no class" to the index that `DiTPipeline` uses, after zeros for unused classes."""
@@ -81,33 +89,14 @@ class DiffusersDiT(DiffusersTransformer[DiTConfig]):
         model = replace(trained.model, num_classes=PIPELINE_CLASSES)
         return replace(trained, model=model, class_names=names), {**weights, name: table}
 
-    def rules(self, model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
-        embedders = [f"transformer_blocks.{i}.norm1.emb" for i in range(model.num_layers)]
-        times, copies = [f"{name}.timestep_embedder" for name in embedders], Copies(model.num_layers)
-        rules = [
-            Rule("embed.weight", ("pos_embed.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
-            Rule("embed.bias", ("pos_embed.proj.bias",)),
-            *with_bias("conditioner.time.linear_1", *(f"{name}.linear_1" for name in times), form=copies),
-            *with_bias("conditioner.time.linear_2", *(f"{name}.linear_2" for name in times), form=copies),
-            Rule(
-                "conditioner.label.weight",
-                tuple(f"{name}.class_embedder.embedding_table.weight" for name in embedders),
-                copies,
-            ),
-            *with_bias("head.modulation", "proj_out_1"),
-            *with_bias("head.linear", "proj_out_2"),
-        ]
+    def forms(self, model: DiTConfig) -> Mapping[str, Form]:
         heads = model.num_attention_heads
-        by_head = ByHead(heads, (model.hidden_size // heads,) * 3)
-        for i in range(model.num_layers):
-            layer, block = f"layers.{i}", f"transformer_blocks.{i}"
-            qkv = [f"{block}.attn1.to_{part}" for part in "qkv"]
-            rules += with_bias(f"{layer}.attention.linear_qkv", *qkv, form=by_head)
-            rules += with_bias(f"{layer}.attention.linear_proj", f"{block}.attn1.to_out.0")
-            rules += with_bias(f"{layer}.mlp.linear_fc1", f"{block}.ff.net.0.proj")
-            rules += with_bias(f"{layer}.mlp.linear_fc2", f"{block}.ff.net.2")
-            rules += with_bias(f"{layer}.modulation.linear", f"{block}.norm1.linear")
+        return {
+            "embed.weight": patches("d c ph pw -> d (ph pw c)", model),
+            "conditioner.(time.linear_1|time.linear_2|label)": Copies(model.num_layers),
+            "layers.#.attention.linear_qkv": ByHead(heads, (model.hidden_size // heads,) * 3),
+        }
+
+    def tables(self, model: DiTConfig, latent_size: LatentSize) -> Mapping[str, Tensor]:
         side, _ = square_side(self.class_name, latent_size, model.patch_spatial)
-        table = position_table(model, side // model.patch_spatial)
-        return RuleBook(shapes, rules, tables={"pos_embed.pos_embed": table})
+        return {"pos_embed.pos_embed": position_table(model, side // model.patch_spatial)}

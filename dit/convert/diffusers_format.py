@@ -3,9 +3,8 @@
 import importlib
 import math
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +13,17 @@ from typing import Any, Generic, Optional, TypeVar
 from torch import Tensor
 
 from dit.convert import DIFFUSERS
-from dit.convert.rules import TRAIN_THAT_WAY, RuleBook, Shape, require
+from dit.convert.rules import (
+    TRAIN_THAT_WAY,
+    Axes,
+    Form,
+    RuleBook,
+    Shape,
+    expanded,
+    layer_rules,
+    numbered,
+    require,
+)
 from dit.errors import ConfigError, UserError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
@@ -106,17 +115,41 @@ def arguments_of(class_name: str) -> Mapping[str, Any]:
     return classes[class_name]
 
 
-class DiffusersFormat(ABC, Generic[Model]):
-    """One model class of diffusers.
+CROSS_ATTENTION = {
+    "layers.#.attention.linear_qkv": "transformer_blocks.#.attn1.to_(q|k|v)",
+    "layers.#.attention.linear_proj": "transformer_blocks.#.attn1.to_out.0",
+    "layers.#.cross_attention.linear_q": "transformer_blocks.#.attn2.to_q",
+    "layers.#.cross_attention.linear_kv": "transformer_blocks.#.attn2.to_(k|v)",
+    "layers.#.cross_attention.linear_proj": "transformer_blocks.#.attn2.to_out.0",
+    "layers.#.modulation.table": "transformer_blocks.#.scale_shift_table",
+    "head.table": "scale_shift_table",
+    "head.linear": "proj_out",
+}
+"""Names of attention, modulation and head in PixArt, SANA and Wan."""
+NOT_SIZES = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
+"""Our settings that do not change the network of an export."""
+HEADS = {"hidden_size", "num_attention_heads"}
+"""Our settings that follow from `num_attention_heads` and `attention_head_dim`."""
+
+
+class DiffusersFormat(Generic[Model]):
+    """One model class of diffusers, described by data as far as possible.
 
     Attributes:
         class_name: in `config.json`.
         aliases: older names of this class, distinguished from others by `norm_type`.
         config_class: settings class of our backbone.
         fixed: names of arguments that our backbone supports with the default only.
-        only: our settings with the only values that the class supports.
+        same: diffusers' names of settings with equal values, by ours.
+        free: our further settings that the class has.
+        only: values of other settings, if not the default, with which the class supports a model.
+        names: diffusers' names of layers by ours, as in `layer_rules`.
+        stored_tables: whether files have the tables of `tables`.
+        latent_size: (T, H, W) of training, if it is not in the settings.
+        time_shift: of the flow matching of the published models.
+        sampling: steps and guidance of their pipeline.
         samples_by_class: the class is the model's only condition.
-        comfyui: ComfyUI's names of linear layers (those of the original code) by patterns of diffusers' names.
+        comfyui: diffusers' names of layers by those in ComfyUI (of the original code), as in `expanded`.
         part: name of the model in diffusers' pipelines, and prefix of its adapters.
     """
 
@@ -124,9 +157,16 @@ class DiffusersFormat(ABC, Generic[Model]):
     aliases: tuple[str, ...] = ()
     config_class: type[Model]
     fixed: Collection[str] = ()
+    same: Mapping[str, str] = MappingProxyType({})
+    free: Collection[str] = ()
     only: Mapping[str, Any] = MappingProxyType({})
+    names: Mapping[str, str] = MappingProxyType({})
+    stored_tables: bool = False
+    latent_size: LatentSize
+    time_shift: float
+    sampling: Mapping[str, Any]
     samples_by_class: bool = False
-    comfyui: Sequence[tuple[str, str]] = ()
+    comfyui: Mapping[str, str] = MappingProxyType({})
     part: str = "transformer"
 
     @property
@@ -134,17 +174,89 @@ class DiffusersFormat(ABC, Generic[Model]):
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
 
-    @abstractmethod
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         """Convert diffusers' settings, completed by `defaults`; raise `ConfigError` for unsupported ones."""
+        build: Any = self.config_class
+        return self.trained(build(**{"null_text": "empty", **self.read_sizes(published)}), published)
 
-    @abstractmethod
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our settings for diffusers' settings."""
+        sizes: dict[str, Any] = {ours: published[theirs] for ours, theirs in self.same.items()}
+        sizes |= {name: float(sizes[name]) for name in ("rope_theta", "time_scale") if name in sizes}
+        if "attention_head_dim" in self.defaults:
+            heads = published["num_attention_heads"]
+            sizes |= {"num_attention_heads": heads, "hidden_size": heads * published["attention_head_dim"]}
+        if "mlp_ratio" in self.defaults:
+            sizes["ffn_hidden_size"] = int(published["mlp_ratio"] * sizes["hidden_size"])
+        if "out_channels" in self.defaults:
+            channels = published["out_channels"]
+            sizes["out_channels"] = None if channels in (None, published["in_channels"]) else channels
+        return sizes
+
+    def trained(self, model: Model, published: Mapping[str, Any]) -> TrainedModel:
+        """Return a model with objective, latent size and sampling of the published ones."""
+        notes = []
+        if "sample_size" in self.defaults:
+            latent_size = (1, published["sample_size"], published["sample_size"])
+        else:
+            latent_size = self.latent_size
+            notes.append(f"config.json has no latent size; {' x '.join(map(str, latent_size))} is assumed")
+        if (guidance := getattr(model, "guidance", None)) is not None:
+            notes.append(f"the network gets a guidance scale of {guidance:g} (model.guidance)")
+        objective = FlowMatching(time_shift=self.time_shift)
+        return TrainedModel(model, objective, latent_size, {"solver": "euler", **self.sampling}, notes=notes)
+
     def write(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         """Return diffusers' settings that differ from `defaults`, and notes about differences in effect."""
+        self.check(model)
+        return self.write_sizes(model, latent_size), []
 
-    @abstractmethod
+    def write_sizes(self, model: Any, latent_size: LatentSize) -> dict[str, Any]:
+        """Invert `read_sizes`."""
+        settings: dict[str, Any] = {theirs: getattr(model, ours) for ours, theirs in self.same.items()}
+        if "attention_head_dim" in self.defaults:
+            heads = model.num_attention_heads
+            settings |= {"num_attention_heads": heads, "attention_head_dim": model.hidden_size // heads}
+        if "mlp_ratio" in self.defaults:
+            settings["mlp_ratio"] = mlp_ratio(model.ffn_size, model.hidden_size)
+        if "out_channels" in self.defaults:
+            settings["out_channels"] = model.out_channels or model.in_channels
+        if "sample_size" in self.defaults:
+            settings["sample_size"] = square_side(self.class_name, latent_size, model.patch_spatial)[0]
+        return settings
+
+    def check(self, model: Any) -> None:
+        """Check that the class has every property of a model."""
+        free, inner = {*HEADS, *self.same, *self.free, "out_channels"}, self.inner_size(model.hidden_size)
+        if inner in (None, model.ffn_size):
+            free.add("ffn_hidden_size")
+        if getattr(model, "num_query_groups", None) == model.num_attention_heads:  # as many as without groups
+            free.add("num_query_groups")
+        check_settings(self.class_name, model, free, {"ffn_hidden_size": inner, **self.only})
+
+    def check_published(self, published: Mapping[str, Any], **supported: object) -> None:
+        """Check that settings of diffusers have the only values that our model supports."""
+        require(f"{self.class_name} differs from our model", published, supported, "such weights cannot be imported")
+
+    def inner_size(self, hidden_size: int) -> Optional[int]:
+        """Return the inner width of the MLPs that the class has for a width of the tokens; None for any."""
+        return None if "mlp_ratio" in self.defaults else 4 * hidden_size
+
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         """Return the rules between the weights."""
+        unmatched = learned_nulls(shapes)
+        parameters = [name for name in shapes if name not in unmatched]
+        num_joint = getattr(model, "num_joint_layers", None)
+        rules = layer_rules(parameters, self.names, self.forms(model), num_joint=num_joint)
+        return RuleBook(shapes, rules, self.tables(model, latent_size), self.stored_tables, unmatched)
+
+    def forms(self, model: Model) -> Mapping[str, Form]:
+        """Return the forms of layers that diffusers stores in another way."""
+        return {}
+
+    def tables(self, model: Model, latent_size: LatentSize) -> Mapping[str, Tensor]:
+        """Return diffusers' tensors that our model computes."""
+        return {}
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
         """Return a model and its weights, with our names, in the sizes that diffusers' pipeline expects."""
@@ -152,18 +264,15 @@ class DiffusersFormat(ABC, Generic[Model]):
 
     def comfyui_name(self, layer: str) -> Optional[str]:
         """Return ComfyUI's name of a linear layer of diffusers; None if it is unknown."""
-        matches = ((re.fullmatch(pattern, layer), name) for pattern, name in self.comfyui)
-        return next((f"diffusion_model.{match.expand(name)}" for match, name in matches if match), None)
+        pattern, number = numbered(layer)
+        for name, layers in expanded(self.comfyui).items():
+            if pattern in layers:
+                return f"diffusion_model.{name.replace('#', number)}"
+        return None
 
     def other_names(self, layer: str, model: Model) -> list[str]:
         """Return further names of a diffusers layer in adapter files."""
         return []
-
-    def check_only(self, model: Model, **also: object) -> None:
-        """Check that the class supports the settings of a model: those in `only`, and further ones."""
-        supported = {**self.only, **also}
-        values = {name: getattr(model, name) for name in supported}
-        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
 
     def describes(self, model: ModelConfig) -> bool:
         """Return whether the class is that of a model."""
@@ -185,7 +294,8 @@ class DiffusersFormat(ABC, Generic[Model]):
         arguments = {name: value for name, value in settings.items() if not name.startswith("_")}
         # Old files have arguments that no longer exist; they have no effect if unset.
         unknown = [f"{n}={v!r}" for n, v in arguments.items() if n not in self.defaults and v not in (None, False)]
-        complete = {**self.defaults, **{n: v for n, v in arguments.items() if n in self.defaults}}
+        complete = {n: arguments.get(n, default) for n, default in self.defaults.items()}
+        complete = {n: list(v) if isinstance(v, list | tuple) else v for n, v in complete.items()}
         differing = [n for n in self.fixed if complete[n] != self.defaults[n]]
         wrong = [f"{n}={complete[n]!r} (only {self.defaults[n]!r})" for n in differing]
         if unknown or wrong:
@@ -214,31 +324,26 @@ class DiffusersFormat(ABC, Generic[Model]):
         return {**header, **self.defaults, **changed}, notes
 
 
-class DiffusersTransformer(DiffusersFormat[Model]):
-    """A diffusers class with the sizes of `same`, a width in heads, and optional output channels.
+def check_settings(
+    side: str, model: ModelConfig, free: Collection[str], only: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """Check that a model has the default of every setting that another code base does not have.
 
-    Attributes:
-        same: diffusers' names of settings with equal values, by ours.
+    Args:
+        side: the other code base, for messages.
+        free: settings that it has.
+        only: values of settings that it has, if not the default.
     """
+    default = type(model)()
+    names = [field.name for field in fields(model) if field.name not in {*NOT_SIZES, *free}]
+    supported = {name: only.get(name, getattr(default, name)) for name in names}
+    require(f"{side} does not support this model", vars(model), supported, TRAIN_THAT_WAY)
 
-    same: Mapping[str, str]
 
-    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        """Return our sizes for diffusers' settings."""
-        sizes = {ours: published[theirs] for ours, theirs in self.same.items()}
-        channels, out_channels = published["in_channels"], published["out_channels"]
-        return sizes | {
-            "hidden_size": published["num_attention_heads"] * published["attention_head_dim"],
-            "out_channels": None if out_channels in (None, channels) else out_channels,
-        }
-
-    def write_sizes(self, model: Any) -> dict[str, Any]:
-        """Invert `read_sizes`."""
-        settings = {theirs: getattr(model, ours) for ours, theirs in self.same.items()}
-        return settings | {
-            "attention_head_dim": model.hidden_size // model.num_attention_heads,
-            "out_channels": model.out_channels or model.in_channels,
-        }
+def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:
+    """Return the form of a layer of patches, by an einops pattern with the axes `pt`, `ph` and `pw` of a patch."""
+    sizes |= {"pt": model.patch_temporal, "ph": model.patch_spatial, "pw": model.patch_spatial}
+    return Axes(pattern, {axis: size for axis, size in sizes.items() if axis in pattern})
 
 
 NEAREST: Mapping[str, str] = {

@@ -15,7 +15,6 @@ Source: diffusers 0.38, `pipelines/`: arguments of the constructors, and the ste
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, Literal, Optional
 
 from dit.condition_table import size_and_crop
@@ -86,14 +85,15 @@ class Pipeline:
         reference_area: pixels to which it always scales a picture to edit; None if the caller chooses them.
         note: difference to our sampler, printed if an encoder of the run changes no prompts (`prompt=plain`), which a
             pipeline with its own prompts accepts only with a note.
+        absent: optional parts, which are not written.
         index: further entries of `model_index.json`.
     """
 
     class_name: str
     texts: tuple[TextPart, ...] = ()
-    flow: bool = False
+    flow: bool = True
     adds_shift_factor: bool = False
-    guided_by_texts: bool = False
+    guided_by_texts: bool = True
     scale: Optional[str] = "guidance_scale"
     scale_of_none: float = 1.0
     keeps_norm: bool = False
@@ -113,15 +113,16 @@ class Pipeline:
     setup: tuple[str, ...] = ()
     reference_area: Optional[int] = None
     note: Optional[str] = None
-    index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    absent: tuple[str, ...] = ()
+    index: Mapping[str, Any] = field(default_factory=dict)
 
 
 PIPELINES = {
-    "DiTTransformer2DModel": Pipeline("DiTPipeline", reads_adapters=False),
+    "DiTTransformer2DModel": Pipeline("DiTPipeline", flow=False, guided_by_texts=False, reads_adapters=False),
     "PixArtTransformer2DModel": Pipeline(
         "PixArtAlphaPipeline",
         (TextPart("text_encoder", T5_LIKE, "a T5 or a BERT"),),
-        guided_by_texts=True,
+        flow=False,
         reads_adapters=False,
         arguments=("clean_caption=False", "use_resolution_binning=False"),
         note="PixArtAlphaPipeline converts prompts to lower case; prepare captions in lower case for it",
@@ -129,10 +130,9 @@ PIPELINES = {
     "UNet2DConditionModel": Pipeline(
         "StableDiffusionPipeline",
         (TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),),
-        guided_by_texts=True,
-        index=MappingProxyType(
-            {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
-        ),
+        flow=False,
+        absent=("safety_checker", "feature_extractor"),
+        index={"requires_safety_checker": False},
     ),
     "FluxTransformer2DModel": Pipeline(
         "FluxPipeline",
@@ -140,26 +140,22 @@ PIPELINES = {
             TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
             TextPart("text_encoder_2", ("t5",), "a T5"),
         ),
-        flow=True,
+        guided_by_texts=False,
         adds_shift_factor=True,
         shift_by_tokens="scheduler",
     ),
     "ChromaTransformer2DModel": Pipeline(
         "ChromaPipeline",
         (TextPart("text_encoder", ("t5",), "a T5"),),
-        flow=True,
         adds_shift_factor=True,
-        guided_by_texts=True,
         shift_by_tokens="scheduler",
-        index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
+        absent=("image_encoder", "feature_extractor"),
         note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to scores of attention, so tokens attend to "
         "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
     ),
     "Flux2Transformer2DModel": Pipeline(
         "Flux2KleinPipeline",
         (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
-        flow=True,
-        guided_by_texts=True,
         records_distilled=True,
         vae="AutoencoderKLFlux2",
         shift_by_tokens=FLUX2_SHIFT,
@@ -168,8 +164,6 @@ PIPELINES = {
     "QwenImageTransformer2DModel": Pipeline(
         "QwenImagePipeline",
         (TextPart("text_encoder", ("qwen2_5_vl",), "a Qwen2.5-VL"),),
-        flow=True,
-        guided_by_texts=True,
         scale="true_cfg_scale",
         keeps_norm=True,
         shift_by_tokens="scheduler",
@@ -183,28 +177,22 @@ PIPELINES = {
             TextPart("text_encoder_2", ("clip_projected",), "a second one", cut=True),
             TextPart("text_encoder_3", ("t5",), "a T5"),
         ),
-        flow=True,
         adds_shift_factor=True,
-        guided_by_texts=True,
         times="argument",
         shift_by_tokens="scheduler",
-        index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
+        absent=("image_encoder", "feature_extractor"),
     ),
     "Lumina2Transformer2DModel": Pipeline(
         "Lumina2Pipeline",
         (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),
-        flow=True,
         adds_shift_factor=True,
-        guided_by_texts=True,
         compression=8,
         arguments=("cfg_normalization=False",),
     ),
     "ZImageTransformer2DModel": Pipeline(
         "ZImagePipeline",
         (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
-        flow=True,
         adds_shift_factor=True,
-        guided_by_texts=True,
         scale_of_none=0.0,
         times="end",
         shift_by_tokens="scheduler",
@@ -212,9 +200,7 @@ PIPELINES = {
     "PRXTransformer2DModel": Pipeline(
         "PRXPipeline",
         (TextPart("text_encoder", ("t5gemma",), "a T5Gemma", cut=True),),
-        flow=True,
         adds_shift_factor=True,
-        guided_by_texts=True,
         times="none",
         reads_adapters=False,
         arguments=("use_resolution_binning=False",),
@@ -223,8 +209,6 @@ PIPELINES = {
     "SanaTransformer2DModel": Pipeline(
         "SanaPipeline",
         (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),
-        flow=True,
-        guided_by_texts=True,
         vae="AutoencoderDC",
         times="argument",
         arguments=("use_resolution_binning=False",),
@@ -235,8 +219,6 @@ PIPELINES = {
             TextPart("text_encoder", ("qwen2_5_vl_text", "qwen2_5_vl"), "a Qwen2.5-VL", cut=True),
             TextPart("text_encoder_2", ("t5",), "a byT5", cut=True),
         ),
-        flow=True,
-        guided_by_texts=True,
         scale=None,
         vae="AutoencoderKLHunyuanVideo15",
         draws_clips=True,
@@ -245,8 +227,6 @@ PIPELINES = {
     "WanTransformer3DModel": Pipeline(
         "WanPipeline",
         (TextPart("text_encoder", ("umt5", "t5"), "a UMT5 or a T5"),),
-        flow=True,
-        guided_by_texts=True,
         vae="AutoencoderKLWan",
         times="none",
         draws_clips=True,
@@ -275,12 +255,11 @@ VARIANTS = {
                 TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
                 TextPart("text_encoder_2", ("clip_projected",), "a CLIP text model with projection", cut=True),
             ),
-            guided_by_texts=True,
+            flow=False,
             zeros="force_zeros_for_empty_prompt",
             reads_sizes=True,
-            index=MappingProxyType(
-                {"image_encoder": [None, None], "feature_extractor": [None, None], "add_watermarker": False}
-            ),
+            absent=("image_encoder", "feature_extractor"),
+            index={"add_watermarker": False},
         ),
     ),
     "Flux2Transformer2DModel": (
@@ -288,7 +267,7 @@ VARIANTS = {
         Pipeline(
             "Flux2Pipeline",
             (TextPart("text_encoder", ("mistral3",), "a Mistral 3"),),
-            flow=True,
+            guided_by_texts=False,
             vae="AutoencoderKLFlux2",
             shift_by_tokens=FLUX2_SHIFT,
             reads_reference=True,
@@ -428,6 +407,7 @@ def model_index(
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
     index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}
+    index |= {name: [None, None] for name in pipeline.absent}
     if pipeline.zeros is not None:
         index[pipeline.zeros] = getattr(trained.model, "null_text", None) == "zeros"
     if pipeline.records_distilled:

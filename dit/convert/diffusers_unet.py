@@ -1,14 +1,10 @@
 """Convert diffusers' `UNet2DConditionModel` (Stable Diffusion v1 and XL) to and from our latent-diffusion UNet.
 
-Differences of diffusers' model: q, k and v (in cross-attention k and v) are separate matrices; if all resolutions have
-the same number of heads, the projections around a transformer are 1 x 1 convolutions; other names. Times are steps 0 to
-999; our network gets a thousandth of them. Stable Diffusion replaces a dropped text by the embedding of the empty text
-(XL: zeros), our `null_text`; a learned null token has no counterpart. It attends to the padding of all texts (`:padded`
-of `--text-encoder` stores it). Input channels in excess of the output channels are our control picture, after the
-latent.
-
-Models with other blocks, with other conditions than time, text, and SDXL's pooled text and lengths, or with heads of
-different sizes are not supported.
+If all resolutions have the same number of heads, the projections around a transformer are 1 x 1 convolutions. Stable
+Diffusion replaces a dropped text by the embedding of the empty text (XL: zeros), our `null_text`, and attends to the
+padding of all texts (`:padded` of `--text-encoder`). Input channels in excess of the output channels are our control
+picture, after the latent. Models with other blocks, with other conditions than time, text, and SDXL's pooled text and
+lengths, or with heads of different sizes are not supported.
 
 Source: diffusers 0.38, `models/unets/unet_2d_condition.py`, names and settings.
 """
@@ -26,7 +22,7 @@ from dit.convert.diffusers_format import (
     learned_nulls,
     square_side,
 )
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed
+from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -63,7 +59,6 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
     fixed = tuple(name for name in arguments_of(class_name) if name not in FOLLOWED)
-    only: Mapping[str, Any] = {"patch_spatial": 1, "patch_temporal": 1}
     part = "unet"
 
     def comfyui_name(self, layer: str) -> str:
@@ -86,38 +81,32 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
-        depths = published["transformer_layers_per_block"]
-        depths = [depths] * len(channels) if isinstance(depths, int) else list(depths)
-        with_text = [kind == DOWN[1] for kind in down]
-        mirrored = {
-            "down_block_types": [DOWN[kind] for kind in with_text],
-            "up_block_types": [UP[kind] for kind in reversed(with_text)],
-        }
+        channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]
+        depths = [depths] * len(channels) if isinstance(depths, int) else depths
+        with_text = [published["down_block_types"][i : i + 1] == [DOWN[1]] for i in range(len(channels))]
         numbers = ["in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size"]
         heads, head_size = published["attention_head_dim"], None
-        if isinstance(heads, list | tuple):  # in spite of its name, `attention_head_dim` is the number of heads
+        if isinstance(heads, list):  # in spite of its name, `attention_head_dim` is the number of heads
             sizes = {width / count for width, count in zip(channels, heads)}
             head_size = int(sizes.pop()) if len(heads) == len(channels) and len(sizes) == 1 else None
         if head_size is None:
             numbers.append("attention_head_dim")
-        embedding = {name: published[name] for name in (*ADDED, "projection_class_embeddings_input_dim")}
-        inputs = embedding.pop("projection_class_embeddings_input_dim")
-        pooled = None
-        if embedding == ADDED and isinstance(inputs, int):
-            pooled = inputs - LENGTHS * LENGTH_FEATURES
-        odd = [f"{name}={published[name]!r}" for name in numbers if not isinstance(published[name], int)]
-        if pooled is None:
-            odd += [f"{name}={value!r}" for name, value in embedding.items() if value is not None]
-        odd += [
-            f"{name}={published[name]!r} (only {value!r})"
-            for name, value in {**mirrored, "use_linear_projection": head_size is not None}.items()
-            if published[name] not in (value, tuple(value) if isinstance(value, list) else value)
-        ]
-        control = 0 if odd else published["in_channels"] - published["out_channels"]
+        inputs, pooled = published["projection_class_embeddings_input_dim"], None
+        supported: dict[str, Any] = dict.fromkeys(ADDED)
+        if {name: published[name] for name in ADDED} == ADDED and isinstance(inputs, int):
+            pooled, supported = inputs - LENGTHS * LENGTH_FEATURES, {}
+        are_numbers = len(depths) == len(channels) and all(isinstance(depth, int) for depth in depths)
+        supported |= {name: n if isinstance(n := published[name], int) else "an integer" for name in numbers} | {
+            "down_block_types": [DOWN[has] for has in with_text],
+            "up_block_types": [UP[has] for has in reversed(with_text)],
+            "transformer_layers_per_block": published["transformer_layers_per_block"] if are_numbers else "integers",
+            "use_linear_projection": head_size is not None,
+        }
+        self.check_published(published, **supported)
+        control = published["in_channels"] - published["out_channels"]
         if control < 0:
-            odd.append(f"in_channels={published['in_channels']}, out_channels={published['out_channels']}")
-        if not odd and control == published["out_channels"] + 1:
+            self.check_published(published, out_channels=f"at most {published['in_channels']}")
+        if control == published["out_channels"] + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "
                 "picture; the mask is not supported, use the text-to-image model"
@@ -126,11 +115,6 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             raise ConfigError(
                 f"projection_class_embeddings_input_dim={inputs} is that of the refiner of Stable Diffusion XL: a "
                 "pooled text and five numbers, with an aesthetic score; use the base model, which has sizes and crops"
-            )
-        if odd or not len(channels) == len(down) == len(depths) or not all(isinstance(n, int) for n in depths):
-            raise ConfigError(
-                f"{self.class_name} with {', '.join(odd) or 'lists of different lengths'}; ours has one integer for "
-                f"each, blocks {', '.join((*DOWN, *UP))} in mirrored order, and no more output than input channels"
             )
         model = LDMUNetConfig(
             in_channels=published["out_channels"],
@@ -152,7 +136,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        self.check_only(model)
+        fault = f"{self.class_name} does not support this model"
+        require(fault, vars(model), {"patch_spatial": 1, "patch_temporal": 1}, TRAIN_THAT_WAY)
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
         side, notes = square_side(self.class_name, latent_size, 2**model.halvings)
         if bottom == 0 or layers[-1] not in (0, bottom):

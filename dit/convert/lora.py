@@ -1,8 +1,7 @@
 """Export adapters (LoRA) to diffusers, peft and ComfyUI.
 
-One of our linear layers corresponds to one or several external layers, by the rules of its weight
-(`dit.convert.rules`). A rule that rearranges outputs is applied to B, one that rearranges inputs to A, so that every
-product B A is exact:
+One of our linear layers corresponds to one or several external layers, by the rules of its weight. A rule that
+rearranges outputs is applied to B, one that rearranges inputs to A, so that every product B A is exact:
 
     this project  layers.0.attention.linear_qkv     A [r, D]   B [3 D, r], by head
     diffusers     transformer_blocks.0.attn.to_q    A [r, D]   B [D, r], the rows of all queries
@@ -12,10 +11,9 @@ product B A is exact:
 
 B is multiplied by alpha / rank, so that the scale is 1 (alpha = rank) in every loader.
 
-Source: huggingface/peft 0.21, names `lora_A` and `lora_B`, `adapter_config.json`; diffusers 0.38,
-`pytorch_lora_weights.safetensors` with the prefix `transformer.` or `unet.`; ComfyUI, `comfy/lora.py`
-(`diffusion_model.` and the name of the layer in the original code; for UNets `lora_unet_` and diffusers' name with
-underscores, as in kohya-ss/sd-scripts) and `comfy/weight_adapter/lora.py` (`lora_down`, `lora_up`, `alpha`).
+Source: huggingface/peft 0.21; diffusers 0.38; ComfyUI, `comfy/lora.py` (`diffusion_model.` and the name of the layer in
+the original code; for UNets `lora_unet_` and diffusers' name with underscores, as in kohya-ss/sd-scripts) and
+`comfy/weight_adapter/lora.py`.
 """
 
 from collections.abc import Callable, Mapping

@@ -45,12 +45,13 @@ A_NAMES, B_NAMES = (
 )
 ALPHA = ".alpha"
 OTHER_KINDS = {
-    "DoRA": ("dora_scale", "lora_magnitude_vector"),
+    "DoRA": ("dora_scale", "lora_magnitude_vector", "use_dora"),
+    "repeated layers": ("layer_replication",),
     "LoHa or LoKr": ("hada_w", "lokr_w"),
     "adapters of three matrices": ("lora_mid",),
     "biases": ("lora_bias", ".bias"),
 }
-"""Kinds of adapters that are not supported, by parts of their tensor names."""
+"""Kinds of adapters that are not supported, by parts of the names of tensors and settings."""
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations of peft that subtract the first B A from the weights of the base."""
 TEXT_ENCODERS = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?\.)")
@@ -130,20 +131,14 @@ def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
 
 def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Path) -> dict[str, Adapter]:
     """Return the adapters of a file, with scale 1, by the names of their layers in the file."""
+    flags = [name for name, value in settings.items() if value]
     for kind, words in OTHER_KINDS.items():
-        if odd := [name for name in tensors if any(word in name for word in words)]:
+        if odd := [name for name in (*tensors, *flags) if any(word in name for word in words)]:
             raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")
-    if settings.get("use_dora"):
-        raise ConfigError(f"{file} has DoRA (use_dora in its settings); only LoRA of two matrices is read")
     if (init := str(settings.get("init_lora_weights")).lower()).startswith(CHANGE_BASE):
         raise ConfigError(
             f"{file} was trained on changed weights of the base (init_lora_weights={init:.40}); convert it to LoRA "
             "with peft: save_pretrained(..., path_initial_model_for_weight_conversion=FOLDER_OF_THE_INITIAL_ADAPTERS)"
-        )
-    if replicated := settings.get("layer_replication"):
-        raise ConfigError(
-            f"{file} belongs to a model with repeated layers (layer_replication={replicated!r:.40}), which are not "
-            "read; train adapters of the base without it"
         )
     by_stem: dict[str, dict[str, Tensor]] = {}
     endings = {**dict.fromkeys(A_NAMES, "a"), **dict.fromkeys(B_NAMES, "b"), ALPHA: "alpha"}

@@ -1,10 +1,8 @@
-"""Convert state dicts of facebookresearch/DiT to and from our DiT.
+"""Convert state dicts of facebookresearch/DiT to and from our DiT; functions that diffusers' DiT shares.
 
-facebookresearch/DiT has timm's attention with the rows of q, k and v one after the other, and a convolution that embeds
-patches. The order in a predicted patch is the same as ours: channels fastest, all means before all variances. The
-learned variance is the second half of `out_channels`. Times are steps 0 to 999; our network gets a thousandth of them.
-A `time_scale` other than 1000 would need a scheduler with other steps, so it is an error. The fixed position table is
-stored in their files; we compute it.
+The order in a predicted patch is the same as ours: channels fastest, all means before all variances. The learned
+variance is the second half of `out_channels`. Times are steps 0 to 999, so `time_scale` must be 1000. The fixed
+position table is stored in their files; we compute it.
 
 Source: Peebles and Xie 2023, arXiv:2212.09748; names of the public `models.py`.
 """
@@ -16,22 +14,70 @@ from typing import Optional
 
 from torch import Tensor
 
-from dit.convert.class_dit import (
-    GUIDED_CHANNELS,
-    check_expressible,
-    position_table,
-    published_sampling,
-    trained_objective,
-)
-from dit.convert.diffusers_format import LatentSize, TrainedModel
-from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, with_bias
+from dit.convert.diffusers_format import LatentSize, TrainedModel, check_settings, patches
+from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Form, RuleBook, Shape, layer_rules, require
+from dit.convert.variance import predicts_variance
 from dit.errors import ConfigError
+from dit.layers.positions import sincos
+from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
+from dit.objectives.ddpm import DDPM, LearnedVariance
+from dit.patchify import grid_positions
 
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
 """Attention heads of the published sizes S, B, L and XL by width, because they do not follow from shapes."""
-
+NAMES = {
+    "embed": "x_embedder.proj",
+    "conditioner.time.linear_(1|2)": "t_embedder.mlp.(0|2)",
+    "conditioner.label": "y_embedder.embedding_table",
+    "layers.#.attention.linear_(qkv|proj)": "blocks.#.attn.(qkv|proj)",
+    "layers.#.mlp.linear_fc(1|2)": "blocks.#.mlp.fc(1|2)",
+    "layers.#.modulation.linear": "blocks.#.adaLN_modulation.1",
+    "head.(modulation|linear)": "final_layer.(adaLN_modulation.1|linear)",
+}
+FREE = (
+    *("in_channels", "out_channels", "patch_spatial", "hidden_size", "ffn_hidden_size"),
+    *("num_layers", "num_attention_heads", "num_classes", "routing"),
+)
+"""Our settings that the original model has, or that do not change the network."""
 _NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "pos_embed")
+
+
+GUIDED_CHANNELS = 3
+"""Channels of a latent, out of 4, that facebookresearch/DiT guides; diffusers' pipeline guides all."""
+
+
+def trained_objective(model: ModelConfig) -> DDPM:
+    """Return the objective of the published weights.
+
+    Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas; the network predicts the noise, and
+    the variance in a second half of its channels.
+    """
+    variance = LearnedVariance() if predicts_variance(model) else None
+    return DDPM(schedule="linear", discrete_steps=1000, prediction="noise", variance=variance)
+
+
+def published_sampling(model: DiTConfig) -> dict[str, object]:
+    """Return the authors' sampling settings.
+
+    Source: facebookresearch/DiT, `sample.py`.
+    """
+    sampling: dict[str, object] = {"solver": "ancestral", "num_steps": 250, "guidance_scale": 4.0}
+    return {**sampling, "variance": "learned"} if predicts_variance(model) else sampling
+
+
+def check_class_dit(model: DiTConfig, side: str) -> None:
+    """Check that a model has classes, and that its layers compute the same as without routing of tokens."""
+    fault = f"{side} does not support this model"
+    if model.num_classes is None:
+        require(fault, {"num_classes": None}, {"num_classes": "a number"}, "train with classes")
+    if model.routing is not None:
+        require(fault, {"routing.rejoin": model.routing.rejoin}, {"routing.rejoin": "unchanged"}, TRAIN_THAT_WAY)
+
+
+def position_table(model: DiTConfig, side: int) -> Tensor:
+    """Return the fixed positions of a square grid of `side * side` patches, `[1, side**2, D]`, row by row."""
+    return sincos(grid_positions((1, side, side)), model.hidden_size, "sincos_2d")[None]
 
 
 def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> TrainedModel:
@@ -81,35 +127,14 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
         latent_size: (1, H, W), square; the size of the stored position table follows from it.
     """
     frames, height, width = latent_size
-    check_expressible(model, "facebookresearch/DiT", time_frequency_shift=0)
+    check_settings("facebookresearch/DiT", model, FREE)
+    check_class_dit(model, "facebookresearch/DiT")
     if frames != 1 or height != width:
         raise ConfigError(f"latents of {frames} x {height} x {width}: facebookresearch/DiT supports only square images")
-    return RuleBook(
-        shapes,
-        _rules(model),
-        tables={"pos_embed": position_table(model, height // model.patch_spatial)},
-        stored_tables=True,
-    )
-
-
-def _rules(model: DiTConfig) -> list[Rule]:
-    patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
-    rules = [
-        Rule("embed.weight", ("x_embedder.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
-        Rule("embed.bias", ("x_embedder.proj.bias",)),
-        *with_bias("conditioner.time.linear_1", "t_embedder.mlp.0"),
-        *with_bias("conditioner.time.linear_2", "t_embedder.mlp.2"),
-        Rule("conditioner.label.weight", ("y_embedder.embedding_table.weight",)),
-        *with_bias("head.modulation", "final_layer.adaLN_modulation.1"),
-        *with_bias("head.linear", "final_layer.linear"),
-    ]
     heads = model.num_attention_heads
-    by_head = ByHead(heads, (model.hidden_size // heads,) * 3, fused=True)
-    for i in range(model.num_layers):
-        layer, block = f"layers.{i}", f"blocks.{i}"
-        rules += with_bias(f"{layer}.attention.linear_qkv", f"{block}.attn.qkv", form=by_head)
-        rules += with_bias(f"{layer}.attention.linear_proj", f"{block}.attn.proj")
-        rules += with_bias(f"{layer}.mlp.linear_fc1", f"{block}.mlp.fc1")
-        rules += with_bias(f"{layer}.mlp.linear_fc2", f"{block}.mlp.fc2")
-        rules += with_bias(f"{layer}.modulation.linear", f"{block}.adaLN_modulation.1")
-    return rules
+    forms: dict[str, Form] = {
+        "embed.weight": patches("d c ph pw -> d (ph pw c)", model),
+        "layers.#.attention.linear_qkv": ByHead(heads, (model.hidden_size // heads,) * 3, fused=True),
+    }
+    tables = {"pos_embed": position_table(model, height // model.patch_spatial)}
+    return RuleBook(shapes, layer_rules(shapes, NAMES, forms), tables, stored_tables=True)

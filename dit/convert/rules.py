@@ -4,9 +4,11 @@ A rule has the global name of a parameter, the names of external tensors, and a 
 export use the same rules, so a round trip is exact to the bit. A name without a rule, on either side, is an error.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Optional, Protocol
+from typing import Any, Optional
 
 import torch
 from einops import EinopsError, rearrange
@@ -19,25 +21,26 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NUM_SHOWN = 5  # names in a message; the others are counted
 
 
-class Form(Protocol):
+class Form(ABC):
     """A reversible rearrangement between a parameter and external tensors."""
 
     @property
     def axis(self) -> Optional[int]:
         """The axis of a matrix that is rearranged: 0 for outputs, 1 for inputs; None for other changes."""
+        return 0
 
+    @abstractmethod
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         """Merge external tensors into a parameter."""
 
+    @abstractmethod
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
         """Invert `from_external` exactly."""
 
 
 @dataclass(frozen=True)
-class Same:
+class Same(Form):
     """One external tensor, equal to the parameter."""
-
-    axis: ClassVar[Optional[int]] = 0
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0]
@@ -47,10 +50,9 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Copies:
+class Copies(Form):
     """`count` external copies of one parameter; copies that differ cannot be imported."""
 
-    axis: ClassVar[Optional[int]] = 0
     count: int
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -63,7 +65,7 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class Axes:
+class Axes(Form):
     """An einops pattern.
 
     Attributes:
@@ -88,10 +90,8 @@ class Axes:
 
 
 @dataclass(frozen=True)
-class Pointwise:
+class Pointwise(Form):
     """A linear layer that is an external 1 x 1 convolution."""
-
-    axis: ClassVar[Optional[int]] = 0
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         return tensors[0].flatten(1)
@@ -101,7 +101,7 @@ class Pointwise:
 
 
 @dataclass(frozen=True)
-class ByHead:
+class ByHead(Form):
     """A fused projection: the parameter is ordered by head, then part; external tensors by part, then head.
 
     Attributes:
@@ -161,14 +161,13 @@ TURNED_HEAD = Axes("(half two) -> (two half)", {"two": 2})
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Chunks(Form):
     """Equal chunks along the first axis in another order, such as (scale, shift) for (shift, scale).
 
     Attributes:
         order: index of the external chunk for each chunk of the parameter.
     """
 
-    axis: ClassVar[Optional[int]] = 0
     order: tuple[int, ...]
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -181,17 +180,18 @@ class Chunks:
 
 
 @dataclass(frozen=True)
-class Negated:
-    """Another form with the opposite sign, for a linear layer whose output the other code base negates."""
+class Negated(Form):
+    """A linear layer whose output the other code base negates."""
 
-    axis: ClassVar[Optional[int]] = None
-    form: Form = field(default_factory=Same)
+    @property
+    def axis(self) -> None:
+        return None
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        return -self.form.from_external(tensors)
+        return -tensors[0]
 
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
-        return self.form.to_external(-parameter)
+        return (-parameter,)
 
 
 @dataclass(frozen=True)
@@ -203,13 +203,66 @@ class Rule:
     form: Form = field(default_factory=Same)
 
 
-def with_bias(layer: str, *external_layers: str, form: Form | None = None) -> list[Rule]:
-    """Return the rules for the weight and the bias of a linear layer, with the same form."""
-    form = Same() if form is None else form
-    return [
-        Rule(f"{layer}.{kind}", tuple(f"{external}.{kind}" for external in external_layers), form)
-        for kind in ("weight", "bias")
-    ]
+def expanded(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """Expand the alternatives in a table of names, such as `(q|k|v)`, into the external names of each name.
+
+    The external names are shared out to ours in their order:
+
+        embed             x_embedder            embed -> x_embedder
+        #.linear_fc(1|2)  #.ff.net.(0.proj|2)   #.linear_fc1 -> #.ff.net.0.proj,  #.linear_fc2 -> #.ff.net.2
+        #.linear_qkv      #.attn.to_(q|k|v)     #.linear_qkv -> #.attn.to_q, #.attn.to_k, #.attn.to_v
+    """
+    table: dict[str, tuple[str, ...]] = {}
+    for name, external in names.items():
+        ours, theirs = alternatives(name), alternatives(external)
+        share, rest = divmod(len(theirs), len(ours))
+        assert not rest, f"{len(theirs)} names in {external} for {len(ours)} in {name}"
+        table |= {one: tuple(theirs[i * share : (i + 1) * share]) for i, one in enumerate(ours)}
+    return table
+
+
+def alternatives(name: str) -> list[str]:
+    """Return every name of a name with alternatives in parentheses."""
+    start, parenthesis, rest = name.partition("(")
+    options, _, end = rest.partition(")")
+    if not parenthesis:
+        return [name]
+    return [start + option + tail for option in options.split("|") for tail in alternatives(end)]
+
+
+def numbered(name: str) -> tuple[str, str]:
+    """Return a name with `#` in place of the number of its block, and this number; an empty text if it has none."""
+    match = re.search(r"\.(\d+)\.", name)
+    return (name, "") if match is None else (f"{name[: match.start(1)]}#{name[match.end(1) :]}", match[1])
+
+
+def layer_rules(
+    parameters: Iterable[str], names: Mapping[str, str], forms: Mapping[str, Form], *, num_joint: int | None = None
+) -> list[Rule]:
+    """Return the rules of parameters by a table of names.
+
+    Args:
+        names: external layers by our layers, as in `expanded`, or tensors that are neither weights nor biases; `#` is
+            the number of a block, or of a copy.
+        forms: of layers or parameters, also of one block by its number; others are the same in both code bases.
+        num_joint: number of blocks with two streams; those after them have names `single.#`, and numbers from 0.
+    """
+    external, form_of = expanded(names), {one: form for name, form in forms.items() for one in alternatives(name)}
+    rules = []
+    for parameter in parameters:
+        pattern, number = numbered(parameter)
+        if num_joint is not None and pattern.startswith("layers.#.") and int(number) >= num_joint:
+            pattern, number = "single" + pattern.removeprefix("layers"), str(int(number) - num_joint)
+        layer, dot, kind = pattern.rpartition(".")
+        ending = dot + kind if kind in ("weight", "bias") else ""
+        layer = layer if ending else pattern
+        if layer in external:
+            keys = (parameter.removesuffix(ending), pattern, layer)
+            form = next((form_of[key] for key in keys if key in form_of), Same())
+            numbers = range(form.count) if isinstance(form, Copies) else [number]
+            theirs = (name.replace("#", str(i)) + ending for i in numbers for name in external[layer])
+            rules.append(Rule(parameter, tuple(theirs), form))
+    return rules
 
 
 def renamed(name: str, parts: Mapping[str, str]) -> str:

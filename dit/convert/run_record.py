@@ -29,6 +29,15 @@ ADDED: Mapping[str, Any] = {
     "clean_parts": list[str],
 }
 """Fields of `TrainedModel` that older exports lack, and their types."""
+TYPES: Mapping[str, Any] = {
+    "latent_size": list[int],
+    "sampling": dict,
+    "class_names": Optional[list[str]],
+    "text_encoder": Optional[str],
+    "fps": Optional[float],
+    **ADDED,
+}
+"""Types of the fields except model and objective, in JSON."""
 
 Settings = TypeVar("Settings")
 
@@ -36,48 +45,33 @@ Settings = TypeVar("Settings")
 def to_record(trained: TrainedModel) -> dict[str, Any]:
     """Return a model's record, with JSON values only."""
     return {
+        **{name: getattr(trained, name) for name in TYPES},
         "model": asdict(trained.model),
         "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
         "latent_size": list(trained.latent_size),
         "sampling": dict(trained.sampling),
-        "class_names": trained.class_names,
-        "text_encoder": trained.text_encoder,
-        "fps": trained.fps,
-        **{name: getattr(trained, name) for name in ADDED},
     }
 
 
 def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     """Rebuild a model from the result of `to_record`."""
-    parts = {f.name for f in fields(TrainedModel)} - {"notes"}
+    parts = {"model", "objective", *TYPES}
     if not isinstance(record, Mapping) or {*ADDED, *record} != parts:
         raise ConfigError(f"the export's record must have {', '.join(sorted(parts))}; export the run again")
     model = build(model_class, record["model"], "the record's model")
     model.validate()
-    size, names, fps = record["latent_size"], record["class_names"], record["fps"]
-    if not (_fits(size, list[int]) and len(size) == 3 and min(size) > 0):
-        raise ConfigError(f"the record's latent_size={size!r} must be three positive integers, (T, H, W)")
-    label = model.condition("label")
-    num_classes = 0 if label is None else label.num_classes or 0
-    if not _fits(names, Optional[list[str]]) or len(names or ()) > num_classes:
-        raise ConfigError(f"the record's class_names must be at most {num_classes} names, got {names!r:.200}")
-    if not _fits(fps, Optional[float]) or (fps is not None and not fps > 0):
-        raise ConfigError(f"the record's fps={fps!r} must be a positive number")
-    if not _fits(record["text_encoder"], Optional[str]) or not isinstance(record["sampling"], Mapping):
-        raise ConfigError("the record's text_encoder must be a name and its sampling settings by name")
-    added = {name: record[name] for name in ADDED if name in record}
-    if wrong := [f"{name}={value!r:.80}" for name, value in added.items() if not _fits(value, ADDED[name])]:
+    values = {name: record[name] for name in TYPES if name in record}
+    if wrong := [f"{name}={value!r:.80}" for name, value in values.items() if not _fits(value, TYPES[name])]:
         raise ConfigError(f"the record has {', '.join(wrong)} of another type; export the run again")
-    return TrainedModel(
-        model=model,
-        objective=objective_of(record["objective"]),
-        latent_size=(size[0], size[1], size[2]),
-        sampling=record["sampling"],
-        class_names=names,
-        text_encoder=record["text_encoder"],
-        fps=fps,
-        **added,
-    )
+    size, names, label = values.pop("latent_size"), values["class_names"], model.condition("label")
+    num_classes = 0 if label is None else label.num_classes or 0
+    if len(size) != 3 or min(size) <= 0:
+        raise ConfigError(f"the record's latent_size={size!r} must be three positive integers, (T, H, W)")
+    if len(names or ()) > num_classes:
+        raise ConfigError(f"the record's class_names must be at most {num_classes} names, got {names!r:.200}")
+    if values["fps"] is not None and not values["fps"] > 0:
+        raise ConfigError(f"the record's fps={values['fps']!r} must be a positive number")
+    return TrainedModel(model, objective_of(record["objective"]), (size[0], size[1], size[2]), **values)
 
 
 def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:

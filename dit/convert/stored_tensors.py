@@ -31,7 +31,7 @@ class StoredTensors:
         self.dtypes: set[str] = set()
         self._file_of: dict[str, Path] = {}
         if not weight_map:
-            self._refuse_pickles()
+            self._check_exists()
         for path in self.files:
             with reading(path), safe_files.open_safetensors(path) as file:
                 for name in file.keys():  # noqa: SIM118
@@ -46,19 +46,16 @@ class StoredTensors:
                 f"{', '.join(DTYPES)}: download the weights in bf16"
             )
 
-    def _refuse_pickles(self) -> None:
+    def _check_exists(self) -> None:
         path = self.files[0]
-        pickles = sorted(entry.name for entry in self.folder.iterdir() if entry.suffix in PICKLES)
-        if not path.exists() and pickles:
-            raise ConfigError(
-                f"{self.folder} has its weights as a pickle ({pickles[0]}), which cannot be read in slices and can run "
-                f"code; download the .safetensors, or import it: python -m launch.import_weights --from {self.folder} "
-                "--format diffusers --out RUN_DIR"
-            )
         if not path.exists():
+            pickles = sorted(entry.name for entry in self.folder.iterdir() if entry.suffix in PICKLES)
+            fault = f"{CONFIG} but no {path.name} or {INDEX}"
+            if pickles:
+                fault = f"its weights as a pickle ({pickles[0]}), which cannot be read in slices and can run code"
             raise ConfigError(
-                f"{self.folder} has {CONFIG} but no {path.name} or {INDEX}; download the folder again. If its "
-                "publisher has only pickles (.bin), import them: python -m launch.import_weights --format diffusers"
+                f"{self.folder} has {fault}; download the folder with .safetensors, or import a pickle: python -m "
+                f"launch.import_weights --from {self.folder} --format diffusers --out RUN_DIR"
             )
 
     @contextmanager

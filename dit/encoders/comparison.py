@@ -12,6 +12,8 @@ from dit.encoders.text_config import TextEncoderConfig, parse_line
 from dit.encoders.vae import Geometry, folder_of
 from dit.errors import ConfigError, DataError
 
+Compared = Callable[[str], object]
+
 
 def compare_encoders(
     data: DataConfig,
@@ -44,22 +46,21 @@ def compare_encoders(
     def sizes(line: str) -> object:
         return [(encoder.makes, replace(encoder.geometry(), max_tokens=0)) for encoder in selected(line)]
 
-    def compare(
-        kind: str,
-        options: str,
-        trained_name: Optional[str],
-        read_name: Callable[[], Optional[str]],
-        identify: Callable[[str], object],
-        read_sizes: Callable[[str], object],
-    ) -> list[str]:
+    vae, texts = trained
+    cases: tuple[tuple[str, str, Optional[str], Callable[[], Optional[str]], Compared, Compared], ...] = (
+        ("autoencoder", "--vae or data.online_vae", vae, data.autoencoder, _resolved, Geometry.read),
+        ("text encoder", "--text-encoder or data.online_text_encoder", texts, data.text_encoder, selected, sizes),
+    )
+    lines = []
+    for kind, options, trained_name, read_name, identify, read_sizes in cases:
         name = None
         with suppress(DataError):  # the data are absent in a dry run, or the parts of a blend have different encoders
             name = read_name()
         if trained_name is None or name is None or trained_name == name:
-            return []
+            continue
         try:
             if identify(trained_name) == identify(name):
-                return []
+                continue
             differs = read_sizes(trained_name) != read_sizes(name)
         except ConfigError:  # one cannot be read here
             differs = False
@@ -67,17 +68,8 @@ def compare_encoders(
         cure = f"encode the data by the former ({options}){other_cure}"
         if differs:
             raise ConfigError(f"{fault}, which is of another kind, size or scale; {cure}")
-        return [f"{fault}; if these are not the same, {cure}"]
-
-    vae, texts = trained
-    return [
-        *compare("autoencoder", "--vae or data.online_vae", vae, data.autoencoder, _resolved, Geometry.read),
-        *compare(
-            *("text encoder", "--text-encoder or data.online_text_encoder", texts, data.text_encoder),
-            selected,
-            sizes,
-        ),
-    ]
+        lines.append(f"{fault}; if these are not the same, {cure}")
+    return lines
 
 
 def _resolved(name: str) -> Path | str:

@@ -24,6 +24,7 @@ from dit.encoders.batching import in_batches
 from dit.encoders.pictures import PictureReader
 from dit.encoders.pretrained import load_network, load_without_code
 from dit.encoders.text_config import (
+    CLASSES,
     ENCODERS,
     LANGUAGE_MODELS,
     TextEncoderConfig,
@@ -249,19 +250,7 @@ def class_of(kind: str) -> Any:
         from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
         return T5GemmaEncoder
-    names = {
-        "sentence": "BertModel",
-        "t5": "T5EncoderModel",
-        "umt5": "UMT5EncoderModel",
-        "clip": "CLIPTextModel",
-        "clip_projected": "CLIPTextModelWithProjection",
-        "qwen3": "Qwen3Model",
-        "qwen2_5_vl": "Qwen2_5_VLModel",
-        "qwen2_5_vl_text": "Qwen2_5_VLTextModel",
-        "mistral3": "Mistral3Model",
-        "gemma2": "Gemma2Model",
-    }
-    return getattr(transformers, names[kind])
+    return getattr(transformers, CLASSES[kind])
 
 
 def options_of(kind: str, config: Any) -> dict[str, Any]:
@@ -292,14 +281,9 @@ class TextEncoders:
         device, precision: as in `TextEncoder`.
     """
 
-    def __init__(self, line: str, *, device: str = "cpu", precision: Precision = "fp32") -> None:
+    def __init__(self, line: str, device: str = "cpu", *, precision: Precision = "fp32") -> None:
         configs = check_text_encoder(line).encoders
         self.encoders = [TextEncoder(config, device=device, precision=precision) for config in configs]
-
-    @classmethod
-    def on(cls, line: str, device: str) -> "TextEncoders":
-        """Load the encoders of a line on a device."""
-        return cls(line, device=device)
 
     def encode(
         self, texts: Sequence[str], pictures: Optional[Sequence[Sequence["Image"]]] = None, *, negative: bool = False
@@ -356,7 +340,7 @@ def empty_texts(
     line: Optional[str],
     conditions: Sequence[Condition],
     device: torch.device,
-    load: Callable[[str, str], TextEncoders] = TextEncoders.on,
+    load: Callable[[str, str], TextEncoders] = TextEncoders,
 ) -> dict[str, Tensor]:
     """Embed the empty text for conditions that have it as null.
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Optional, TypeVar
+from typing import Any, Optional, TypeVar
 
 from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
@@ -35,20 +35,19 @@ from dit.hub import check_hub
 from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")
-Kind = Literal[
-    "identity",
-    "sentence",
-    "t5",
-    "umt5",
-    "t5gemma",
-    "clip",
-    "clip_projected",
-    "qwen3",
-    "qwen2_5_vl",
-    "qwen2_5_vl_text",
-    "mistral3",
-    "gemma2",
-]
+CLASSES = {
+    "sentence": "BertModel",
+    "t5": "T5EncoderModel",
+    "umt5": "UMT5EncoderModel",
+    "clip": "CLIPTextModel",
+    "clip_projected": "CLIPTextModelWithProjection",
+    "qwen3": "Qwen3Model",
+    "qwen2_5_vl": "Qwen2_5_VLModel",
+    "qwen2_5_vl_text": "Qwen2_5_VLTextModel",
+    "mistral3": "Mistral3Model",
+    "gemma2": "Gemma2Model",
+}
+"""Classes of transformers by the kind of an encoder; `t5gemma` and `identity` have none."""
 LANGUAGE_MODELS = ("qwen3", "qwen2_5_vl", "qwen2_5_vl_text", "mistral3", "gemma2")
 """Causal models; their own padding is masked."""
 OF_ANY_LENGTH = ("t5", "umt5", "t5gemma", *LANGUAGE_MODELS)
@@ -103,7 +102,7 @@ class TextGeometry:
         num_layers: of the network; 0 if only its output is available.
     """
 
-    kind: Kind
+    kind: str
     width: int
     pooled: Optional[int]
     max_tokens: int

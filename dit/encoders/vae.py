@@ -8,6 +8,7 @@ The z of a `VQModel` is the encoder's output before quantisation; decoding quant
 the encoder's output. `AutoencoderKLFlux2` has mean and std per channel and position in a patch, among its weights.
 """
 
+import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -156,12 +157,9 @@ def config_of(name: str) -> dict[str, Any]:
             return dict(parse_json(read_bytes(folder / "config.json")))
         if name.count("/") > 1 or name.startswith((".", "/", "~")):
             raise FileNotFoundError(f"{Path(name).expanduser().absolute()} is not a folder")
-        from diffusers import AutoencoderKL
-
+        autoencoder = class_of("AutoencoderKL")
         check_hub(name)
-        return dict(AutoencoderKL.load_config(name))
-    except ImportError as error:
-        raise _not_installed(name) from error
+        return dict(autoencoder.load_config(name))
     except ConfigError:
         raise
     except (OSError, TypeError, ValueError) as error:
@@ -171,26 +169,19 @@ def config_of(name: str) -> dict[str, Any]:
         ) from error
 
 
-def _not_installed(name: str) -> ConfigError:
-    return ConfigError(f"the autoencoder {name!r} needs diffusers, which is not installed: pip install '.[encoders]'")
-
-
 @lru_cache
 def _defaults(kind: str) -> dict[str, Any]:
     """Return the defaults of the constructor of a class of diffusers."""
-    import inspect
-
-    try:
-        parameters = inspect.signature(class_of(kind).__init__).parameters
-    except ImportError as error:
-        raise _not_installed(kind) from error
+    parameters = inspect.signature(class_of(kind).__init__).parameters
     return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
 
 def class_of(kind: str) -> Any:
     """Return a class of diffusers by its name."""
-    import diffusers
-
+    try:
+        import diffusers
+    except ImportError as error:
+        raise ConfigError(f"{kind} needs diffusers, which is not installed: pip install '.[encoders]'") from error
     return getattr(diffusers, kind)
 
 
@@ -214,13 +205,9 @@ class VAE:
         self._mean, self._std = (x.to(device) for x in self._statistics())
 
     def _load(self, name: str) -> Any:
-        try:
-            kind = class_of(self.geometry.kind)
-        except ImportError as error:
-            raise _not_installed(name) from error
         # low_cpu_mem_usage: the default needs accelerate, and logs a warning without it.
         options = {"torch_dtype": self.dtype, "low_cpu_mem_usage": False}
-        source = folder_of(name) or name
+        source, kind = folder_of(name) or name, class_of(self.geometry.kind)
         return load_network(kind, f"autoencoder {name!r}", pretrained_model_name_or_path=source, **options)
 
     def _statistics(self) -> tuple[Tensor, Tensor]:

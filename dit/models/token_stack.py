@@ -41,25 +41,11 @@ from dit.layers.tokens import (
 )
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
-from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
 from dit.models.token_routing import TokenRouting
 from dit.models.transformer_config import TransformerModelConfig
 
 Config = TypeVar("Config", bound=TransformerModelConfig)
-
-
-def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider) -> Conditioner:
-    """Return the module that computes the conditioning vector of a backbone with text cross-attention."""
-    side = config.patch_spatial
-    return Conditioner(
-        config.hidden_size,
-        provider,
-        time_scale=config.time_scale,
-        num_classes=config.num_classes,
-        fps=config.fps_conditioning,
-        size_patch=(config.patch_temporal, side, side) if config.size_conditioning else None,
-    )
 
 
 class TokenStack(Backbone, Generic[Config]):

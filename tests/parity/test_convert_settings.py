@@ -85,7 +85,7 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"use_linear_projection": True}, "use_linear_projection=True"),
         ({"addition_embed_type": "text_time"}, "addition_embed_type='text_time'"),
         ({"attention_head_dim": [2, 4, 8]}, r"attention_head_dim=\[2, 4, 8\]"),
-        ({"out_channels": 8}, "in_channels=4, out_channels=8"),
+        ({"out_channels": 8}, r"out_channels=8 \(only 'at most 4'\)"),
         ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types="),
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
         ({"in_channels": 9}, "in_channels=9 are those of an inpainting model"),

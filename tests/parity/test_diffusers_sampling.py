@@ -37,7 +37,7 @@ from dit.patchify import unpatchify
 from dit.sampling.generate import empty_pack, generate
 from dit.sampling.solvers import solve
 from dit.settings import SamplingConfig
-from launch.export import write_diffusers_folder
+from launch.export_weights import write_diffusers_folder
 from launch.import_weights import main as import_weights
 from launch.sample import build_parser, sampling_settings
 from launch.sample import main as sample

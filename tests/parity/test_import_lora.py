@@ -265,7 +265,7 @@ def test_unsupported_settings_of_peft_are_refused(tmp_path: Path) -> None:
         ({"use_dora": True}, "DoRA"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights=pissa_niter_4.*path_initial_model_for_weight_con"),
         ({"init_lora_weights": "OLoRA"}, "changed weights of the base"),
-        ({"layer_replication": [[0, 1], [0, 2]]}, r"layer_replication=\[\[0, 1"),
+        ({"layer_replication": [[0, 1], [0, 2]]}, "repeated layers .layer_replication"),
         ({"alpha_pattern": {"(a+)+": 3}}, "only names"),
     ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **change}))

@@ -39,7 +39,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.grid import to_image
 from examples.flux2.compare import start_noise
 from launch.export import main as export
-from launch.export_pipeline import sampling_notes
+from launch.export_weights import sampling_notes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, relative_error
 from tests.parity.pipeline_cases import CASES, FLUX2, JOINED, RTOL, STEPS, STEPS_1000, WAN, Case, a_run
@@ -192,21 +192,24 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             "uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
         (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
-        (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT that makes `text`, without `:padded`"),
+        (
+            replace(PIXART_T5, encoders="{t5}:padded"),
+            "needs a T5 or a BERT, `NAME:prompt=lower_case:max_tokens=120`",
+        ),
         (replace(PIXART_T5, model=replace(PIXART_T5.model, in_channels=3)), "AutoencoderKL of 3 channels"),
         (OTHER_VAE, "WanPipeline needs an AutoencoderKLWan of 4 channels .*, and .* is a AutoencoderKL of 4"),
-        (replace(CASES["wan"], encoders="{t5}"), "a UMT5 or a T5 that makes `text`, .*, with `:zero_padded`"),
+        (replace(CASES["wan"], encoders="{t5}"), "a UMT5 or a T5, `NAME:prompt=wan:zero_padded`"),
         (
             replace(XL, model=replace(XL.model, null_text="learned")),
             "uses the embedding of the empty text or zeros as unconditional.*null_text=empty or zeros",
         ),
         (
             replace(XL, model=replace(XL.model, context_size=CLIP_WIDTH), encoders="text+pooled={clip}:padded"),
-            "CLIP text model that makes `text`, with `:padded`, `:layer=penultimate`",
+            "CLIP text model, `text=NAME:layer=penultimate:padded`",
         ),
         (
             replace(XL, encoders=JOINED.replace("{projected}", "{clip}")),
-            "with projection that makes `text` and `pooled`, with `:padded`, `:layer=penultimate`, `:joined`",
+            "with projection, `text.pooled=NAME:layer=penultimate:padded:joined`",
         ),
         (
             replace(XL, model=replace(XL.model, control_channels=2)),
@@ -214,20 +217,20 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
         ),
         (
             replace(CASES["stable diffusion"], encoders="{clip}"),
-            "StableDiffusionPipeline needs a CLIP text model that makes `text`, with `:padded`",
+            "StableDiffusionPipeline needs a CLIP text model, `NAME:padded`",
         ),
-        (replace(CASES["flux"], encoders="text={t5}:padded"), "makes `pooled`"),
+        (replace(CASES["flux"], encoders="text={t5}:padded"), "`pooled=NAME`"),
         (
             replace(CASES["flux2 klein"], model=Flux2Config(**{**FLUX2, "null_text": "learned"})),
             "Flux2KleinPipeline uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
         (
             replace(CASES["z image"], encoders="{qwen3}:layer=-2"),
-            "needs a Qwen3 that makes `text`, without `:padded`, `:prompt=chat_thinking`, `:layer=penultimate`",
+            "needs a Qwen3, `NAME:prompt=chat_thinking:layer=-2`",
         ),
         (
             replace(CASES["qwen image"], clean_parts=("reference",)),
-            "QwenImageEditPlusPipeline needs a Qwen2.5-VL that makes `text`, .*`:prompt=qwen_image_edit_plus`",
+            "QwenImageEditPlusPipeline needs a Qwen2.5-VL, `NAME:prompt=qwen_image_edit_plus`",
         ),
         (replace(CASES["wan"], clean_parts=("reference",)), "takes no picture to edit, .*data.references=True"),
         (replace(CASES["lumina2"], blocks=3), "that compresses 8 x 8 pixels, and .* compresses 4 x 4"),

@@ -1,23 +1,20 @@
 """DiT with text cross-attention on Megatron-Core linears."""
 
-from typing import Any, Optional
+from typing import Optional
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.heads import FinalLayer
 from dit.layers.mlp import MLP
-from dit.layers.text import TextTokens
-from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
+from dit.models.cross_stack import CrossStack
 from dit.models.dit_cross.config import DiTCrossConfig
-from dit.models.token_stack import TokenStack, cross_conditioner
 
 
 class DiTCrossLayer(nn.Module):
@@ -61,7 +58,7 @@ class DiTCrossLayer(nn.Module):
         return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)
 
 
-class DiTCross(TokenStack[DiTCrossConfig]):
+class DiTCross(CrossStack[DiTCrossConfig]):
     """DiT with cross-attention: patch embedding, blocks of three sub-layers, modulated zero-initialised head.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748; sizes and cross-attention of NeMo's diffusion collection. Deviations
@@ -74,18 +71,6 @@ class DiTCross(TokenStack[DiTCrossConfig]):
 
     def __init__(self, config: DiTCrossConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, provider, stage, attention)
-        size = config.hidden_size
-        assert config.context_size is not None
-        self.conditioner = cross_conditioner(config, provider)
-        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
-        if stage.first:
-            self.embed = PatchEmbedding(config.input_features, size, provider)
         self.layers = nn.ModuleDict({str(i): DiTCrossLayer(config, provider, attention) for i in stage.layers})
         if stage.last:
-            self.head = FinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
-
-    def layer_inputs(
-        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
-    ) -> tuple[Any, ...]:
-        context_KD, context_layout = self.text(batch)
-        return cond_SD, context_KD, layout, context_layout, self.rotation(batch)
+            self.head = FinalLayer(config.hidden_size, config.output_features, provider, eps=config.layernorm_epsilon)

@@ -14,12 +14,10 @@ from dit.layers.heads import FinalLayer
 from dit.layers.mlp import SwiGLU
 from dit.layers.moe import MoE
 from dit.layers.positions import LearnedPositions
-from dit.layers.text import TextTokens
-from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
+from dit.models.cross_stack import CrossStack
 from dit.models.moviegen.config import MovieGenConfig
-from dit.models.token_stack import TokenStack, cross_conditioner
 
 
 class MovieGenLayer(nn.Module):
@@ -78,7 +76,7 @@ class MovieGenLayer(nn.Module):
         return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), layout)
 
 
-class MovieGen(TokenStack[MovieGenConfig]):
+class MovieGen(CrossStack[MovieGenConfig]):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
     The learned position tables are replicated over pipeline stages, because every layer adds them; gradients are summed
@@ -95,13 +93,8 @@ class MovieGen(TokenStack[MovieGenConfig]):
     def __init__(self, config: MovieGenConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, provider, stage)
         size, eps = config.hidden_size, config.layernorm_epsilon
-        assert config.context_size is not None
         learned = config.position_embedding == "learned_3d"
         self.positions = LearnedPositions(config.max_grid, size, provider) if learned else None
-        self.conditioner = cross_conditioner(config, provider)
-        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
-        if stage.first:
-            self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict({str(i): MovieGenLayer(config, provider, attention) for i in stage.layers})
         if stage.last:
             norm = RMSNorm(size, provider, eps=eps)
@@ -110,8 +103,5 @@ class MovieGen(TokenStack[MovieGenConfig]):
     def layer_inputs(
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
     ) -> tuple[Any, ...]:
-        context_KD, context_layout = self.text(batch)
-        positions_TD = None
-        if self.positions is not None:
-            positions_TD = self.positions(positions_T3)
-        return positions_TD, cond_SD, context_KD, layout, context_layout, self.rotation(batch)
+        positions_TD = None if self.positions is None else self.positions(positions_T3)
+        return positions_TD, *super().layer_inputs(cond_SD, positions_T3, layout, batch)

@@ -1,7 +1,6 @@
 """The SANA backbone on Megatron-Core linears."""
 
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -15,17 +14,14 @@ from dit.context_parallel.pictures import Pictures, check_channels
 from dit.kernels.attention import Attention
 from dit.kernels.linear_attention import linear_attention
 from dit.kernels.recompute import recomputable
-from dit.layers.adaln import SharedModulation, TableModulation
+from dit.layers.adaln import TableModulation
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.convolution import torch_init
-from dit.layers.heads import TableFinalLayer
 from dit.layers.mlp import GATED
-from dit.layers.text import TextProjection, TextTokens
-from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
+from dit.models.cross_stack import SharedModulationStack
 from dit.models.sana.config import SanaConfig
-from dit.models.token_stack import TokenStack, cross_conditioner
 
 NORM_EPSILON = 1e-5
 """Epsilon of the norms of texts, queries and keys."""
@@ -111,7 +107,7 @@ class SanaLayer(nn.Module):
         return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, pictures), layout)
 
 
-class Sana(TokenStack[SanaConfig]):
+class Sana(SharedModulationStack[SanaConfig]):
     """SANA: patch embedding without positions, blocks with linear attention and convolution, adaLN-single.
 
     Source: Xie et al. 2024, arXiv:2410.10629, section 2, and its published code. Deviations: packs of pictures of any
@@ -123,24 +119,9 @@ class Sana(TokenStack[SanaConfig]):
     fsdp_units = (SanaLayer,)
 
     def __init__(self, config: SanaConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, provider, stage)
+        super().__init__(config, provider, stage, text_norm_eps=NORM_EPSILON)
         self.attention = attention
-        size = config.hidden_size
-        assert config.context_size is not None
-        self.conditioner = cross_conditioner(config, provider)
-        self.modulation = SharedModulation(size, 2, provider)
-        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
-        self.text_projection = TextProjection(config.context_size, size, provider, norm_eps=NORM_EPSILON)
-        if stage.first:
-            self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict({str(i): SanaLayer(config, provider, attention) for i in stage.layers})
-        if stage.last:
-            self.head = TableFinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
 
-    def layer_inputs(
-        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
-    ) -> tuple[Any, ...]:
-        context_KC, context_layout = self.text(batch)
-        context_KD = self.text_projection(context_KC)
-        pictures = Pictures.of_pack(batch.layout, batch.grids, self.attention)
-        return self.modulation(cond_SD), context_KD, layout, context_layout, pictures
+    def last_input(self, batch: PackedBatch) -> Pictures:
+        return Pictures.of_pack(batch.layout, batch.grids, self.attention)

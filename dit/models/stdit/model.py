@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 from torch import Tensor, nn
 
@@ -12,17 +12,14 @@ from dit.context_parallel.segment_attention import SegmentAttentionPlan, plan_se
 from dit.context_parallel.segments import AttentionKind
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
-from dit.layers.adaln import SharedModulation, TableModulation
+from dit.layers.adaln import TableModulation
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
-from dit.layers.heads import TableFinalLayer
 from dit.layers.mlp import MLP
 from dit.layers.positions import spanning
-from dit.layers.text import TextProjection, TextTokens
-from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
+from dit.models.cross_stack import SharedModulationStack
 from dit.models.stdit.config import STDiTConfig
-from dit.models.token_stack import TokenStack, cross_conditioner
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class STDiTLayer(nn.Module):
         return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)
 
 
-class STDiT(TokenStack[STDiTConfig]):
+class STDiT(SharedModulationStack[STDiTConfig]):
     """ST-DiT: patch embedding, blocks of spatial, temporal or full attention, zero-initialised head, adaLN-single.
 
     With only full attention, this is PixArt-alpha.
@@ -101,35 +98,18 @@ class STDiT(TokenStack[STDiTConfig]):
     fsdp_units = (STDiTLayer,)
 
     def __init__(self, config: STDiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, provider, stage)
+        super().__init__(config, provider, stage, num_sublayers=config.attentions_per_layer + 1)
         self.attention = attention
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        assert config.context_size is not None
         self.rotary_time = config.rotary(time_only=True) if config.has_temporal else self.rotary
-        self.conditioner = cross_conditioner(config, provider)
-        self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
-        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
-        self.text_projection = TextProjection(config.context_size, size, provider)
-        if stage.first:
-            self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict(
             {str(i): STDiTLayer(config, config.kinds(i), provider, attention) for i in stage.layers}
         )
-        if stage.last:
-            self.head = TableFinalLayer(size, config.output_features, provider, eps=eps)
-
-    def layer_inputs(
-        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
-    ) -> tuple[Any, ...]:
-        context_KC, context_layout = self.text(batch)
-        context_KD = self.text_projection(context_KC)
-        return self.modulation(cond_SD), context_KD, layout, context_layout, self._plans(batch)
 
     def fixed_positions(self, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch) -> Tensor:
         span = self.model_config.position_span
         return positions_T3 if span is None else spanning(positions_T3, layout, batch.grid_sizes(), span)
 
-    def _plans(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
+    def last_input(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
         """Plan every kind of self-attention: its exchange of tokens and its rotary positions."""
         tensor_ranks = (self.provider.tp_rank, self.provider.tp_size) if self.provider.sequence_parallel else (0, 1)
         plans: dict[str, AttentionPlan] = {}

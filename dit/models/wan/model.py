@@ -1,22 +1,18 @@
 """The Wan-shaped backbone on Megatron-Core linears."""
 
-from typing import Any, Optional
+from typing import Optional
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
-from dit.layers.adaln import LayerNorm, SharedModulation, TableModulation
+from dit.layers.adaln import LayerNorm, TableModulation
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
-from dit.layers.heads import TableFinalLayer
 from dit.layers.mlp import MLP
-from dit.layers.text import TextProjection, TextTokens
-from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.token_stack import TokenStack, cross_conditioner
+from dit.models.cross_stack import SharedModulationStack
 from dit.models.wan.config import WanConfig
 
 
@@ -60,7 +56,7 @@ class WanLayer(nn.Module):
         return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)
 
 
-class Wan(TokenStack[WanConfig]):
+class Wan(SharedModulationStack[WanConfig]):
     """Wan 2.1's transformer: patch embedding, blocks with rotary positions, a head modulated by a table and the time.
 
     Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1, and its published code; sizes of its text-to-video models.
@@ -72,21 +68,4 @@ class Wan(TokenStack[WanConfig]):
 
     def __init__(self, config: WanConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, provider, stage)
-        size = config.hidden_size
-        assert config.context_size is not None
-        self.conditioner = cross_conditioner(config, provider)
-        self.modulation = SharedModulation(size, 2, provider)
-        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
-        self.text_projection = TextProjection(config.context_size, size, provider)
-        if stage.first:
-            self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict({str(i): WanLayer(config, provider, attention) for i in stage.layers})
-        if stage.last:
-            self.head = TableFinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
-
-    def layer_inputs(
-        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
-    ) -> tuple[Any, ...]:
-        context_KC, context_layout = self.text(batch)
-        context_KD = self.text_projection(context_KC)
-        return self.modulation(cond_SD), context_KD, layout, context_layout, self.rotation(batch)

@@ -10,7 +10,19 @@ from hypothesis import strategies as st
 
 from dit.convert import DIFFUSERS
 from dit.convert.diffusers_format import TrainedModel, arguments_of
-from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Copies, Form, Rule, RuleBook, Same
+from dit.convert.rules import (
+    TURNED_HEAD,
+    Axes,
+    ByHead,
+    Chunks,
+    Copies,
+    Form,
+    Negated,
+    Rule,
+    RuleBook,
+    Same,
+    layer_rules,
+)
 from dit.convert.variance import drop_variance
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -96,6 +108,23 @@ def test_forms_are_inverted_exactly(form: Form, external: list[torch.Tensor]):
 
 def test_chunks_have_the_requested_order():
     assert Chunks((2, 0, 1)).from_external([torch.arange(6)]).tolist() == [4, 5, 0, 1, 2, 3]
+
+
+def test_a_table_of_names_gives_the_rules_of_all_blocks():
+    """Blocks of one stream follow those with two, and are numbered from 0; a form of one block precedes others."""
+    names = {"layers.#.(a|b)": "two.#.(x.q|x.k|y.q|y.k)", "single.#.a": "one.#.z", "scale": "norm.weight"}
+    forms: dict[str, Form] = {"layers.#.(a|b)": ByHead(1, (2, 2)), "layers.1.b": Negated(), "single.#.a": Copies(2)}
+    parameters = ["layers.0.b.weight", "layers.1.b.weight", "layers.3.a.bias", "scale", "other.weight"]
+    rules = layer_rules(parameters, names, forms, num_joint=2)
+    assert [(rule.name, rule.external_names) for rule in rules] == [
+        ("layers.0.b.weight", ("two.0.y.q.weight", "two.0.y.k.weight")),
+        ("layers.1.b.weight", ("two.1.y.q.weight", "two.1.y.k.weight")),
+        ("layers.3.a.bias", ("one.0.z.bias", "one.1.z.bias")),
+        ("scale", ("norm.weight",)),
+    ]
+    assert [rule.form for rule in rules[:2]] == [ByHead(1, (2, 2)), Negated()]
+    with pytest.raises(AssertionError, match=r"3 names in \(q\|k\|v\) for 2"):
+        layer_rules(parameters, {"(a|b)": "(q|k|v)"}, {})
 
 
 def book(**options) -> RuleBook:

@@ -13,12 +13,12 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
 from energon_data.dataset import EnergonData
-from launch import export
+from launch import export_weights
 
 
 def test_the_note_on_an_objective_has_the_differing_settings_only() -> None:
-    (of_settings,) = export.note_objective(FlowMatching(), FlowMatching(time_shift=3.0))
-    (of_kinds,) = export.note_objective(EDM(), FlowMatching())
+    (of_settings,) = export_weights.note_objective(FlowMatching(), FlowMatching(time_shift=3.0))
+    (of_kinds,) = export_weights.note_objective(EDM(), FlowMatching())
     assert "other settings: time_shift=1.0 (published: 3.0); " in of_settings
     assert "other settings: objective=edm (published: flow_matching); " in of_kinds
 
@@ -27,23 +27,25 @@ def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
     """Other code bases have no shift that depends on the dimension; run folders have it (`launch.average`)."""
     objective = FlowMatching(time_shift=1.5, shift_dimension=64)
     config = RunConfig(model=DiTConfig(in_channels=4), data=NoData(), objective=objective)
-    trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
+    trained = export_weights.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
     assert trained.objective == objective
-    assert export.with_one_shift(trained).objective == FlowMatching(time_shift=3.0)
+    assert export_weights.with_one_shift(trained).objective == FlowMatching(time_shift=3.0)
 
 
 def test_the_clean_parts_of_a_run_are_those_of_its_data() -> None:
     data = {"none": {}, "reference": {"references": True}, "first_frame": {"clean_first_frame": 0.5}}
     for part, settings in data.items():
         config = RunConfig(model=WanConfig(), data=EnergonData(path="data", **settings), objective=FlowMatching())
-        trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
+        trained = export_weights.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
         assert trained.clean_parts == [name for name in (part,) if settings]
 
 
 @pytest.mark.parametrize(("stated", "shift"), [(None, 3.0), (0.25, 0.25)])
 def test_a_stated_shift_of_latents_is_exported(monkeypatch: pytest.MonkeyPatch, stated: Any, shift: float) -> None:
     """Here with a measured mean of 3 and deviation of 2; the scale is measured."""
-    monkeypatch.setattr("dit.inference.generator.load_generator", lambda folder, weights: None)
-    monkeypatch.setattr("dit.inference.latents.measure_latents", lambda autoencoder: (3.0, 2.0))
-    found: Any = export.with_latent_scale(AutoencoderConfig(shift_factor=stated), Path("run"), raw_weights=False)
+    monkeypatch.setattr("launch.export_weights.load_generator", lambda folder, weights: None)
+    monkeypatch.setattr("launch.export_weights.measure_latents", lambda autoencoder: (3.0, 2.0))
+    found: Any = export_weights.with_latent_scale(
+        AutoencoderConfig(shift_factor=stated), Path("run"), raw_weights=False
+    )
     assert (found.scaling_factor, found.shift_factor) == (0.5, shift)

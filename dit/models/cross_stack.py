@@ -1,0 +1,82 @@
+"""Backbones with one token stream, whose blocks attend to the text of their sample."""
+
+from typing import Any, Optional, TypeVar
+
+from torch import Tensor
+
+from dit.backends.provider import LayerProvider
+from dit.batch import PackedBatch
+from dit.kernels.attention import Attention
+from dit.layers.adaln import SharedModulation
+from dit.layers.conditioner import Conditioner
+from dit.layers.heads import TableFinalLayer
+from dit.layers.text import TextProjection, TextTokens
+from dit.layers.tokens import PatchEmbedding
+from dit.layout import SequenceLayout
+from dit.models.base import Stage
+from dit.models.cross_config import CrossAttentionModelConfig
+from dit.models.token_stack import TokenStack
+
+Config = TypeVar("Config", bound=CrossAttentionModelConfig)
+
+
+class CrossStack(TokenStack[Config]):
+    """A stack of blocks with cross-attention. A subclass builds `layers`, and `head` (last stage)."""
+
+    def __init__(
+        self, config: Config, provider: LayerProvider, stage: Stage, attention: Optional[Attention] = None
+    ) -> None:
+        super().__init__(config, provider, stage, attention)
+        size, side = config.hidden_size, config.patch_spatial
+        assert config.context_size is not None
+        self.conditioner = Conditioner(
+            size,
+            provider,
+            time_scale=config.time_scale,
+            num_classes=config.num_classes,
+            fps=config.fps_conditioning,
+            size_patch=(config.patch_temporal, side, side) if config.size_conditioning else None,
+        )
+        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
+        if stage.first:
+            self.embed = PatchEmbedding(config.input_features, size, provider)
+
+    def layer_inputs(
+        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
+    ) -> tuple[Any, ...]:
+        context_KC, context_layout = self.text(batch)
+        return cond_SD, context_KC, layout, context_layout, self.last_input(batch)
+
+    def last_input(self, batch: PackedBatch) -> Any:
+        """Return the last input of every block: the rotation, unless a subclass has another."""
+        return self.rotation(batch)
+
+
+class SharedModulationStack(CrossStack[Config]):
+    """A `CrossStack` in which blocks and head add a table to one modulation, and the text has a projection.
+
+    Source: adaLN-single of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        provider: LayerProvider,
+        stage: Stage,
+        *,
+        num_sublayers: int = 2,
+        text_norm_eps: Optional[float] = None,
+    ) -> None:
+        super().__init__(config, provider, stage)
+        size = config.hidden_size
+        assert config.context_size is not None
+        self.modulation = SharedModulation(size, num_sublayers, provider)
+        self.text_projection = TextProjection(config.context_size, size, provider, norm_eps=text_norm_eps)
+        if stage.last:
+            self.head = TableFinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
+
+    def layer_inputs(
+        self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
+    ) -> tuple[Any, ...]:
+        _, context_KC, *others = super().layer_inputs(cond_SD, positions_T3, layout, batch)
+        return self.modulation(cond_SD), self.text_projection(context_KC), *others
