@@ -311,8 +311,7 @@ class Run:
         self.autoencoder = None if vae is None else recorded_name(vae)
         self.attributions = config.data.attributions()
         decoder = self.autoencoder if config.training.sample_interval else None
-        sampled = replace(spec, conditions=config.model.conditions())
-        drawn = config.model, config.objective, sampled, config.sampling
+        drawn = config.model, config.objective, replace(spec, conditions=config.model.conditions()), config.sampling
         self.pictures = PictureWriter(*drawn, self.class_names, self.text_encoder, decoder, nulls, longest_text)
         reports = groups.rank == 0 and not quiet
         if reports and config.training.sample_interval and self.pictures.note:
