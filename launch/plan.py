@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -102,11 +103,10 @@ class Report:
     def lines(self, top: int) -> list[str]:
         """Return the report for the console."""
         verdict, problem = self.verdict, self.problem
-        count = len(self.allowed.layouts)
         head = (
-            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.device.node_size} per node: "
-            f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not, {len(self.not_traced):,} cannot be the "
-            f"fastest; searched in {self.seconds:.0f} s"
+            f"{len(self.allowed.layouts):,} layouts of {problem.world_size} {problem.device.name}, "
+            f"{problem.device.node_size} per node: {len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not, "
+            f"{len(self.not_traced):,} are too slow to trace; searched in {self.seconds:.0f} s"
         )
         if not verdict.fitting:
             return [head, "", *self.losers()]
@@ -163,7 +163,7 @@ class Report:
             examples = f"{len(names)} stages, such as {names[0]}"
             lines.append(f"{len(self.not_traced):>6,} not traced, because their passes take longer: {examples}")
         refused = sorted(self.allowed.refused.values(), reverse=True)
-        return [*lines, *(f"{count:>6,} not allowed, for example: {example}" for count, example in refused)]
+        return [*lines, *(f"{number:>6,} not allowed, for example: {example}" for number, example in refused)]
 
     def record(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -303,9 +303,12 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     started, stages = time.perf_counter(), shapes(options.layouts)
 
     with TracerPool(min(len(stages), os.cpu_count() or 1)) as tracers, progress() as show:
-        results, not_traced = price_layouts(
-            problem, options.layouts, tracers, lambda shape: show(f"tracing stage {stage_name(shape)}")
-        )
+        numbers = count(1)
+
+        def begin(shape: "Shape") -> None:
+            show(f"tracing stage {next(numbers)} of at most {len(stages)}: {stage_name(shape)}")
+
+        results, not_traced = price_layouts(problem, options.layouts, tracers, begin)
         verdict = judged(problem, results)
         seconds = time.perf_counter() - started
         step = peak = None

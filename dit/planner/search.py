@@ -17,8 +17,8 @@ many rows that of their operations. torch selects other operations for other siz
 traced as long as candidates with them fit into memory: each twice as large as the one before, or eight times from
 16,384 tokens on (which changes predicted times of a 7B model by at most 0.7 %).
 
-Shapes with the least tensor and context parallelism are traced first. A larger one is traced only if it can be faster
-than the best layout so far, see `Prices.lower_bound`.
+Shapes with the least tensor and context parallelism are traced first. A larger one is traced only if its passes may
+take less time than a step of the best layout so far, see `Prices.shortest`.
 
 `tests/unit/planner/test_search.py` compares these costs with traces of full layouts.
 """
@@ -71,6 +71,8 @@ STEP, LARGE_STEP, LARGE = 2, 8, 16384
 """Largest ratio of consecutive traced micro-batch sizes, and the ratio from micro-batches of `LARGE` tokens on."""
 BUCKET_BYTES = 160e6
 """Size of gradient buckets: 40 M fp32 elements or more."""
+MEMORY_ERROR = 1.07
+"""Largest ratio of the traced memory of a full layout and that of its price."""
 
 
 @dataclass(frozen=True)
@@ -235,26 +237,30 @@ class Prices:
         time = step_time(seconds, dims.micro_batches, cluster)
         return Priced(candidate, dims, time, self._memory(candidate, costs, nbytes, in_flight))
 
-    def lower_bound(self, shape: Shape) -> float:
-        """Return seconds that a step with a stage shape takes at least, from traces of shapes with fewer ranks.
+    def shortest(self, shape: Shape) -> float:
+        """Return an estimate of the shortest step with a stage shape, from traces of shapes with fewer ranks.
 
-        More tensor or context parallelism makes products narrower and adds traffic, so the passes of all layers take at
-        least as long as with less of it, at the largest micro-batch of the new shape without a pipeline. The exchange
-        of gradients and weights, the update and bubbles are not counted.
+        More tensor or context parallelism makes products narrower and adds traffic, so the passes of all layers take
+        longer than with less of it, at the largest micro-batch of the new shape without a pipeline. The exchange of
+        gradients and weights, the update and bubbles are not counted, which leaves a margin for errors.
         """
-        smaller = [other for other in self.traced if _is_part(other, shape)]
+        smaller = [other for other in self.traced if _extends(shape, other)]
         batch = self.problem.training.global_batch_size / self.problem.world_size
         samples = max(1, int(batch * shape.tensor * shape.context))
         return max((batch * self._passes(other, samples) for other in smaller), default=0.0)
 
     def _passes(self, shape: Shape, samples: int) -> float:
-        """Return rank-seconds per sample of the passes of all layers, without exchanges of gradients and weights."""
-        seconds = self.traced[shape].of(self._sizes.num_layers, samples)[0][MICRO_BATCH]
-        seconds[[K_GATHER, K_REDUCE]] = 0.0
-        cluster = self.problem.cluster(_traced_layout(self.problem, shape))
+        """Return rank-seconds per sample of the passes of all layers, without exchanges of gradients and weights.
+
+        Extrapolated times may be too long, so those of the largest traced micro-batch count if they are shorter.
+        """
+        cluster, times = self.problem.cluster(_traced_layout(self.problem, shape)), []
+        for size in {samples, min(samples, self.traced[shape].sizes[-1])}:
+            seconds = self.traced[shape].of(self._sizes.num_layers, size)[0][MICRO_BATCH]
+            seconds[[K_GATHER, K_REDUCE]] = 0.0
+            times.append(sum(pass_parts(seconds, cluster).values()) / size)
         delay = slowest_of(self.problem.world_size, self.problem.device.jitter)
-        ranks = shape.tensor * shape.context
-        return (1 + delay) * ranks * sum(pass_parts(seconds, cluster).values()) / samples
+        return (1 + delay) * shape.tensor * shape.context * min(times)
 
     def _costs(self, candidate: Candidate, layers: float) -> Costs:
         """Return the costs of a candidate's shape, adjusted for layers with full recompute.
@@ -326,20 +332,24 @@ def price_layouts(
     tracers: TracerPool,
     begin: Callable[[Shape], None],
 ) -> tuple[list[Priced], list[Candidate]]:
-    """Trace the stage shapes of candidates; return prices, and the candidates whose shape cannot be the fastest.
+    """Trace the stage shapes of candidates; return prices, and the candidates that are too slow to be traced.
+
+    A layout surely fits if it has room for the error of its memory, so a trace of its full depth fits, too.
 
     Args:
         begin: called with a shape before its first trace.
     """
+    room = MEMORY_SHARE * problem.device.memory_bytes / MEMORY_ERROR
     prices, results, slower = Prices(problem, {}), list[Priced](), list[Shape]()
     found = shapes(layouts)
     for size in sorted({_size(shape) for shape in found}):
-        best = min((one.time.total for one in results if fits(problem, one)), default=math.inf)
+        best = min((one.time.total for one in results if one.peak <= room), default=math.inf)
         requests = {}
         for shape in found:
             if _size(shape) != size:
                 continue
-            if any(_is_part(other, shape) for other in slower) or prices.lower_bound(shape) > best:
+            # The estimate falls with the micro-batch, so it may be shorter for a shape that extends a slower one.
+            if any(_extends(shape, other) for other in slower) or prices.shortest(shape) > best:
                 slower.append(shape)
             else:
                 requests[shape] = costs(problem, shape, layouts)
@@ -354,8 +364,8 @@ def _size(shape: Shape) -> tuple[int, bool]:
     return shape.tensor * shape.context, shape.fsdp
 
 
-def _is_part(smaller: Shape, shape: Shape) -> bool:
-    """Return whether a shape differs from a smaller one by more tensor or context parallelism, or by FSDP."""
+def _extends(shape: Shape, smaller: Shape) -> bool:
+    """Return whether a shape has at least the tensor and context parallelism of another, and FSDP if that has it."""
     same = smaller.expert == shape.expert and (shape.fsdp or not smaller.fsdp)
     return same and smaller.tensor <= shape.tensor and smaller.context <= shape.context
 

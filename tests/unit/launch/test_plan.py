@@ -41,8 +41,9 @@ def test_every_trace_is_announced_before_the_table(written):
     """4 ranks and 2 heads give two tensor-parallel sizes; the last trace is of the fastest layout at full depth."""
     text, record = written
     *stages, last = [line for line in text.splitlines() if line.startswith("tracing ")]
-    assert text.startswith("tiny_dit: importing torch and Megatron-Core\ntracing stage one rank")
-    names = [line.removeprefix("tracing stage ") for line in stages]
+    assert text.startswith("tiny_dit: importing torch and Megatron-Core\ntracing stage 1 of at most 4: one rank")
+    assert [int(line.split()[2]) for line in stages] == list(range(1, len(stages) + 1))
+    names = [line.partition(": ")[2] for line in stages]
     assert {*names, *record["not_traced"]} == {"one rank", "FSDP", "TP2", "TP2 FSDP"}
     assert len(names) + len(record["not_traced"]) == 4
     assert last == f"tracing the fastest layout at its full depth: {record['fitting'][0]['layout']}"
