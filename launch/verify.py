@@ -49,11 +49,11 @@ examples
 
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
 samples differ in length if the backbone takes such, one micro-batch of four is dense if the recipe does not pack
-samples, and every second one has samples with references if backbone, objective and conditions allow them. First, one
-rank is checked by itself: padding, packs against their samples, their order, accumulation, and the class of diffusers
-that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of layers), the losses,
-the weights and their averages after the steps, and the copies of each parameter are compared with the layout's, first
-in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides.
+samples, and every third micro-batch has samples with references if backbone, objective and conditions allow them.
+First, one rank is checked by itself: padding, packs against their samples, their order, accumulation, and the class of
+diffusers that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of layers),
+the losses, the weights and their averages after the steps, and the copies of each parameter are compared with the
+layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides.
 The first wrong gradient is named with the declaration of its parameter. Settings that are not verified are named. The
 exit code is 0 if all are equal and 70 otherwise.
 """
@@ -83,7 +83,7 @@ class MockStream:
     Attributes:
         data: of packs.
         dense: of micro-batches of two samples, one for every `DENSE_EVERY` micro-batches; None for packs only.
-        references: whether samples of every second micro-batch have clean references.
+        references: whether samples of every third micro-batch have clean references.
     """
 
     data: "DataConfig"
@@ -109,7 +109,7 @@ class MockStream:
         # All streams advance, so that a step has the same micro-batches on any number of replicas.
         for number, batches in zip(count(dp_rank, dp_size), zip(*streams)):
             batch = batches[-1 if number % DENSE_EVERY == DENSE_EVERY - 1 else 0]
-            yield with_references(batch) if self.references and number % 2 else batch
+            yield with_references(batch) if self.references and number % 3 == 1 else batch
 
 
 @dataclass(frozen=True)
