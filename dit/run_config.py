@@ -256,14 +256,14 @@ class RunConfig:
                 f"objective.adversarial.start_step={start_step} is not below training.num_steps={training.num_steps}, "
                 "so its terms never count"
             )
-        lines += filter(None, [self.untrained_guidance(self.sampling.guidance_scale, "sampling.guidance_scale")])
+        lines += filter(None, [self.untrained_guidance(self.sampling.guidance_scale, "sampling.guidance_scale=")])
         return lines + self.schedule.adapted(training.num_steps)
 
     def untrained_guidance(self, scale: float, setting: str) -> Optional[str]:
-        """Return a line if guidance uses a prediction without conditions that is untrained, as far as is known.
+        """Return a note if guidance uses the prediction without conditions and no step seems to have trained it.
 
         Args:
-            setting: name of the setting of the scale.
+            setting: setting or option of the scale, up to its value.
         """
         # Weights to start from may have been trained with dropout.
         never_dropped = [c.name for c in self.model.conditions() if c.dropout == 0 and not c.may_be_empty]
@@ -271,8 +271,8 @@ class RunConfig:
             return None
         name = "class_dropout" if LABEL.name in never_dropped else "context_dropout"
         return (
-            f"{setting}={scale:g} uses the prediction without conditions, which model.{name}=0 never trains; train "
-            f"with model.{name}=0.1, or use {setting}=1"
+            f"{setting}{scale:g} uses the prediction without conditions, which model.{name}=0 never trains; train with "
+            f"model.{name}=0.1, or use {setting}1"
         )
 
 

@@ -255,11 +255,17 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def note_untrained_guidance(args: argparse.Namespace, generator: "Generator") -> None:
-    """Print a note on rank 0 if guidance uses a prediction without conditions that was never trained."""
+    """Print a note on rank 0 if guidance uses a prediction without conditions that the run never trained.
+
+    Imported weights have no data, and were trained with other settings.
+    """
+    from dit.data_api import NoData
+
     config, negative = generator.config, getattr(args, "negative_prompt", None)
     scale = config.sampling.guidance_scale if args.guidance_scale is None else args.guidance_scale
-    note = config.untrained_guidance(scale, "guidance_scale")
-    if note and args.guide is None and negative is None and environment.rank() == 0:
+    note = config.untrained_guidance(scale, "--guidance-scale ")
+    replaced = args.guide is not None or negative is not None
+    if note and not replaced and not isinstance(config.data, NoData) and environment.rank() == 0:
         echo(f"note: {note}", file=sys.stderr)
 
 
