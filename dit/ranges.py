@@ -117,7 +117,8 @@ def check_unused(
         part: name of the configuration in overrides, such as `training`.
         names: fields of `config`.
         where: circumstances under which they have the fault.
-        cure: change that gives them an effect.
+        cure: change that removes the fault.
+        fault: what is wrong with settings of other values.
     """
     by_name = {field.name: field for field in fields(config)}
     values, defaults = [], []

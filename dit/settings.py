@@ -107,7 +107,7 @@ class TrainingConfig:
         seed: of initial weights, data order and all noise.
         ema_decay, ema_start_step: decay of the weight average (None for no average), and the step at which it starts.
         ema_offload: store the averages in host memory.
-        ema_sigma_rel: relative lengths of power-function averages (0 to 0.28), such as [0.05, 0.1], for
+        ema_sigma_rel: relative lengths of power-function averages (0.01 to 0.28), such as [0.05, 0.1], for
             `launch.average`.
         log_interval: steps between log lines.
         validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.

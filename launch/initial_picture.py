@@ -138,7 +138,7 @@ def read_reference(path: Path, largest: tuple[int, int], channels: int, patch: i
     """Return a picture to edit as a latent, `[C, 1, H, W]`, float32.
 
     Like pictures of `energon_data.prepare --size N --enlarge`, it keeps its aspect ratio, and its size does not depend
-    on that of the drawn sample. N is the smallest with which the largest training sample can have been prepared.
+    on that of the drawn sample. N is the smallest side with which `prepare` makes the largest training sample.
 
     Args:
         largest: height and width of the largest training sample, in positions of a latent.
@@ -172,7 +172,7 @@ def _pixels(
     name: str,
     fit: Callable[["Image", int, int], "Image"] = _cover,
 ) -> "Tensor":
-    """Return a picture at the size of a sample, or that `fit` selects for it, `[1 or 3, 1, H, W]` in [-1, 1]."""
+    """Return a picture scaled by `fit`, by default to the size of a sample, `[1 or 3, 1, H, W]` in [-1, 1]."""
     from dit.batch import pixel_values
     from energon_data.media_files import pixels_of
 

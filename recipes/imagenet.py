@@ -23,7 +23,7 @@ from recipes.models import dit_b, dit_dh_xl, dit_l, dit_s, dit_xl, edm2_s, jit_b
 def _imagenet(
     name: str, model: run.Config[ModelConfig], data: str = "latents_256", steps: int = 400_000, batch: int = 256
 ) -> run.Partial:
-    """Return the published training setting of class-conditional DiT at patch 2 for one model, on `data/imagenet_DATA`.
+    """Return the published training setting of DiT at patch 2, which other recipes change, on `data/imagenet_DATA`.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
     EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations: the network

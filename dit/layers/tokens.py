@@ -117,7 +117,7 @@ class PatchEmbedding(nn.Module):
 
 
 def with_leading(batch: PackedBatch, count: int, provider: LayerProvider) -> tuple[PackedBatch, JointLayout]:
-    """Return the batch with the layout and the positions of `count` tokens at position 0 before those of each sample.
+    """Return the batch with layout and positions of `count` tokens at position 0 before each sample, and that layout.
 
     Under context parallelism they are replicated, like the text of a `JointLayout`.
     """

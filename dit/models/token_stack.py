@@ -4,10 +4,11 @@ inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> 
              (SP)     first stage   |  or received from / sent to other pipeline stages
                                     +-- layer_inputs: conditioning, text, layout, rotation
 
-With `model.routing`, the middle layers run on some of the tokens. With `model.class_tokens`, the last layers, and with
-`model.teacher_token_size` all layers run on more tokens; outputs of the teacher's token are copied to all rows of its
-sample. With `objective.alignment`, the cosine of a layer's tokens and features of a teacher is one more column of the
-activations and outputs. With `model.value_residual`, all later layers receive the attention's values of the first.
+With `model.routing`, the middle layers run on some of the tokens. With `model.class_tokens`, the last layers run on
+more tokens; with `model.teacher_token_size`, all layers do, and outputs of the teacher's token are copied to all rows
+of its sample. With `objective.alignment`, minus the cosine of a layer's tokens and features of a teacher is one more
+column of the activations and outputs. With `model.value_residual`, which pipelines do not support, all later layers
+receive the attention's values of the first.
 """
 
 from abc import abstractmethod

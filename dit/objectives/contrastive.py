@@ -51,7 +51,7 @@ class ContrastiveFlowMatching(FlowMatching):
         return (*super().terms, "contrast")
 
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
-        if sum(map(any, batch.grids)) == 1:
+        if num_samples(batch.grids) == 1:
             return batch
         indices_T = to_device(negative_tokens(batch.layout, batch.grids), batch.latents_TC.device)
         negative = per_latent_token(batch.latents_TC[indices_T])
@@ -79,6 +79,11 @@ class ContrastiveFlowMatching(FlowMatching):
         return {**terms, "contrast": Term(error_T, -self.contrast_weight * prepared.weight_S)}
 
 
+def num_samples(grids: Sequence[Grid]) -> int:
+    """Return the number of samples without the empty ones, with which `dit.fixed_packs` fills a pack."""
+    return sum(map(any, grids))
+
+
 def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:
     """Return the index of a token of the negative for each token of a global pack of at least two samples, int64 `[T]`.
 
@@ -89,9 +94,9 @@ def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:
         grids: (t, h, w) of each sample.
     """
     indices_T = torch.arange(layout.total_tokens)
-    count = sum(map(any, grids))  # `dit.fixed_packs` fills a pack with empty samples
-    for sample in range(count):
-        start, other = layout.starts[sample], sample ^ 1 if sample ^ 1 < count else sample - 1
+    for sample in range(count := num_samples(grids)):
+        start, neighbour = layout.starts[sample], sample ^ 1
+        other = neighbour if neighbour < count else sample - 1
         t, h, w = (torch.arange(n) * m // n for n, m in zip(grids[sample], grids[other]))
         _, height, width = grids[other]
         tokens = (t[:, None, None] * height + h[:, None]) * width + w

@@ -65,8 +65,8 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "Brackets give the parameters of each name since the previous bracket. `--list` adds the hardware, and",
-        "`--describe NAME` prints the full description of a recipe or component. The",
+        "The number in brackets is that of the parameters of the names before it, up to the previous brackets.",
+        "`--list` adds the hardware, and `--describe NAME` prints the full description of a recipe or component. The",
         "[page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
     ]
     in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
