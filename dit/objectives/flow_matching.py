@@ -220,6 +220,8 @@ class FlowMatching(Objective):
         return (1 - t_S1) * x0_SF + t_S1 * eps_SF, target[0] * x0_SF + target[1] * eps_SF
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        if self.alignment is None and self.teacher_token_weight is None:
+            return super().loss_terms(prediction_TC, prepared, layout)
         start, token_SF = prepared.target_TC.shape[1], prepared.teacher_target_SF
         terms = super().loss_terms(prediction_TC[:, :start], prepared, layout)
         if token_SF is not None and self.teacher_token_weight is not None:

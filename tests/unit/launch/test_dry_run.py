@@ -186,7 +186,7 @@ def test_a_plan_refuses_settings_that_training_refuses(part, setting, value):
     [
         ("own_data", "diffusers' PixArtTransformer2DModel"),
         ("own_data(backbone='dit')", "no export to diffusers: diffusers 0.38.0 has no model like DiTCrossConfig"),
-        ("tiny_stdit", "PixArtTransformer2DModel does not support this model: layer_pattern=['spatial', 'temporal']"),
+        ("tiny_stdit", "PixArtTransformer2DModel does not support this model: qk_layernorm=True"),
     ],
 )
 def test_the_line_of_exports_states_whether_diffusers_can_load_the_model(recipe: str, line: str):

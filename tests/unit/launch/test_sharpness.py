@@ -86,7 +86,7 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
     monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
-    monkeypatch.setattr(Generator, "batch_size", lambda self, frames, size: 2)
+    monkeypatch.setattr(Generator, "batch_size", lambda self, *_: 2)
     labels, drawn = [0, 2, 1], {}
 
     def measure(args: Namespace, generator: Generator) -> Measurement:

@@ -120,6 +120,9 @@ class Seen:
             self.samples.append((batch.keys[i], float(time_S[i]), eps, int(batch.conditions["label"].values[i])))
         return torch.zeros_like(inputs_TC)
 
+    def sum_over_context_ranks(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
 
 GLOBAL_BATCH, PICTURES, NUM_STEPS = 32, 5, 2
 FEW = MockData(dataset_size=PICTURES, height=4, width=4)

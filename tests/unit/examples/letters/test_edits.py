@@ -139,7 +139,7 @@ def judge(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         generator = SimpleNamespace(
             config=SimpleNamespace(model=DiTConfig(in_channels=3)),
             generate=generate,
-            batch_size=lambda frames, size: 50,
+            batch_size=lambda *_: 50,
         )
         letters = [d.letter for d in drawings]
 

@@ -78,7 +78,7 @@ def judge(monkeypatch):
             class_names=CLASS_NAMES,
             text_encoder="words",
             generate=generate,
-            batch_size=lambda frames, size: 50,
+            batch_size=lambda *_: 50,
         )
         clips = [(walk(d, 0.5), {"direction": d, "font": "f"}) for d in DIRECTIONS]
         monkeypatch.setattr(evaluate, "open_generator", lambda args: generator)
