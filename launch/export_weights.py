@@ -144,6 +144,7 @@ def write_diffusers_folder(
     """Write a folder in the diffusers layout, scheduler and page included; return the notes."""
     form = format_of_model(trained.model)
     settings, notes = form.write_settings(trained.model, trained.latent_size)
+    published = form.read_settings(settings).objective
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     notes += [*rules.export_notes(), *steps_notes(trained)]
     texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
@@ -153,7 +154,6 @@ def write_diffusers_folder(
     record = {CONFIG_KEY: to_record(trained)}
     tensors = rules.to_external(weights())
     write_diffusers({**settings, **record}, tensors, out, texts=texts, max_shard_bytes=max_shard_bytes)
-    published = form.read_settings(settings).objective
     use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]
 

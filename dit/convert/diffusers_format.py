@@ -126,9 +126,9 @@ CROSS_ATTENTION = {
     "head.linear": "proj_out",
 }
 """Names of attention, modulation and head in PixArt, SANA and Wan."""
-NOT_SIZES = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
-"""Our settings that do not change the network of an export."""
-HEADS = {"hidden_size", "num_attention_heads"}
+TRAINING_SETTINGS = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
+"""Our settings that do not change the network of an export. `rope_scaling` has an effect only with `rope_factors`."""
+HEAD_SETTINGS = {"hidden_size", "num_attention_heads"}
 """Our settings that follow from `num_attention_heads` and `attention_head_dim`."""
 
 
@@ -174,6 +174,11 @@ class DiffusersFormat(Generic[Model]):
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `out_channels` of the class is our setting of this name."""
+        return "out_channels" in self.defaults and "out_channels" not in {*self.fixed, *self.same.values()}
+
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         """Convert diffusers' settings, completed by `defaults`; raise `ConfigError` for unsupported ones."""
         build: Any = self.config_class
@@ -188,7 +193,7 @@ class DiffusersFormat(Generic[Model]):
             sizes |= {"num_attention_heads": heads, "hidden_size": heads * published["attention_head_dim"]}
         if "mlp_ratio" in self.defaults:
             sizes["ffn_hidden_size"] = int(published["mlp_ratio"] * sizes["hidden_size"])
-        if "out_channels" in self.defaults:
+        if self.has_outputs:
             channels = published["out_channels"]
             sizes["out_channels"] = None if channels in (None, published["in_channels"]) else channels
         return sizes
@@ -219,7 +224,7 @@ class DiffusersFormat(Generic[Model]):
             settings |= {"num_attention_heads": heads, "attention_head_dim": model.hidden_size // heads}
         if "mlp_ratio" in self.defaults:
             settings["mlp_ratio"] = mlp_ratio(model.ffn_size, model.hidden_size)
-        if "out_channels" in self.defaults:
+        if self.has_outputs:
             settings["out_channels"] = model.out_channels or model.in_channels
         if "sample_size" in self.defaults:
             settings["sample_size"] = square_side(self.class_name, latent_size, model.patch_spatial)[0]
@@ -227,12 +232,17 @@ class DiffusersFormat(Generic[Model]):
 
     def check(self, model: Any) -> None:
         """Check that the class has every property of a model."""
-        free, inner = {*HEADS, *self.same, *self.free, "out_channels"}, self.inner_size(model.hidden_size)
+        free, only = {*HEAD_SETTINGS, *self.same, *self.free}, dict(self.only)
+        inner = self.inner_size(model.hidden_size)
         if inner in (None, model.ffn_size):
             free.add("ffn_hidden_size")
+        else:
+            only["ffn_hidden_size"] = inner
+        if self.has_outputs or model.out_channels == model.in_channels:
+            free.add("out_channels")
         if getattr(model, "num_query_groups", None) == model.num_attention_heads:  # as many as without groups
             free.add("num_query_groups")
-        check_settings(self.class_name, model, free, {"ffn_hidden_size": inner, **self.only})
+        check_settings(self.class_name, model, free, only)
 
     def check_published(self, published: Mapping[str, Any], **supported: object) -> None:
         """Check that settings of diffusers have the only values that our model supports."""
@@ -335,7 +345,7 @@ def check_settings(
         only: values of settings that it has, if not the default.
     """
     default = type(model)()
-    names = [field.name for field in fields(model) if field.name not in {*NOT_SIZES, *free}]
+    names = [field.name for field in fields(model) if field.name not in {*TRAINING_SETTINGS, *free}]
     supported = {name: only.get(name, getattr(default, name)) for name in names}
     require(f"{side} does not support this model", vars(model), supported, TRAIN_THAT_WAY)
 

@@ -63,10 +63,10 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
         task = published["task_type"]
         self.check_published(
             published,
-            in_channels=2 * published["out_channels"] + 1,
+            in_channels=2 * published["out_channels"] + 1,  # latent, first frame and mask
             task_type=task if task in TASKS else list(TASKS),
         )
-        return super().read_sizes(published) | {"out_channels": None, "image_to_video": TASKS[task]}
+        return super().read_sizes(published) | {"image_to_video": TASKS[task]}
 
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS
@@ -77,7 +77,6 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     def write_sizes(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
             "in_channels": 2 * model.in_channels + 1,
-            "out_channels": model.in_channels,
             "target_size": PIXELS * math.isqrt(latent_size[1] * latent_size[2]),
             "task_type": next(task for task, image in TASKS.items() if image == model.image_to_video),
         }

@@ -88,7 +88,7 @@ class DiffusersTokens(DiffusersStreams[Model]):
                     f"{PATCH**2}"
                 )
         sizes["in_channels"] = channels // PATCH**2
-        if sizes["out_channels"] is not None:
+        if sizes.get("out_channels") is not None:
             sizes["out_channels"] //= PATCH**2
         inner = self.inner_size(sizes["hidden_size"])
         return sizes if inner is None else sizes | {"ffn_hidden_size": inner}

@@ -24,6 +24,7 @@ from dit.models.sana.config import SanaConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.parallel.build import parameter_shapes
+from dit.models.z_image.config import ZImageConfig
 from dit.verify.public import CALLS
 from tests.conftest import BuildModel
 from tests.parity import (
@@ -140,7 +141,15 @@ BEYOND: list[tuple[ModelConfig, list[dict[str, Any]]]] = [
             *({"time_scale": 1.0}, {"position_embedding": "sincos_3d"}),
         ],
     ),
-    (Flux2Config(), [{"activation": "gelu_tanh"}, {"pooled_size": 5}, {"patch_spatial": 1}, {"time_scale": 1.0}]),
+    (
+        Flux2Config(),
+        [
+            *({"activation": "gelu_tanh"}, {"pooled_size": 5}, {"patch_spatial": 1}, {"time_scale": 1.0}),
+            {"out_channels": 64},
+        ],
+    ),
+    (HunyuanVideoConfig(), [{"out_channels": 64}]),
+    (ZImageConfig(), [{"out_channels": 32}]),
     (
         PRXConfig(),
         [
