@@ -195,8 +195,11 @@ def test_the_width_of_a_feed_forward_survives_a_round_trip(config: type[Any]) ->
 
 
 def test_old_folders_are_distinguished_and_their_position_tables_checked() -> None:
-    """Old files use one class name for DiT and PixArt, and contain the position table, which we compute."""
-    external = FAMILIES["pixart"].small(interpolation_scale=2)
+    """Old files use one class name for DiT and PixArt, and contain the position table, which we compute.
+
+    The table has one position per full patch.
+    """
+    external = FAMILIES["pixart"].small(interpolation_scale=2, sample_size=9)
     old = {**external.config, "_class_name": "Transformer2DModel"}
     form = format_of_settings(old)
     assert isinstance(form, DiffusersPixArt)
