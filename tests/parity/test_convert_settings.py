@@ -85,9 +85,10 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "unet": [
         ({"use_linear_projection": True}, "use_linear_projection=True"),
         ({"addition_embed_type": "text_time"}, "addition_embed_type='text_time'"),
-        ({"attention_head_dim": [2, 4, 8]}, r"attention_head_dim=\[2, 4, 8\]"),
-        ({"out_channels": 8}, r"out_channels=8 \(only 'at most 4'\)"),
-        ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types="),
+        ({"attention_head_dim": [2, 4, 8]}, r"head_dim=\[2, 4, 8\] \(only 'an integer, or heads of one size'"),
+        ({"transformer_layers_per_block": [1, 2]}, r"per_block=\[1, 2\] \(only 'an integer, or 3 integers'"),
+        ({"out_channels": 8}, "out_channels=8 is above in_channels=4"),
+        ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types=.*CrossAttnUpBlock2D in mirrored order"),
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
         ({"in_channels": 9}, "in_channels=9 are those of an inpainting model"),
         (
