@@ -21,7 +21,7 @@ from dit.convert.rules import (
     Shape,
     expanded,
     layer_rules,
-    numbered,
+    pattern_and_number,
     require,
 )
 from dit.errors import ConfigError, UserError
@@ -274,7 +274,7 @@ class DiffusersFormat(Generic[Model]):
 
     def comfyui_name(self, layer: str) -> Optional[str]:
         """Return ComfyUI's name of a linear layer of diffusers; None if it is unknown."""
-        pattern, number = numbered(layer)
+        pattern, number = pattern_and_number(layer)
         for name, layers in expanded(self.comfyui).items():
             if pattern in layers:
                 return f"diffusion_model.{name.replace('#', number)}"
