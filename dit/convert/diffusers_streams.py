@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches
-from dit.convert.rules import TURNED_HEAD, ByHead, Chunks, Form, Same
+from dit.convert.rules import TURNED_HEAD, ByHead, Chunks, Form, expanded
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 
@@ -61,10 +61,10 @@ class DiffusersStreams(DiffusersFormat[Model]):
         turned = (0, 1) if model.position_embedding == "rope_3d" else ()
         size, groups = model.head_size, model.num_query_groups or model.num_attention_heads
         queries = model.num_attention_heads // groups
-        modules = "(layers.#.image|layers.#.text|layers.#.image.dual_attention|single.#)(|.attention)"
+        qkv, layers = ByHead(groups, (queries * size, size, size), turned, queries=queries), expanded(self.names)
         return {
-            f"{modules}.linear_qkv": ByHead(groups, (queries * size, size, size), turned, queries=queries),
-            f"{modules}.(q|k)_layernorm": TURNED_HEAD if turned else Same(),
+            **{layer: qkv for layer in layers if layer.endswith(".linear_qkv")},
+            **{layer: TURNED_HEAD for layer in layers if turned and layer.endswith((".q_layernorm", ".k_layernorm"))},
             "head.modulation": Chunks((1, 0)),
         }
 

@@ -236,6 +236,11 @@ def pattern_and_number(name: str) -> tuple[str, str]:
     return (name, "") if match is None else (f"{name[: match.start(1)]}#{name[match.end(1) :]}", match[1])
 
 
+def layer_of(name: str) -> str:
+    """Return the layer of a weight or bias; other names are returned unchanged."""
+    return re.sub(r"\.(weight|bias)$", "", name)
+
+
 def layer_rules(
     parameters: Iterable[str], names: Mapping[str, str], forms: Mapping[str, Form], *, num_joint: int | None = None
 ) -> list[Rule]:
@@ -248,15 +253,16 @@ def layer_rules(
         num_joint: number of blocks with two streams; those after them have names `single.#`, and numbers from 0.
     """
     external, form_of = expanded(names), {one: form for name, form in forms.items() for one in alternatives(name)}
+    unnamed = [key for key in form_of if layer_of(pattern_and_number(key)[0]) not in external]
+    assert not unnamed, f"forms of layers without a name: {', '.join(unnamed)}"
     rules = []
     for parameter in parameters:
         pattern, number = pattern_and_number(parameter)
         if num_joint is not None and pattern.startswith("layers.#.") and int(number) >= num_joint:
             pattern, number = "single" + pattern.removeprefix("layers"), str(int(number) - num_joint)
-        layer, dot, kind = pattern.rpartition(".")
-        ending = dot + kind if kind in ("weight", "bias") else ""
-        layer = layer if ending else pattern
+        layer = layer_of(pattern)
         if layer in external:
+            ending = pattern.removeprefix(layer)
             keys = (parameter.removesuffix(ending), pattern, layer)
             form = next((form_of[key] for key in keys if key in form_of), Same())
             numbers = range(form.count) if isinstance(form, Copies) else [number]
