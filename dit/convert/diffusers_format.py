@@ -353,7 +353,8 @@ def check_settings(
 def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:
     """Return the form of a layer of patches, by an einops pattern with the axes `pt`, `ph` and `pw` of a patch."""
     sizes |= {"pt": model.patch_temporal, "ph": model.patch_spatial, "pw": model.patch_spatial}
-    return Axes(pattern, {axis: size for axis, size in sizes.items() if axis in pattern})
+    axes = set(re.findall(r"\w+", pattern))
+    return Axes(pattern, {axis: size for axis, size in sizes.items() if axis in axes})
 
 
 NEAREST: Mapping[str, str] = {
