@@ -46,10 +46,10 @@ class CrossStack(TokenStack[Config]):
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
     ) -> tuple[Any, ...]:
         context_KC, context_layout = self.text(batch)
-        return cond_SD, context_KC, layout, context_layout, self.last_input(batch)
+        return cond_SD, context_KC, layout, context_layout, self.attention_input(batch)
 
-    def last_input(self, batch: PackedBatch) -> Any:
-        """Return the last input of every block: the rotation, unless a subclass has another."""
+    def attention_input(self, batch: PackedBatch) -> Any:
+        """Return what self-attention of every block needs in addition to tokens: the rotation, unless overridden."""
         return self.rotation(batch)
 
 

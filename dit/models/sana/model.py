@@ -124,5 +124,5 @@ class Sana(SharedModulationStack[SanaConfig]):
         )
         self.attention = attention
 
-    def last_input(self, batch: PackedBatch) -> Pictures:
+    def attention_input(self, batch: PackedBatch) -> Pictures:
         return Pictures.of_pack(batch.layout, batch.grids, self.attention)

@@ -109,7 +109,7 @@ class STDiT(SharedModulationStack[STDiTConfig]):
         span = self.model_config.position_span
         return positions_T3 if span is None else spanning(positions_T3, layout, batch.grid_sizes(), span)
 
-    def last_input(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
+    def attention_input(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
         """Plan every kind of self-attention: its exchange of tokens and its rotary positions."""
         tensor_ranks = (self.provider.tp_rank, self.provider.tp_size) if self.provider.sequence_parallel else (0, 1)
         plans: dict[str, AttentionPlan] = {}
