@@ -21,6 +21,7 @@ from dit.models.flux2.config import Flux2Config
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.prx.config import PRXConfig
 from dit.models.sana.config import SanaConfig
+from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.parallel.build import parameter_shapes
@@ -229,5 +230,6 @@ def test_a_model_of_oblong_pictures_exports_a_square_of_their_area(build_model: 
     with torch.no_grad():
         (there,) = CALLS[form.class_name](external, picture, torch.tensor([250.0]), {"context": text})
     assert relative_error(here, there) <= RTOL
-    with pytest.raises(ConfigError, match="draws pictures, not clips"):
-        form.write_settings(model, (2, 8, 8))
+    for refusing in (model, SD3Config()):
+        with pytest.raises(ConfigError, match="draws pictures, not clips"):
+            format_of_model(refusing).write_settings(refusing, (2, 8, 8))
