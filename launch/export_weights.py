@@ -298,14 +298,14 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         available = [(encoder, encoder.geometry().kind) for encoder in check_text_encoder(line).encoders]
     encoders = []
     for part in pipeline.texts:
-        line_of = TEXT_ENCODERS[pipeline.class_name][part.folder].format
-        required, or_plain = TextEncoderConfig.parse(line_of("-")), pipeline.note is not None
+        template = TEXT_ENCODERS[pipeline.class_name][part.folder]
+        required, or_plain = TextEncoderConfig.parse(template.format("-")), pipeline.note is not None
         fitting = [e for e, kind in available if kind in part.kinds and _fits(e, required, or_plain=or_plain)]
         if not fitting:
             raise ConfigError(
-                f"--format pipeline: {pipeline.class_name} needs {part.known}, `{line_of('NAME')}`; the texts of this "
-                f"run are of {line!r}; prepare the data with such an encoder, or use --format diffusers for the model "
-                "without a pipeline"
+                f"--format pipeline: {pipeline.class_name} needs {part.known}, `{template.format('NAME')}`; the texts "
+                f"of this run are of {line!r}; prepare the data with such an encoder, or use --format diffusers for "
+                "the model without a pipeline"
             )
         encoders.append(fitting[0])
     return encoders

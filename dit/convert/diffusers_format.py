@@ -141,15 +141,15 @@ class DiffusersFormat(Generic[Model]):
         config_class: settings class of our backbone.
         fixed: names of arguments that our backbone supports with the default only.
         same: diffusers' names of settings with equal values, by ours.
-        free: our further settings that the class has.
-        only: values of other settings, if not the default, with which the class supports a model.
+        free: further settings of ours that the class has, with any value.
+        only: settings of ours that the class has with one value, which is not our default.
         names: diffusers' names of layers by ours, as in `layer_rules`.
-        stored_tables: whether files have the tables of `tables`.
+        stored_tables: whether files contain the results of `tables`.
         latent_size: (T, H, W) of training, if it is not in the settings.
-        time_shift: of the flow matching of the published models.
+        time_shift: time shift of the published models' flow matching.
         sampling: steps and guidance of their pipeline.
         samples_by_class: the class is the model's only condition.
-        comfyui: diffusers' names of layers by those in ComfyUI (of the original code), as in `expanded`.
+        comfyui: names of layers in diffusers, by their names in ComfyUI (of the original code), as in `expanded`.
         part: name of the model in diffusers' pipelines, and prefix of its adapters.
     """
 
@@ -341,8 +341,8 @@ def check_settings(
 
     Args:
         side: the other code base, for messages.
-        free: settings that it has.
-        only: values of settings that it has, if not the default.
+        free: settings that it has, with any value.
+        only: settings that it has with one value, which is not our default.
     """
     default = type(model)()
     names = [field.name for field in fields(model) if field.name not in {*TRAINING_SETTINGS, *free}]

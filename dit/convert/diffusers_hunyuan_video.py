@@ -57,7 +57,7 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
         "refiner.layers.#.mlp.linear_fc(1|2)": f"{REFINER}.ff.net.(0.proj|2)",
         "refiner.layers.#.gates": f"{REFINER}.norm_out.linear",
     }
-    sampling: Mapping[str, Any] = {"num_steps": 50, "guidance_scale": 6.0}
+    sampling: Mapping[str, Any] = {"solver": "euler", "num_steps": 50, "guidance_scale": 6.0}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         task = published["task_type"]
@@ -71,8 +71,7 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS
         shift = 5.0 if side <= SIDE_480P else 7.0 if model.image_to_video else 9.0
-        sampling = {"solver": "euler", **self.sampling}
-        return TrainedModel(model, FlowMatching(time_shift=shift), (FRAMES, side, side), sampling)
+        return TrainedModel(model, FlowMatching(time_shift=shift), (FRAMES, side, side), self.sampling)
 
     def write_sizes(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {

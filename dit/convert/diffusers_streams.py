@@ -1,8 +1,7 @@
 """Conversion of models with text and image as two streams (`dit.models.streams`), common to their diffusers classes.
 
 Features that rotate together are adjacent in diffusers; ours have a distance of half a head, so the rows of q and k and
-the weights of their norms are permuted. The last modulation is ordered scale, then shift. The pipeline cuts patches of
-2 x 2, channels slowest, so `in_channels` is that of a token.
+the weights of their norms are permuted. The last modulation is ordered scale, then shift.
 """
 
 from collections.abc import Mapping
@@ -47,7 +46,7 @@ Model = TypeVar("Model", bound=StreamsConfig)
 
 
 def embedder_names(embedder: str, **parts: str) -> dict[str, str]:
-    """Return the names of the embedders of a time, a pooled text or a guidance scale, by our name."""
+    """Return diffusers' names of the embedders (time, pooled text, guidance scale), by ours."""
     return {
         f"conditioner.{ours}.linear_(1|2)": f"{embedder}.{theirs}_embedder.linear_(1|2)"
         for ours, theirs in parts.items()
@@ -70,7 +69,7 @@ class DiffusersStreams(DiffusersFormat[Model]):
 
 
 class DiffusersTokens(DiffusersStreams[Model]):
-    """A class whose `in_channels` are those of a token."""
+    """A class whose `in_channels` are those of a token: its pipeline cuts patches of 2 x 2, channels slowest."""
 
     same: Mapping[str, str] = {
         "context_size": "joint_attention_dim",
