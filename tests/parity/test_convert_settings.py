@@ -24,8 +24,8 @@ from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
-from dit.parallel.build import parameter_shapes
 from dit.models.z_image.config import ZImageConfig
+from dit.parallel.build import parameter_shapes
 from dit.verify.public import CALLS
 from tests.conftest import BuildModel
 from tests.parity import (
