@@ -144,6 +144,7 @@ def write_diffusers_folder(
     """Write a folder in the diffusers layout, scheduler and page included; return the notes."""
     form = format_of_model(trained.model)
     settings, notes = form.write_settings(trained.model, trained.latent_size)
+    published = form.read_settings(settings).objective
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     notes += [*rules.export_notes(), *steps_notes(trained)]
     texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
@@ -153,7 +154,6 @@ def write_diffusers_folder(
     record = {CONFIG_KEY: to_record(trained)}
     tensors = rules.to_external(weights())
     write_diffusers({**settings, **record}, tensors, out, texts=texts, max_shard_bytes=max_shard_bytes)
-    published = form.read_settings(settings).objective
     use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]
 
@@ -298,14 +298,14 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         available = [(encoder, encoder.geometry().kind) for encoder in check_text_encoder(line).encoders]
     encoders = []
     for part in pipeline.texts:
-        line_of = TEXT_ENCODERS[pipeline.class_name][part.folder].format
-        required, or_plain = TextEncoderConfig.parse(line_of("-")), pipeline.note is not None
+        template = TEXT_ENCODERS[pipeline.class_name][part.folder]
+        required, or_plain = TextEncoderConfig.parse(template.format("-")), pipeline.note is not None
         fitting = [e for e, kind in available if kind in part.kinds and _fits(e, required, or_plain=or_plain)]
         if not fitting:
             raise ConfigError(
-                f"--format pipeline: {pipeline.class_name} needs {part.known}, `{line_of('NAME')}`; the texts of this "
-                f"run are of {line!r}; prepare the data with such an encoder, or use --format diffusers for the model "
-                "without a pipeline"
+                f"--format pipeline: {pipeline.class_name} needs {part.known}, `{template.format('NAME')}`; the texts "
+                f"of this run are of {line!r}; prepare the data with such an encoder, or use --format diffusers for "
+                "the model without a pipeline"
             )
         encoders.append(fitting[0])
     return encoders

@@ -21,7 +21,7 @@ from dit.convert.rules import (
     Shape,
     expanded,
     layer_rules,
-    numbered,
+    pattern_and_number,
     require,
 )
 from dit.errors import ConfigError, UserError
@@ -126,9 +126,9 @@ CROSS_ATTENTION = {
     "head.linear": "proj_out",
 }
 """Names of attention, modulation and head in PixArt, SANA and Wan."""
-NOT_SIZES = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
-"""Our settings that do not change the network of an export."""
-HEADS = {"hidden_size", "num_attention_heads"}
+TRAINING_SETTINGS = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
+"""Our settings that do not change the network of an export. `rope_scaling` has an effect only with `rope_factors`."""
+HEAD_SETTINGS = {"hidden_size", "num_attention_heads"}
 """Our settings that follow from `num_attention_heads` and `attention_head_dim`."""
 
 
@@ -141,15 +141,15 @@ class DiffusersFormat(Generic[Model]):
         config_class: settings class of our backbone.
         fixed: names of arguments that our backbone supports with the default only.
         same: diffusers' names of settings with equal values, by ours.
-        free: our further settings that the class has.
-        only: values of other settings, if not the default, with which the class supports a model.
+        free: further settings of ours that the class has, with any value.
+        only: settings of ours that the class has with one value, which is not our default.
         names: diffusers' names of layers by ours, as in `layer_rules`.
-        stored_tables: whether files have the tables of `tables`.
+        stored_tables: whether files contain the results of `tables`.
         latent_size: (T, H, W) of training, if it is not in the settings.
-        time_shift: of the flow matching of the published models.
+        time_shift: time shift of the published models' flow matching.
         sampling: steps and guidance of their pipeline.
         samples_by_class: the class is the model's only condition.
-        comfyui: diffusers' names of layers by those in ComfyUI (of the original code), as in `expanded`.
+        comfyui: names of layers in diffusers, by their names in ComfyUI (of the original code), as in `expanded`.
         part: name of the model in diffusers' pipelines, and prefix of its adapters.
     """
 
@@ -174,6 +174,11 @@ class DiffusersFormat(Generic[Model]):
         """Every argument of the diffusers constructor with its default."""
         return arguments_of(self.class_name)
 
+    @property
+    def has_outputs(self) -> bool:
+        """Whether `out_channels` of the class is our setting of this name."""
+        return "out_channels" in self.defaults and "out_channels" not in {*self.fixed, *self.same.values()}
+
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         """Convert diffusers' settings, completed by `defaults`; raise `ConfigError` for unsupported ones."""
         build: Any = self.config_class
@@ -188,7 +193,7 @@ class DiffusersFormat(Generic[Model]):
             sizes |= {"num_attention_heads": heads, "hidden_size": heads * published["attention_head_dim"]}
         if "mlp_ratio" in self.defaults:
             sizes["ffn_hidden_size"] = int(published["mlp_ratio"] * sizes["hidden_size"])
-        if "out_channels" in self.defaults:
+        if self.has_outputs:
             channels = published["out_channels"]
             sizes["out_channels"] = None if channels in (None, published["in_channels"]) else channels
         return sizes
@@ -219,7 +224,7 @@ class DiffusersFormat(Generic[Model]):
             settings |= {"num_attention_heads": heads, "attention_head_dim": model.hidden_size // heads}
         if "mlp_ratio" in self.defaults:
             settings["mlp_ratio"] = mlp_ratio(model.ffn_size, model.hidden_size)
-        if "out_channels" in self.defaults:
+        if self.has_outputs:
             settings["out_channels"] = model.out_channels or model.in_channels
         if "sample_size" in self.defaults:
             settings["sample_size"] = square_side(self.class_name, latent_size, model.patch_spatial)[0]
@@ -227,12 +232,17 @@ class DiffusersFormat(Generic[Model]):
 
     def check(self, model: Any) -> None:
         """Check that the class has every property of a model."""
-        free, inner = {*HEADS, *self.same, *self.free, "out_channels"}, self.inner_size(model.hidden_size)
+        free, only = {*HEAD_SETTINGS, *self.same, *self.free}, dict(self.only)
+        inner = self.inner_size(model.hidden_size)
         if inner in (None, model.ffn_size):
             free.add("ffn_hidden_size")
+        else:
+            only["ffn_hidden_size"] = inner
+        if self.has_outputs or model.out_channels == model.in_channels:
+            free.add("out_channels")
         if getattr(model, "num_query_groups", None) == model.num_attention_heads:  # as many as without groups
             free.add("num_query_groups")
-        check_settings(self.class_name, model, free, {"ffn_hidden_size": inner, **self.only})
+        check_settings(self.class_name, model, free, only)
 
     def check_published(self, published: Mapping[str, Any], **supported: object) -> None:
         """Check that settings of diffusers have the only values that our model supports."""
@@ -264,7 +274,7 @@ class DiffusersFormat(Generic[Model]):
 
     def comfyui_name(self, layer: str) -> Optional[str]:
         """Return ComfyUI's name of a linear layer of diffusers; None if it is unknown."""
-        pattern, number = numbered(layer)
+        pattern, number = pattern_and_number(layer)
         for name, layers in expanded(self.comfyui).items():
             if pattern in layers:
                 return f"diffusion_model.{name.replace('#', number)}"
@@ -331,11 +341,11 @@ def check_settings(
 
     Args:
         side: the other code base, for messages.
-        free: settings that it has.
-        only: values of settings that it has, if not the default.
+        free: settings that it has, with any value.
+        only: settings that it has with one value, which is not our default.
     """
     default = type(model)()
-    names = [field.name for field in fields(model) if field.name not in {*NOT_SIZES, *free}]
+    names = [field.name for field in fields(model) if field.name not in {*TRAINING_SETTINGS, *free}]
     supported = {name: only.get(name, getattr(default, name)) for name in names}
     require(f"{side} does not support this model", vars(model), supported, TRAIN_THAT_WAY)
 
@@ -343,7 +353,8 @@ def check_settings(
 def patches(pattern: str, model: ModelConfig, **sizes: int) -> Axes:
     """Return the form of a layer of patches, by an einops pattern with the axes `pt`, `ph` and `pw` of a patch."""
     sizes |= {"pt": model.patch_temporal, "ph": model.patch_spatial, "pw": model.patch_spatial}
-    return Axes(pattern, {axis: size for axis, size in sizes.items() if axis in pattern})
+    axes = set(re.findall(r"\w+", pattern))
+    return Axes(pattern, {axis: size for axis, size in sizes.items() if axis in axes})
 
 
 NEAREST: Mapping[str, str] = {

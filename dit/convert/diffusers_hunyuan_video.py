@@ -57,27 +57,25 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
         "refiner.layers.#.mlp.linear_fc(1|2)": f"{REFINER}.ff.net.(0.proj|2)",
         "refiner.layers.#.gates": f"{REFINER}.norm_out.linear",
     }
-    sampling: Mapping[str, Any] = {"num_steps": 50, "guidance_scale": 6.0}
+    sampling: Mapping[str, Any] = {"solver": "euler", "num_steps": 50, "guidance_scale": 6.0}
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         task = published["task_type"]
         self.check_published(
             published,
-            in_channels=2 * published["out_channels"] + 1,
+            in_channels=2 * published["out_channels"] + 1,  # latent, first frame and mask
             task_type=task if task in TASKS else list(TASKS),
         )
-        return super().read_sizes(published) | {"out_channels": None, "image_to_video": TASKS[task]}
+        return super().read_sizes(published) | {"image_to_video": TASKS[task]}
 
     def trained(self, model: HunyuanVideoConfig, published: Mapping[str, Any]) -> TrainedModel:
         side = published["target_size"] // PIXELS
         shift = 5.0 if side <= SIDE_480P else 7.0 if model.image_to_video else 9.0
-        sampling = {"solver": "euler", **self.sampling}
-        return TrainedModel(model, FlowMatching(time_shift=shift), (FRAMES, side, side), sampling)
+        return TrainedModel(model, FlowMatching(time_shift=shift), (FRAMES, side, side), self.sampling)
 
     def write_sizes(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {
             "in_channels": 2 * model.in_channels + 1,
-            "out_channels": model.in_channels,
             "target_size": PIXELS * math.isqrt(latent_size[1] * latent_size[2]),
             "task_type": next(task for task, image in TASKS.items() if image == model.image_to_video),
         }

@@ -72,7 +72,7 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         # The default is an integer number of base resolutions.
         scale = published["interpolation_scale"]
         scale = max(size // 64, 1) if scale is None else scale
-        return {**sizes, **self.only, "position_span": size / published["patch_size"] / scale}
+        return {**sizes, **self.only, "position_span": size // published["patch_size"] / scale}
 
     def trained(self, model: STDiTConfig, published: Mapping[str, Any]) -> TrainedModel:
         size = (1, published["sample_size"], published["sample_size"])

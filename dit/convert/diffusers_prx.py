@@ -55,11 +55,10 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
     def check(self, model: PRXConfig) -> None:
         super().check(model)
         values = {
-            "out_channels": model.out_channels or model.in_channels,
             "rope_axes": model.rope_axes,
             "rope_factors": None if set(model.rope_factors or [1.0]) == {1.0} else model.rope_factors,
         }
-        supported = {"out_channels": model.in_channels, "rope_axes": [0, *model.rope_axes[1:]], "rope_factors": None}
+        supported = {"rope_axes": [0, *model.rope_axes[1:]], "rope_factors": None}
         require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
 
     def write_sizes(self, model: PRXConfig, latent_size: LatentSize) -> dict[str, Any]:

@@ -30,7 +30,6 @@ class DiffusersSandwich(DiffusersStreams[Model]):
             "head.modulation": Same(),
             "head.linear": Negated(),
             f"{OURS}.mlp.linear_fc1": ByHead(1, (model.ffn_size,) * 2, alternate=True),
-            "(text|image)_padding": Axes("one d -> (one d)", {"one": 1}),
         }
 
 
@@ -144,3 +143,6 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
 
     def write_sizes(self, model: ZImageConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | {"n_kv_heads": model.num_attention_heads}
+
+    def forms(self, model: ZImageConfig) -> Mapping[str, Form]:
+        return {**super().forms(model), "(text|image)_padding": Axes("one d -> (one d)", {"one": 1})}

@@ -79,7 +79,7 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
                 f"{self.class_name} needs a pooled text and cropped positions; {TRAIN_THAT_WAY}"
             )
         side, span = model.position_crop
-        return super().write_sizes(model, (1, side, side)) | {
+        return super().write_sizes(model, latent_size) | {
             "sample_size": span * model.patch_spatial,
             "caption_projection_dim": model.hidden_size,
             "pos_embed_max_size": side,

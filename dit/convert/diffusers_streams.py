@@ -1,15 +1,14 @@
 """Conversion of models with text and image as two streams (`dit.models.streams`), common to their diffusers classes.
 
 Features that rotate together are adjacent in diffusers; ours have a distance of half a head, so the rows of q and k and
-the weights of their norms are permuted. The last modulation is ordered scale, then shift. The pipeline cuts patches of
-2 x 2, channels slowest, so `in_channels` is that of a token.
+the weights of their norms are permuted. The last modulation is ordered scale, then shift.
 """
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches
-from dit.convert.rules import TURNED_HEAD, ByHead, Chunks, Form, Same
+from dit.convert.rules import TURNED_HEAD, ByHead, Chunks, Form, expanded
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 
@@ -47,7 +46,7 @@ Model = TypeVar("Model", bound=StreamsConfig)
 
 
 def embedder_names(embedder: str, **parts: str) -> dict[str, str]:
-    """Return the names of the embedders of a time, a pooled text or a guidance scale, by our name."""
+    """Return diffusers' names of the embedders (time, pooled text, guidance scale), by ours."""
     return {
         f"conditioner.{ours}.linear_(1|2)": f"{embedder}.{theirs}_embedder.linear_(1|2)"
         for ours, theirs in parts.items()
@@ -61,16 +60,16 @@ class DiffusersStreams(DiffusersFormat[Model]):
         turned = (0, 1) if model.position_embedding == "rope_3d" else ()
         size, groups = model.head_size, model.num_query_groups or model.num_attention_heads
         queries = model.num_attention_heads // groups
-        modules = "(layers.#.image|layers.#.text|layers.#.image.dual_attention|single.#)(|.attention)"
+        qkv, layers = ByHead(groups, (queries * size, size, size), turned, queries=queries), expanded(self.names)
         return {
-            f"{modules}.linear_qkv": ByHead(groups, (queries * size, size, size), turned, queries=queries),
-            f"{modules}.(q|k)_layernorm": TURNED_HEAD if turned else Same(),
+            **{layer: qkv for layer in layers if layer.endswith(".linear_qkv")},
+            **{layer: TURNED_HEAD for layer in layers if turned and layer.endswith((".q_layernorm", ".k_layernorm"))},
             "head.modulation": Chunks((1, 0)),
         }
 
 
 class DiffusersTokens(DiffusersStreams[Model]):
-    """A class whose `in_channels` are those of a token."""
+    """A class whose `in_channels` are those of a token: its pipeline cuts patches of 2 x 2, channels slowest."""
 
     same: Mapping[str, str] = {
         "context_size": "joint_attention_dim",
@@ -88,7 +87,7 @@ class DiffusersTokens(DiffusersStreams[Model]):
                     f"{PATCH**2}"
                 )
         sizes["in_channels"] = channels // PATCH**2
-        if sizes["out_channels"] is not None:
+        if sizes.get("out_channels") is not None:
             sizes["out_channels"] //= PATCH**2
         inner = self.inner_size(sizes["hidden_size"])
         return sizes if inner is None else sizes | {"ffn_hidden_size": inner}

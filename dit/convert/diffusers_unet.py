@@ -84,28 +84,34 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         channels, depths = published["block_out_channels"], published["transformer_layers_per_block"]
         depths = [depths] * len(channels) if isinstance(depths, int) else depths
         with_text = [published["down_block_types"][i : i + 1] == [DOWN[1]] for i in range(len(channels))]
-        numbers = ["in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size"]
+        names = ("in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size")
+        numbers = dict.fromkeys(names, "an integer")
         heads, head_size = published["attention_head_dim"], None
         if isinstance(heads, list):  # in spite of its name, `attention_head_dim` is the number of heads
             sizes = {width / count for width, count in zip(channels, heads)}
             head_size = int(sizes.pop()) if len(heads) == len(channels) and len(sizes) == 1 else None
         if head_size is None:
-            numbers.append("attention_head_dim")
+            numbers["attention_head_dim"] = "an integer, or heads of one size"
         inputs, pooled = published["projection_class_embeddings_input_dim"], None
         supported: dict[str, Any] = dict.fromkeys(ADDED)
         if {name: published[name] for name in ADDED} == ADDED and isinstance(inputs, int):
             pooled, supported = inputs - LENGTHS * LENGTH_FEATURES, {}
-        are_numbers = len(depths) == len(channels) and all(isinstance(depth, int) for depth in depths)
-        supported |= {name: n if isinstance(n := published[name], int) else "an integer" for name in numbers} | {
+        if len(depths) != len(channels) or not all(isinstance(depth, int) for depth in depths):
+            supported["transformer_layers_per_block"] = f"an integer, or {len(channels)} integers"
+        supported |= {name: number for name, number in numbers.items() if not isinstance(published[name], int)}
+        supported |= {
             "down_block_types": [DOWN[has] for has in with_text],
             "up_block_types": [UP[has] for has in reversed(with_text)],
-            "transformer_layers_per_block": published["transformer_layers_per_block"] if are_numbers else "integers",
             "use_linear_projection": head_size is not None,
         }
-        self.check_published(published, **supported)
+        cure = f"our blocks are {', '.join((*DOWN, *UP))} in mirrored order, and such weights cannot be imported"
+        require(f"{self.class_name} differs from our model", published, supported, cure)
         control = published["in_channels"] - published["out_channels"]
         if control < 0:
-            self.check_published(published, out_channels=f"at most {published['in_channels']}")
+            raise ConfigError(
+                f"out_channels={published['out_channels']} is above in_channels={published['in_channels']}; ours has "
+                "no more output than input channels, so such weights cannot be imported"
+            )
         if control == published["out_channels"] + 1:
             raise ConfigError(
                 f"in_channels={published['in_channels']} are those of an inpainting model: latent, mask and masked "

@@ -46,12 +46,11 @@ A_NAMES, B_NAMES = (
 ALPHA = ".alpha"
 OTHER_KINDS = {
     "DoRA": ("dora_scale", "lora_magnitude_vector", "use_dora"),
-    "repeated layers": ("layer_replication",),
     "LoHa or LoKr": ("hada_w", "lokr_w"),
     "adapters of three matrices": ("lora_mid",),
     "biases": ("lora_bias", ".bias"),
 }
-"""Kinds of adapters that are not supported, by parts of the names of tensors and settings."""
+"""Kinds of adapters that are not supported, by parts of the names of tensors, and by settings."""
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations of peft that subtract the first B A from the weights of the base."""
 TEXT_ENCODERS = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?\.)")
@@ -131,7 +130,12 @@ def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
 
 def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Path) -> dict[str, Adapter]:
     """Return the adapters of a file, with scale 1, by the names of their layers in the file."""
-    flags = [name for name, value in settings.items() if value]
+    if repeated := settings.get("layer_replication"):
+        raise ConfigError(
+            f"{file} belongs to a model with repeated layers (layer_replication={repeated!r:.40}); train adapters of "
+            "the base without it"
+        )
+    flags = [name for name in ("use_dora", "lora_bias") if settings.get(name)]
     for kind, words in OTHER_KINDS.items():
         if odd := [name for name in (*tensors, *flags) if any(word in name for word in words)]:
             raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")

@@ -24,7 +24,7 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.patchify import grid_positions
 
-HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
+PUBLISHED_HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
 """Attention heads of the published sizes S, B, L and XL by width, because they do not follow from shapes."""
 NAMES = {
     "embed": "x_embedder.proj",
@@ -95,11 +95,11 @@ def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int]
         )
     hidden_size, in_channels, patch, _ = tensors["x_embedder.proj.weight"].shape
     blocks = [int(m[1]) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))]
-    heads = num_attention_heads or HEADS.get(hidden_size)
+    heads = num_attention_heads or PUBLISHED_HEADS.get(hidden_size)
     if heads is None:
         raise ConfigError(
             f"the heads of a model of width {hidden_size} are unknown (published widths: "
-            f"{', '.join(map(str, HEADS))}); give --num-attention-heads"
+            f"{', '.join(map(str, PUBLISHED_HEADS))}); give --num-attention-heads"
         )
     grid = math.isqrt(tensors["pos_embed"].shape[1])
     fc1 = tensors.get("blocks.0.mlp.fc1.weight")

@@ -206,7 +206,7 @@ class Rule:
 def expanded(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     """Expand the alternatives in a table of names, such as `(q|k|v)`, into the external names of each name.
 
-    The external names are shared out to ours in their order:
+    Each of our names gets an equal share of the external names, in order:
 
         embed             x_embedder            embed -> x_embedder
         #.linear_fc(1|2)  #.ff.net.(0.proj|2)   #.linear_fc1 -> #.ff.net.0.proj,  #.linear_fc2 -> #.ff.net.2
@@ -222,7 +222,7 @@ def expanded(names: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def alternatives(name: str) -> list[str]:
-    """Return every name of a name with alternatives in parentheses."""
+    """Return the names that a name with alternatives stands for."""
     start, parenthesis, rest = name.partition("(")
     options, _, end = rest.partition(")")
     if not parenthesis:
@@ -230,10 +230,15 @@ def alternatives(name: str) -> list[str]:
     return [start + option + tail for option in options.split("|") for tail in alternatives(end)]
 
 
-def numbered(name: str) -> tuple[str, str]:
+def pattern_and_number(name: str) -> tuple[str, str]:
     """Return a name with `#` in place of the number of its block, and this number; an empty text if it has none."""
     match = re.search(r"\.(\d+)\.", name)
     return (name, "") if match is None else (f"{name[: match.start(1)]}#{name[match.end(1) :]}", match[1])
+
+
+def layer_of(name: str) -> str:
+    """Return the layer of a weight or bias; other names are returned unchanged."""
+    return re.sub(r"\.(weight|bias)$", "", name)
 
 
 def layer_rules(
@@ -242,21 +247,22 @@ def layer_rules(
     """Return the rules of parameters by a table of names.
 
     Args:
-        names: external layers by our layers, as in `expanded`, or tensors that are neither weights nor biases; `#` is
-            the number of a block, or of a copy.
-        forms: of layers or parameters, also of one block by its number; others are the same in both code bases.
+        names: the external names of each layer (or of a tensor that is neither weight nor bias), by our name, as in
+            `expanded`; `#` is the number of a block, or of a copy.
+        forms: the form of each layer or parameter that differs; a key with the number of a block precedes one with `#`.
         num_joint: number of blocks with two streams; those after them have names `single.#`, and numbers from 0.
     """
     external, form_of = expanded(names), {one: form for name, form in forms.items() for one in alternatives(name)}
+    unnamed = [key for key in form_of if layer_of(pattern_and_number(key)[0]) not in external]
+    assert not unnamed, f"forms of layers without a name: {', '.join(unnamed)}"
     rules = []
     for parameter in parameters:
-        pattern, number = numbered(parameter)
+        pattern, number = pattern_and_number(parameter)
         if num_joint is not None and pattern.startswith("layers.#.") and int(number) >= num_joint:
             pattern, number = "single" + pattern.removeprefix("layers"), str(int(number) - num_joint)
-        layer, dot, kind = pattern.rpartition(".")
-        ending = dot + kind if kind in ("weight", "bias") else ""
-        layer = layer if ending else pattern
+        layer = layer_of(pattern)
         if layer in external:
+            ending = pattern.removeprefix(layer)
             keys = (parameter.removesuffix(ending), pattern, layer)
             form = next((form_of[key] for key in keys if key in form_of), Same())
             numbers = range(form.count) if isinstance(form, Copies) else [number]

@@ -105,3 +105,4 @@ def config_of(name: str) -> Any:
 
 
 load_teacher = lru_cache(maxsize=1)(Teacher)
+"""Return a `Teacher`; the last one is reused."""

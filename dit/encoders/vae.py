@@ -102,7 +102,7 @@ class Geometry:
             has_class = config.get("_class_name") is not None
             fault = f"is a {kind}" if has_class else "has no _class_name in its config.json"
             raise ConfigError(f"{name} {fault}; supported classes are {', '.join(KINDS)}")
-        entry = {**_defaults(kind), **config}
+        entry = {**_defaults(kind, name), **config}
         channels = entry.get("vq_embed_dim") or entry.get("z_dim") or entry["latent_channels"]
         time, space = _compression(entry)
         scale = float(entry.get("scaling_factor", 1.0))
@@ -157,7 +157,7 @@ def config_of(name: str) -> dict[str, Any]:
             return dict(parse_json(read_bytes(folder / "config.json")))
         if name.count("/") > 1 or name.startswith((".", "/", "~")):
             raise FileNotFoundError(f"{Path(name).expanduser().absolute()} is not a folder")
-        autoencoder = class_of("AutoencoderKL")
+        autoencoder = class_of("AutoencoderKL", name)
         check_hub(name)
         return dict(autoencoder.load_config(name))
     except ConfigError:
@@ -170,18 +170,20 @@ def config_of(name: str) -> dict[str, Any]:
 
 
 @lru_cache
-def _defaults(kind: str) -> dict[str, Any]:
-    """Return the defaults of the constructor of a class of diffusers."""
-    parameters = inspect.signature(class_of(kind).__init__).parameters
+def _defaults(kind: str, name: str) -> dict[str, Any]:
+    """Return the defaults of the constructor of an autoencoder's class."""
+    parameters = inspect.signature(class_of(kind, name).__init__).parameters
     return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
 
-def class_of(kind: str) -> Any:
-    """Return a class of diffusers by its name."""
+def class_of(kind: str, name: str) -> Any:
+    """Return the class of diffusers of an autoencoder."""
     try:
         import diffusers
     except ImportError as error:
-        raise ConfigError(f"{kind} needs diffusers, which is not installed: pip install '.[encoders]'") from error
+        raise ConfigError(
+            f"autoencoder {name!r} needs diffusers, which is not installed: pip install '.[encoders]'"
+        ) from error
     return getattr(diffusers, kind)
 
 
@@ -207,7 +209,7 @@ class VAE:
     def _load(self, name: str) -> Any:
         # low_cpu_mem_usage: the default needs accelerate, and logs a warning without it.
         options = {"torch_dtype": self.dtype, "low_cpu_mem_usage": False}
-        source, kind = folder_of(name) or name, class_of(self.geometry.kind)
+        source, kind = folder_of(name) or name, class_of(self.geometry.kind, name)
         return load_network(kind, f"autoencoder {name!r}", pretrained_model_name_or_path=source, **options)
 
     def _statistics(self) -> tuple[Tensor, Tensor]:

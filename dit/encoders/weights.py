@@ -34,7 +34,7 @@ def _autoencoder(name: str, precision: vae.Precision) -> int:
     if kind == vae.IDENTITY:
         return 0
     with torch.device("meta"):
-        model = vae.class_of(kind).from_config(vae.config_of(name))
+        model = vae.class_of(kind, name).from_config(vae.config_of(name))
     return _bytes(model, precision)
 
 

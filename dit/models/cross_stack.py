@@ -1,8 +1,9 @@
 """Backbones with one token stream, whose blocks attend to the text of their sample."""
 
+from collections.abc import Callable
 from typing import Any, Optional, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
@@ -21,7 +22,7 @@ Config = TypeVar("Config", bound=CrossAttentionModelConfig)
 
 
 class CrossStack(TokenStack[Config]):
-    """A stack of blocks with cross-attention. A subclass builds `layers`, and `head` (last stage)."""
+    """A stack of blocks with cross-attention. A subclass builds `layers`, and then `head` (last stage)."""
 
     def __init__(
         self, config: Config, provider: LayerProvider, stage: Stage, attention: Optional[Attention] = None
@@ -45,15 +46,18 @@ class CrossStack(TokenStack[Config]):
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
     ) -> tuple[Any, ...]:
         context_KC, context_layout = self.text(batch)
-        return cond_SD, context_KC, layout, context_layout, self.last_input(batch)
+        return cond_SD, context_KC, layout, context_layout, self.attention_input(batch)
 
-    def last_input(self, batch: PackedBatch) -> Any:
-        """Return the last input of every block: the rotation, unless a subclass has another."""
+    def attention_input(self, batch: PackedBatch) -> Any:
+        """Return what self-attention of every block needs in addition to tokens: the rotation, unless overridden."""
         return self.rotation(batch)
 
 
 class SharedModulationStack(CrossStack[Config]):
     """A `CrossStack` in which blocks and head add a table to one modulation, and the text has a projection.
+
+    Args:
+        build_layer: builds the block with a global index.
 
     Source: adaLN-single of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
     """
@@ -63,6 +67,7 @@ class SharedModulationStack(CrossStack[Config]):
         config: Config,
         provider: LayerProvider,
         stage: Stage,
+        build_layer: Callable[[int], nn.Module],
         *,
         num_sublayers: int = 2,
         text_norm_eps: Optional[float] = None,
@@ -72,6 +77,7 @@ class SharedModulationStack(CrossStack[Config]):
         assert config.context_size is not None
         self.modulation = SharedModulation(size, num_sublayers, provider)
         self.text_projection = TextProjection(config.context_size, size, provider, norm_eps=text_norm_eps)
+        self.layers = nn.ModuleDict({str(i): build_layer(i) for i in stage.layers})
         if stage.last:
             self.head = TableFinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
 

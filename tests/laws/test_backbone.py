@@ -20,7 +20,7 @@ from dit.models.stdit.config import STDiTConfig
 from dit.monitoring.flops import PackFlops
 from dit.objectives.base import Objective
 from dit.parallel.build import build_model as build_on_one_rank
-from dit.parallel.build import count_parameters
+from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from dit.step.forward_step import training_forward_step
@@ -48,6 +48,14 @@ def build(build_model: BuildModel, one_rank_world: ProcessGroups) -> Any:
         return model
 
     return built
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_are_registered_in_the_order_of_the_forward_pass(name: str) -> None:
+    """Megatron's buckets of gradients, which follow this order, are complete early in the backward pass."""
+    names = [child for child, _ in build_on_meta(config_of(name)).named_children()]
+    order = [child for child in ("embed", "layers", "head") if child in names]
+    assert [child for child in names if child in order] == order
 
 
 SAMPLES = [0, 1, 2, 3]

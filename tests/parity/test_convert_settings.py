@@ -21,8 +21,10 @@ from dit.models.flux2.config import Flux2Config
 from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.prx.config import PRXConfig
 from dit.models.sana.config import SanaConfig
+from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
+from dit.models.z_image.config import ZImageConfig
 from dit.parallel.build import parameter_shapes
 from dit.verify.public import CALLS
 from tests.conftest import BuildModel
@@ -84,9 +86,10 @@ UNSUPPORTED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "unet": [
         ({"use_linear_projection": True}, "use_linear_projection=True"),
         ({"addition_embed_type": "text_time"}, "addition_embed_type='text_time'"),
-        ({"attention_head_dim": [2, 4, 8]}, r"attention_head_dim=\[2, 4, 8\]"),
-        ({"out_channels": 8}, r"out_channels=8 \(only 'at most 4'\)"),
-        ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types="),
+        ({"attention_head_dim": [2, 4, 8]}, r"head_dim=\[2, 4, 8\] \(only 'an integer, or heads of one size'"),
+        ({"transformer_layers_per_block": [1, 2]}, r"per_block=\[1, 2\] \(only 'an integer, or 3 integers'"),
+        ({"out_channels": 8}, "out_channels=8 is above in_channels=4"),
+        ({"up_block_types": ["CrossAttnUpBlock2D"] * 3}, "up_block_types=.*CrossAttnUpBlock2D in mirrored order"),
         ({"down_block_types": ["AttnDownBlock2D"] * 3}, "down_block_types="),
         ({"in_channels": 9}, "in_channels=9 are those of an inpainting model"),
         (
@@ -140,7 +143,15 @@ BEYOND: list[tuple[ModelConfig, list[dict[str, Any]]]] = [
             *({"time_scale": 1.0}, {"position_embedding": "sincos_3d"}),
         ],
     ),
-    (Flux2Config(), [{"activation": "gelu_tanh"}, {"pooled_size": 5}, {"patch_spatial": 1}, {"time_scale": 1.0}]),
+    (
+        Flux2Config(),
+        [
+            *({"activation": "gelu_tanh"}, {"pooled_size": 5}, {"patch_spatial": 1}, {"time_scale": 1.0}),
+            {"out_channels": 64},
+        ],
+    ),
+    (HunyuanVideoConfig(), [{"out_channels": 64}]),
+    (ZImageConfig(), [{"out_channels": 32}]),
     (
         PRXConfig(),
         [
@@ -186,8 +197,11 @@ def test_the_width_of_a_feed_forward_survives_a_round_trip(config: type[Any]) ->
 
 
 def test_old_folders_are_distinguished_and_their_position_tables_checked() -> None:
-    """Old files use one class name for DiT and PixArt, and contain the position table, which we compute."""
-    external = FAMILIES["pixart"].small(interpolation_scale=2)
+    """Old files use one class name for DiT and PixArt, and contain the position table, which we compute.
+
+    The table has one position per full patch.
+    """
+    external = FAMILIES["pixart"].small(interpolation_scale=2, sample_size=9)
     old = {**external.config, "_class_name": "Transformer2DModel"}
     form = format_of_settings(old)
     assert isinstance(form, DiffusersPixArt)
@@ -216,5 +230,6 @@ def test_a_model_of_oblong_pictures_exports_a_square_of_their_area(build_model: 
     with torch.no_grad():
         (there,) = CALLS[form.class_name](external, picture, torch.tensor([250.0]), {"context": text})
     assert relative_error(here, there) <= RTOL
-    with pytest.raises(ConfigError, match="draws pictures, not clips"):
-        form.write_settings(model, (2, 8, 8))
+    for refusing in (model, SD3Config()):
+        with pytest.raises(ConfigError, match="draws pictures, not clips"):
+            format_of_model(refusing).write_settings(refusing, (2, 8, 8))

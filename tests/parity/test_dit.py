@@ -175,7 +175,7 @@ def test_class_tokens_begin_at_a_later_stage_or_cross_to_it(build_model: BuildMo
         ({"class_tokens": [3]}, r"class_tokens=\[3\] must be a count"),
         ({"class_tokens": [0, 1]}, "must be a count of at least 1"),
         ({"class_tokens": [3, 3]}, "below model.num_layers=3"),
-        ({"num_classes": None}, "needs classes: model.num_classes=None"),
+        ({"num_classes": None}, "needs classes; set model.num_classes, or model.class_tokens=null"),
         ({"num_experts": 4}, r"model.num_experts=4 is not supported with model.class_tokens=\[3, 1\]"),
         ({"routing": RoutingConfig(first_layers=1, last_layers=1)}, "model.routing=RoutingConfig.* is not supported"),
         ({"rope_axes": [0, 6, 4]}, "add up to 10, but a head has 12"),

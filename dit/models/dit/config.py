@@ -127,12 +127,14 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         self.head_layers().validate()
 
     def _check_class_tokens(self, numbers: list[int]) -> None:
-        is_valid = len(numbers) == 2 and numbers[0] >= 1 and 0 <= numbers[1] < self.num_layers
-        if not is_valid or self.num_classes is None:
+        if self.num_classes is None:
+            raise ConfigError(
+                f"model.class_tokens={numbers} needs classes; set model.num_classes, or model.class_tokens=null"
+            )
+        if len(numbers) != 2 or numbers[0] < 1 or not 0 <= numbers[1] < self.num_layers:
             raise ConfigError(
                 f"model.class_tokens={numbers} must be a count of at least 1 and the index of the first layer with "
-                f"these tokens, below model.num_layers={self.num_layers}, such as [32,4], and needs classes: "
-                f"model.num_classes={self.num_classes}"
+                f"these tokens, below model.num_layers={self.num_layers}, such as [32,4]"
             )
 
     def megatron_sizes(self) -> TransformerSizes:

@@ -119,9 +119,10 @@ class Sana(SharedModulationStack[SanaConfig]):
     fsdp_units = (SanaLayer,)
 
     def __init__(self, config: SanaConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, provider, stage, text_norm_eps=NORM_EPSILON)
+        super().__init__(
+            config, provider, stage, lambda _: SanaLayer(config, provider, attention), text_norm_eps=NORM_EPSILON
+        )
         self.attention = attention
-        self.layers = nn.ModuleDict({str(i): SanaLayer(config, provider, attention) for i in stage.layers})
 
-    def last_input(self, batch: PackedBatch) -> Pictures:
+    def attention_input(self, batch: PackedBatch) -> Pictures:
         return Pictures.of_pack(batch.layout, batch.grids, self.attention)

@@ -98,18 +98,18 @@ class STDiT(SharedModulationStack[STDiTConfig]):
     fsdp_units = (STDiTLayer,)
 
     def __init__(self, config: STDiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, provider, stage, num_sublayers=config.attentions_per_layer + 1)
+        def build_layer(layer: int) -> STDiTLayer:
+            return STDiTLayer(config, config.kinds(layer), provider, attention)
+
+        super().__init__(config, provider, stage, build_layer, num_sublayers=config.attentions_per_layer + 1)
         self.attention = attention
         self.rotary_time = config.rotary(time_only=True) if config.has_temporal else self.rotary
-        self.layers = nn.ModuleDict(
-            {str(i): STDiTLayer(config, config.kinds(i), provider, attention) for i in stage.layers}
-        )
 
     def fixed_positions(self, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch) -> Tensor:
         span = self.model_config.position_span
         return positions_T3 if span is None else spanning(positions_T3, layout, batch.grid_sizes(), span)
 
-    def last_input(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
+    def attention_input(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
         """Plan every kind of self-attention: its exchange of tokens and its rotary positions."""
         tensor_ranks = (self.provider.tp_rank, self.provider.tp_size) if self.provider.sequence_parallel else (0, 1)
         plans: dict[str, AttentionPlan] = {}

@@ -67,5 +67,4 @@ class Wan(SharedModulationStack[WanConfig]):
     fsdp_units = (WanLayer,)
 
     def __init__(self, config: WanConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, provider, stage)
-        self.layers = nn.ModuleDict({str(i): WanLayer(config, provider, attention) for i in stage.layers})
+        super().__init__(config, provider, stage, lambda _: WanLayer(config, provider, attention))

@@ -125,6 +125,8 @@ def test_a_table_of_names_gives_the_rules_of_all_blocks():
     assert [rule.form for rule in rules[:2]] == [ByHead(1, (2, 2)), Negated()]
     with pytest.raises(AssertionError, match=r"3 names in \(q\|k\|v\) for 2"):
         layer_rules(parameters, {"(a|b)": "(q|k|v)"}, {})
+    with pytest.raises(AssertionError, match=r"forms of layers without a name: .*layers\.2\.c\.weight"):
+        layer_rules(parameters, names, {"layers.2.c.weight": Negated()})
 
 
 def book(**options) -> RuleBook:

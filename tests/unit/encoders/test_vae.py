@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from functools import cache
 
 import pytest
@@ -205,7 +206,7 @@ def test_a_path_without_a_folder_is_named_in_full(tmp_path, monkeypatch, name):
         Geometry.read(name)
 
 
-def test_errors_of_reading_and_encoding_have_one_line(saved, tmp_path):
+def test_errors_of_reading_and_encoding_have_one_line(saved, tmp_path, monkeypatch):
     folder, _ = saved("hunyuan")
     with pytest.raises(ConfigError, match="multiples of 8"):
         Geometry.read(folder).latent_shape(1, 30, 32)
@@ -219,3 +220,6 @@ def test_errors_of_reading_and_encoding_have_one_line(saved, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderKL"}))
     with pytest.raises(ConfigError, match=r"autoencoder .* cannot be loaded"):
         VAE(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(ConfigError, match=f"autoencoder '{folder}' needs diffusers, .*pip install"):
+        VAE(folder)
