@@ -53,7 +53,8 @@ samples, and every third micro-batch has samples with references if backbone, ob
 First, one rank is checked by itself: padding, packs against their samples, their order, accumulation, and the class of
 diffusers that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of layers),
 the losses, the weights and their averages after the steps, and the copies of each parameter are compared with the
-layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides.
+layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides (and
+without references, because a rounding is a large share of few text tokens).
 The first wrong gradient is named with the declaration of its parameter. Settings that are not verified are named. The
 exit code is 0 if all are equal and 70 otherwise.
 """
@@ -268,7 +269,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         SEED,
         None if fp8 is None else dims.token_multiple,
         dense=None if is_packed else dense,
-        references=model.takes_references and objective.takes_levels and not per_token,
+        references=fp8 is None and model.takes_references and objective.takes_levels and not per_token,
     )
     optimizer = tiny_optimizer(config.optimizer)
     one = Trial(
