@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
-from dit.encoders.pretrained import recorded_name
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
@@ -413,6 +412,6 @@ class EnergonData(ReaderSettings, DataConfig):
         infos = self.folders(TRAIN_SPLIT)
         entries = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
         values = list(entries.values())
-        if len({recorded_name(value) if isinstance(value, str) else repr(value) for value in values}) > 1:
+        if any(value != values[0] for value in values):
             raise DataError(f"the members of {self.origin} differ in {name}: {entries}; {why}")
         return values[0] if values else None
