@@ -24,7 +24,7 @@ from dit.ranges import (
     whole,
 )
 
-Fp8 = Literal["tensorwise", "blockwise", "mxfp8"]
+Fp8 = Literal["tensorwise", "blockwise", "mxfp8", "nvfp4"]
 """Scaling of quantised matrix products, see `dit.kernels.fp8`."""
 
 
@@ -89,7 +89,7 @@ class TrainingConfig:
             step over all ranks.
         precision: `bf16` and `fp16` have fp32 master weights and gradients.
         fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
-            (`mxfp8`).
+            (`mxfp8`); `nvfp4`: 4-bit products with one scale per 16, an experiment.
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
             doubles; an overflow skips the update and halves it.

@@ -74,12 +74,18 @@ LINEARS = Op[tuple[Any, Any]](
 
 
 def quantising_linears(fp8: Optional[Fp8]) -> Op[tuple[Any, Any]]:
-    """Return `LINEARS` with the compute capability that Transformer Engine needs to quantise products."""
+    """Return `LINEARS` with the compute capability and precision that Transformer Engine needs to quantise products."""
     if fp8 is None:
         return LINEARS
     engine, *others = LINEARS.implementations
-    needed = capability_from(*TE_CAPABILITY[fp8], f"training.fp8={fp8}")
-    return replace(LINEARS, implementations=(replace(engine, requires=(*engine.requires, needed)), *others))
+    needed = [capability_from(*TE_CAPABILITY[fp8], f"training.fp8={fp8}")]
+    if fp8 == "nvfp4":
+        needed.append(_bf16)  # for the rotation
+    return replace(LINEARS, implementations=(replace(engine, requires=(*engine.requires, *needed)), *others))
+
+
+def _bf16(target: Target) -> Optional[str]:
+    return None if target.dtype == torch.bfloat16 else "needs training.precision=bf16 with training.fp8=nvfp4"
 
 
 class _OneRank:

@@ -9,7 +9,12 @@ from typing import Any, Optional
 import transformer_engine.pytorch as te
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 from torch import Tensor
-from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from transformer_engine.common.recipe import (
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
 
 from dit.backends.pending_bias import PendingBias
 from dit.kernels.fp8 import Fp8Products
@@ -19,6 +24,7 @@ RECIPES: dict[Fp8, Any] = {
     "tensorwise": Float8CurrentScaling,
     "blockwise": Float8BlockScaling,
     "mxfp8": MXFP8BlockScaling,
+    "nvfp4": NVFP4BlockScaling,
 }
 
 

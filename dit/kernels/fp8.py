@@ -1,10 +1,12 @@
-"""Products of matrices that are quantised to 8-bit floating-point numbers (FP8).
+"""Products of matrices that are quantised to floating-point numbers of 8 bits (FP8), or of 4 bits.
 
-A quantised matrix has 8-bit values and scales; `value * scale` is close to the matrix. Three kinds of scaling:
+A quantised matrix has values and scales; `value * scale` is close to the matrix. Four kinds of scaling:
 
     tensorwise    one scale for the matrix: amax / 448 (e4m3), or amax / 57344 for gradients (e5m2)
     blockwise     one scale for 128 numbers along the summed dimension, or for 128 x 128 of a weight; a power of two
     mxfp8         one scale for 32 numbers along the summed dimension; a power of two (E8M0)
+    nvfp4         4-bit values (e2m1); one scale for 16 numbers along the summed dimension, or for 16 x 16 of a weight;
+                  an e4m3 number times a factor of the matrix
 
 A linear layer y = x w^T has three products, and the summed dimension differs:
 
@@ -12,16 +14,20 @@ A linear layer y = x w^T has three products, and the summed dimension differs:
     dx = q(dy) q(w)       sums over the output features
     dw = q(dy)^T q(x)     sums over the tokens
 
-Under `blockwise` and `mxfp8`, a matrix is therefore quantised twice, each time from the original numbers. A power of
-two is rounded up, so that no value exceeds 448.
+Except under `tensorwise`, a matrix is therefore quantised twice, each time from the original numbers. A power of two
+is rounded up, so that no value exceeds 448. Under `nvfp4`, both factors of dw are first multiplied by an orthogonal
+matrix along the tokens, which spreads outliers over a block and cancels in the product.
 
-Sources: Transformer Engine's recipes Float8CurrentScaling with its default HYBRID format, Float8BlockScaling and
-MXFP8BlockScaling (`common/recipe/__init__.py`), whose MXFP8 scale is rounded up (`cvt.rp.satfinite.ue8m0x2`); Open
-Compute Project, Microscaling Formats v1.0, section 6.3, rounds it down and clips, which loses the largest numbers.
+Sources: Transformer Engine's recipes Float8CurrentScaling with its default HYBRID format, Float8BlockScaling,
+MXFP8BlockScaling and NVFP4BlockScaling (`common/recipe/__init__.py`). Its MXFP8 scale is rounded up
+(`cvt.rp.satfinite.ue8m0x2`); Open Compute Project, Microscaling Formats v1.0, section 6.3, rounds it down and clips,
+which loses the largest numbers. Its NVFP4 gradients are rounded stochastically; here, all numbers are rounded to the
+nearest, so that layouts agree.
 
 Shape suffixes: M rows, N columns, K summed dimension.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,7 +44,8 @@ from dit.settings import Fp8
 Role = Literal["input", "weight", "gradient"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MANTISSA, E4M3_EXPONENT = math.frexp(torch.finfo(E4M3).max)
-BLOCKS: dict[Fp8, int] = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+E4M3_MAX, E2M1_MAX = torch.finfo(E4M3).max, 6.0
+BLOCKS: dict[Fp8, int] = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
 """Size of a block, or the 16 bytes that tensor cores read at once.
 
 Ranks must not cut it: the local features of a product, and the local tokens of a sample, are a multiple of it.
@@ -100,17 +107,60 @@ def quantize_tensor(x: Tensor, dtype: torch.dtype, amax: Tensor) -> Quantized:
 
 def quantize_tiles(x: Tensor, tile: tuple[int, int]) -> Quantized:
     """Quantise a matrix to e4m3 with a power of two for each tile; tiles at the end may be smaller."""
-    rows, columns = (-(-size // step) for size, step in zip(x.shape, tile))
-    padded = x.new_zeros(rows * tile[0], columns * tile[1], dtype=torch.float32)
-    padded[: x.shape[0], : x.shape[1]] = x
-    tiles = padded.view(rows, tile[0], columns, tile[1])
-    amax = tiles.abs().amax((1, 3))
+    tiles, amax = _tiles(x, tile)
     mantissa, exponent = torch.frexp(amax)
     exponent = exponent - E4M3_EXPONENT + (mantissa > E4M3_MANTISSA)
     scale = torch.where(amax > 0, torch.ldexp(torch.ones_like(amax), exponent.clamp(-126, 127)), 1.0)
     scale = torch.where(amax.isfinite(), scale, torch.nan)  # torch converts an infinite number to 448
-    values = (tiles / scale[:, None, :, None]).to(E4M3).view_as(padded)
-    return Quantized(values[: x.shape[0], : x.shape[1]], scale, tile)
+    return Quantized(_matrix((tiles / scale[:, None, :, None]).to(E4M3), x), scale, tile)
+
+
+def quantize_nvfp4(x: Tensor, tile: tuple[int, int], amax: Tensor) -> Quantized:
+    """Quantise a matrix to e2m1; the largest scale of a tile is 448 times the factor of the matrix.
+
+    Args:
+        amax: largest magnitude of the matrix, over all ranks that have a part of it.
+    """
+    tiles, largest = _tiles(x, tile)
+    maximum = torch.finfo(torch.float32).max
+    factor = torch.where(amax > 0, (E4M3_MAX * E2M1_MAX / amax).clamp(max=maximum), 1.0)
+    scale = (largest * (factor / E2M1_MAX)).clamp(max=E4M3_MAX).to(E4M3).float() / factor
+    values = _e2m1(tiles * scale.reciprocal().clamp(max=maximum)[:, None, :, None])
+    return Quantized(_matrix(values.to(E4M3), x), scale, tile)
+
+
+def _e2m1(x: Tensor) -> Tensor:
+    """Round to the nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, or to the even one of two."""
+    magnitude = x.abs().clamp(max=E2M1_MAX)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return torch.copysign((magnitude / step).round() * step, x)
+
+
+def _tiles(x: Tensor, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Pad a matrix with zeros to whole tiles; return them as `[i, row, j, column]` and their largest magnitudes."""
+    rows, columns = (-(-size // step) for size, step in zip(x.shape, tile))
+    padded = x.new_zeros(rows * tile[0], columns * tile[1], dtype=torch.float32)
+    padded[: x.shape[0], : x.shape[1]] = x
+    tiles = padded.view(rows, tile[0], columns, tile[1])
+    return tiles, tiles.abs().amax((1, 3))
+
+
+def _matrix(tiles: Tensor, like: Tensor) -> Tensor:
+    """Join tiles to a matrix of the shape of another, without the padding."""
+    rows, columns = like.shape
+    return tiles.flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""Transformer Engine's constant signs of NVFP4 (`get_wgrad_sign_vector`)."""
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Multiply each block of 16 rows by a Hadamard matrix with random signs; the last block is padded with zeros."""
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
+    hadamard = functools.reduce(torch.kron, [pair] * 4) / 4 * torch.tensor(SIGNS, device=x.device)
+    blocks, _ = _tiles(x, (len(SIGNS), x.shape[1]))
+    return (hadamard @ blocks.squeeze(2)).flatten(0, 1)
 
 
 Multiply = Callable[[Quantized, Quantized, torch.dtype], Tensor]
@@ -146,10 +196,16 @@ PRODUCTS: dict[Fp8, Op[Multiply]] = {
     ),
     "blockwise": Op("fp8", (_EMULATED,)),
     "mxfp8": Op("fp8", (_EMULATED,)),
+    "nvfp4": Op("fp8", (_EMULATED,)),
 }
 """Implementations of the products of Megatron-Core's linears. Transformer Engine's linears have their own."""
 
-TE_CAPABILITY: dict[Fp8, tuple[int, int]] = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+TE_CAPABILITY: dict[Fp8, tuple[int, int]] = {
+    "tensorwise": (8, 9),
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}
 """Smallest compute capability of Transformer Engine's recipes (`check_fp8_support` and the checks next to it)."""
 
 
@@ -168,10 +224,14 @@ class Fp8Products:
     group: Optional[Any] = None
 
     def amaxes(self, *matrices: Tensor) -> list[Tensor]:
-        """Return the largest magnitude of each matrix over all ranks that have parts of it; none if unused."""
-        if self.kind != "tensorwise":
+        """Return the largest magnitude of each matrix over all ranks that have parts of it; none if unused.
+
+        Under `nvfp4` it is followed by the largest magnitude of the rotated matrix.
+        """
+        if self.kind not in ("tensorwise", "nvfp4"):
             return []
-        amaxes = torch.stack([x.abs().amax().float() for x in matrices])
+        forms = (lambda x: x, rotated) if self.kind == "nvfp4" else (lambda x: x,)
+        amaxes = torch.stack([torch.stack([form(x).abs().amax().float() for form in forms]) for x in matrices])
         if self.group is not None:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
         return list(amaxes.unbind())
@@ -181,11 +241,18 @@ class Fp8Products:
 
         Args:
             summed_dim: dimension of `x` that the product sums over.
-            amax: from `amaxes`, for tensorwise scaling.
+            amax: from `amaxes`, for `tensorwise` and `nvfp4`.
         """
-        if amax is not None:
-            return quantize_tensor(x, E5M2 if role == "gradient" else E4M3, amax)
+        if self.kind == "tensorwise":
+            assert amax is not None
+            return quantize_tensor(x, E5M2 if role == "gradient" else E4M3, amax[0])
         block = BLOCKS[self.kind]
-        if self.kind == "blockwise" and role == "weight":
-            return quantize_tiles(x, (block, block))
-        return quantize_tiles(x, (1, block) if summed_dim == 1 else (block, 1))
+        tile = (1, block) if summed_dim == 1 else (block, 1)
+        if self.kind != "mxfp8" and role == "weight":
+            tile = (block, block)
+        if self.kind != "nvfp4":
+            return quantize_tiles(x, tile)
+        assert amax is not None
+        if role == "weight" or summed_dim == 1:
+            return quantize_nvfp4(x, tile, amax[0])
+        return quantize_nvfp4(rotated(x), tile, amax[1])

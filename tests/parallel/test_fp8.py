@@ -52,7 +52,7 @@ SHARDS = [
     {"parallel": {**CP2, **parallel}, "fp8": kind, "apart": apart}
     for kind in BLOCKS
     for parallel in (TP2, TP2SP)
-    for apart in ((False, True) if kind == "tensorwise" else (False,))
+    for apart in ((False, True) if kind in ("tensorwise", "nvfp4") else (False,))
 ]
 
 

@@ -8,30 +8,33 @@ import torch
 from torch import Tensor
 
 from dit.backends.fp8_linear import fp8_linear
-from dit.kernels.fp8 import BLOCKS, E4M3, E5M2, Fp8Products, Quantized, emulated, quantize_tensor, scaled_mm
+from dit.kernels.fp8 import BLOCKS, E4M3, E5M2, Fp8Products, Quantized, emulated, quantize_tensor, rotated, scaled_mm
 
 KINDS = tuple(BLOCKS)
-ERRORS = {"tensorwise": (0.04, 0.07), "blockwise": (0.04, 0.04), "mxfp8": (0.04, 0.04)}
+ERRORS = {"tensorwise": (0.04, 0.07), "blockwise": (0.04, 0.04), "mxfp8": (0.04, 0.04), "nvfp4": (0.15, 0.15)}
 """Relative error of an output and of a gradient of normal numbers; e5m2 gradients have 2 bits of mantissa, not 3."""
 
 
 def numbers_of(exponent_bits: int, mantissa_bits: int) -> np.ndarray:
-    """Return all finite, non-negative numbers of an 8-bit format in order, from its definition."""
+    """Return all finite, non-negative numbers of a format in order, from its definition."""
     bias, steps = 2 ** (exponent_bits - 1) - 1, 2**mantissa_bits
     found = []
     for exponent in range(2**exponent_bits):
         for mantissa in range(steps):
             fraction = mantissa / steps if exponent == 0 else 1 + mantissa / steps
             found.append(math.ldexp(fraction, max(exponent, 1) - bias))
+    if exponent_bits == 2:
+        return np.array(found)  # e2m1 has neither infinities nor NaN
     if exponent_bits == 4:
         return np.array(found[:-1])  # e4m3 has no infinity, and NaN is its last number
     return np.array(found[:-steps])
 
 
-FORMATS = {E4M3: numbers_of(4, 3), E5M2: numbers_of(5, 2)}
+E2M1 = "e2m1"
+FORMATS = {E4M3: numbers_of(4, 3), E5M2: numbers_of(5, 2), E2M1: numbers_of(2, 1)}
 
 
-def rounded(x: float, dtype: torch.dtype) -> float:
+def rounded(x: float, dtype: torch.dtype | str) -> float:
     """Return the nearest number of a format; of two, the one whose last bit is 0."""
     numbers = FORMATS[dtype]
     above = int(np.searchsorted(numbers, abs(x)))
@@ -66,16 +69,53 @@ def expected_tiles(x: Tensor, rows: int, columns: int) -> Tensor:
     return result
 
 
+def expected_nvfp4(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Quantise each tile separately: its largest number becomes 6, up to the rounding of its scale to e4m3."""
+    result = torch.empty_like(x)
+    factor = float(torch.tensor(448.0 * 6) / x.abs().max())
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            tile = x[i : i + rows, j : j + columns]
+            scale = rounded(float(tile.abs().max()) / 6 * factor, E4M3) / factor
+            values = [rounded(v / scale, E2M1) * scale if scale else 0.0 for v in tile.flatten().tolist()]
+            result[i : i + rows, j : j + columns] = torch.tensor(values).view_as(tile)
+    return result
+
+
+def expected_rotation(x: Tensor) -> Tensor:
+    """Multiply blocks of 16 rows by the Hadamard matrix, whose signs count the common bits of row and column."""
+    signs = torch.tensor([1 if bit == "0" else -1 for bit in "0001011111101011"])
+    hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() / 4 for j in range(16)] for i in range(16)])
+    blocks = torch.cat([x, x.new_zeros(-len(x) % 16, x.shape[1])]).split(16)
+    return torch.cat([hadamard @ (block * signs[:, None]) for block in blocks])
+
+
 @pytest.mark.parametrize("role", ["input", "weight", "gradient"])
-@pytest.mark.parametrize("kind", ["blockwise", "mxfp8"])
+@pytest.mark.parametrize("kind", ["blockwise", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_blocks_are_along_the_summed_dimension(kind, role, dim):
-    x = matrix(160, 136)
+    x, products = matrix(160, 136), Fp8Products(kind)
     block = BLOCKS[kind]
     sides = (1, block) if dim == 1 else (block, 1)
-    if (kind, role) == ("blockwise", "weight"):
+    if kind != "mxfp8" and role == "weight":
         sides = (block, block)
-    assert torch.equal(Fp8Products(kind).quantize(x, role, dim).dequantized(), expected_tiles(x, *sides))
+    quantised = products.quantize(x, role, dim, *products.amaxes(x)).dequantized()
+    if kind != "nvfp4":
+        assert torch.equal(quantised, expected_tiles(x, *sides))
+        return
+    if dim == 0 and role != "weight":
+        x = expected_rotation(x)
+    expected = expected_nvfp4(x, *sides)
+    assert float((quantised - expected).norm() / expected.norm()) < 1e-6
+
+
+def test_the_rotation_of_tokens_cancels_in_a_product():
+    """It spreads one large number over 16."""
+    x, grad = matrix(40, 24, 1), matrix(40, 8, 2)
+    assert torch.allclose(rotated(grad).t() @ rotated(x), grad.t() @ x, rtol=1e-4)
+    outlier = torch.zeros(16, 1)
+    outlier[5] = 4
+    assert rotated(outlier).abs().tolist() == [[1.0]] * 16
 
 
 def test_a_power_of_two_is_rounded_up_only_above_448():
@@ -113,7 +153,7 @@ def test_nonfinite_numbers_stay_nonfinite():
 
 def test_zeros_stay_zeros():
     for kind in KINDS:
-        products, x = Fp8Products(kind), torch.zeros(4, 128)
+        products, x = Fp8Products(kind), torch.zeros(16, 128)
         assert torch.equal(products.quantize(x, "gradient", 0, *products.amaxes(x)).dequantized(), x)
 
 
@@ -143,13 +183,18 @@ def reference(kind: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tenso
             factor = torch.tensor(float(FORMATS[dtype][-1])) / matrix.abs().max()
             values = [rounded(v, dtype) for v in (matrix * factor).flatten().tolist()]
             return torch.tensor(values, dtype=torch.float64).view_as(matrix) / factor
+    elif kind == "nvfp4":
+
+        def q(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
+            matrix = expected_rotation(matrix) if columns == 1 < rows else matrix
+            return expected_nvfp4(matrix, rows, columns).double()
     else:
 
         def q(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
             return expected_tiles(matrix, rows, columns).double()
 
     b = BLOCKS[kind]
-    square = (b, b) if kind == "blockwise" else None
+    square = None if kind == "mxfp8" else (b, b)
     y = q(x, 1, b) @ q(weight, *(square or (1, b))).t()
     grad_x = q(grad, 1, b, E5M2) @ q(weight, *(square or (b, 1)))
     grad_weight = q(grad, b, 1, E5M2).t() @ q(x, b, 1)

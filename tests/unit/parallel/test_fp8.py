@@ -112,31 +112,34 @@ def test_transformer_engine_gets_whole_blocks_of_text_tokens(monkeypatch, fp8, t
 
 
 @pytest.mark.parametrize(
-    ("fp8", "capability", "needed"),
+    ("fp8", "capability", "precision", "needs"),
     [
-        ("mxfp8", (9, 0), "10.0"),
-        ("mxfp8", (10, 0), None),
-        ("blockwise", (8, 9), "9.0"),
-        ("tensorwise", (8, 6), "8.9"),
-        ("tensorwise", (8, 9), None),
-        (None, (8, 0), None),
+        ("mxfp8", (9, 0), "bf16", "compute capability 10.0 or higher with training.fp8=mxfp8, not 9.0"),
+        ("mxfp8", (10, 0), "fp32", None),
+        ("nvfp4", (9, 0), "bf16", "compute capability 10.0 or higher with training.fp8=nvfp4, not 9.0"),
+        ("nvfp4", (10, 0), "fp32", "training.precision=bf16 with training.fp8=nvfp4"),
+        ("nvfp4", (10, 0), "bf16", None),
+        ("blockwise", (8, 9), "bf16", "compute capability 9.0 or higher with training.fp8=blockwise, not 8.9"),
+        ("tensorwise", (8, 6), "bf16", "compute capability 8.9 or higher with training.fp8=tensorwise, not 8.6"),
+        ("tensorwise", (8, 9), "bf16", None),
+        (None, (8, 0), "bf16", None),
     ],
 )
-def test_a_gpu_that_transformer_engine_cannot_use_is_refused(monkeypatch, fp8, capability, needed):
+def test_a_gpu_or_precision_that_transformer_engine_cannot_use_is_refused(
+    monkeypatch, fp8, capability, precision, needs
+):
     monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr("dit.parallel.implementations.local_device", lambda: torch.device("cuda"))
     monkeypatch.setattr("dit.parallel.implementations.verified_here", frozenset)
-    training = TrainingConfig(fp8=fp8, linears="transformer_engine")
-    if needed is None:
+    training = TrainingConfig(fp8=fp8, linears="transformer_engine", precision=precision)
+    if needs is None:
         assert implementations(DIT, training)["linears"].name == "transformer_engine"
         return
-    says = (
-        f"training.linears='transformer_engine' needs compute capability {needed} or higher with training.fp8={fp8}, "
-        f"not {capability[0]}.{capability[1]}; or use 'auto'"
-    )
-    with pytest.raises(ConfigError, match=re.escape(says)):
+    with pytest.raises(
+        ConfigError, match=re.escape(f"training.linears='transformer_engine' needs {needs}; or use 'auto'")
+    ):
         implementations(DIT, training)
 
 
