@@ -172,9 +172,9 @@ def test_scales_of_single_ranks_are_far_outside_the_bounds(results, name):
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
-    """Quantisation changes gradients by more than ten times the bound of layouts, and by less than 15 %."""
+    """Quantisation changes gradients by more than ten times the bound of layouts, and by less than 15 % (30 %)."""
     errors = relative_errors(results["plain", kind]["gradients"], results["one", kind]["gradients"])
-    assert 10 * FP8_BOUNDS["gradients"] < max(errors.values()) < 0.15
+    assert 10 * FP8_BOUNDS["gradients"] < max(errors.values()) < (0.3 if kind == "nvfp4" else 0.15)
     plain, quantised = (results[name, kind]["losses"][0] for name in ("plain", "one"))
     assert 0 < abs(quantised / plain - 1) < 0.01
 
