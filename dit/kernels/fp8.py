@@ -27,7 +27,6 @@ nearest, so that layouts agree.
 Shape suffixes: M rows, N columns, K summed dimension.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -151,15 +150,17 @@ def _matrix(tiles: Tensor, like: Tensor) -> Tensor:
     return tiles.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
-SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""Transformer Engine's constant signs of NVFP4 (`get_wgrad_sign_vector`)."""
+NEGATIVE_SIGNS = 0b1101011111101000
+"""Rows, from the last bit on, whose sign NVFP4 changes: Transformer Engine's constant (`get_wgrad_sign_vector`)."""
 
 
 def rotated(x: Tensor) -> Tensor:
     """Multiply each block of 16 rows by a Hadamard matrix with random signs; the last block is padded with zeros."""
-    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=x.device)
-    hadamard = functools.reduce(torch.kron, [pair] * 4) / 4 * torch.tensor(SIGNS, device=x.device)
-    blocks, _ = _tiles(x, (len(SIGNS), x.shape[1]))
+    rows = torch.arange(16, device=x.device)
+    common = rows[:, None] & rows
+    odd = common ^ common >> 1 ^ common >> 2 ^ common >> 3 ^ NEGATIVE_SIGNS >> rows
+    hadamard = (1 - 2 * (odd & 1)) / 4
+    blocks, _ = _tiles(x, (len(rows), x.shape[1]))
     return (hadamard @ blocks.squeeze(2)).flatten(0, 1)
 
 
