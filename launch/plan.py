@@ -109,7 +109,7 @@ class Report:
             f"{len(self.not_traced):,} are too slow to trace; searched in {self.seconds:.0f} s"
         )
         if not verdict.fitting:
-            return [head, "", *self.losers()]
+            return [head, "", *self.losers(), *self.cure()]
         return [head, "", *self.table(verdict.fitting[:top]), "", *self.best(), "", *self.losers()]
 
     def table(self, rows: Sequence["Priced"]) -> list[str]:
@@ -164,6 +164,20 @@ class Report:
             lines.append(f"{len(self.not_traced):>6,} not traced, because their passes take longer: {examples}")
         refused = sorted(self.allowed.refused.values(), reverse=True)
         return [*lines, *(f"{number:>6,} not allowed, for example: {example}" for number, example in refused)]
+
+    def cure(self) -> list[str]:
+        """Return how to find a layout if none fits; nothing if none is allowed, because the refusals have cures."""
+        from dit.planner.devices import MEMORY_SHARE
+
+        if not self.verdict.too_large:
+            return []
+        smallest = min(priced.peak for priced in self.verdict.too_large) / GIB
+        room = MEMORY_SHARE * self.problem.device.memory_bytes / GIB
+        return [
+            "",
+            f"no layout fits: tensors can use {room:.1f} GiB of a {self.problem.device.name}, and the smallest layout "
+            f"needs {smallest:.1f} GiB; use more --gpus, another --device, or optimizer.offload=True",
+        ]
 
     def record(self) -> dict[str, Any]:
         """Return the report as plain values."""

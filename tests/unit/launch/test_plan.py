@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dit.errors import EXIT_CONFIG, EXIT_OK
+from dit.planner.devices import DEVICES
 from dit.planner.time import PARTS
 from launch import plan
 
@@ -138,6 +139,22 @@ def test_a_layout_whose_trace_does_not_fit_is_not_recommended(written, monkeypat
     again = json.loads((tmp_path / "a.json").read_text())
     assert again["fitting"][0]["layout"] == second["layout"]
     assert first["layout"] in [row["layout"] for row in again["too_large"]]
+
+
+def test_a_search_in_which_nothing_fits_has_a_cure(written, monkeypatch, tmp_path, capsys):
+    """Numbers are printed in bytes here."""
+    monkeypatch.setattr(plan, "GIB", 1)
+    for module in ("devices", "search"):
+        monkeypatch.setattr(f"dit.planner.{module}.MEMORY_SHARE", 1e-7)
+    assert plan.main([*SMALL, "--json", str(tmp_path / "a.json")]) == EXIT_CONFIG
+    smallest = min(
+        sum(row["memory_bytes"].values()) for row in json.loads((tmp_path / "a.json").read_text())["too_large"]
+    )
+    room = 1e-7 * DEVICES["h100"].memory_bytes
+    says = (
+        f"tensors can use {room:.1f} GiB of a h100, and the smallest layout needs {smallest:.1f} GiB; use more --gpus"
+    )
+    assert f"no layout fits: {says}, another --device, or optimizer.offload=True" in capsys.readouterr().out
 
 
 def test_every_part_of_a_step_has_a_cause():
