@@ -232,10 +232,10 @@ class Fp8Products:
         if self.kind not in ("tensorwise", "nvfp4"):
             return []
         forms = (lambda x: x, rotated) if self.kind == "nvfp4" else (lambda x: x,)
-        amaxes = torch.stack([torch.stack([form(x).abs().amax().float() for form in forms]) for x in matrices])
+        amaxes = torch.stack([form(x).abs().amax().float() for x in matrices for form in forms])
         if self.group is not None:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
-        return list(amaxes.unbind())
+        return list(amaxes.view(len(matrices), -1).unbind())
 
     def quantize(self, x: Tensor, role: Role, summed_dim: int, amax: Optional[Tensor] = None) -> Quantized:
         """Quantise an operand of a product.
