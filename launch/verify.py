@@ -204,7 +204,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     """
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
-    from dit.settings import CheckpointConfig, TrainingConfig
+    from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
     from dit.verify.compare import BOUNDS, FLOOR, FP8_BOUNDS, HALF_BOUNDS
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import (
@@ -259,6 +259,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         parallel=parallel,
         training=training,
         checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
+        sampling=SamplingConfig(guidance_scale=1.0),  # as guided targets require
     ).check(world_size)
     dense = replace(data, shapes=shapes[:1], max_tokens_per_pack=None, pack_multiple_of=MockData().pack_multiple_of)
     is_packed = getattr(config.data, "max_tokens_per_pack", None) is not None

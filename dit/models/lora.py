@@ -43,7 +43,8 @@ def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider)
     if not targets:
         raise ConfigError(
             f"model.lora.targets={lora.targets} matches no linear layer of {type(backbone).__name__} on this pipeline "
-            f"stage, which would have nothing to train; its linear layers are {', '.join(linears) or 'none'}"
+            f"stage, which would have nothing to train; name some of its linear layers ({', '.join(linears)}), or use "
+            "fewer pipeline stages"
         )
     for layer in targets:
         layer.lora_A, layer.lora_B = provider.adapter(layer, lora.rank)

@@ -11,6 +11,7 @@ from dit.objectives.alignment import Alignment
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.mean_flow import MeanFlow
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import Grid
@@ -100,6 +101,8 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         sizes["lora"] = replace(
             settings["lora"], targets=[_of_any_layer(target) for target in settings["lora"].targets]
         )
+    if settings.get("interval_conditioning"):
+        sizes["time_scale"] = 1.0  # a product with the step of MeanFlow, which is large, must be below 1
     if settings.get("routing") is not None:
         # A fused middle is on the last pipeline stage; another one is on several, if there are several.
         fused, layers = settings["routing"].rejoin == "fused", sizes["num_layers"]
@@ -122,8 +125,11 @@ def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
     """Return the objective for the pictures of `tiny_grids`; every term of its loss counts from step 0.
 
     A discriminator becomes narrow, because some of many activations would be so close to 0 that rounding changes their
-    sign and the slope of the leaky ReLU. It has fewer layers if it needs larger pictures.
+    sign and the slope of the leaky ReLU. It has fewer layers if it needs larger pictures. MeanFlow divides a difference
+    of predictions by its step, and with it their rounding, so the step becomes large.
     """
+    if isinstance(objective, MeanFlow):
+        return replace(objective, difference=0.1)
     if isinstance(objective, FlowMatching) and objective.alignment is not None:
         features = getattr(model, "teacher_token_size", None) or HEAD_SIZE
         sizes = Alignment(weight=objective.alignment.weight, layer=1, features=features, hidden_size=2 * HEAD_SIZE)

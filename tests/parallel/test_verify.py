@@ -15,6 +15,7 @@ import dit.verify.trial
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from dit.layout import SequenceLayout
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.mean_flow import MeanFlow
 from dit.optimizer.ema import EMA
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
@@ -58,6 +59,21 @@ def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
 def adapters_pair() -> Pair:
     """Return the tiny form of a recipe with adapters on all modulations and on layers that the tiny form lacks."""
     return tiny_pair(with_adapters("finetune_lora", ["layers.1[01].*.linear_*", "*modulation.*"]), 2)
+
+
+def mean_flow_pair() -> Pair:
+    """Return the tiny form of a recipe with guided targets, which are differences of predictions."""
+    config = config_of("tiny_dit")
+    return tiny_pair(
+        replace(
+            config,
+            parallel=ParallelConfig(**TP2SP),
+            model=replace(config.model, interval_conditioning=True),
+            objective=MeanFlow(guidance_scale=2.0),
+            sampling=replace(config.sampling, guidance_scale=1.0),
+        ),
+        2,
+    )
 
 
 def sum_no_sequence_shards(chunks: list) -> None:
@@ -235,10 +251,11 @@ def verdicts(tmp_path_factory):
     `tests/laws` has the verdicts of backbones without faults.
     """
     folder, pair = tmp_path_factory.mktemp("verify"), pair_of(RECIPE, **TP2SP)
-    adapted = adapters_pair()
+    adapted, averaged = adapters_pair(), mean_flow_pair()
     padded = replace(pair, one=replace(pair.one, alter=attends_padding), many=replace(pair.many, alter=attends_padding))
-    one, one_adapted, one_padded = run_world(
-        1, [{"task": RUN, "trial": trial} for trial in (pair.one, adapted.one, padded.one)], folder / "1"
+    ones = pair.one, adapted.one, padded.one, averaged.one
+    one, one_adapted, one_padded, one_averaged = run_world(
+        1, [{"task": RUN, "trial": trial} for trial in ones], folder / "1"
     )
     cases = [
         {"task": fault.get("task", RUN), "trial": replace(pair.many, alter=fault.get("alter"))}
@@ -246,13 +263,17 @@ def verdicts(tmp_path_factory):
     ]
     cases += [
         {"task": RUN, "trial": trial}
-        for trial in (adapted.many, replace(adapted.many, alter=forget_the_parts_of_adapters), padded.many)
+        for trial in (
+            *(adapted.many, replace(adapted.many, alter=forget_the_parts_of_adapters)),
+            *(padded.many, averaged.many),
+        )
     ]
-    *many, sound, broken, many_padded = run_world(2, cases, folder / "2")
+    *many, sound, broken, many_padded, many_averaged = run_world(2, cases, folder / "2")
     return {name: compare(pair, one, found) for name, found in zip(FAULTS, many, strict=True)} | {
         "adapters": compare(adapted, one_adapted, sound),
         "adapters, no sum": compare(adapted, one_adapted, broken),
         "padding": compare(padded, one_padded, many_padded),
+        "mean flow": compare(averaged, one_averaged, many_averaged),
     }
 
 
@@ -309,6 +330,11 @@ def test_a_fine_tuning_of_adapters_equals_one_rank(verdicts):
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert verdict.frozen == len(frozen) > 0
     assert f"frozen: {len(frozen)} parameters, which have no gradient\nequal: 32 gradients" in verdict.text()
+
+
+def test_differences_of_predictions_equal_one_rank(verdicts):
+    """The default step of the difference would multiply rounding errors by more than the bounds allow."""
+    assert verdicts["mean flow"].is_equal, verdicts["mean flow"].text()
 
 
 def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):

@@ -1,6 +1,7 @@
 """Low-rank adapters: identity at the start, merging into the weights, and the layers that have them."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
-from dit.models.base import Backbone
+from dit.kernels.attention import segment_sdpa
+from dit.models.base import Backbone, Stage
 from dit.models.lora import adapter_pairs, merge_adapters
 from dit.models.lora_config import LoRAConfig
+from dit.models.registry import build_backbone
 from recipes.ddpm import tiny_ddpm_unet
 from recipes.finetune import finetune_lora
 from tests.conftest import BuildModel
@@ -78,6 +81,14 @@ def test_only_adapters_are_trained_and_those_named(build_model: BuildModel) -> N
 def test_names_that_nothing_has_are_refused(build_model: BuildModel) -> None:
     with pytest.raises(ConfigError, match=r"to_q.* matches no linear layer.*layers\.0\.attention\.linear_qkv"):
         build_model(tiny_model(lora=LoRAConfig(targets=["*.to_q"])))
+
+
+def test_a_pipeline_stage_without_adapters_is_refused_with_the_cure(provider_of: Callable[..., LayerProvider]) -> None:
+    model = tiny_model(lora=LoRAConfig(targets=["layers.[01].*"]))
+    provider = provider_of(**model.megatron_sizes().arguments())
+    build_backbone(model, provider, segment_sdpa, Stage(range(2), last=False))
+    with pytest.raises(ConfigError, match=r"(?!.*layers\.1)layers\.2\.attention\.linear_qkv.*fewer pipeline stages"):
+        build_backbone(model, provider, segment_sdpa, Stage(range(2, 4), first=False))
 
 
 @pytest.mark.parametrize(
