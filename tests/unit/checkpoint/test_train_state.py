@@ -15,7 +15,7 @@ from dit.data_api import DataConfig
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.generator import load_generator
 from dit.training.pretrain import Run
-from dit.training.start_weights import start_remarks
+from dit.training.start_weights import download_start, start_remarks
 from energon_data.indexed import Sample, Samples
 from energon_data.mock import MockData
 from launch.average import main as average
@@ -194,3 +194,21 @@ def test_adapters_resume_in_another_folder_on_their_base(tmp_path: Path, one_ran
     assert all(torch.equal(x.main, y.main) for x, y in zip(first.state.shards, run.state.shards, strict=True))
     with pytest.raises(ConfigError, match="remove one of the two"):
         start("third", adapters[1], source)
+
+
+def test_a_base_is_downloaded_before_ranks_connect_also_by_a_resumed_run(
+    tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run without adapters reads no base."""
+    downloads: list[str] = []
+    monkeypatch.setattr("dit.training.start_weights.local_path", downloads.append)
+    finish(tiny_run(tmp_path / "resumed", one_rank_world, *ONE_STREAM))
+    for name, words, downloaded in (
+        ("new", [], ["hf://a/b"]),
+        ("new", ["model.lora=lora"], ["hf://a/b"]),
+        ("resumed", [], []),
+        ("resumed", ["model.lora=lora"], ["hf://a/b"]),
+    ):
+        downloads.clear()
+        download_start(tiny_config(tmp_path / name, *ONE_STREAM, "checkpoint.start_from=hf://a/b", *words))
+        assert downloads == downloaded, (name, words)
