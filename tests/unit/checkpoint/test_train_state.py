@@ -116,7 +116,8 @@ def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: Pr
 
     run, accept = start("[0.05, 0.25]"), 'checkpoint.accept_changes=["training.ema_sigma_rel"]'
     finish(run, 3)
-    with pytest.raises(CheckpointError, match=r"lacks ema_power_0\.1\..*give the settings of its run"):
+    message = r"lengths \[0.05, 0.25\], not of \[0.1\]; set training.ema_sigma_rel=\[0.05,0.25\] or start in a new"
+    with pytest.raises(CheckpointError, match=message):
         start("[0.25, 0.1]", accept)
     resumed = start("[0.25]", accept)
     short, long = run.state.ema.powers
