@@ -4,11 +4,12 @@
 
 Every cell runs `benchmarks.step` in separate processes. Cells that run out of memory, have an invalid layout or fail
 are rows, too. On a device with constants in the planner, a row also has the prediction. The same command continues an
-interrupted sweep: it measures cells without a row and those that failed. `--executor NAME` measures the cells as one
-nemo-run experiment (launch/README.md).
+interrupted sweep: it measures cells without a result and those that failed. `--executor NAME` measures the cells as one
+nemo-run experiment (launch/README.md); jobs of Slurm continue, so wait for them before you repeat the command.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -82,11 +83,22 @@ def is_row_of(row: dict[str, Any], cell: grid.Cell, args: argparse.Namespace) ->
     return all(row[key] == value for key, value in key_fields(cell, args).items())
 
 
-def words_of(cell: grid.Cell, args: argparse.Namespace, file: Path) -> list[str]:
+def record_file(cell: grid.Cell, args: argparse.Namespace) -> Path:
+    """Return the file of a cell's record until it is a row; other steps or overrides have another file."""
+    digest = hashlib.sha256(json.dumps(key_fields(cell, args)).encode()).hexdigest()
+    return args.out.resolve() / "cells" / f"{cell.name}.{digest[:8]}.jsonl"
+
+
+def has_record(file: Path) -> bool:
+    """Return whether a file has a complete record."""
+    return file.exists() and b"\n" in read_bytes(file)
+
+
+def words_of(cell: grid.Cell, args: argparse.Namespace) -> list[str]:
     """Return the words of `benchmarks.step` for a cell."""
     shape = ["--shape", args.shape] if args.shape else []
     lengths = ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    return ["--factory", cell.recipe, *lengths, *shape, "--out", str(file), *cell.overrides]
+    return ["--factory", cell.recipe, *lengths, *shape, "--out", str(record_file(cell, args)), *cell.overrides]
 
 
 def command_of(words: Sequence[str], ranks: int) -> list[str]:
@@ -119,7 +131,7 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
         log: its output; may be missing.
         in_time: whether it ended within the time limit.
     """
-    if file.exists():
+    if has_record(file):
         record: dict[str, Any] = parse_json(read_bytes(file).splitlines()[0])
         return record
     text = read_bytes(log).decode(errors="replace") if log.exists() else ""
@@ -212,30 +224,35 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def measure_here(args: argparse.Namespace, cells: Sequence[grid.Cell]) -> None:
     """Measure cells one by one in processes of this machine, and append a row after each."""
     for cell in cells:
-        file, log = args.out / "cells" / f"{cell.name}.jsonl", args.out / "logs" / f"{cell.name}.log"
-        file.unlink(missing_ok=True)  # left by a sweep that was stopped before it appended the row
-        in_time = run_here(command_of(words_of(cell, args, file), args.ranks), log, args.limit)
-        take(args, cell, result_of(file, log, in_time))
+        in_time = run_here(command_of(words_of(cell, args), args.ranks), log_file(cell, args), args.limit)
+        take(args, cell, in_time=in_time)
 
 
 def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor: "Executor") -> None:
     """Measure cells as one nemo-run experiment, and append their rows at its end."""
-    files = {cell: args.out.resolve() / "cells" / f"{cell.name}.jsonl" for cell in cells}
-    tasks = {cell.name: words_of(cell, args, file) for cell, file in files.items()}
-    for file in () if args.dryrun else files.values():
-        file.unlink(missing_ok=True)
+    if not cells:
+        return
+    tasks = {cell.name: words_of(cell, args) for cell in cells}
     places = {"folder": args.folder, "dryrun": args.dryrun}
     states = experiment.execute(args.name or args.out.name, "benchmarks.step", tasks, executor, **places)
-    for cell, file in files.items():
+    for cell in cells:
         if cell.name in states:
-            take(args, cell, result_of(file, args.out / "logs" / f"{cell.name}.log", in_time=True))
+            take(args, cell)
 
 
-def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> None:
-    """Replace the row of a cell, or append it, with the planner's prediction, and print it in a line."""
+def log_file(cell: grid.Cell, args: argparse.Namespace) -> Path:
+    """Return the file of a cell's output on this machine."""
+    return args.out / "logs" / f"{cell.name}.log"
+
+
+def take(args: argparse.Namespace, cell: grid.Cell, *, in_time: bool = True) -> None:
+    """Make a cell's record its row, in place of another one, with the planner's prediction, and print it in a line."""
+    file = record_file(cell, args)
+    result = result_of(file, log_file(cell, args), in_time)
     row = {**result, **planned(cell, args, result), **key_fields(cell, args)}
     others = [other for other in read_rows(args.out / ROWS) if not is_row_of(other, cell, args)]
     write_atomic(args.out / ROWS, "".join(json.dumps(each_row) + "\n" for each_row in [*others, row]))
+    file.unlink(missing_ok=True)
     echo(line_of(row), flush=True)
 
 
@@ -245,7 +262,7 @@ def planned(cell: grid.Cell, args: argparse.Namespace, result: dict[str, Any]) -
     if device is None or result["status"] != OK:
         return {}
     try:
-        return prediction.predicted(words_of(cell, args, args.out / "unused"), args.ranks, device)
+        return prediction.predicted(words_of(cell, args), args.ranks, device)
     except Exception as error:  # the measurement stays
         return {"plan_error": f"{type(error).__name__}: {error}"}
 
@@ -266,13 +283,21 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if executor is not None:
         args.ranks = executor.nnodes() * executor.nproc_per_node()
     finished = [row for row in read_rows(args.out / ROWS) if row["status"] not in (FAILED, TIMED_OUT)]
-    to_measure = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in finished)]
+    missing = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in finished)]
+    # An interrupted sweep leaves records without rows: on Slurm, those of all jobs that have ended.
+    recorded = [cell for cell in missing if has_record(record_file(cell, args))]
+    to_measure = [cell for cell in missing if cell not in recorded]
     echo(f"{len(to_measure)} of {len(cells)} cells to measure")
+    for cell in () if args.dryrun else missing:
+        if cell in recorded:
+            take(args, cell)
+        else:
+            record_file(cell, args).unlink(missing_ok=True)  # incomplete
     if executor is not None:
         measure_there(args, to_measure, executor)
     elif args.dryrun:
         for cell in to_measure:
-            echo(shlex.join(command_of(words_of(cell, args, args.out / "cells" / f"{cell.name}.jsonl"), args.ranks)))
+            echo(shlex.join(command_of(words_of(cell, args), args.ranks)))
     else:
         measure_here(args, to_measure)
     if args.dryrun:

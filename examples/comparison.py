@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
 
-from dit.errors import ConfigError
+from dit.errors import ConfigError, DataError
 from energon_data.dataset import EnergonData
 from launch import environment
 from launch.sample import sampling_settings
@@ -32,13 +33,20 @@ def folder_to_compare(
 
     Raises:
         ConfigError: the blend of the run does not have exactly one suitable data set.
-        DataError: the blend cannot be read.
+        DataError: the blend cannot be read, or `default` does not exist.
     """
     if args.data:
         return args.data
     data = generator.config.data
     if getattr(data, "blend", None) is None:
-        return getattr(data, "path", "") or default
+        if path := getattr(data, "path", ""):
+            return path
+        if not Path(default).is_dir():
+            raise DataError(
+                f"samples are compared with the data set that the model was trained on; the checkpoint names none, and "
+                f"{default} does not exist; give the folder with --data"
+            )
+        return default
     assert isinstance(data, EnergonData)  # other data are not blended
     members = {str(member.path): member.description.get("name") in names for member in data.folders("train")}
     readable = [member for member, suits in members.items() if suits]

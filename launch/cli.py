@@ -171,7 +171,8 @@ def _tokens(value: str) -> tuple[int, ...]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{with_cure(message)}; --help shows all flags")
+        text = with_cure(message)
+        raise ConfigError(text if "--help" in text else f"{text}; --help shows all flags")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 from dit import extensions
 from dit.errors import ConfigError, one_line_errors
@@ -16,7 +16,10 @@ from launch import environment, held_out, picture_scores, sharpness
 from launch.argument_types import command_parser
 from launch.cascade import check_augmentation, stages_of
 from launch.measurement import Measurement, Metric
-from launch.sample import add_sampling_arguments, open_generator, sampling_settings
+from launch.sample import add_sampling_arguments, note_untrained_guidance, open_generator, sampling_settings
+
+if TYPE_CHECKING:
+    from dit.inference.generator import Generator
 
 EXIT_BELOW_MINIMUM = 1
 DESCRIPTION = "Measure the samples of a checkpoint, or its loss on held-out data."
@@ -33,6 +36,7 @@ METRICS = {
         held_out.measure_loss,
         held_out.add_arguments,
         more_is_better=False,
+        draws=False,
     ),
     "fid": Metric(
         "Frechet distance between held-out pictures, or those of --reference, and generated ones",
@@ -111,7 +115,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         check_augmentation(args)
     missed = False
     for name, result in (
-        measure_stages(args, metric) if args.cascade else [("", metric.measure(args, open_generator(args)))]
+        measure_stages(args, metric) if args.cascade else [("", result_of(args, metric, open_generator(args)))]
     ):
         missed |= bool(result.missed)
         if environment.rank() > 0:
@@ -122,6 +126,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             echo(*([f"stage {name}"] if name else []), *result.lines, sep="\n")
         echo(*result.missed, sep="\n", end="\n" if result.missed else "", file=sys.stderr)
     return EXIT_BELOW_MINIMUM if missed else 0
+
+
+def result_of(args: argparse.Namespace, metric: Metric, generator: "Generator") -> Measurement:
+    """Return the result of a metric for a checkpoint; every rank calls this."""
+    if metric.draws:
+        note_untrained_guidance(args, generator)
+    return metric.measure(args, generator)
 
 
 def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[str, Measurement]]:
@@ -139,7 +150,7 @@ def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[s
         generator = open_generator(stage_args, groups)
         if before is not None:
             generator = Cascade(generator, *before, level=stage_args.augmentation)
-        yield stage.name, metric.measure(stage_args, generator)
+        yield stage.name, result_of(stage_args, metric, generator)
         # All stages use the seed of `generate`.
         before = generator, {name: value for name, value in sampling_settings(stage_args).items() if name != "seed"}
 

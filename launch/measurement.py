@@ -20,6 +20,7 @@ class Metric:
         by_condition: whether it draws samples of classes or texts, which a cascade can draw, too; other metrics read
             held-out data.
         takes_reference: whether it draws them if `--reference` names real pictures.
+        draws: whether it measures generated samples.
     """
 
     summary: str
@@ -28,6 +29,7 @@ class Metric:
     more_is_better: bool = True
     by_condition: bool = False
     takes_reference: bool = False
+    draws: bool = True
 
 
 @dataclass(frozen=True)

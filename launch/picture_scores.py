@@ -14,7 +14,7 @@ from launch import environment
 from launch.held_out import redrawn
 from launch.measurement import Measurement
 from launch.reference import by_shape, check_statistics_path, reference_pictures, write_statistics
-from launch.sample import note_untrained_guidance, sampling_settings
+from launch.sample import sampling_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -303,7 +303,6 @@ def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
     name, note = find_autoencoder(generator.config.model.in_channels, args.vae, generator.autoencoder, "--vae PATH")
     if note is not None:
         raise ConfigError(f"pictures are measured, and {note}")
-    note_untrained_guidance(args, generator)
     return Decoder(name, local_device())
 
 

@@ -79,6 +79,7 @@ elif ((code == 70)); then # Slurm's own count has the preemptions, too
 fi
 if $again; then
   echo "ended with $code; requeued" >&2
-  scontrol requeue "$SLURM_JOB_ID"
+  # One task of an array has the number of the array, with which Slurm would requeue all of its tasks.
+  scontrol requeue "${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
 fi
 exit "$code"

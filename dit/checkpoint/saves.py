@@ -242,12 +242,12 @@ class Saves:
             with fails_together():
                 text = "" if parts is None else tensors_text(*contents_of(parts))
             self._tensors = text  # set on all ranks or on none; if on none, the next save gathers again
-        meta = self.checkpointer.meta(state)
+        meta, scalars = self.checkpointer.meta(state), scalars_of(state.optimizer)
         head, _ = head_of(local.boxes)
         files: dict[str, Pieces] = {file_of_rank(self.groups.rank): [head, *local.values]}
         files |= {name: [content] for name, content in self.checkpointer.small_files(state, metadata).items()}
         if is_first:
-            files[INDEX] = [index_text(self._tensors, scalars_of(state.optimizer)).encode()]
+            files[INDEX] = [index_text(self._tensors, scalars).encode()]
         self._count += 1
         self.writer.save(state.step, f"{self._attempt}.{self._count}", files, meta if is_first else None)
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dit.backends.device import synchronize
+from dit.backends.device import local_device, synchronize
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups, raise_together
 from dit.backends.sharding import sharding_of
@@ -153,9 +153,10 @@ def contents_of(
 
 
 def scalars_of(optimizer: MegatronOptimizer) -> dict[str, float]:
-    """Return the scalars of the optimizer's state: the number of updates, and fp16's loss scale."""
-    scale = loss_scale_of(optimizer)
-    return {ADAM_STEP: get_step_count(optimizer), **({} if scale is None else scale.scalars())}
+    """Return the number of updates, and the loss scale of an fp16 run; every rank calls this."""
+    scale, count = loss_scale_of(optimizer), torch.tensor(get_step_count(optimizer), device=local_device())
+    dist.all_reduce(count, dist.ReduceOp.MAX)  # a rank without trained weights counts no updates
+    return {ADAM_STEP: count.item(), **({} if scale is None else scale.scalars())}
 
 
 def save_state(
@@ -177,10 +178,10 @@ def save_state(
     record: dict[str, FileRecord] = {}
     with fails_together():
         record = {file: write_boxes(directory / file, local.boxes, local.values)}
-    parts = gather_parts(local, groups)
+    parts, scalars = gather_parts(local, groups), scalars_of(optimizer)
     with fails_together():
         if parts is not None:
-            write_index(directory, *contents_of(parts), scalars_of(optimizer))
+            write_index(directory, *contents_of(parts), scalars)
     return record
 
 

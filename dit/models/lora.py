@@ -15,10 +15,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dit.backends.provider import LayerProvider
 from dit.errors import ConfigError
+from dit.models.base import Backbone
 from dit.models.lora_config import LoRAConfig
 
 A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
@@ -26,12 +27,15 @@ UNUSED_FORWARD = "*.router"
 """Linears whose weight is used without calling `forward`, so an adapter would have no effect."""
 
 
-def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider) -> None:
+def add_adapters(backbone: Backbone, lora: LoRAConfig, provider: LayerProvider) -> None:
     """Add an adapter to every linear layer that matches a pattern, and freeze all other parameters.
 
     Args:
-        backbone: the part of a model on this rank, with global parameter names.
+        backbone: a model, or a pipeline stage, which may have no such layer.
         provider: the provider that built its linear layers.
+
+    Raises:
+        ConfigError: no layer of a full model matches.
     """
     linears = {
         name: module
@@ -40,11 +44,10 @@ def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider)
     }
     backbone.requires_grad_(False)
     targets = [layer for name, layer in linears.items() if any(fnmatchcase(name, p) for p in lora.targets)]
-    if not targets:
+    if not targets and len(backbone.stage.layers) == backbone.config.num_layers:
         raise ConfigError(
-            f"model.lora.targets={lora.targets} matches no linear layer of {type(backbone).__name__} on this pipeline "
-            f"stage, which would have nothing to train; name some of its linear layers ({', '.join(linears)}), or use "
-            "fewer pipeline stages"
+            f"model.lora.targets={lora.targets} matches no linear layer of {type(backbone).__name__}, so there is "
+            f"nothing to train; its linear layers are {', '.join(linears) or 'none'}"
         )
     for layer in targets:
         layer.lora_A, layer.lora_B = provider.adapter(layer, lora.rank)

@@ -25,7 +25,8 @@ class VQAutoencoding(Reconstruction):
 
     A token is one position of the latent: the patch of the model is the compression of the autoencoder. There is no
     perceptual term, which latent diffusion adds. `loss_code_entropy` logs the entropy of the codes
-    in a pack, in nats; its exponential is the perplexity, the number of entries in use.
+    of a sample, in nats, so that it does not depend on micro-batches and ranks; the exponential of the entropy is the
+    perplexity, the number of entries that a sample uses.
 
     Args:
         beta: weight of the movement of z to its entry, relative to that of the entry to z.
@@ -75,11 +76,11 @@ class VQAutoencoding(Reconstruction):
 
 @torch.no_grad()
 def surprisal(code_T: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return -log of the share of the pack's tokens that have the code of each token, float32 `[T]`; 0 in padding.
+    """Return -log of the share of a sample's tokens that have the code of each token, float32 `[T]`; 0 in padding.
 
-    The mean over the tokens is the entropy of the codes in the pack.
+    The mean over the tokens of a sample is the entropy of its codes.
     """
-    code_T = torch.where(layout.valid_T, code_T.float(), -1.0)
+    code_T = torch.where(layout.valid_T, code_T, -1.0).long() + (layout.segment_ids_T.long() << 32)
     sorted_T = code_T.sort().values
     count_T = torch.searchsorted(sorted_T, code_T, right=True) - torch.searchsorted(sorted_T, code_T)
-    return torch.where(layout.valid_T, -torch.log(count_T / layout.valid_T.sum()), 0.0)
+    return torch.where(layout.valid_T, -torch.log(count_T / layout.per_token(layout.lengths_S)[:, 0]), 0.0)

@@ -61,6 +61,8 @@ class EMA:
     def update(self, step: int) -> None:
         """Update the average with the weights after optimizer step `step` (counted from 1)."""
         mains, weight = [shard.main for shard in self.shards], self.weight(step)
+        if not mains:  # a pipeline stage without trained weights
+            return
         if weight == 1.0:
             torch._foreach_copy_(self.values, mains)
         elif self.offload:

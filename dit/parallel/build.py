@@ -194,6 +194,8 @@ def build_model(
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights."""
     model.validate()
     check_supported(model, parallel, training)
+    if model.adapters is not None and groups.pp.size() > 1:
+        build_on_meta(model)  # raises if no stage has a layer with an adapter
     config = megatron_config(model, parallel, training.precision)
     # Megatron-Core sums the gradients of replicated conditioning embedders over the pipeline if this is set.
     config.has_cond_embedder = parallel.data_parallel != "fsdp"

@@ -97,7 +97,7 @@ class Probe:
         # of other micro-batches lie between the two.
         self._forward: list[Optional[MicroBatch]] = [None] * len(self._chunks)
         self._backward: list[Optional[MicroBatch]] = [None] * len(self._chunks)
-        self._losses: dict[str, float] = {}
+        self._losses: dict[str, tuple[float, float]] = {}  # loss and noised tokens of the local part of a sample
 
     def run(self, forward_step: ForwardStep, batches: Sequence[PackedBatch]) -> Logs:
         """Compute the step again, which overwrites the gradients; every rank calls this."""
@@ -109,7 +109,9 @@ class Probe:
         finally:
             for handle in handles:
                 handle.remove()
-        ranked = sorted(self._losses.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])
+        ranked = sorted(
+            self._mean_losses(device).items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1]
+        )
         self.result.worst = ranked[:NUM_WORST]
         return logs
 
@@ -151,9 +153,15 @@ class Probe:
         loss_L = torch.stack([terms[name].sum_per_level(batch.layout) for name in self._objective.terms]).sum(0)
         loss_S = batch.layout.sum_levels(loss_L)
         self._check("loss", "loss", loss_S, chunk, batch.layout, now)
-        tokens_S = batch.layout.sum_per_sample(batch.layout.noised_T.float()).clamp(min=1.0)
-        for key, loss in zip(batch.keys, (loss_S / tokens_S).tolist()):
-            self._losses[key] = loss
+        tokens_S = batch.layout.sum_per_sample(batch.layout.noised_T.float())
+        self._losses |= zip(batch.keys, zip(loss_S.tolist(), tokens_S.tolist()))
+
+    def _mean_losses(self, device: torch.device) -> dict[str, float]:
+        """Return the mean loss per token of each sample, whose tokens may be split over context-parallel ranks."""
+        sums = torch.tensor(list(self._losses.values()), device=device)
+        if self._losses:  # on all ranks of the last pipeline stage
+            dist.all_reduce(sums, group=self._groups.cp)
+        return {key: loss / max(tokens, 1.0) for key, (loss, tokens) in zip(self._losses, sums.tolist())}
 
     def _hooks(self, chunk: int, model: nn.Module) -> Iterator[Any]:
         for name, module in model.named_modules():

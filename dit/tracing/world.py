@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -15,8 +16,10 @@ from dit.patches import patches
 
 @patches(
     "torch 2.11-2.14",
-    "torch/testing/_internal/distributed/fake_pg.py; torch/distributed: all_gather_object, broadcast_object_list",
-    why="one process acts as one rank; objects of other ranks are assumed to be equal",
+    "torch/testing/_internal/distributed/fake_pg.py; torch/distributed: all_gather_object, broadcast_object_list; "
+    "megatron/core/optimizer/__init__.py: _get_param_groups",
+    why="one process acts as one rank; objects of other ranks are assumed to be equal, but a pipeline stage without "
+    "trained weights has the parameter groups of the others, which are empty there",
 )
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
@@ -26,6 +29,11 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
     def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
         object_list[:] = [obj] * len(object_list)  # every other rank is assumed to send the same object
 
+    def groups_of_stage(chunks: Any, config: Any, overrides: Any) -> list[dict[str, Any]]:
+        empty = {"params": [], "is_expert_parallel": False, "lr_mult": 1.0, "wd_mult": 1.0}
+        return param_groups(chunks, config, overrides) or [empty]
+
+    param_groups, optimizer._get_param_groups = optimizer._get_param_groups, groups_of_stage
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
     gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
     broadcast, dist.broadcast_object_list = dist.broadcast_object_list, lambda *_, **__: None
@@ -33,6 +41,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
+        optimizer._get_param_groups = param_groups
         dist.destroy_process_group()
 
 

@@ -14,8 +14,12 @@ SETTING = "checkpoint.start_from"
 
 
 def download_start(config: RunConfig) -> None:
-    """Download `checkpoint.start_from` from the Hugging Face hub if the run will read it."""
-    if (path := _path(config)) is not None:
+    """Download `checkpoint.start_from` from the Hugging Face hub if the run will read it.
+
+    A run of adapters always reads it, because its checkpoints lack the frozen weights.
+    """
+    path = config.checkpoint.start_from if config.model.adapters is not None else _path(config)
+    if path is not None:
         local_path(path)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks import parallel_training
 from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
@@ -27,8 +28,10 @@ from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import SamplingConfig, TrainingConfig
+from dit.step.forward_step import training_forward_step
+from dit.step_checks.first_bad_tensor import Probe
 from dit.training.validate import held_out_loss
-from dit.verify.trial import SEED
+from dit.verify.trial import SEED, Built
 from tests.parallel.traffic import bytes_sent
 from tests.unit.kernels.attention_cases import AttentionCase, exact, run
 
@@ -144,6 +147,22 @@ def sample_and_validate(case: dict) -> dict:
         found[split] = {"latents": latents, "losses": losses, "churned": churned, "offset": offset}
     process_groups.release()
     return found
+
+
+def worst_samples(case: dict) -> list:
+    """Compute a step again, and return the samples with the largest losses of each rank."""
+    worst: list[Any] = [None] * process_groups.world_size_from_environment()
+
+    def then(it: Built) -> None:
+        cp, multiple_of = it.groups.cp, max(4, it.dims.token_multiple)
+        packs = [micro_batch(i, packed=True, multiple_of=multiple_of) for i in range(it.dims.micro_batches)]
+        batches = [shard(pack, cp.rank(), cp.size(), it.trial.parallel.context_split) for pack in packs]
+        probe = Probe(it, it.trial.objective, (it.model.token_channels, it.model.in_channels))
+        probe.run(training_forward_step(it.trial.objective, it.model, SEED, it.step, it.mix), batches)
+        dist.all_gather_object(worst, probe.result.worst)
+
+    parallel_training.train({**case, "packed": True, "then": then})
+    return worst
 
 
 def traffic(case: dict) -> dict:

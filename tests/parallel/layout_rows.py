@@ -146,6 +146,9 @@ MODELS: dict[str, dict[str, Any]] = {
     # replicated under sequence parallelism; and of the linear layers of a UNet, whose convolutions have none.
     "adapted blocks": {**SHALLOW, "lora": LoRAConfig(rank=3)},
     "adapted linears": {**SHALLOW, "lora": ALL_LINEARS},
+    # Adapters of one stage only.
+    "adapted first": {**SHALLOW, "lora": LoRAConfig(rank=3, targets=["layers.0.*"])},
+    "adapted last": {**SHALLOW, "lora": LoRAConfig(rank=3, targets=["layers.1.*"])},
     "adapted cross": {"backbone": "dit_cross", "lora": ALL_LINEARS},
     "adapted unet": {
         **{"backbone": "ldm_unet", "in_channels": 16, "block_out_channels": [8, 16], "transformer_layers": [1, 0]},
@@ -193,6 +196,7 @@ QUICK = [
     *on(2, "cosine", "cp2"),
     *on(2, "mean flow", "tp2 sp", "cp2"),
     *on(2, "adapted blocks", "pp2"),
+    *on(2, "adapted first, adapted last", "pp2"),
     *on(2, "adapted cross", "tp2 sp"),
     *on(2, "adapted unet", "fsdp dense"),
     # Parameters have zero gradients on a rank without tokens, because overlapped reductions and FSDP wait for all.
@@ -244,6 +248,7 @@ SLOW = [
     *on(4, "deep dit", "pp4", "pp2 vpp2 overlap gather", "tp2 sp fsdp", "hybrid", "hybrid optim"),
     *on(4, "deep dit", "pp2 vpp2 fsdp optim", "pp2 cp2 balanced fsdp"),
     *on(4, "adapted blocks", "tp2 sp fsdp"),
+    *on(4, "adapted first, adapted last", "pp2 ddp overlap", "pp2 overlap gather", "pp2 fsdp"),
     *on(4, "flux, prx, wan", "tp2 cp2 sp", "tp2 cp2 sp dense"),
     *on(4, "flux, prx", "tp2 pp2 sp overlap"),
     *on(4, "chroma, flux2, qwen_image, hunyuan_video", "tp2 pp2 sp overlap"),
@@ -281,6 +286,7 @@ LONG = [
 HALF_QUICK = on(2, "adapted cross", "tp2 sp bf16")
 HALF_SLOW = [
     *on(2, "adapted linears", "fsdp bf16", "overlap gather bf16", "tp2 sp bf16"),
+    *on(2, "adapted first, adapted last", "pp2 bf16"),
     *on(4, "adapted blocks, adapted linears", "tp2 sp fsdp bf16"),
 ]
 """Rows in bf16. In bf16, sums over tensor-parallel ranks add rounded parts; other layouts only change the order of fp32

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 
 from benchmarks.parallel_training import build, micro_batch, tiny_model, train
+from dit.errors import ConfigError
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
@@ -138,6 +140,36 @@ def load(case: dict) -> dict:
     found["ema_weights"], _ = global_weights(it.chunks, it.groups)
     process_groups.release()
     return found
+
+
+def save_adapters(case: dict) -> dict:
+    """Train adapters, write a checkpoint into `folder`, and return the scalars in it."""
+    from dit.checkpoint.sharded_state import save_state
+    from dit.checkpoint.state_files import StateReader
+
+    scalars: dict = {}
+
+    def then(it: Built) -> None:
+        folder = Path(case["folder"])
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder, it.shards, it.ema, it.optimizer, it.groups)
+        torch.distributed.barrier()
+        scalars.update(StateReader(folder).scalars)
+
+    train({**case, "then": then})
+    return scalars
+
+
+def refuse(case: dict) -> list[str]:
+    """Build a model that is refused, and return the error of each rank."""
+    from dit.backends import process_groups
+
+    with pytest.raises(ConfigError) as refusal:
+        build(case)
+    messages: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(messages, str(refusal.value))
+    process_groups.release()
+    return messages
 
 
 def run_legs(case: dict) -> dict:

@@ -52,6 +52,7 @@ def _cases(world: int, folder: Path):
         run_dir = str(folder / f"run_{world}")
         yield ("run", world), call("run_in_full", {"context_parallel_size": world}, run_dir=run_dir)
         parallel = {"context_parallel_size": world}
+        yield ("worst", world), call("worst_samples", {"context_parallel_size": world})
         yield ("sampling", world), call("sample_and_validate", parallel, splits=SPLITS[:world])
     if world > 1:
         most = cp(world, COMMS[world][-1], SPLITS[0])
@@ -97,6 +98,15 @@ def test_held_out_loss_equals_one_rank(results, split):
     for name in ("losses", "offset"):
         one, two = (results["sampling", n][key][name] for n, key in ((1, SPLITS[0]), (2, split)))
         assert two == pytest.approx(one, rel=1e-5)
+
+
+def test_the_samples_with_the_largest_losses_are_those_of_one_rank(results):
+    """A mean loss covers all tokens of a sample, which the ranks of one context share."""
+    [one], two = results["worst", 1], results["worst", 2]
+    assert len({loss for _, loss in one}) == 4
+    for worst in two:
+        assert [key for key, _ in worst] == [key for key, _ in one]
+        assert [loss for _, loss in worst] == pytest.approx([loss for _, loss in one], rel=1e-5)
 
 
 def test_ranks_of_one_context_read_the_same_samples(results):

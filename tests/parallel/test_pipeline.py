@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
+from dit.models.lora_config import LoRAConfig
 
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
@@ -40,6 +41,10 @@ def results(tmp_path_factory):
     cases[2]["loaded", 2] = task("load", parallel=UNEVEN, folder=moved)
     for world, legs in LEGS.items():
         cases[world]["legs", world] = task("run_legs", legs=legs, folder=str(folder / f"run{world}"))
+    for name, layer in {"save_adapters": 3, "refuse": 7}.items():
+        model = {"lora": LoRAConfig(targets=[f"layers.{layer}.*"])}
+        averaging = {"packed": True, "recompute": {"ema_decay": 0.5}}
+        cases[2][name] = task(name, parallel=PP2, model=model, folder=str(folder / name), **averaging)
     found: dict = {}
     for world, named in cases.items():
         found |= zip(named, run_world(world, list(named.values()), folder / str(world), timeout_s=600.0))
@@ -73,6 +78,17 @@ def test_checkpoints_move_between_layouts_bitwise_unchanged(results, world):
     assert different == []
     for name, weight in loaded["ema_weights"].items():
         assert torch.equal(weight, saved["tensors"][f"ema.{name}"])
+
+
+def test_a_first_stage_without_adapters_counts_the_updates_of_the_others(results):
+    assert results["save_adapters"]["adam_step"] == 2
+
+
+def test_adapters_that_no_stage_has_are_refused_on_all_ranks_by_one_message(results):
+    message, *others = results["refuse"]
+    assert others == [message]
+    assert "['layers.7.*'] matches no linear layer of DiT, so" in message
+    assert "layers.3.mlp.linear_fc2" in message
 
 
 def test_a_run_continues_on_other_layouts_with_the_same_numbers(results):

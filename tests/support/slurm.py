@@ -33,9 +33,11 @@ sys.exit(max(code if code >= 0 else 128 - code for code in codes))
 """Starts the command once per node, writes the process ids to `tasks`, and returns the highest exit code."""
 
 SCONTROL = """#!/bin/bash
+task=$SLURM_JOB_ID
+[[ -z $SLURM_ARRAY_JOB_ID ]] || task=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID
 case "$1 $2" in
   "show hostnames") for ((i = 0; i < SLURM_NNODES; i++)); do echo localhost; done ;;
-  "requeue $SLURM_JOB_ID") echo requeued >>"{folder}/requeued" ;;
+  "requeue $task") echo requeued >>"{folder}/requeued" ;;
   *) exit 1 ;;
 esac
 """

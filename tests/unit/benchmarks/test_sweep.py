@@ -5,8 +5,10 @@ Cells are stand-ins that end at once; tests/integration/test_sweep.py measures o
 
 import json
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -96,6 +98,34 @@ def test_a_stopped_sweep_continues_at_the_next_cell(tmp_path, started, capsys):
         ["| tiny_dit", "ddp", "training.recompute=full"],
     ]
     assert "0 of 2 cells" in [run(tmp_path, "--layouts", "ddp", "tp2"), capsys.readouterr().out][1]
+
+
+def test_a_sweep_on_slurm_continues_with_the_records_of_jobs_that_have_ended(tmp_path, monkeypatch):
+    """A record of other steps, or an incomplete one, does not count."""
+    executed: list[list[str]] = []
+
+    def execute(title: str, module: str, tasks: dict[str, list[str]], executor: Any, **places: Any) -> dict[str, str]:
+        executed.append([name.split(".")[1] for name in tasks])
+        assert not any(Path(words[words.index("--out") + 1]).exists() for words in tasks.values())
+        subprocess.run([sys.executable, "-c", ENDS, *next(iter(tasks.values()))])
+        if len(executed) <= 2:
+            raise KeyboardInterrupt
+        return dict.fromkeys(tasks, "SUCCEEDED")
+
+    executor = SimpleNamespace(nnodes=lambda: 1, nproc_per_node=lambda: 2)
+    monkeypatch.setattr(sweep.experiment, "executor_of", lambda *_: executor)
+    monkeypatch.setattr(sweep.experiment, "execute", execute)
+    words = ["--executor", "slurm", "--layouts", "ddp", "tp2"]
+    assert run(tmp_path, *words) == EXIT_INTERRUPTED
+    assert run(tmp_path, *words, "--steps", "7") == EXIT_INTERRUPTED
+    args = sweep.build_parser().parse_args(["--factory", "tiny_dit", "--ranks", "2", "--out", str(tmp_path)])
+    sweep.record_file(sweep.grid.Cell("tiny_dit", "tp2", "", ()), args).write_text('{"status"')
+    assert run(tmp_path, *words) == EXIT_OK
+    assert executed == [["ddp", "tp2"], ["ddp", "tp2"], ["tp2"]]
+    ended = [("ddp", "ok", 20), ("tp2", "out of memory", 20)]
+    assert [(row["layout"], row["status"], row["steps"]) for row in rows(tmp_path)] == ended
+    assert run(tmp_path, *words) == EXIT_OK
+    assert len(executed) == 3
 
 
 def test_a_failed_cell_is_measured_again_in_place_of_its_row(tmp_path, started):

@@ -15,7 +15,7 @@ from dit.data_api import DataConfig
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.generator import load_generator
 from dit.training.pretrain import Run
-from dit.training.start_weights import start_remarks
+from dit.training.start_weights import download_start, start_remarks
 from energon_data.indexed import Sample, Samples
 from energon_data.mock import MockData
 from launch.average import main as average
@@ -116,7 +116,8 @@ def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: Pr
 
     run, accept = start("[0.05, 0.25]"), 'checkpoint.accept_changes=["training.ema_sigma_rel"]'
     finish(run, 3)
-    with pytest.raises(CheckpointError, match=r"lacks ema_power_0\.1\..*give the settings of its run"):
+    message = r"lengths \[0.05, 0.25\], not of \[0.1\]; set training.ema_sigma_rel=\[0.05,0.25\] or start in a new"
+    with pytest.raises(CheckpointError, match=message):
         start("[0.25, 0.1]", accept)
     resumed = start("[0.25]", accept)
     short, long = run.state.ema.powers
@@ -194,3 +195,21 @@ def test_adapters_resume_in_another_folder_on_their_base(tmp_path: Path, one_ran
     assert all(torch.equal(x.main, y.main) for x, y in zip(first.state.shards, run.state.shards, strict=True))
     with pytest.raises(ConfigError, match="remove one of the two"):
         start("third", adapters[1], source)
+
+
+def test_a_base_is_downloaded_before_ranks_connect_also_by_a_resumed_run(
+    tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run without adapters reads no base."""
+    downloads: list[str] = []
+    monkeypatch.setattr("dit.training.start_weights.local_path", downloads.append)
+    finish(tiny_run(tmp_path / "resumed", one_rank_world, *ONE_STREAM))
+    for name, words, downloaded in (
+        ("new", [], ["hf://a/b"]),
+        ("new", ["model.lora=lora"], ["hf://a/b"]),
+        ("resumed", [], []),
+        ("resumed", ["model.lora=lora"], ["hf://a/b"]),
+    ):
+        downloads.clear()
+        download_start(tiny_config(tmp_path / name, *ONE_STREAM, "checkpoint.start_from=hf://a/b", *words))
+        assert downloads == downloaded, (name, words)

@@ -68,7 +68,8 @@ def test_a_lost_peer_is_named_with_its_cause_on_one_line(monkeypatch, capsys):
     ("arguments", "words"),
     [
         ([], ["--factory", "--list"]),
-        (["--yes", "--factory"], ["--factory needs a value; write --factory VALUE"]),
+        (["--yes", "--factory"], ["--factory needs a value; write --factory VALUE", "--help shows all flags"]),
+        (["--help=all"], ["--help takes no value, got 'all'; write only --help\n"]),
         (["--factory", "leters_dit", "--yes"], ["leters_dit", "letters_dit"]),
         (["--factory", "zzz", "--yes"], ["zzz", "--list"]),
         (["--factory", "no_such_package.recipe", "--yes"], ["no_such_package"]),

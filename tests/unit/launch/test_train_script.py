@@ -111,6 +111,13 @@ def test_unexpected_errors_are_counted_and_preemptions_are_not(tmp_path):
     assert requeued == [True] * 8 + [False]
 
 
+def test_only_the_task_of_an_array_is_requeued(tmp_path):
+    """One task has the number of the array, with which Slurm would requeue all tasks."""
+    ends_with(tmp_path, 1, 75)
+    array = {"SLURM_ARRAY_JOB_ID": str(slurm.JOB_ID), "SLURM_ARRAY_TASK_ID": "3"}
+    assert job(tmp_path, "--factory", "tiny_dit", **array).requeued
+
+
 def test_errors_of_another_job_in_the_folder_do_not_count(tmp_path):
     ends_with(tmp_path, 1, 70)
     assert job(tmp_path, "--factory", "tiny_dit", MAX_RESTARTS="1").requeued

@@ -1,7 +1,6 @@
 """Low-rank adapters: identity at the start, merging into the weights, and the layers that have them."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,11 @@ from benchmarks.parallel_training import micro_batch, tiny_model
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
-from dit.kernels.attention import segment_sdpa
 from dit.models.base import Backbone, Stage
 from dit.models.lora import adapter_pairs, merge_adapters
 from dit.models.lora_config import LoRAConfig
-from dit.models.registry import build_backbone
+from dit.monitoring.flops import PackFlops, shape_of
+from dit.parallel.build import build_on_meta
 from recipes.ddpm import tiny_ddpm_unet
 from recipes.finetune import finetune_lora
 from tests.conftest import BuildModel
@@ -83,12 +82,17 @@ def test_names_that_nothing_has_are_refused(build_model: BuildModel) -> None:
         build_model(tiny_model(lora=LoRAConfig(targets=["*.to_q"])))
 
 
-def test_a_pipeline_stage_without_adapters_is_refused_with_the_cure(provider_of: Callable[..., LayerProvider]) -> None:
-    model = tiny_model(lora=LoRAConfig(targets=["layers.[01].*"]))
-    provider = provider_of(**model.megatron_sizes().arguments())
-    build_backbone(model, provider, segment_sdpa, Stage(range(2), last=False))
-    with pytest.raises(ConfigError, match=r"(?!.*layers\.1)layers\.2\.attention\.linear_qkv.*fewer pipeline stages"):
-        build_backbone(model, provider, segment_sdpa, Stage(range(2, 4), first=False))
+def test_a_pipeline_stage_may_have_no_adapter() -> None:
+    model = tiny_model(lora=LoRAConfig(targets=["layers.3.*"]))
+    stages = [build_on_meta(model, Stage(range(2), last=False)), build_on_meta(model, Stage(range(2, 4), first=False))]
+    assert [any(p.requires_grad for p in stage.parameters()) for stage in stages] == [False, True]
+
+
+def test_the_operations_of_a_model_are_counted_if_only_its_last_layer_has_adapters() -> None:
+    """They are those of its first layer, times the number of layers."""
+    batch = micro_batch(0, packed=True, multiple_of=4)
+    base, adapted = tiny_model(), tiny_model(lora=LoRAConfig(targets=["layers.3.*"]))
+    assert PackFlops(adapted).forward(*shape_of(batch)) == PackFlops(base).forward(*shape_of(batch))
 
 
 @pytest.mark.parametrize(

@@ -44,20 +44,27 @@ def test_the_loss_equals_that_of_the_paper_and_each_term_trains_one_side():
     torch.testing.assert_close(out_TC.grad, gradient_TC.float())
 
 
-def test_the_logged_entropy_equals_that_of_the_codes_in_the_pack():
-    """Codes 7, 7, 7, 2 in two samples: shares 3/4 and 1/4; the loss weights do not matter."""
-    layout = SequenceLayout.from_lengths([3, 1], multiple_of=4)
+def test_the_logged_entropy_is_that_of_the_codes_in_a_sample():
+    """Codes 7, 2, 7 and 7, 7: shares 2/3 and 1/3, and 1; the loss weights do not matter."""
+    layout = SequenceLayout.from_lengths([3, 2], multiple_of=4)
     code_T = torch.tensor([7.0, 2.0, 7.0, float("nan"), 7.0, 7.0, 7.0, 7.0])
-    exact = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    assert surprisal(code_T, layout).sum().item() / 4 == pytest.approx(exact, rel=RTOL)
+    exact = -(2 * math.log(2 / 3) + math.log(1 / 3))
+    assert surprisal(code_T, layout).sum().item() == pytest.approx(exact, rel=RTOL)
     assert not surprisal(code_T, layout)[~layout.valid_T].any()
     batch = pack([3, 5], CHANNELS)
     batch.loss_weight_S = torch.tensor([0.5, 2.0])
     objective = VQAutoencoding()
     out_TC = torch.zeros(8, CHANNELS + 2 * LATENT + 1)
     out_TC[:, -1] = torch.arange(8)
-    _, count, logs = objective.loss(out_TC, objective.prepare(batch, noise_for(batch)), batch.layout)
-    assert logs["code_entropy"].item() / count.item() == pytest.approx(math.log(8), rel=RTOL)
+    _, _, logs = objective.loss(out_TC, objective.prepare(batch, noise_for(batch)), batch.layout)
+    assert logs["code_entropy"].item() == pytest.approx(3 * math.log(3) + 5 * math.log(5), rel=RTOL)
+
+
+def test_the_logged_entropy_does_not_depend_on_micro_batches():
+    code_T = torch.randint(4, (12,), generator=torch.Generator().manual_seed(0)).float()
+    together = surprisal(code_T, SequenceLayout.from_lengths([4, 5, 3]))
+    separate = [surprisal(part, SequenceLayout.from_lengths([len(part)])) for part in code_T.split([4, 5, 3])]
+    assert torch.equal(together, torch.cat(separate))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 
 from benchmarks.parallel_training import tiny_model
 from dit.models.ddpm_unet.config import DDPMUNetConfig
+from dit.models.lora_config import LoRAConfig
 from dit.models.routing_config import RoutingConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
@@ -93,6 +94,15 @@ def test_a_plan_equals_the_trace_of_the_full_step(name):
         assert 0.3 < forward.flops / micro_batch.flops < 0.35
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
+
+
+def test_a_stage_without_adapters_makes_only_forward_passes():
+    """Each of two stages has one layer; the first stage has adapters, or the second."""
+    settings = OptimizerConfig(), ParallelConfig(pipeline_model_parallel_size=2), TrainingConfig(precision="fp32"), PACK
+    models = [tiny_model(num_layers=2, lora=LoRAConfig(targets=[f"layers.{i}.*"])) for i in range(2)]
+    jobs = [Job(model, FlowMatching(), *settings, world_size=2, micro_batches=2, in_full=True) for model in models]
+    trained, frozen = trace(jobs)
+    assert 0 < frozen.flops < 0.6 * trained.flops
 
 
 @pytest.mark.slow

@@ -1,10 +1,15 @@
 """Scores of avatars: right attributes, distances, and the minimum, for drawings with known errors."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from dit.errors import EXIT_DATA
 from examples.avatars.drawings import choose, draw, enlarged
 from examples.avatars.score import Score, distances, missed
+from launch import evaluate
+from tests.unit.launch.test_sample import FakeGenerator
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +67,11 @@ def test_the_minimum_is_that_of_new_avatars(score):
     assert score.lines()[0].startswith(
         f"new pair: {100 * score.attributes:.1f} % of the attributes as requested (skin "
     )
+
+
+def test_a_missing_default_folder_names_the_flag(tmp_path, monkeypatch, capsys):
+    """A checkpoint of imported or averaged weights names no data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "open_generator", lambda args: FakeGenerator(data=SimpleNamespace()))
+    assert evaluate.main(["--checkpoint", "run", "--metric", "avatars"]) == EXIT_DATA
+    assert "and data/avatars does not exist; give the folder with --data" in capsys.readouterr().err

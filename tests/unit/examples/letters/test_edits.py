@@ -13,6 +13,9 @@ from torch import Tensor
 
 from dit.errors import EXIT_DATA, DataError
 from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
+from energon_data.mock import MockData
 from examples.letters import edit_score, edits
 from examples.letters.edits import INSTRUCTIONS, Drawing, edited, ink_of, read_drawings
 from launch import evaluate
@@ -137,7 +140,7 @@ def judge(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
             return -drawn.expand(-1, 3, -1, -1)[:, :, None]
 
         generator = SimpleNamespace(
-            config=SimpleNamespace(model=DiTConfig(in_channels=3)),
+            config=RunConfig(model=DiTConfig(in_channels=3), data=MockData(), objective=FlowMatching()),
             generate=generate,
             batch_size=lambda *_: 50,
         )

@@ -10,6 +10,8 @@ from torch import nn
 
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
 from examples.letters import score as letter_score
 from examples.letters.fonts import draw_capitals
 from examples.letters.moving import CLASS_NAMES, DIRECTIONS
@@ -74,7 +76,7 @@ def judge(monkeypatch):
 
         model = DiTConfig(num_classes=num_classes, context_size=None if num_classes else 8)
         generator = SimpleNamespace(
-            config=SimpleNamespace(model=model, data=SimpleNamespace(path="here")),
+            config=RunConfig(model=model, data=SimpleNamespace(path="here"), objective=FlowMatching()),
             class_names=CLASS_NAMES,
             text_encoder="words",
             generate=generate,
@@ -190,6 +192,12 @@ def generator(monkeypatch):
 
 def judge_classes(*arguments):
     return evaluate.main(["--checkpoint", "run", "--metric", "letters", "--samples-per-class", "8", *arguments])
+
+
+def test_guidance_by_an_untrained_prediction_is_noted(generator, capsys):
+    generator.class_dropout = 0.0
+    assert judge_classes("--guidance-scale", "2") == 0
+    assert capsys.readouterr().err.startswith("note: --guidance-scale 2 uses the prediction without conditions")
 
 
 def test_the_score_counts_letters_read_as_requested(generator, capsys):
