@@ -103,8 +103,8 @@ def run(args: argparse.Namespace) -> str:
         base = read_manifest(by_step[steps[-1]]).base
         write_imported(Path(args.out), combined, trained, config.sampling, source, base=base)
     return (
-        f"combined {counted(len(snapshots), 'average')} of steps {steps[0]} to {last} to sigma_rel={args.sigma_rel:g} at step "
-        f"{last}; its cumulative weights of the steps differ from the exact ones by at most {100 * error:.2g} %"
+        f"combined {counted(len(snapshots), 'average')} of steps {steps[0]} to {last} to sigma_rel={args.sigma_rel:g} "
+        f"at step {last}; its cumulative weights of the steps differ from the exact ones by at most {100 * error:.2g} %"
     )
 
 
