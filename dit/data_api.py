@@ -181,6 +181,9 @@ class DataConfig(ABC):
             micro_batches_per_step: micro-batches of one optimizer step over all data-parallel ranks.
         """
 
+    def validate_held_out(self) -> None:  # noqa: B027, for data that always have held-out samples
+        """Check the held-out data of a run that measures their loss, before anything is built."""
+
     @abstractmethod
     def build_train(
         self,

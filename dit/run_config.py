@@ -220,6 +220,8 @@ class RunConfig:
         dims, spec = self.check(world_size_from_environment())
         implementations(self.model, self.training)
         self.data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
+        if 0 < self.training.validation_interval <= self.training.num_steps:
+            self.data.validate_held_out()
         self.unused_conditions()
         return dims, spec
 

@@ -286,8 +286,8 @@ class CheckpointConfig:
             `hf://owner/name` (Hugging Face hub). A run with checkpoints ignores it, except for the frozen weights under
             `model.lora`.
         accept_changes: settings or parts that may differ from the checkpoint or `start_from`. `data.path` and
-            `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from`, data of other
-            encoders than those of the weights.
+            `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from` accepts data of
+            other encoders than those of the weights.
     """
 
     interval: int = 1000

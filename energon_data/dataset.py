@@ -207,6 +207,10 @@ class EnergonData(ReaderSettings, DataConfig):
     def _members(self) -> list[Member]:
         return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
 
+    def validate_held_out(self) -> None:
+        """Check the held-out split of all folders."""
+        self.folders(self.validation_split)
+
     def folders(self, split: str) -> list[SplitInfo]:
         """Check all folders; arguments and errors as in `check_dataset`."""
         return [check_dataset(path, split) for path in self._paths()]

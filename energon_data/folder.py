@@ -126,7 +126,11 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     if not isinstance(counts, dict) or not isinstance(parts, dict):
         raise DataError(f"{meta} has no valid .info.json and split.yaml; {_ADVICE}")
     if split not in parts:
-        cure = "prepare it with a larger --validation" if split == "val" else _ADVICE
+        cure = (
+            "prepare it with a larger --validation, or set training.validation_interval=0"
+            if split == "val"
+            else _ADVICE
+        )
         raise DataError(f"{folder} has no split {split!r}, only {sorted(map(str, parts))}; {cure}")
     for entry, value in {**parts, "exclude": splits.get("exclude")}.items():  # Energon reads all of them
         expanded = _names_of(value, f"{entry!r} in {split_file}")

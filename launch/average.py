@@ -9,12 +9,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.ranges import RELATIVE_LENGTH
-from dit.terminal import echo
+from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import command_parser
 
@@ -67,6 +68,7 @@ def run(args: argparse.Namespace) -> str:
     environment.quiet_libraries()
     from dit.auxiliary import PREFIXES
     from dit.checkpoint.full_weights import write_imported
+    from dit.checkpoint.manifest import read_manifest
     from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
     from dit.checkpoint.state_files import SlotWeights, read_full
     from dit.optimizer.ema import combination, exponent_of, power_slot
@@ -91,18 +93,18 @@ def run(args: argparse.Namespace) -> str:
             raise CheckpointError(
                 f"{args.checkpoint} has no power-function averages; train with training.ema_sigma_rel=[0.05,0.1]"
             )
-        if config.model.adapters is not None:
-            raise ConfigError(f"{args.checkpoint} has adapters (LoRA), and launch.average combines full models only")
         profiles = [(float(step), exponent_of(length)) for step, length in snapshots]
         weights, error = combination(profiles, (float(last), exponent_of(args.sigma_rel)))
         sources = [SlotWeights(by_step[step], power_slot(length), finite=True) for step, length in snapshots]
         names = [name for name in sources[0].shapes if not name.startswith(PREFIXES)]
         combined = {name: weighted_sum(weights, [read_full(source, name) for source in sources]) for name in names}
         source = f"the average of sigma_rel={args.sigma_rel:g} at step {last}, from {args.checkpoint}, steps {steps}"
-        write_imported(Path(args.out), combined, trained_model(config, metadata), config.sampling, source)
+        trained = replace(trained_model(config, metadata), model=config.model)  # with adapters, if it has some
+        base = read_manifest(by_step[steps[-1]]).base
+        write_imported(Path(args.out), combined, trained, config.sampling, source, base=base)
     return (
-        f"combined {len(snapshots)} averages of steps {steps[0]} to {last} to sigma_rel={args.sigma_rel:g} at step "
-        f"{last}; its cumulative weights of the steps differ from the exact ones by at most {100 * error:.2g} %"
+        f"combined {counted(len(snapshots), 'average')} of steps {steps[0]} to {last} to sigma_rel={args.sigma_rel:g} "
+        f"at step {last}; its cumulative weights of the steps differ from the exact ones by at most {100 * error:.2g} %"
     )
 
 

@@ -81,7 +81,8 @@ def metrics() -> dict[str, Metric]:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     named = metrics()
-    summaries = "\n".join(f"  {name:<12}{metric.summary}" for name, metric in named.items())
+    width = 2 + max(map(len, named))
+    summaries = "\n".join(f"  {name:<{width}}{metric.summary}" for name, metric in named.items())
     parser = command_parser("launch.evaluate", DESCRIPTION, f"metrics\n{summaries}")
     parser.add_argument("--metric", choices=named, required=True, help="one of the list below")
     add_sampling_arguments(parser)

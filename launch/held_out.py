@@ -13,7 +13,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.data_api import DataConfig, NoData
 from dit.errors import ConfigError
-from dit.terminal import echo
+from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one
 from launch.measurement import Measurement
@@ -136,7 +136,9 @@ def measure_loss(args: argparse.Namespace, generator: "Generator") -> Measuremen
         dist.all_reduce(at_times)
         by_time = {f"{i}/{NUM_TIMES}": float(s / n) for i, (s, n) in enumerate(at_times.tolist()) if n}
         samples, mean = int(at_times[:, 1].sum()), sum(by_time.values()) / len(by_time)
-        lines.append(f"at {NUM_TIMES} equally spaced flow times, as MLPerf's FLUX.1: {mean:.6f} ({samples:,} samples)")
+        lines.append(
+            f"at {NUM_TIMES} equally spaced flow times, as MLPerf's FLUX.1: {mean:.6f} ({counted(samples, 'sample')})"
+        )
         lines.append("by time: " + ", ".join(f"{time} {value:.4f}" for time, value in by_time.items()))
         record |= {"loss_at_times": mean, "by_time": by_time, "samples": samples}
     return Measurement(lines, record)

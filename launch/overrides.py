@@ -98,6 +98,10 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
         elsewhere = [k for k in all_keys(task) if k.rpartition(".")[2] == name and k != key]
         if elsewhere:
             raise ConfigError(f"{key} does not exist; did you mean {' or '.join(elsewhere)}?") from error
+        targets = component_types(normalise(parameters(task)[path])) if len(parents) == 1 else []
+        others = [n for n in _component_names(targets) if name in parameters(_component(n, targets, path, load))]
+        if 0 < len(others) <= 2:  # more names say little: half of the models have a `num_layers`
+            raise ConfigError(f"{error}; {path}={f' or {path}='.join(others)} has it") from error
         raise
     if op is Operation.ASSIGN:
         setattr(node, name, parse_value(value, annotation, key, load))
@@ -243,14 +247,19 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
                 except ConfigError as error:
                     raise ConfigError(f"{key}={text}: {error}") from error
             return part
-    type_names = {t.__name__ for t in targets}
-    component_names = [entry.name for entry in registry.components() if entry.target.split(".")[-1] in type_names]
+    component_names = _component_names(targets)
     names = (
         f"; choose one of {', '.join(component_names)}, or set {TRUST_VARIABLE}=MODULE for a name of your own"
         if component_names
         else "; none has a name, so set its fields one by one"
     )
-    raise ConfigError(f"{key}={text}: no {' or '.join(sorted(type_names))} of that name{names}")
+    raise ConfigError(f"{key}={text}: no {' or '.join(sorted(t.__name__ for t in targets))} of that name{names}")
+
+
+def _component_names(targets: list[type]) -> list[str]:
+    """Return the names of the components of these types."""
+    type_names = {t.__name__ for t in targets}
+    return [entry.name for entry in registry.components() if entry.target.split(".")[-1] in type_names]
 
 
 def parse_call(function: Callable[..., Any], arguments: str, option: str, hint: str) -> Callable[[], Any]:

@@ -257,7 +257,7 @@ def finetune(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory:
 
 @run.cli.factory(target=pretrain)
 def finetune_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
-    """LoRA adapters of rank 16 on the model of a run folder: lr 1e-4, 1 GPU or more.
+    """LoRA adapters of rank 16 on the model in a run folder or of diffusers: lr 1e-4, 1 GPU or more.
 
     As finetune, but the weights of the base are frozen: optimizer state and checkpoints are those of the adapters. Runs
     under every layout. Adapters in the base, trained here or imported by `launch.import_weights --format lora`, are
@@ -428,7 +428,7 @@ def finetune_hunyuan_video(
 
 @run.cli.factory(target=pretrain)
 def dreambooth(base: Optional[str] = None) -> run.Partial:
-    """DreamBooth: the model of a run folder learns a subject from about five pictures: 1000 steps, lr 1e-6, batch 2.
+    """DreamBooth: a model learns a subject from about five pictures: 1000 steps, lr 1e-6, batch 2.
 
     Each picture has the caption "a photo of sks dog": a rare word for the subject, and its class. Prior preservation is
     a blend with pictures of the class that the base draws: `data.blend=[{path: data/subject, weight: 1}, {path:

@@ -37,6 +37,7 @@ from dit.encoders.text_config import (
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
+from dit.terminal import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -104,13 +105,13 @@ class TextEncoder:
             raise ConfigError(f"text encoder {self.config.name!r}: {error}") from error
         start = self._tokenizer.bos_token if around.chat else None
         options = {"add_special_tokens": not (start and rendered[0].startswith(start))}  # a template may have it
-        ids: list[list[int]] = self._tokenizer(rendered, **options)["input_ids"]
+        ids: list[list[int]] = self._tokenizer(rendered, verbose=False, **options)["input_ids"]
         limit = max_tokens + self._dropped.stop - self._dropped.start
         long = [i for i, numbers in enumerate(ids) if len(numbers) > limit]
         if long:
             logger.warning(
-                "%d texts are truncated to the %d tokens of %s, such as %.60r of %d tokens",
-                *(len(long), max_tokens, self.config.name, texts[long[0]], len(ids[long[0]])),
+                "truncated to the %d tokens of %s: %s, such as %r ... of %d tokens",
+                *(max_tokens, self.config.name, counted(len(long), "text"), texts[long[0]][:60], len(ids[long[0]])),
             )
             ids = self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
         return [numbers if text or not around.may_be_empty else [] for numbers, text in zip(ids, rendered, strict=True)]

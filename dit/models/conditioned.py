@@ -44,7 +44,8 @@ class TextConditioned(ModelConfig):
 
     Attributes:
         context_size: width of the text embeddings.
-        context_dropout: fraction of dropped texts, for guidance; the smaller of this and `class_dropout` drops both.
+        context_dropout: fraction of dropped texts, for guidance. The smaller of this and `class_dropout` is the
+            fraction that loses both.
     """
 
     context_size: Optional[int] = None

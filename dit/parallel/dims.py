@@ -32,7 +32,7 @@ class ParallelConfig:
         spatial_temporal_comm: spatial and temporal attention: on complete segments after an all-to-all, or on split
             ones.
         expert_model_parallel_size: ranks over which the experts of a layer are split.
-        data_parallel: data-parallel ranks shard nothing, the optimizer, or what `fsdp_sharding` names.
+        data_parallel: data-parallel ranks shard the optimizer, nothing (`ddp`), or what `fsdp_sharding` names (`fsdp`).
         fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.
         num_distributed_optimizer_instances: groups of ranks that each shard a copy of FSDP's state (hybrid sharding).
         overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, and gather parameters

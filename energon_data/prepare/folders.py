@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 from dit.errors import ConfigError, DataError
+from dit.terminal import counted
 from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.prepare import walk
 from energon_data.prepare.lists import LISTS, Rows, find_list, read_list
@@ -263,7 +264,9 @@ def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
     """Return the first level of folders, sorted."""
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
-        raise DataError(f"{folder / outside[0]} and {len(outside) - 1} other files are in no {kind}; move them")
+        raise DataError(
+            f"{counted(len(outside), 'file')} in no {kind}, such as {folder / outside[0]}; move files into one"
+        )
     return sorted({entry.group for entry in entries})
 
 

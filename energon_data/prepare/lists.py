@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import LONGEST_INTEGER, open_binary
-from energon_data.prepare.sources import CAPTION_NAMES, leaves, read_object
+from energon_data.prepare.sources import CAPTION_NAMES, leaves, not_utf8, read_object
 from energon_data.prepare.walk import FOLLOW, composed
 from energon_data.samples import SampleError
 
@@ -93,6 +93,8 @@ def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
             yield lines
     except DataError:
         raise
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8: {not_utf8(error)}") from error
     except (OSError, ValueError, csv.Error, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else str(error)
         raise DataError(f"cannot read {path}: {detail}; correct the file") from error
@@ -104,7 +106,10 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
         return
     with _opened(path) as lines:
         if path.suffix == ".csv":
-            for number, row in enumerate(csv.DictReader(lines, strict=True), 1):
+            reader = csv.DictReader(lines, strict=True)
+            if len(header := reader.fieldnames or ()) == 1 and re.search("[;\t]", header[0]):
+                raise ValueError(f"the header {header[0]!r} has no comma; separate the fields by commas")
+            for number, row in enumerate(reader, 1):
                 if None in row:
                     raise ValueError(
                         f"row {number} has {len(row) - 1 + len(row[None])} fields, the header {len(row) - 1}; put text "

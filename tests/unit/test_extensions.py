@@ -1,6 +1,7 @@
 """Names that packages add to the commands: read from a clone without installation, else from entry points."""
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,7 +95,9 @@ def test_an_installed_copy_has_the_names_of_its_entry_points(
 
 def test_names_of_a_package_are_those_of_the_commands(skies: None, capsys: pytest.CaptureFixture):
     assert evaluate.build_parser().parse_args(["--metric", "beauty", "--checkpoint", "run"]).metric == "beauty"
-    assert "how beautiful" in evaluate.build_parser().format_help()
+    page = evaluate.build_parser().format_help()
+    assert all(re.search(f"{name}  +{re.escape(m.summary)}", page) for name, m in evaluate.metrics().items())
+    assert "how beautiful" in page
     assert prepare(["skies", "--out", "here"]) == 0
     assert "blue" in capsys.readouterr().out
     assert data_folder._prepare_words("sky") == "skies"

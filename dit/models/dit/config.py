@@ -29,7 +29,7 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
 
     Attributes:
         num_layers: number of blocks.
-        qk_layernorm: RMSNorm on queries and keys, per head; of SANA, over the full width (1.5).
+        qk_layernorm: RMSNorm on queries and keys, per head; of SANA 1.5, over the full width.
         add_bias: use biases in the linear layers of the blocks.
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         rms_norm: RMSNorms with weights instead of layer norms before the modulations.

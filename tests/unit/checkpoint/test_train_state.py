@@ -10,6 +10,7 @@ import torch
 
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.manifest import HeldOut
+from dit.checkpoint.state_files import SlotWeights, read_full
 from dit.checkpoint.train_state import TrainState, build_state
 from dit.data_api import DataConfig
 from dit.errors import CheckpointError, ConfigError
@@ -128,6 +129,23 @@ def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: Pr
     assert average(["--checkpoint", str(tmp_path), "--sigma-rel", "0.05", "--out", str(tmp_path / "out")]) == 0
     averaged = load_generator(tmp_path / "out", groups=one_rank_world)
     assert (averaged.longest_text, averaged.attributions) == (resumed.config.data.longest_text, ["by A"])
+
+
+def test_an_average_of_adapters_has_their_base(tmp_path: Path, one_rank_world: ProcessGroups) -> None:
+    """One average that is combined to its own length keeps its values."""
+    settings = *ONE_STREAM, "optimizer.lr=0.1"
+    finish(tiny_run(tmp_path / "base", one_rank_world, *settings, "training.ema_decay=none"), 3)
+    words = "model.lora=lora", f"checkpoint.start_from={tmp_path / 'base'}", "training.ema_sigma_rel=[0.05]"
+    run = tiny_run(tmp_path / "run", one_rank_world, *settings, *words)
+    finish(run, 3)
+    out = tmp_path / "out"
+    assert average(["--checkpoint", str(tmp_path / "run"), "--sigma-rel", "0.05", "--out", str(out)]) == 0
+    saved = SlotWeights(out / "checkpoints" / "iter_0000000", "weight")
+    assert set(saved.shapes) == {shard.name for shard in run.state.shards}
+    for shard, value in zip(run.state.shards, run.state.ema.powers[0].values, strict=True):
+        torch.testing.assert_close(read_full(saved, shard.name).flatten(), value.flatten())
+    base = load_generator(tmp_path / "base", weights="raw", groups=one_rank_world).generate([0, 1])
+    assert not torch.equal(load_generator(out, groups=one_rank_world).generate([0, 1]), base)
 
 
 def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_rank_world: ProcessGroups) -> None:

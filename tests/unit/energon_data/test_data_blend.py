@@ -4,6 +4,7 @@ import json
 import shutil
 from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from examples.letters.moving import DIRECTIONS, prepare_moving_letters
 from examples.letters.score import data_folder
 from examples.letters.stills import LettersReport
 from launch.overrides import parse_value
+from tests.support.tiny_runs import tiny_config
 
 STEP = 4
 """Micro-batches of a step, of four samples each."""
@@ -68,6 +70,25 @@ def test_members_are_read_in_proportion_to_their_weights(members: dict[str, Path
     counts = sum((sources(batch.keys) for batch in take(stream, 300)), Counter())
     assert set(counts) == {"a", "b"}
     assert abs(counts["a"] / 1200 - 0.25) < 0.05  # four standard deviations
+
+
+@pytest.mark.parametrize(("interval", "is_refused"), [(2, True), (4, False), (0, False)])
+def test_a_run_that_reaches_a_validation_needs_held_out_data_in_every_folder(
+    tmp_path: Path, interval: int, is_refused: bool
+) -> None:
+    """The run of three steps is refused at its start."""
+    members = []
+    for name, splits in {"both": ("train", "val"), "one": ("train",)}.items():
+        samples = {split: clips(8, sizes=[(1, 4, 4)]) for split in splits}
+        members.append({"path": str(write_dataset(tmp_path / name, samples)), "weight": 1})
+    config = tiny_config(tmp_path / "run", "model.in_channels=2", "model.context_size=3")
+    training = replace(config.training, num_steps=3, validation_interval=interval)
+    config = replace(config, training=training, data=EnergonData(blend=members))
+    if is_refused:
+        with pytest.raises(DataError, match=r"one has no split 'val', .* or set training.validation_interval=0"):
+            config.check_here()
+    else:
+        config.check_here()
 
 
 STAGES: dict[str, Any] = {"a": [1, 0, 1], "b": [0, 1, 1], "c": [0, 0, 2]}

@@ -209,6 +209,8 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
         ("list.txt", "must end in .jsonl, .csv"),
         ("list.jsonl", "line 2 is not JSON"),
         ("commas.csv", "commas.csv: row 2 has 4 fields, the header 2; put text with commas in double quotes"),
+        ("excel.csv", "excel.csv: the header 'file_name;text' has no comma; separate the fields by commas"),
+        ("latin.csv", "latin.csv is not UTF-8: byte 0xfc at position 23; save it as UTF-8"),
         ("open.csv", "open.csv: unexpected end of data"),
         ("pair.csv", "pair.csv: ',' expected after '\"'"),
     ],
@@ -219,6 +221,8 @@ def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
         "list.txt": "a.png",
         "list.jsonl": '{"file_name": "a.png", "text": "red"}\n{"file_name": \n',
         "commas.csv": "file_name,text\nb.png,blue\na.png,a red fox, jumping, high\n",
+        "excel.csv": "file_name;text\na.png;red\n",
+        "latin.csv": "file_name,text\na.png,grün\n".encode("latin-1"),
         "open.csv": 'file_name,text\na.png,"a red fox\nb.png,blue\n',
         "pair.csv": 'file_name,text\na.png,"a red fox\nb.png,"blue"\n',
     }

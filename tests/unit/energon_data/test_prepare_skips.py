@@ -177,13 +177,16 @@ def test_a_listed_file_that_is_absent_is_named_and_counted(tmp_path, capsys):
 
 
 def test_text_that_is_not_unicode_skips_its_file(tmp_path, capsys):
-    """A name in Latin-1, and a caption with half of an emoji, as JSON of a truncated text has it."""
+    """A name and a caption in Latin-1, and a caption with half of an emoji, as JSON of a truncated text has it."""
     captions = [json.dumps({"caption": f"smile {text}"}) for text in ("\ud83d", "\ud83d\ude00")]
     source = folder_of(pictures(tmp_path / "in", 4), {f"{i}.json": text for i, text in enumerate(captions)})
     os.rename(source / "2.png", os.fsencode(source) + b"/caf\xe9.png")
+    (source / "3.txt").write_bytes("grün".encode("latin-1"))
     assert prepare(source, tmp_path / "out", "--shuffle-tags", "2", command="images") == EXIT_OK
-    assert outcomes(tmp_path / "out") == {"0.png": "bad_caption", "caf\udce9.png": "bad_name"}
+    assert outcomes(tmp_path / "out") == {"0.png": "bad_caption", "3.png": "bad_caption", "caf\udce9.png": "bad_name"}
     assert "skipped, bad_name: 1; caf?.png: the name is not UTF-8; rename it" in capsys.readouterr().out
+    details = (tmp_path / "out" / "skipped.jsonl").read_text()
+    assert "3.txt is not UTF-8: byte 0xfc at position 2; save it as UTF-8" in details
     assert description(tmp_path / "out")["captions"] == ["smile \U0001f600"]
 
 

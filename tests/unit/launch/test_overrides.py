@@ -165,6 +165,23 @@ def test_the_error_for_a_misspelt_setting_suggests_the_correct_name(recipe):
         apply_overrides(call_recipe(recipe), ["training.num_stepz=3"], load_component)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("data.path=data/mine", "data.path: MockData has no setting 'path'; .*; data=energon has it$"),
+        (
+            "objective.p_std=1",
+            "FlowMatching has no setting 'p_std'; .*; objective=edm or objective=edm_uncertainty has it$",
+        ),
+    ],
+)
+def test_the_error_for_a_setting_of_another_part_names_that_part(text, says):
+    task = call_recipe("tiny_dit")
+    apply_overrides(task, ["data=mock", "objective=flow_matching"], load_component)
+    with pytest.raises(ConfigError, match=says):
+        apply_overrides(task, [text], load_component)
+
+
 @pytest.mark.parametrize("part", registry.components(), ids=lambda part: part.name)
 def test_every_setting_of_every_part_has_its_value(part):
     """The configuration that is printed and written has the values of the built objects, including defaults."""
