@@ -120,7 +120,7 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
             return
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield read_object(line.encode(), f"line {number}")
+                yield read_object(line.strip().encode(), f"line {number}")
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

@@ -207,7 +207,7 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
     [
         ("none.csv", "none.csv does not exist"),
         ("list.txt", "must end in .jsonl, .csv"),
-        ("list.jsonl", "line 2 is not JSON"),
+        ("list.jsonl", "line 2 is not JSON: Expecting value: line 1 column 14"),
         ("commas.csv", "commas.csv: row 2 has 4 fields, the header 2; put text with commas in double quotes"),
         ("excel.csv", "excel.csv: the header 'file_name;text' has no comma; separate the fields by commas"),
         ("latin.csv", "latin.csv is not UTF-8: byte 0xfc at position 23; save it as UTF-8"),
