@@ -191,7 +191,7 @@ demo-avatars-latent: $(VENV)/.installed data/avatars_latent/dataset.json ## the 
 
 # Files in their order: what starts many processes comes first, so that the two workers end together.
 test: lint ## lint, types and the quick tests that need no GPU
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/ruff check .
