@@ -200,6 +200,7 @@ def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
     assert folder_of(mixed_folder, letters.folder) == str(letters.folder)
     assert folder_of(mixed_folder, data="elsewhere") == "elsewhere"
     average: Any = SimpleNamespace(config=SimpleNamespace(data=NoData()))
+    Path("data/letters").mkdir(parents=True)
     assert data_folder(Namespace(data=None), average) == "data/letters"
     with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
         folder_of(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))
