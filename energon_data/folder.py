@@ -127,7 +127,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
         raise DataError(f"{meta} has no valid .info.json and split.yaml; {_ADVICE}")
     if split not in parts:
         cure = (
-            "prepare it with a larger --validation, or set training.validation_interval=0"
+            "prepare it with a larger --validation, or train with training.validation_interval=0"
             if split == "val"
             else _ADVICE
         )
