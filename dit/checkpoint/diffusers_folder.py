@@ -84,7 +84,7 @@ class Network:
         """Adapters are not read from such a folder."""
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
-        """Return a digest of settings and weights, see `Start.digest`.
+        """Return a digest of settings and weights, see `CheckpointStart.digest`.
 
         Raises:
             CheckpointError: a file cannot be read.
@@ -96,7 +96,7 @@ class Network:
     def weights(
         self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
     ) -> Weights:
-        """Open the weights for a model of the same sizes; see `Start.weights`."""
+        """Open the weights for a model of the same sizes; see `CheckpointStart.weights`."""
         stored = model
         if isinstance(model, ControlConditioned) and getattr(self.trained.model, "control_channels", None) is None:
             stored = replace(model, control_channels=None)
