@@ -84,14 +84,20 @@ class Network:
         """Adapters are not read from such a folder."""
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
-        """Return a digest of settings and weights, see `CheckpointStart.digest`.
+        """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`.
 
         Raises:
             CheckpointError: a file cannot be read.
         """
+        parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
         with reads_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
-        return digest_of_files(files, groups)
+            share = files if groups is None else files[groups.rank :: groups.world_size]
+            parts[0] = {path.name: hash_file(path.resolve()).sha256 for path in share}
+        if groups is not None:
+            dist.all_gather_object(parts, parts[0])
+        digests = {name: digest for part in parts for name, digest in part.items()}
+        return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
     def weights(
         self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
@@ -174,22 +180,6 @@ def _exported(settings: Mapping[str, Any], form: DiffusersFormat[ModelConfig]) -
             "objective=NAME, or launch.import_weights --objective NAME"
         )
     return exported
-
-
-def digest_of_files(files: Sequence[Path], groups: Optional[ProcessGroups]) -> str:
-    """Return a digest of names and contents of files.
-
-    Args:
-        groups: ranks that share the reading, all of which call this; None to read everything here.
-    """
-    parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
-    with reads_together(groups):
-        share = files if groups is None else files[groups.rank :: groups.world_size]
-        parts[0] = {path.name: hash_file(path.resolve()).sha256 for path in share}
-    if groups is not None:
-        dist.all_gather_object(parts, parts[0])
-    digests = {name: digest for part in parts for name, digest in part.items()}
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
 
 def _checked_rules(network: Network, model: ModelConfig) -> RuleBook:
