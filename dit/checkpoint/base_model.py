@@ -85,7 +85,7 @@ class CheckpointStart:
             adapters: whether to open adapters, not the weights that they belong to.
         """
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
-        stored = SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
+        stored = SlotWeights(self.folder, "ema" if averaged else "weight")
         weights = stored if adapters else with_added_inputs(stored, model)
         if fingerprint is not None:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
@@ -279,8 +279,7 @@ def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], group
         base = find_base(folder, config, reading, groups)
         if base is not None:
             load_weights(base, chunks, groups, frozen=True)
-    own = SlotWeights(folder, slot, finite=True)
-    load_weights(own, chunks, groups, frozen=None if base is None else False)
+    load_weights(SlotWeights(folder, slot), chunks, groups, frozen=None if base is None else False)
 
 
 def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:

@@ -267,10 +267,10 @@ class Weights(Protocol):
 
 
 class SlotWeights:
-    """The weights of a verified checkpoint."""
+    """The weights of a verified checkpoint, which must be finite."""
 
-    def __init__(self, folder: Path, slot: str, *, finite: bool = False) -> None:
-        self._folder, self._reader, self._prefix = folder, StateReader(folder, finite=finite), f"{slot}."
+    def __init__(self, folder: Path, slot: str) -> None:
+        self._folder, self._reader, self._prefix = folder, StateReader(folder, finite=True), f"{slot}."
         stored = self._reader.shapes
         self.shapes = {n.removeprefix(self._prefix): shape for n, shape in stored.items() if n.startswith(self._prefix)}
 
