@@ -71,12 +71,10 @@ class Network:
 
     @property
     def model(self) -> ModelConfig:
-        """The settings of the network."""
         return self.trained.model
 
     @property
     def encoders(self) -> tuple[Optional[str], Optional[str]]:
-        """The names of autoencoder and text encoders."""
         return self.trained.autoencoder, self.trained.text_encoder
 
     @property
@@ -223,7 +221,6 @@ class FolderWeights:
         self.num_parameters = sum(Box.of(rules.shapes[rule.name]).numel for rule in rules.rules)
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of a parameter into memory, as `StateReader.read`."""
         if self.shapes.get(name) != tuple(shape):
             raise CheckpointError(
                 f"{name} {list(shape)} is not in {self._folder}; give the model settings of its config.json"

@@ -275,7 +275,6 @@ class SlotWeights:
         self.shapes = {n.removeprefix(self._prefix): shape for n, shape in stored.items() if n.startswith(self._prefix)}
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of a parameter into memory, see `StateReader.read`."""
         self._reader.read(self._prefix + name, shape, views)
 
     def __str__(self) -> str:
