@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> str:
             )
         profiles = [(float(step), exponent_of(length)) for step, length in snapshots]
         weights, error = combination(profiles, (float(last), exponent_of(args.sigma_rel)))
-        sources = [SlotWeights(by_step[step], power_slot(length), finite=True) for step, length in snapshots]
+        sources = [SlotWeights(by_step[step], power_slot(length)) for step, length in snapshots]
         names = [name for name in sources[0].shapes if not name.startswith(PREFIXES)]
         combined = {name: weighted_sum(weights, [read_full(source, name) for source in sources]) for name in names}
         source = f"the average of sigma_rel={args.sigma_rel:g} at step {last}, from {args.checkpoint}, steps {steps}"

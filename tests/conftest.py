@@ -111,7 +111,7 @@ def build_model(provider_of: Callable[..., LayerProvider]) -> BuildModel:
         provider = provider_of(**sizes.arguments())
         model = build_backbone(model_config, provider, segment_sdpa, Stage(range(sizes.num_layers)))
         with mock.patch.object(init, "draw", DRAW):
-            init.initialize_weights(model, seed, tp_rank=0, tp_size=1)
+            init.initialize_weights(model, seed, tp_rank=0)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters() if perturb else ():

@@ -19,7 +19,6 @@ class ExpertDispatch:
 
     Args:
         config: Megatron-Core's config with `num_moe_experts` and `moe_expert_capacity_factor`.
-        groups: Megatron-Core's `ProcessGroupCollection`.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, experts: range) -> None:

@@ -90,7 +90,6 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def _gathered(x_TK: Tensor, group: Any) -> Tensor:
-    """Gather the tokens of all ranks."""
     gathered = x_TK.new_empty(group.size() * x_TK.shape[0], *x_TK.shape[1:])
     dist.all_gather_into_tensor(gathered, x_TK.contiguous(), group=group)
     return gathered

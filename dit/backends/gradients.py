@@ -57,7 +57,6 @@ class _Pending:
         self.bytes += grad.nbytes
 
     def take(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return and remove all pending gradients."""
         gradients, self.gradients, self.bytes = self.gradients, [], 0
         return gradients
 
@@ -120,12 +119,10 @@ class DataParallel(DistributedDataParallel):
             bucket_group.reset()
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start to reduce the main gradients."""
         self.zero_stale()
         super().start_grad_sync(*unused)
 
     def finish_grad_sync(self, force_all_reduce: Optional[bool] = False) -> None:
-        """Reduce the main gradients, or wait for a reduction that has started."""
         self.zero_stale()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 

@@ -71,7 +71,6 @@ class Graphed:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the graph exists."""
         return self._replay is not None
 
     def __call__(self, compute: Callable[..., T], *inputs: Tensor) -> T:

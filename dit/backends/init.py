@@ -88,19 +88,16 @@ def init_of(parameter: nn.Parameter, name: str) -> Init:
 
 
 @torch.no_grad()
-def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: int) -> None:
+def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int) -> None:
     """Fill every parameter of a model with this rank's part of the counter-based initial weights."""
     for name, parameter in module.named_parameters():
         matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]
-        rows, columns = range(matrix.shape[0]), range(matrix.shape[1])
         sharding = sharding_of(parameter, name)
-        if sharding.is_split and tp_size > 1:
-            by_row = parameter.dim() > 1 and sharding.split_dim == 0
-            start = tp_rank * matrix.shape[0 if by_row else 1]
-            if by_row:
-                rows = range(start, start + len(rows))
-            else:
-                columns = range(start, start + len(columns))
+        split = None
+        if sharding.is_split:
+            split = 0 if parameter.dim() > 1 and sharding.split_dim == 0 else 1
+        starts = (tp_rank * size if dim == split else 0 for dim, size in enumerate(matrix.shape))
+        rows, columns = (range(start, start + size) for start, size in zip(starts, matrix.shape))
         step, init = max(1, _CHUNK_ROWS_ELEMENTS // len(columns)), init_of(parameter, name)
         for i in range(0, len(rows), step):
             block = draw(init, seed, name, rows[i : i + step], columns, matrix.device)

@@ -67,7 +67,6 @@ class RowLinear(RowParallelLinear):
 
     @property
     def compiles(self) -> bool:
-        """See `ColumnLinear.compiles`."""
         return self.is_unsharded
 
     def forward(self, x_TD: Tensor) -> Tensor | PendingBias:

@@ -26,7 +26,6 @@ class PendingBias(NamedTuple):
         return cls(output) if isinstance(output, Tensor) else output
 
     def added(self) -> Tensor:
-        """Return the output with its bias."""
         return self.y if self.bias is None else self.y + self.bias
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "PendingBias":
@@ -34,7 +33,6 @@ class PendingBias(NamedTuple):
         return PendingBias(function(self.y), self.bias)
 
     def __add__(self, other: "Tensor | PendingBias") -> "PendingBias":  # type: ignore[override]
-        """Return the sum of two layers."""
         other = PendingBias.of(other)
         if self.bias is None or other.bias is None:
             return PendingBias(self.y + other.y, other.bias if self.bias is None else self.bias)

@@ -283,7 +283,6 @@ class LayerProvider:
         return layer
 
     def is_linear(self, module: nn.Module) -> bool:
-        """Return whether a module is one of this provider's linear layers."""
         return isinstance(module, (nn.Linear, self._column, self._row))
 
     def adapter(self, layer: nn.Module, rank: int) -> tuple[nn.Module, nn.Module]:

@@ -24,7 +24,7 @@ them.
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional
+from typing import Literal, NamedTuple, Optional
 
 from torch import Tensor, nn
 
@@ -261,8 +261,7 @@ FROZEN = "frozen"
 """Shown instead of a reduction for a parameter that is not trained."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A row of the table of `explain`, in the order of `HEADS`."""
 
     name: str
@@ -270,10 +269,6 @@ class Row:
     split: str
     replicated: str
     reduced: str
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        return (self.name, self.shape, self.split, self.replicated, self.reduced)
 
 
 def describe(name: str, parameter: Tensor, sizes: AxisSizes) -> Row:
@@ -300,7 +295,7 @@ def explain(model: nn.Module, sizes: AxisSizes) -> str:
 
     Parameters that differ only in the number of their layer or expert share a line, `layers.0-27.mlp...`.
     """
-    rows = [describe(name, parameter, sizes).cells for name, parameter in model.named_parameters()]
+    rows = (describe(name, parameter, sizes) for name, parameter in model.named_parameters())
     return in_columns([HEADS, *_folded(rows)])
 
 

@@ -50,7 +50,6 @@ class WithAddedInputs:
         self.shapes = {**stored.shapes, **shapes}
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of a parameter into memory, see `StateReader.read`."""
         if name not in self._sources:
             self.stored.read(name, shape, views)
             return

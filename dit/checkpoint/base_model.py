@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional, Protocol
+from typing import Any, Optional, TypeAlias
 
 from torch import Tensor, nn
 
 from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.added_inputs import WithAddedInputs, with_added_inputs
-from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, is_network, local_path, read_network
+from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, Network, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
 from dit.checkpoint.reading import candidates, find_checkpoint, read_settings
@@ -48,26 +48,31 @@ and sizes, of which None is a default: `check_start` compares the shapes.
 logger = logging.getLogger(__name__)
 
 
-class Start(Protocol):
-    """Weights of `checkpoint.start_from`: a checkpoint, or a folder of diffusers (`Network`)."""
+@dataclass(frozen=True)
+class CheckpointStart:
+    """The weights of a verified checkpoint; `Network` has the same interface for a folder of diffusers."""
 
-    @property
-    def folder(self) -> Path: ...
+    folder: Path
 
     @property
     def model(self) -> ModelConfig:
         """The settings with which the weights were trained."""
+        return read_settings(self.folder)[0].model
 
     @property
     def encoders(self) -> tuple[Optional[str], Optional[str]]:
         """The names of autoencoder and text encoders of the training data; None if unknown."""
+        metadata = read_metadata(self.folder)
+        return metadata.get("autoencoder"), metadata.get("text_encoder")
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
         """The base weights if these are adapters, as in `Manifest.base`."""
+        return read_manifest(self.folder).base
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
         """Return a digest of the files; with `groups`, every rank calls this."""
+        return digest_of(read_manifest(self.folder))
 
     def weights(
         self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
@@ -79,35 +84,8 @@ class Start(Protocol):
             fingerprint: see `check_start`; None for no check of the shapes.
             adapters: whether to open adapters, not the weights that they belong to.
         """
-
-
-@dataclass(frozen=True)
-class CheckpointStart:
-    """The weights of a verified checkpoint."""
-
-    folder: Path
-
-    @property
-    def model(self) -> ModelConfig:
-        return read_settings(self.folder)[0].model
-
-    @property
-    def encoders(self) -> tuple[Optional[str], Optional[str]]:
-        metadata = read_metadata(self.folder)
-        return metadata.get("autoencoder"), metadata.get("text_encoder")
-
-    @property
-    def base(self) -> Optional[Mapping[str, str]]:
-        return read_manifest(self.folder).base
-
-    def digest(self, groups: Optional[ProcessGroups]) -> str:
-        return digest_of(read_manifest(self.folder))
-
-    def weights(
-        self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
-    ) -> Weights:
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
-        stored = SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
+        stored = SlotWeights(self.folder, "ema" if averaged else "weight")
         weights = stored if adapters else with_added_inputs(stored, model)
         if fingerprint is not None:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
@@ -116,6 +94,10 @@ class CheckpointStart:
             fingerprint = model_fingerprint(expected | narrower)
             check_start(self.folder, fingerprint, adapters=adapters)
         return weights
+
+
+Start: TypeAlias = CheckpointStart | Network
+"""Weights of `checkpoint.start_from`."""
 
 
 def find_start(
@@ -297,8 +279,7 @@ def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], group
         base = find_base(folder, config, reading, groups)
         if base is not None:
             load_weights(base, chunks, groups, frozen=True)
-    own = SlotWeights(folder, slot, finite=True)
-    load_weights(own, chunks, groups, frozen=None if base is None else False)
+    load_weights(SlotWeights(folder, slot), chunks, groups, frozen=None if base is None else False)
 
 
 def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:

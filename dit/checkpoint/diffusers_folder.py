@@ -71,12 +71,10 @@ class Network:
 
     @property
     def model(self) -> ModelConfig:
-        """The settings of the network."""
         return self.trained.model
 
     @property
     def encoders(self) -> tuple[Optional[str], Optional[str]]:
-        """The names of autoencoder and text encoders."""
         return self.trained.autoencoder, self.trained.text_encoder
 
     @property
@@ -84,19 +82,25 @@ class Network:
         """Adapters are not read from such a folder."""
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
-        """Return a digest of settings and weights, see `Start.digest`.
+        """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`.
 
         Raises:
             CheckpointError: a file cannot be read.
         """
+        parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
         with reads_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
-        return digest_of_files(files, groups)
+            share = files if groups is None else files[groups.rank :: groups.world_size]
+            parts[0] = {path.name: hash_file(path.resolve()).sha256 for path in share}
+        if groups is not None:
+            dist.all_gather_object(parts, parts[0])
+        digests = {name: digest for part in parts for name, digest in part.items()}
+        return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
     def weights(
         self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
     ) -> Weights:
-        """Open the weights for a model of the same sizes; see `Start.weights`."""
+        """Open the weights for a model of the same sizes; see `CheckpointStart.weights`."""
         stored = model
         if isinstance(model, ControlConditioned) and getattr(self.trained.model, "control_channels", None) is None:
             stored = replace(model, control_channels=None)
@@ -176,22 +180,6 @@ def _exported(settings: Mapping[str, Any], form: DiffusersFormat[ModelConfig]) -
     return exported
 
 
-def digest_of_files(files: Sequence[Path], groups: Optional[ProcessGroups]) -> str:
-    """Return a digest of names and contents of files.
-
-    Args:
-        groups: ranks that share the reading, all of which call this; None to read everything here.
-    """
-    parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
-    with reads_together(groups):
-        share = files if groups is None else files[groups.rank :: groups.world_size]
-        parts[0] = {path.name: hash_file(path.resolve()).sha256 for path in share}
-    if groups is not None:
-        dist.all_gather_object(parts, parts[0])
-    digests = {name: digest for part in parts for name, digest in part.items()}
-    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
-
-
 def _checked_rules(network: Network, model: ModelConfig) -> RuleBook:
     """Return the rules for the model of a run, which must have the sizes of the network."""
     stored, path = network.trained.model, network.folder / CONFIG
@@ -233,7 +221,6 @@ class FolderWeights:
         self.num_parameters = sum(Box.of(rules.shapes[rule.name]).numel for rule in rules.rules)
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of a parameter into memory, as `StateReader.read`."""
         if self.shapes.get(name) != tuple(shape):
             raise CheckpointError(
                 f"{name} {list(shape)} is not in {self._folder}; give the model settings of its config.json"

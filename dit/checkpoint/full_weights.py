@@ -26,7 +26,7 @@ from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
     """Read every parameter of a verified checkpoint, unsharded, in float32, except those of auxiliary networks."""
-    return read_all(SlotWeights(folder, slot, finite=True))
+    return read_all(SlotWeights(folder, slot))
 
 
 def read_all(weights: Weights) -> dict[str, Tensor]:

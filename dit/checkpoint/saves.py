@@ -174,7 +174,6 @@ class Saves:
         self._failed(pending.step, pending.error or default_error)
 
     def wait(self) -> None:
-        """Wait for the save in progress."""
         while self.pending is not None:
             self.poll()
             self.on_wait()

@@ -267,15 +267,14 @@ class Weights(Protocol):
 
 
 class SlotWeights:
-    """The weights of a verified checkpoint."""
+    """The weights of a verified checkpoint, which must be finite."""
 
-    def __init__(self, folder: Path, slot: str, *, finite: bool = False) -> None:
-        self._folder, self._reader, self._prefix = folder, StateReader(folder, finite=finite), f"{slot}."
+    def __init__(self, folder: Path, slot: str) -> None:
+        self._folder, self._reader, self._prefix = folder, StateReader(folder, finite=True), f"{slot}."
         stored = self._reader.shapes
         self.shapes = {n.removeprefix(self._prefix): shape for n, shape in stored.items() if n.startswith(self._prefix)}
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of a parameter into memory, see `StateReader.read`."""
         self._reader.read(self._prefix + name, shape, views)
 
     def __str__(self) -> str:

@@ -79,9 +79,8 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     shards = master_shards(optimizer, chunks, config.optimizer)
     ema = None
     if training.ema_decay is not None:
-        lengths = training.ema_sigma_rel or ()
-        decay, start, offload = training.ema_decay, training.ema_start_step, training.ema_offload
-        ema = EMA(shards, decay, start, offload=offload, sigma_rel=lengths)
+        lengths, offload = training.ema_sigma_rel or (), training.ema_offload
+        ema = EMA(shards, training.ema_decay, training.ema_start_step, offload=offload, sigma_rel=lengths)
     stream = config.data.build_train(
         spec,
         dp_rank=groups.dp_rank,
@@ -90,9 +89,8 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         log_dir=training.run_dir if groups.is_data_reader else None,
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
-    parts, run = (optimizer, shards, ema, config.optimizer, groups), runner(graphed=training.cuda_graph)
-    update = build_update(*parts, target, training.kernels, run)
-    scale = loss_scale_of(optimizer)
+    run = runner(graphed=training.cuda_graph)
+    update = build_update(optimizer, shards, ema, config.optimizer, groups, target, training.kernels, run)
     data = on_first_rank(config.data.identity, groups)
     if data is None and groups.rank == 0:
         logger.info(
@@ -100,5 +98,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
             "override it (docs/adding-a-data-source.md)",
             type(config.data).__name__,
         )
-    of_rank = wrapped, chunks, optimizer, shards, ema, stream, groups, update
-    return TrainState(*of_rank, loss_scale=scale, base=base, data=data)
+    scale = loss_scale_of(optimizer)
+    return TrainState(
+        wrapped, chunks, optimizer, shards, ema, stream, groups, update, loss_scale=scale, base=base, data=data
+    )

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from dit.kernels.segment_groups import grouped
+from dit.kernels.segment_groups import groups_of
 from dit.layout import SequenceLayout
 
 Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
@@ -72,37 +72,25 @@ def attend_densely(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Run a dense kernel on groups of segments of equal length, each group as one batch."""
+    """Run a dense kernel on groups of segments of equal length, each group as one batch.
+
+    For packs of fixed size, it computes scores between all samples. Kernels for packed segments do not.
+    """
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples)
-    if layout_q.is_fixed:
-        return masked_attention(kernel, q_TNH, k_KNH, v_KNH, layout_q, layout_k)
+    if layout_q.is_fixed:  # the pack as one segment, with a mask, whose shape does not depend on lengths
+        same_TK = layout_q.segment_ids_T[:, None] == layout_k.segment_ids_T
+        mask_TK = same_TK & layout_q.valid_T[:, None] & layout_k.valid_T
+        nothing_T1 = ~mask_TK.any(1, keepdim=True)
+        # Padding attends to everything, because a softmax of nothing may be NaN; its result is replaced.
+        out_TNH = _dense(partial(kernel, attn_mask=mask_TK | nothing_T1), q_TNH, k_KNH, v_KNH, 1)
+        return out_TNH.masked_fill(nothing_T1[..., None], 0.0)
     if nothing_attends(layout_q, layout_k):
         return zeros_of(q_TNH, k_KNH, v_KNH)
-    groups = grouped(layout_q, layout_k)
+    groups = layout_q.table(groups_of, layout_k)
     parts = zip(groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH), groups.counts)
     return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
-
-
-def masked_attention(
-    kernel: Callable[..., Tensor],
-    q_TNH: Tensor,
-    k_KNH: Tensor,
-    v_KNH: Tensor,
-    layout_q: SequenceLayout,
-    layout_k: SequenceLayout,
-) -> Tensor:
-    """Run a dense kernel on the pack as one segment, with a mask, whose shape does not depend on lengths.
-
-    It computes scores between all samples. Kernels for packed segments do not.
-    """
-    same_TK = layout_q.segment_ids_T[:, None] == layout_k.segment_ids_T
-    mask_TK = same_TK & layout_q.valid_T[:, None] & layout_k.valid_T
-    nothing_T1 = ~mask_TK.any(1, keepdim=True)
-    # Padding attends to everything, because a softmax of nothing may be NaN; its result is replaced.
-    out_TNH = _dense(partial(kernel, attn_mask=mask_TK | nothing_T1), q_TNH, k_KNH, v_KNH, 1)
-    return out_TNH.masked_fill(nothing_T1[..., None], 0.0)
 
 
 def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
@@ -123,20 +111,16 @@ def varlen_attention(
     return _packed(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
 
-def torch_flash(version: str) -> Callable[[], Attention]:
-    """Return a function that makes torch call FlashAttention 3 or 4, in `varlen_attention` and everywhere else.
+def torch_flash(version: str) -> Attention:
+    """Return `varlen_attention`, after making torch call FlashAttention 3 or 4 in it and everywhere else.
 
     Ring attention and the attention of dense packs call the same operators of torch, so they use it too.
 
     Args:
         version: torch's name, `FA3` or `FA4`.
     """
-
-    def load() -> Attention:
-        activate_flash_attention_impl(version)
-        return varlen_attention
-
-    return load
+    activate_flash_attention_impl(version)
+    return varlen_attention
 
 
 def flash_attention(

@@ -20,13 +20,10 @@ from dit.errors import ConfigError
 
 AUTO = "auto"
 UNTRIED = "runs on request only: tests/gpu has no test of it"
-"""Reason to exclude an implementation from `auto`."""
 UNVERIFIED = "runs on request only until tests/gpu has passed with it on this machine (megatron-dit kernels --verify)"
-"""Reason to exclude an implementation from `auto`, except on targets where it is verified."""
 SLOW_START = "runs on request only: the first step waits for the compiler"
-"""Reason to exclude an implementation from `auto`: it is compiled when it first runs."""
 LAYERS_ONLY = "runs on request only: layers are compiled, and this op is eager"
-"""Reason to exclude an implementation from `auto`: the setting compiles only layers, and this op is eager."""
+"""Reasons to exclude an implementation from `auto`; `UNVERIFIED` only on targets where it is not verified."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

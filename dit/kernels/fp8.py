@@ -82,7 +82,6 @@ class Quantized:
 
     @property
     def transposed(self) -> "Quantized":
-        """The transposed matrix."""
         return Quantized(self.values.t(), self.scale.t(), self.tile and self.tile[::-1])
 
     def dequantized(self) -> Tensor:

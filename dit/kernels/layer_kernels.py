@@ -31,20 +31,6 @@ class SplitHeads(Protocol):
     ) -> list[Tensor]: ...
 
 
-class NormGroups(Protocol):
-    """See `dit.kernels.group_norm.norm_groups`."""
-
-    def __call__(
-        self,
-        x_NCHW: Tensor,
-        groups: Groups,
-        scale_NC: Optional[Tensor] = None,
-        shift_NC: Optional[Tensor] = None,
-        *,
-        activate: bool = False,
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True)
 class LayerKernels:
     """One implementation of each operation; the eager implementations define the operations.
@@ -63,7 +49,7 @@ class LayerKernels:
     gelu_tanh: Activation
     swiglu: Activation
     geglu_tanh: Activation
-    norm_groups: NormGroups
+    norm_groups: Callable[[Tensor, Groups, Optional[Tensor], Optional[Tensor], bool], Tensor]
     adds_bias: bool
 
 

@@ -69,33 +69,20 @@ class _MultiplyAdd(torch.autograd.Function):
         return grad_added, grad_factor, _tokens(grad * factor) if needs_grad[2] else None, None, None
 
 
-def _scale_shift(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout) -> Tensor:
-    out: Tensor = _MultiplyAdd.apply(shift_SD, 1 + scale_SD, x_TD, layout, True)
-    return out
-
-
 @recomputable
-def layer_norm_modulate(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float) -> Tensor:
-    """Compute LayerNorm(x) * (1 + scale) + shift, without affine parameters (DiT, Peebles and Xie 2023, adaLN)."""
-    return _scale_shift(F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps), shift_SD, scale_SD, layout)
-
-
-@recomputable
-def rms_norm_modulate(
-    x_TD: Tensor, weight_D: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout, eps: float
+def _modulated_norm(
+    x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, weight_D: Optional[Tensor], layout: SequenceLayout, eps: float
 ) -> Tensor:
-    """Compute RMSNorm(x) * weight * (1 + scale) + shift (adaLN on an affine RMSNorm)."""
-    return _scale_shift(F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps), shift_SD, scale_SD, layout)
-
-
-def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: SequenceLayout) -> Tensor:
-    """Compute x + gate * y with one gate per sample (adaLN-Zero)."""
-    out: Tensor = _MultiplyAdd.apply(x_TD, gate_SD, y_TD, layout, False)
+    if weight_D is None:
+        normed_TD = F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps)
+    else:
+        normed_TD = F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps)
+    out: Tensor = _MultiplyAdd.apply(shift_SD, 1 + scale_SD, normed_TD, layout, True)
     return out
 
 
 class NormModulation(NamedTuple):
-    """The norm and modulation before a sub-layer.
+    """The norm and modulation before a sub-layer (DiT, Peebles and Xie 2023, adaLN).
 
     Attributes:
         weight_D: weight of an RMS norm; None for a layer norm without affine parameters.
@@ -109,21 +96,22 @@ class NormModulation(NamedTuple):
 
 def norm_modulate(x_TD: Tensor, into: NormModulation, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
     """Return x as the residual, and norm(x) * (1 + scale) + shift, the input of the first sub-layer."""
-    if into.weight_D is None:
-        return x_TD, layer_norm_modulate(x_TD, into.shift_SD, into.scale_SD, layout, into.eps)
-    return x_TD, rms_norm_modulate(x_TD, into.weight_D, into.shift_SD, into.scale_SD, layout, into.eps)
+    return x_TD, _modulated_norm(x_TD, into.shift_SD, into.scale_SD, into.weight_D, layout, into.eps)
 
 
 def residual(
     x_TD: Tensor, y_TD: Tensor, gate_SD: Optional[Tensor], bias_D: Optional[Tensor], layout: SequenceLayout
 ) -> Tensor:
-    """Compute x + gate * (y + bias).
+    """Compute x + gate * (y + bias) with one gate per sample (adaLN-Zero).
 
     Args:
         bias_D: bias that the linear did not add, or None.
     """
     y_TD = y_TD if bias_D is None else y_TD + bias_D
-    return x_TD + y_TD if gate_SD is None else gated_residual(x_TD, y_TD, gate_SD, layout)
+    if gate_SD is None:
+        return x_TD + y_TD
+    out: Tensor = _MultiplyAdd.apply(x_TD, gate_SD, y_TD, layout, False)
+    return out
 
 
 def residual_norm_modulate(

@@ -110,28 +110,16 @@ class _Recomputed(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Recompute:
-    """Recomputes the result of a function that has its own backward pass."""
-
-    function: Callable[[], Tensor]
-
-    def result(self) -> Tensor:
-        """Return the result, recomputed at every use, because a matrix product uses its input only once."""
-        with torch.no_grad():
-            return self.function()
-
-
-@dataclass(frozen=True)
 class _View:
     """A tensor in the storage of a result that can be recomputed."""
 
-    call: _Call | _Recompute
+    result: Callable[[], Tensor]
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
 
     def recomputed(self) -> Tensor:
-        return self.call.result().detach().as_strided(self.shape, self.stride, self.offset)
+        return self.result().detach().as_strided(self.shape, self.stride, self.offset)
 
 
 class _Region:
@@ -143,22 +131,22 @@ class _Region:
 
     def __init__(self) -> None:
         # By address of the storage. The weak reference prevents reuse of the address by another storage.
-        self._calls: dict[int, tuple[StorageWeakRef, _Call | _Recompute]] = {}
+        self._results: dict[int, tuple[StorageWeakRef, Callable[[], Tensor]]] = {}
 
     def run(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         call = _Call(function, args)
         out = _Recomputed.apply(call, *args)
-        self.register(out, call)
+        self.register(out, call.result)
         return out
 
-    def register(self, result: Tensor, call: _Call | _Recompute) -> None:
-        """Save the call instead of the result."""
+    def register(self, result: Tensor, recompute: Callable[[], Tensor]) -> None:
+        """Save a function that recomputes the result instead of the result."""
         storage = StorageWeakRef(result.untyped_storage())
-        self._calls[storage.cdata] = storage, call
+        self._results[storage.cdata] = storage, recompute
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         storage = StorageWeakRef(tensor.untyped_storage())
-        entry = self._calls.get(storage.cdata)
+        entry = self._results.get(storage.cdata)
         if entry is None:
             return tensor
         return _View(entry[1], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
@@ -211,4 +199,10 @@ def recomputes(result: Tensor, function: Callable[..., Tensor], *args: object) -
     region = _REGION.get()
     if region is not None and result.requires_grad:
         values = [a.detach() if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) else a for a in args]
-        region.register(result, _Recompute(partial(function, *values)))
+        region.register(result, partial(_without_graph, function, *values))
+
+
+def _without_graph(function: Callable[..., Tensor], *args: object) -> Tensor:
+    """Compute a result at every use, because a matrix product uses its input only once."""
+    with torch.no_grad():
+        return function(*args)

@@ -79,12 +79,8 @@ class Groups:
     keys: Rows
 
 
-def grouped(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Groups:
-    """Return the groups of a pack, computed once for all layers; at least one segment has queries and keys."""
-    return layout_q.table(_grouped, layout_k)
-
-
-def _grouped(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Groups:
+def groups_of(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Groups:
+    """Return the groups of a pack, for `SequenceLayout.table`; at least one segment has queries and keys."""
     members: dict[tuple[int, int], list[int]] = defaultdict(list)
     for i, lengths in enumerate(zip(layout_q.lengths, layout_k.lengths)):
         if all(lengths):
@@ -113,6 +109,6 @@ def segment_groups(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Iterat
     """
     if not any(map(min, layout_q.lengths, layout_k.lengths)):
         return
-    groups = grouped(layout_q, layout_k)
+    groups = layout_q.table(groups_of, layout_k)
     rows = groups.queries.token_R.split(groups.queries.sizes), groups.keys.token_R.split(groups.keys.sizes)
     yield from zip(*rows, groups.counts)

@@ -222,7 +222,7 @@ def build_model(
         if base_network is not None:
             set_width(chunk, base_network, provider.tp_size)
         if traced is None:
-            initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)
+            initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank)
         write_attributes(
             chunk,
             sequence_parallel=provider.sequence_parallel,

@@ -110,7 +110,7 @@ class Verdict:
 
     def _first(self) -> list[str]:
         first, heads = self.wrong[0], ("ratio", "error", *HEADS)
-        rows = [(f"{w.ratio:.3f}", f"{w.error:.1e}", *w.row.cells) for w in self.wrong[:MOST_ROWS]]
+        rows = [(f"{w.ratio:.3f}", f"{w.error:.1e}", *w.row) for w in self.wrong[:MOST_ROWS]]
         ranks = "; ".join(f"{place or 'the rank'}: {ratio:.3f}" for place, ratio in first.by_rank.items())
         return [
             "",

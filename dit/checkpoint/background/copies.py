@@ -60,7 +60,6 @@ class Copies:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy is in progress."""
         return self._ordered is not None
 
     def copy(self, step: int) -> None:

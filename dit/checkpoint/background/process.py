@@ -51,7 +51,6 @@ class BackgroundProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process has not ended."""
         return self.process.poll() is None
 
     def request(self, request: Mapping[str, Any]) -> None:

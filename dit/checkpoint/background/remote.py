@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional, ParamSpec, TypeVar
 
 import yaml
 
@@ -36,6 +36,7 @@ from dit.errors import CheckpointError
 from dit.safe_files import LONGEST_FILE, parse_json, parse_yaml, read_bytes
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
@@ -104,7 +105,7 @@ class RemoteStore:
     def owner(self) -> Optional[Owner]:
         """Return the run that the address belongs to; None if the address is empty."""
         try:
-            text = self._try(partial(self._read, f"{self._root}/{OWNER}"))
+            text = self._try(self._read, f"{self._root}/{OWNER}")
         except FileNotFoundError:
             if steps := self.steps():
                 raise CheckpointError(
@@ -124,7 +125,7 @@ class RemoteStore:
             CheckpointError: the store cannot be written.
         """
         text = yaml.safe_dump(asdict(owner), sort_keys=False).encode()
-        self._try(lambda: self._files.pipe_file(f"{self._root}/{OWNER}", text))
+        self._try(self._files.pipe_file, f"{self._root}/{OWNER}", text)
 
     def claim(self, owner: Owner) -> None:
         """Check that the address belongs to a run, and update its settings; call this before each change."""
@@ -140,7 +141,7 @@ class RemoteStore:
     def steps(self) -> list[int]:
         """Return the steps of all copies, including incomplete ones, ascending."""
         try:
-            names = self._try(lambda: self._files.ls(self._root, detail=False, refresh=True))
+            names = self._try(self._files.ls, self._root, detail=False, refresh=True)
         except FileNotFoundError:
             return []
         steps = (step_of_folder(name.rstrip("/").rsplit("/", 1)[-1]) for name in names)
@@ -158,7 +159,7 @@ class RemoteStore:
     def manifest(self, step: int) -> Optional[Manifest]:
         """Read the manifest of a copy; None if the copy is incomplete or (with a warning) damaged."""
         try:
-            manifest = Manifest.from_text(self._try(partial(self._read, self._path(step, MANIFEST))).decode())
+            manifest = Manifest.from_text(self._try(self._read, self._path(step, MANIFEST)).decode())
         except FileNotFoundError:
             return None
         except ValueError as error:
@@ -186,26 +187,26 @@ class RemoteStore:
         root = f"{self._root}/{folder}".rstrip("/")
         self._files.invalidate_cache()
         with suppress(FileNotFoundError):
-            entries = self._try(partial(self._files.find, root, detail=True))
+            entries = self._try(self._files.find, root, detail=True)
             return {path.removeprefix(f"{root}/"): entry["size"] for path, entry in entries.items()}
         return {}
 
     def mark_damaged(self, step: int, reason: str) -> None:
         """Mark a copy as damaged; the next copy of this step replaces all its files."""
-        self._try(lambda: self._files.pipe_file(self._path(step, DAMAGED), reason.encode()))
+        self._try(self._files.pipe_file, self._path(step, DAMAGED), reason.encode())
 
     def put_index(self, copies: Mapping[int, Copy]) -> None:
         """Write the index if it differs from the one that was read or written last."""
         text = strict_json({step: (c.digest, c.held_out_loss) for step, c in sorted(copies.items())}).encode()
         if text != self._index_text:
-            self._try(lambda: self._files.pipe_file(f"{self._root}/{INDEX}", text))
+            self._try(self._files.pipe_file, f"{self._root}/{INDEX}", text)
             self._index_text = text
 
     def _read_index(self) -> dict[int, Copy]:
         """Return the entries by step; none if the index is missing or, with a warning, if it is damaged."""
         self._index_text = b"{}"
         with suppress(FileNotFoundError):
-            self._index_text = self._try(partial(self._read, f"{self._root}/{INDEX}"))
+            self._index_text = self._try(self._read, f"{self._root}/{INDEX}")
             try:
                 return {
                     int(step): Copy(str(digest), None if loss is None else float(loss))
@@ -238,10 +239,10 @@ class RemoteStore:
                 if existing_files.get(name) != record or sizes.get(name) != record.size_bytes
             )
             if existing is not None and changed:
-                self._try(partial(self._files.rm_file, self._path(manifest.step, MANIFEST)))
+                self._try(self._files.rm_file, self._path(manifest.step, MANIFEST))
             for name in changed:
-                self._try(partial(self._files.put_file, str(folder / name), self._path(manifest.step, name)))
-            self._try(lambda: self._files.pipe_file(self._path(manifest.step, MANIFEST), text))
+                self._try(self._files.put_file, str(folder / name), self._path(manifest.step, name))
+            self._try(self._files.pipe_file, self._path(manifest.step, MANIFEST), text)
         return Copy.of(manifest), sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
     def get(self, manifest: Manifest, folder: Path) -> None:
@@ -257,7 +258,7 @@ class RemoteStore:
             if folder.resolve() not in target.resolve().parents:
                 raise CheckpointError(f"{self.address}/{_folder(step)} lists {name!r}, a path outside the checkpoint")
             try:
-                about = self._try(partial(self._files.info, self._path(step, name)))
+                about = self._try(self._files.info, self._path(step, name))
             except FileNotFoundError as error:
                 raise DamagedError(
                     f"{self.address}/{_folder(step)}/{name} is missing; copy the checkpoint again"
@@ -268,14 +269,14 @@ class RemoteStore:
                     f"{MANIFEST} says {record.size_bytes}; copy the checkpoint again"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._try(partial(self._files.get_file, self._path(step, name), str(target)))
+            self._try(self._files.get_file, self._path(step, name), str(target))
 
     def delete(self, step: int) -> None:
         """Delete the copy of `step`, its manifest first, so that an incomplete copy is never used."""
         with suppress(FileNotFoundError):
-            self._try(lambda: self._files.rm_file(self._path(step, MANIFEST)))
+            self._try(self._files.rm_file, self._path(step, MANIFEST))
         with suppress(FileNotFoundError):
-            self._try(lambda: self._files.rm(self._path(step), recursive=True))
+            self._try(self._files.rm, self._path(step), recursive=True)
 
     def _read(self, path: str) -> bytes:
         """Read an object; objects longer than `LONGEST_FILE` are truncated, so that verification fails."""
@@ -292,15 +293,15 @@ class RemoteStore:
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._root}/{_folder(step)}/{name}".rstrip("/")
 
-    def _try(self, action: Callable[[], T]) -> T:
-        """Call the store, and convert the many exception types of its clients.
+    def _try(self, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the store, and convert the many exception types of its clients.
 
         Raises:
             FileNotFoundError: there is no such object.
             CheckpointError: any other error.
         """
         try:
-            return action()
+            return action(*args, **kwargs)
         except (FileNotFoundError, CheckpointError):
             raise
         except Exception as error:

@@ -48,7 +48,8 @@ def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     The operator calls the function, then the launcher with the same arguments and the allocated results.
 
     Args:
-        launcher: `module.name` in `dit.kernels.fused.gpu`; the operator is `dit::name`.
+        launcher: `module.name` in `dit.kernels.fused.gpu`, whose arguments have the types of the function's; the
+            operator is `dit::name`.
     """
     module, name = f"dit.kernels.fused.gpu.{launcher}".rsplit(".", 1)
 

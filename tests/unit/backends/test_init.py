@@ -95,10 +95,10 @@ class Shard(nn.Module):
 def test_ranks_join_to_the_model_of_one_rank(tp_size: int):
     """Split parameters concatenate along their split dimension; replicated ones are equal on every rank."""
     alone = Shard(1)
-    initialize_weights(alone, 5, tp_rank=0, tp_size=1)
+    initialize_weights(alone, 5, tp_rank=0)
     ranks = [Shard(tp_size) for _ in range(tp_size)]
     for rank, shard in enumerate(ranks):
-        initialize_weights(shard, 5, tp_rank=rank, tp_size=tp_size)
+        initialize_weights(shard, 5, tp_rank=rank)
     assert torch.equal(torch.cat([shard.column for shard in ranks]), alone.column)
     assert torch.equal(torch.cat([shard.row for shard in ranks], 1), alone.row)
     assert torch.equal(torch.cat([shard.bias for shard in ranks]), alone.bias)
@@ -109,17 +109,17 @@ def test_ranks_join_to_the_model_of_one_rank(tp_size: int):
 def test_initial_values_do_not_depend_on_chunks(monkeypatch: pytest.MonkeyPatch):
     """Large tensors are drawn in chunks of rows to limit memory; the values equal those of one draw."""
     one, many = Shard(1), Shard(1)
-    initialize_weights(one, 5, tp_rank=0, tp_size=1)
+    initialize_weights(one, 5, tp_rank=0)
     monkeypatch.setattr(addressed_init, "_CHUNK_ROWS_ELEMENTS", 23)
-    initialize_weights(many, 5, tp_rank=0, tp_size=1)
+    initialize_weights(many, 5, tp_rank=0)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), many.parameters()))
 
 
 def test_lower_precision_starts_from_rounded_float32_weights():
     """A bf16 model starts from the rounded float32 weights."""
     full, half = Shard(1), Shard(1).bfloat16()
-    initialize_weights(full, 5, tp_rank=0, tp_size=1)
-    initialize_weights(half, 5, tp_rank=0, tp_size=1)
+    initialize_weights(full, 5, tp_rank=0)
+    initialize_weights(half, 5, tp_rank=0)
     assert all(torch.equal(a.bfloat16(), b) for a, b in zip(full.parameters(), half.parameters()))
 
 
@@ -129,4 +129,4 @@ def test_a_parameter_without_an_initialisation_is_refused_by_name():
         set_sharding(parameter, ParameterSharding())
     with_init(layer.weight, ZEROS)
     with pytest.raises(ConfigError, match=r"parameter bias of shape \(2,\) has no initialisation"):
-        initialize_weights(layer, 1, tp_rank=0, tp_size=1)
+        initialize_weights(layer, 1, tp_rank=0)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dit.kernels.modulation import broadcast_per_sample, gated_residual, layer_norm_modulate
+from dit.kernels.modulation import NormModulation, broadcast_per_sample, norm_modulate, residual
 from dit.layout import SequenceLayout
 
 DENSE = SequenceLayout.from_lengths([6, 6, 6])
@@ -17,8 +17,8 @@ RAGGED = SequenceLayout.from_lengths([6, 2, 7], multiple_of=4, total_tokens=24)
 
 Op = Callable[[Tensor, Tensor, Tensor, SequenceLayout], Tensor]
 OPS: dict[str, Op] = {
-    "layer_norm_modulate": lambda x, a, b, layout: layer_norm_modulate(x, a, b, layout, 1e-6),
-    "gated_residual": lambda x, a, b, layout: gated_residual(x, x.tanh(), a + b, layout),
+    "norm_modulate": lambda x, a, b, layout: norm_modulate(x, NormModulation(a, b, 1e-6), layout)[1],
+    "residual": lambda x, a, b, layout: residual(x, x.tanh(), a + b, None, layout),
 }
 
 
@@ -67,12 +67,12 @@ def test_modulated_norm_equals_its_formula():
     mean, variance = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
     normed = (x - mean) / (variance + 0.1).sqrt()
     expected = normed * (1 + RAGGED.per_token(scale)) + RAGGED.per_token(shift)
-    torch.testing.assert_close(layer_norm_modulate(x, shift, scale, RAGGED, 0.1), expected)
+    torch.testing.assert_close(norm_modulate(x, NormModulation(shift, scale, 0.1), RAGGED)[1], expected)
 
 
 def test_a_zero_gate_is_bitwise_the_identity():
     x, y = torch.randn(24, 10), torch.randn(24, 10)
-    assert torch.equal(gated_residual(x, y, torch.zeros(3, 10), RAGGED), x)
+    assert torch.equal(residual(x, y, torch.zeros(3, 10), None, RAGGED), x)
 
 
 def test_dense_batch_copies_no_conditioning():

@@ -22,7 +22,7 @@ LAYOUT = SequenceLayout.from_lengths([5, 3, 6], multiple_of=4, total_tokens=24)
 
 
 def started(layer: torch.nn.Module) -> torch.nn.Module:
-    initialize_weights(layer, 1, tp_rank=0, tp_size=1)
+    initialize_weights(layer, 1, tp_rank=0)
     return layer
 
 

@@ -28,7 +28,7 @@ def provider(provider_of) -> LayerProvider:
 def moe(provider: LayerProvider, router: str, num_experts: int = 4, **changes) -> MoE:
     options = {"capacity_factor": 1.5, "top_k": 2, "aux_loss_coeff": 0.0, **changes}
     layer = MoE(SIZE, provider, ffn_hidden_size=INNER, num_experts=num_experts, router=router, **options)
-    initialize_weights(layer, 1, tp_rank=0, tp_size=1)
+    initialize_weights(layer, 1, tp_rank=0)
     with torch.no_grad():  # far from uniform scores
         layer.router.weight *= 30
         for i, expert in enumerate(layer.experts.values()):

@@ -1,10 +1,7 @@
 """Triton kernels of the activations of an MLP: GELU(x + bias), SiLU(gate) * up and GELU(gate) * up, in float32."""
 
-from typing import Optional
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dit.kernels.fused import blocks
 from dit.kernels.fused.blocks import cdiv
@@ -106,7 +103,7 @@ def activation_backward_kernel(
         tl.store(sums + tl.program_id(0).to(tl.int64) * width + columns, total, mask=columns < width)
 
 
-def activation(x_TF: Tensor, bias_F: Optional[Tensor], gate: int, out: Tensor) -> None:
+def activation(x_TF, bias_F, gate, out):
     """Launch the forward kernel."""
     tokens, width = x_TF.shape
     columns = COLUMNS << (gate > 0)  # input columns
@@ -120,9 +117,7 @@ def activation(x_TF: Tensor, bias_F: Optional[Tensor], gate: int, out: Tensor) -
     )
 
 
-def activation_backward(
-    grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gate: int, outputs: tuple[Tensor, Tensor]
-) -> None:
+def activation_backward(grad, x_TF, bias_F, gate, outputs):
     """Launch the backward kernel; `outputs` are the gradient of x and the sums of the blocks."""
     tokens, width = x_TF.shape
     rows, columns = blocks.ROWS_OF_TILES, COLUMNS << (gate > 0)

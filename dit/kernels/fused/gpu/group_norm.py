@@ -10,14 +10,11 @@ with dh the gradient before the activation. Sums are float32 in a fixed order. S
 value of the channel, which avoids cancellation if the mean is large.
 """
 
-from typing import Optional
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dit.kernels.fused.blocks import cdiv
+from dit.kernels.fused.gpu.residual_norm import stride
 
 TILE = 2048
 """Elements that a program has in registers at once."""
@@ -276,46 +273,34 @@ def norm_groups_backward_kernel(
         tl.store(grad_x + at, change.to(grad_x.dtype.element_ty), mask=mask)
 
 
-def _tile(channels: int) -> dict[str, int]:
+def _tile(channels):
     width = triton.next_power_of_2(channels)
     return {"WIDTH": width, "ROWS": max(1, TILE // width), "num_warps": min(max(width // 256, 4), 16)}
 
 
-def _members(channels: int, groups: int) -> dict[str, int]:
+def _members(channels, groups):
     return {"WIDTH": triton.next_power_of_2(channels // groups), "BLOCKS": BLOCKS, "num_warps": 4}
 
 
-def group_sums(x_NPC: Tensor, rows: int, sums: Tensor) -> None:
+def group_sums(x_NPC, rows, sums):
     """Launch the kernel that sums blocks of `rows` positions."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
     group_sums_kernel[(pictures * blocks,)](x_NPC, sums, positions, channels, rows, blocks, **_tile(channels))
 
 
-def group_factors(
-    sums: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale_NC: Optional[Tensor],
-    shift_NC: Optional[Tensor],
-    pictures: int,
-    positions: int,
-    groups: int,
-    rows: int,
-    eps: float,
-    factors_N4C: Tensor,
-) -> None:
+def group_factors(sums, weight, bias, scale_NC, shift_NC, pictures, positions, groups, rows, eps, factors_N4C):
     """Launch the kernel that computes each channel's factors from the sums."""
     channels = sums.shape[2]
     group_factors_kernel[(pictures * groups,)](
-        *(sums, weight, bias, scale_NC, shift_NC, factors_N4C, _stride(scale_NC), _stride(shift_NC)),
+        *(sums, weight, bias, scale_NC, shift_NC, factors_N4C, stride(scale_NC), stride(shift_NC)),
         *(positions, channels, groups, rows, cdiv(positions, rows), eps),
         SCALE=scale_NC is not None,
         **_members(channels, groups),
     )
 
 
-def norm_groups(x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, out: Tensor) -> None:
+def norm_groups(x_NPC, factors_N4C, rows, activate, out):
     """Launch the second pass of forward."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
@@ -324,9 +309,7 @@ def norm_groups(x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, o
     )
 
 
-def group_gradient_sums(
-    grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, sums: Tensor
-) -> None:
+def group_gradient_sums(grad, x_NPC, factors_N4C, rows, activate, sums):
     """Launch the first pass of backward."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
@@ -335,17 +318,7 @@ def group_gradient_sums(
     )
 
 
-def group_gradients(
-    sums: Tensor,
-    factors_N4C: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    scale_NC: Optional[Tensor],
-    positions: int,
-    groups: int,
-    dtype: torch.dtype,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def group_gradients(sums, factors_N4C, weight, bias, scale_NC, positions, groups, dtype, outputs):
     """Launch the kernel between the passes.
 
     `outputs` are the terms of the second pass, and the gradients of scale, of shift, and of weight and bias.
@@ -353,15 +326,13 @@ def group_gradients(
     pictures, _, channels = factors_N4C.shape
     blocks = len(sums) // pictures
     group_gradients_kernel[(pictures * groups,)](
-        *(sums, factors_N4C, weight, bias, scale_NC, *outputs, _stride(scale_NC), positions, channels, groups, blocks),
+        *(sums, factors_N4C, weight, bias, scale_NC, *outputs, stride(scale_NC), positions, channels, groups, blocks),
         SCALE=scale_NC is not None,
         **_members(channels, groups),
     )
 
 
-def norm_groups_backward(
-    grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rest_N2C: Tensor, rows: int, activate: bool, grad_x: Tensor
-) -> None:
+def norm_groups_backward(grad, x_NPC, factors_N4C, rest_N2C, rows, activate, grad_x):
     """Launch the second pass of backward."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
@@ -370,11 +341,3 @@ def norm_groups_backward(
         ACTIVATE=activate,
         **_tile(channels),
     )
-
-
-def _stride(x_NC: Optional[Tensor]) -> int:
-    """Return the row stride of a modulation, which may be a slice of a wider tensor."""
-    if x_NC is None:
-        return 0
-    assert x_NC.stride(1) == 1, "the channels of a modulation must be contiguous"
-    return x_NC.stride(0)

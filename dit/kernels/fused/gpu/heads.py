@@ -8,12 +8,8 @@ A projection's outputs are ordered by group: P query heads, then optionally a ke
 Each head is processed as two halves, because rotary positions rotate features i and i + H / 2. Arithmetic is float32.
 """
 
-from typing import Any, Optional
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dit.kernels.fused import blocks
 from dit.kernels.fused.blocks import GROUPS, cdiv
@@ -195,20 +191,11 @@ def column_sums_kernel(x, out, rows, size, COLUMNS: tl.constexpr, ROWS: tl.const
     tl.store(out + columns, tl.sum(total, 0)[None, :].to(out.dtype.element_ty), mask=columns < size)
 
 
-def _sizes(head: int) -> dict[str, Any]:
+def _sizes(head):
     return {"HALF": triton.next_power_of_2(cdiv(head, 2)), "TOKENS": TOKENS, "GROUPS": GROUPS, "num_warps": 4}
 
 
-def heads(
-    x_TGMH: Tensor,
-    weight_q: Optional[Tensor],
-    weight_k: Optional[Tensor],
-    cos: Optional[Tensor],
-    sin: Optional[Tensor],
-    keys: bool,
-    eps: float,
-    outputs: tuple[Tensor, Tensor],
-) -> None:
+def heads(x_TGMH, weight_q, weight_k, cos, sin, keys, eps, outputs):
     """Launch the forward kernel; x contains only query and key heads, and `outputs` are the queries and keys."""
     tokens, groups, parts, size = x_TGMH.shape
     heads_kernel[cdiv(tokens, TOKENS), cdiv(groups, GROUPS)](
@@ -222,20 +209,7 @@ def heads(
     )
 
 
-def heads_backward(
-    grad_q: Optional[Tensor],
-    grad_k: Optional[Tensor],
-    grad_v: Optional[Tensor],
-    x_TGMH: Optional[Tensor],
-    weight_q: Optional[Tensor],
-    weight_k: Optional[Tensor],
-    cos: Optional[Tensor],
-    sin: Optional[Tensor],
-    groups: int,
-    eps: float,
-    bias: bool,
-    outputs: tuple[Tensor, Tensor, Tensor],
-) -> None:
+def heads_backward(grad_q, grad_k, grad_v, x_TGMH, weight_q, weight_k, cos, sin, groups, eps, bias, outputs):
     """Launch the backward kernel; `outputs` are the gradient of the projection `[T, G, M, H]` and both sums."""
     tokens, _, parts, size = outputs[0].shape
     rows, grads = blocks.ROWS_OF_TILES, (grad_q, grad_k, grad_v)
@@ -256,7 +230,7 @@ def heads_backward(
     )
 
 
-def column_sums(sums: Tensor, dtype: torch.dtype, out: Tensor) -> None:
+def column_sums(sums, dtype, out):
     """Launch the kernel that sums rows."""
     rows, size = sums.shape
     column_sums_kernel[cdiv(size, 64),](sums, out, rows, size, COLUMNS=64, ROWS=32, num_warps=4)

@@ -6,12 +6,8 @@ A counter covers four channels, so that its four random numbers stay in one thre
     counter  0 (0..3)  1 (4..7)  2 (8, 9)  3 (0..3)        10 channels
 """
 
-from collections.abc import Sequence
-from typing import Optional
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dit.kernels.fused.blocks import cdiv
 
@@ -122,18 +118,7 @@ mix_any_seed = triton.jit(mix_kernel.fn, do_not_specialize=["key0", "key1"])
 """The kernel without specialisation on the seed, so that it is compiled only once."""
 
 
-def mix(
-    x0_TC: Tensor,
-    segments_T: Tensor,
-    token_index_T: Tensor,
-    ids_S: Tensor,
-    seeds_S: Optional[Tensor],
-    pairs: Tensor,
-    key0: int,
-    key1: int,
-    step: Tensor,
-    outputs: Sequence[Tensor],
-) -> None:
+def mix(x0_TC, segments_T, token_index_T, ids_S, seeds_S, pairs, key0, key1, step, outputs):
     """Launch the kernel; there is one output for each of the pairs `[K, 2, S]`. `step` is one number, int64."""
     tokens, channels = x0_TC.shape
     blocks = cdiv(channels, 4)

@@ -8,11 +8,8 @@ The width of a tile is a power of two, so a row is processed as two tiles:
     columns   0 ................. 1023 | 1024 .. 1151          tile a: WIDTH = 1024, tile b: REST = 128
 """
 
-from typing import Any, Optional
-
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dit.kernels.fused.blocks import cdiv
 
@@ -340,20 +337,7 @@ def stages(width: int, element_bytes: int) -> int:
     return 1 if width > WIDEST_COPIED else 1 + min(SHARED_BYTES // (width * element_bytes), ROWS_IN_FLIGHT)
 
 
-def residual_norm(
-    x_TD: Tensor,
-    y_TD: Optional[Tensor],
-    gate_SD: Optional[Tensor],
-    bias_D: Optional[Tensor],
-    shift_SD: Optional[Tensor],
-    scale_SD: Optional[Tensor],
-    weight_D: Optional[Tensor],
-    table_B3: Tensor,
-    offsets_S: Tensor,
-    eps: float,
-    rms: bool,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def residual_norm(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, table_B3, offsets_S, eps, rms, outputs):
     """Launch the forward kernel; `outputs` are the residual, the modulated tokens, mean and 1 / std of each token."""
     width, rest = tiles(x_TD.shape[1])
     residual_norm_kernel[(len(table_B3),)](
@@ -370,20 +354,8 @@ def residual_norm(
 
 
 def residual_norm_backward(
-    grad_normed: Optional[Tensor],
-    grad_out: Optional[Tensor],
-    x_TD: Optional[Tensor],
-    y_TD: Optional[Tensor],
-    gate_SD: Optional[Tensor],
-    bias_D: Optional[Tensor],
-    scale_SD: Optional[Tensor],
-    weight_D: Optional[Tensor],
-    mean: Optional[Tensor],
-    rstd: Optional[Tensor],
-    table_B3: Tensor,
-    offsets_S: Tensor,
-    outputs: tuple[Tensor, Tensor, Tensor],
-) -> None:
+    grad_normed, grad_out, x_TD, y_TD, gate_SD, bias_D, scale_SD, weight_D, mean, rstd, table_B3, offsets_S, outputs
+):
     """Launch the backward kernel; `outputs` are the gradients of x and y and the sums of the blocks."""
     size = outputs[2].shape[2]
     if scale_SD is None:
@@ -405,7 +377,7 @@ def residual_norm_backward(
     )
 
 
-def flags(gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
+def flags(gate, bias, scale, weight):
     """Return the flags of the parts of a kernel that a call uses."""
     return {
         "GATE": gate is not None,
@@ -415,8 +387,8 @@ def flags(gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
     }
 
 
-def stride(x_SD: Optional[Tensor]) -> int:
-    """Return the row stride of a modulation, which may be a slice of a wider tensor."""
+def stride(x_SD):
+    """Return the row stride of a modulation, which may be None or a slice of a wider tensor."""
     if x_SD is None:
         return 0
     assert x_SD.stride(1) == 1, "the features of a modulation must be contiguous"

@@ -1,11 +1,7 @@
 """Triton kernel that sums the blocks of `residual_norm_backward_kernel` per segment, and those of all segments."""
 
-from typing import Optional
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from dit.kernels.fused.blocks import cdiv
 from dit.kernels.fused.gpu.residual_norm import ROWS_OF_TABLE, flags, stride
@@ -91,17 +87,7 @@ def segment_sums_kernel(
             tl.store(grad_gate + at, total.to(grad_gate.dtype.element_ty), mask=inside)
 
 
-def segment_sums(
-    sums: Tensor,
-    gate_SD: Optional[Tensor],
-    bias_D: Optional[Tensor],
-    scale_SD: Optional[Tensor],
-    weight_D: Optional[Tensor],
-    table_B3: Tensor,
-    offsets_S: Tensor,
-    dtype: torch.dtype,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> None:
+def segment_sums(sums, gate_SD, bias_D, scale_SD, weight_D, table_B3, offsets_S, dtype, outputs):
     """Launch the sums kernel; `outputs` are the gradients of shift, scale, gate, bias and weight."""
     size, segments = sums.shape[-1], len(offsets_S) - 1
     grid = segments + (bias_D is not None or weight_D is not None), cdiv(size, COLUMNS)
