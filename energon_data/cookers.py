@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 import numpy as np
 import torch
-from megatron.energon import Cooker, stateless
+from megatron.energon import stateless
 from torch import Tensor
 
 from dit.batch import pixel_values
@@ -319,6 +319,3 @@ def cook_clip(
         loss_weight=1.0 if weight is None else weight,
         references=read_references(sample, latent, change) if references else [],
     )
-
-
-COOKERS = (Cooker(cook_clip),)

@@ -9,6 +9,7 @@ from typing import Any, Optional, Protocol
 
 from megatron.energon import (
     BatchDataset,
+    Cooker,
     DefaultTaskEncoder,
     GroupBatchDataset,
     LimitDataset,
@@ -28,7 +29,7 @@ from dit.encoders.vae import Geometry
 from dit.patches import patches
 from dit.patchify import Grid, frames_to_patch
 from energon_data.augment import Augmentation, Visit
-from energon_data.cookers import COOKERS, read_caption, read_condition
+from energon_data.cookers import cook_clip, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import Filters, check_finite
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
@@ -104,7 +105,7 @@ class _First(LimitDataset):
 class DiffusionTaskEncoder(DefaultTaskEncoder):
     """Turns raw samples into `PackedBatch`es; its only state is the ledger."""
 
-    cookers = COOKERS
+    cookers = (Cooker(cook_clip),)  # Energon requires one; `_cooked` calls the function
     decoder = None  # `load_clip` decodes; Energon's decoder would execute pickles.
     __default_failure_tolerance__ = 0  # Energon's limit is off, because the ledger has the error budget.
 
@@ -125,23 +126,20 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         "build_cook_crude_sample",
         why="its reader takes more time than decoding a small sample",
     )
-    def build_cook_crude_sample(
-        self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
-    ) -> SavableDataset[Clip]:
+    def build_cook_crude_sample(self, dataset: SavableDataset, **kwargs: Any) -> SavableDataset[Clip]:
         """Use `SampleReader`, and one step instead of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
         raw.join_readers = [SampleReader(reader) for reader in raw.join_readers]
         self._readers += raw.join_readers
-        cooker = next(c for c in self.cookers if c.is_match(subflavors))
         return MapDataset(
             raw,
-            partial(self.load_clip, cook=cooker.cook, worker_config=kwargs["worker_config"]),
+            partial(self.load_clip, worker_config=kwargs["worker_config"]),
             stateless_map_fn=True,
             failure_tolerance=0,
             worker_config=kwargs["worker_config"],
         )
 
-    def load_clip(self, raw: RawSample, *, cook: Callable[..., Clip], worker_config: WorkerConfig) -> Clip:
+    def load_clip(self, raw: RawSample, *, worker_config: WorkerConfig) -> Clip:
         """Decode, augment, cook, filter and encode one sample.
 
         Raises:
@@ -151,15 +149,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         # Energon restores the number of a sample with the sample, so a resumed run makes the same draws.
         number = worker_config.active_worker_sample_index
         visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(sample["__key__"]))
-        clip = self.clip_of(sample, visit, cook=cook)
+        clip = self.clip_of(sample, visit)
         if clip is None:
             raise SkipSample
         return clip
 
-    def clip_of(self, sample: dict[str, Any], visit: Visit, *, cook: Callable[..., Clip]) -> Optional[Clip]:
+    def clip_of(self, sample: dict[str, Any], visit: Visit) -> Optional[Clip]:
         """Decode, augment, cook, filter and encode one sample; None if it is dropped, with the reason in the ledger."""
-        make = partial(self._cooked, sample, visit, cook)
-        return self.encoded_clip(sample["__key__"], sample["__shard__"], make)
+        return self.encoded_clip(sample["__key__"], sample["__shard__"], partial(self._cooked, sample, visit))
 
     def encoded_clip(self, key: str, shard: str, make: Callable[[], Clip]) -> Optional[Clip]:
         """Create, filter and encode one sample; None if it is dropped, with the reason in the ledger."""
@@ -185,7 +182,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             return encoded
         return None
 
-    def _cooked(self, sample: dict[str, Any], visit: Visit, cook: Callable[..., Clip]) -> Clip:
+    def _cooked(self, sample: dict[str, Any], visit: Visit) -> Clip:
         """Decode, augment and cook one sample."""
         if READ_ERROR in sample:
             raise SampleError("unreadable", sample[READ_ERROR])
@@ -195,7 +192,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded[name] = sample[name]
         augmentation = self.options.augmentation
         change = None if augmentation is None else partial(augmentation, visit=visit)
-        clip = cook(decoded, vae=self.options.vae, change=change, references=self.options.references)
+        clip = cook_clip(decoded, vae=self.options.vae, change=change, references=self.options.references)
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:
             clip.wording = visit.caption(len(captions))
