@@ -33,7 +33,7 @@ from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
 from dit.ranges import SHARE, check_ranges
 from energon_data.frame_levels import FrameLevels
-from energon_data.packing import check_pack_multiple
+from energon_data.packing import padded_length
 from energon_data.skip_log import SKIP_FILE, Skip, SkipLog
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,19 @@ class StreamSettings:
                 f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
                 f"{spec.micro_batch_size}; set micro_batch_size=1 and a longer pack"
             )
-        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of, pack_cost_tokens)
+        multiple = self.pack_multiple_of
+        if multiple % spec.multiple_of:
+            raise ConfigError(
+                f"data.pack_multiple_of={multiple}, by which samples are selected into packs, must be a multiple of "
+                f"{spec.multiple_of}, to which the run pads each sample (context and sequence parallel, training.fp8); "
+                f"set data.pack_multiple_of={math.lcm(multiple, spec.multiple_of)}, which a resumed run may change"
+            )
+        for name, limit in (("max_tokens_per_pack", self.max_tokens_per_pack), ("pack_cost_tokens", pack_cost_tokens)):
+            if limit is not None and limit % multiple:
+                raise ConfigError(
+                    f"data.{name}={limit} must be a multiple of data.pack_multiple_of={multiple}; use "
+                    f"{padded_length(limit, multiple)}, or data.pack_multiple_of={math.gcd(limit, multiple)}"
+                )
 
     @property
     @abstractmethod
