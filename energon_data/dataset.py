@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
-from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
+from dit.data_api import BatchSpec, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
@@ -35,7 +35,7 @@ _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
 @dataclass(kw_only=True)
-class EnergonData(ReaderSettings, DataConfig):
+class EnergonData(ReaderSettings):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.condition_table import FPS, LABEL
 from dit.conditions import Condition, Value
-from dit.data_api import BatchSpec, DataConfig, sample_id
+from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError, DataError
 from dit.layout import CLEAN
 from dit.levels import reference_positions, with_levels
@@ -28,7 +28,7 @@ FRAMES_PER_SECOND = 24.0
 
 
 @dataclass(kw_only=True)
-class MockData(StreamSettings, DataConfig):
+class MockData(StreamSettings):
     """Random latents around one pattern per class.
 
     Packs are filled in order, and padded to `max_tokens_per_pack`.

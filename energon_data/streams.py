@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Optional, Protocol
 import torch
 
 from dit.batch import PackedBatch
-from dit.data_api import BatchSpec, SampleCounts
+from dit.data_api import BatchSpec, DataConfig, SampleCounts
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
 from dit.ranges import SHARE, check_ranges
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class StreamSettings:
+class StreamSettings(DataConfig):
     """Streams and packs of every data source.
 
     Attributes:
@@ -60,13 +60,7 @@ class StreamSettings:
     frame_levels: float = 0.0
     inpaint: float = 0.0
 
-    @property
-    def longest_text(self) -> Optional[int]:
-        """Tokens of the longest text of a sample; None for no limit."""
-        return None
-
     def pack_maxima(self) -> Optional[PackMaxima]:
-        """Return the largest numbers of tokens and samples of a pack; None without packs."""
         if self.max_tokens_per_pack is None:
             return None
         samples = self.max_tokens_per_pack // self.pack_multiple_of
@@ -80,7 +74,6 @@ class StreamSettings:
         return FrameLevels(self.clean_first_frame, self.frame_levels, self.inpaint)
 
     def levels_setting(self) -> Optional[str]:
-        """Return the setting, with its value, that gives samples several noise levels; None if none does."""
         names = ("clean_first_frame", "frame_levels", "inpaint")
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
