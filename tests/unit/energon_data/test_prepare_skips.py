@@ -272,10 +272,10 @@ def fail_at(monkeypatch, number: int, error: BaseException) -> None:
     """Make the unit of this number raise an error instead of writing its shards."""
     make_unit = build._make_unit
 
-    def make(job, unit, sources):
+    def make(job, unit, entries):
         if unit == number:
             raise error
-        return make_unit(job, unit, sources)
+        return make_unit(job, unit, entries)
 
     monkeypatch.setattr(build, "_make_unit", make)
 
