@@ -37,8 +37,8 @@ def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], 
     paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
     tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
     outside = [path for path in tars if not follow_links and leaves(path, folder)]
-    escape = SampleError("path_escape", f"a link to a file outside of {folder}; {walk.FOLLOW}")
-    skipped += [Skipped.of(name_within(path, folder), escape) for path in outside]
+    escape = f"a link to a file outside of {folder}; {walk.FOLLOW}"
+    skipped += [Skipped(name_within(path, folder), "path_escape", escape) for path in outside]
     tars = [path for path in tars if path not in outside]
     if not tars:
         links = f" ({walk.reasons(skipped)})" if skipped else ""

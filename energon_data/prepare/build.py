@@ -136,7 +136,7 @@ class UnitRecord:
 
     def skip(self, name: str, error: SampleError) -> None:
         """Count a sample that cannot be used."""
-        self.skips.append(Skipped.of(name, error))
+        self.skips.append(Skipped(name, error.reason, error.detail))
 
     @property
     def skipped(self) -> Counter[str]:

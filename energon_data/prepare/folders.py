@@ -188,9 +188,9 @@ def _listed(
 ) -> tuple[list[Entry], list[Skipped]]:
     """Return the files in a list, sorted by name, and the other files of the folder."""
     existing = {entry.name: entry for entry in entries}
-    unlisted = SampleError("not_listed", f"not in {list_file.name}; only files that it names are read")
+    unlisted = f"not in {list_file.name}; only files that it names are read"
     not_used = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
-    not_used += [Skipped.of(name, unlisted) for name in existing if name not in rows]
+    not_used += [Skipped(name, "not_listed", unlisted) for name in existing if name not in rows]
     # Listed files that do not exist are included, so that they count as samples that cannot be read.
     entries = [
         replace(existing.get(name, Entry(name=name, size=-1)), row=row, companions=())
@@ -300,7 +300,7 @@ def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple
             if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.composed(stem) in media):
                 continue
             if (why := walk.not_read(path, extensions)) is not None:
-                skipped.append(Skipped.of(full_name, why))
+                skipped.append(Skipped(full_name, *why))
                 continue
             companion_names = [
                 companions.get((stem, extension), companions.get((walk.composed(stem), extension)))
