@@ -59,22 +59,20 @@ def name_within(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
 
-def read_tar(
-    path: Path, extensions: frozenset[str], root: Optional[Path] = None
-) -> Iterator[Source | tuple[str, SampleError]]:
+def read_tar(path: Path, *, extensions: frozenset[str], root: Path) -> Iterator[Source | tuple[str, SampleError]]:
     """Read the samples of one tar file in its order; members of a sample share the name before the first dot.
 
     The rest of the name is the part: `photo.png` has the part `png`. A picture or video whose part has further dots
     (`photo.v2.png`) is used if the sample has no other.
 
     Args:
-        root: folder that the archive's name is relative to; by default its parent folder.
+        root: folder that the archive's name is relative to, or the archive.
 
     Yields:
         A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair, a complete one
         with those of the first member of each extension that is not read.
     """
-    where = path.name if root is None else name_within(path, root)
+    where = name_within(path, root)
     names: set[str] = set()
     for name, content in _members_by_sample(path, where, extensions | {*walk.COMPANIONS, "cls"}):
         if isinstance(content, SampleError):

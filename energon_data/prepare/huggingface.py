@@ -27,7 +27,6 @@ from energon_data.prepare.sources import (
     captions_of,
     check_inside,
     class_of,
-    paths_below,
     read_file,
     scalars_of,
 )
@@ -187,7 +186,7 @@ def _open(source: str, table: Table, follow_links: bool) -> tuple["Dataset", Pat
         datasets.disable_progress_bars()
     path = Path(source)
     if not follow_links:
-        check_inside(paths_below(path), path)
+        check_inside(path.rglob("*"), path)  # linked folders are not entered
     if path.is_dir() and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
         saved = _loaded(source, lambda: datasets.load_from_disk(source))
         splits = saved if isinstance(saved, dict) else {str(saved.split or table.split): saved}

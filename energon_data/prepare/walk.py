@@ -71,7 +71,7 @@ def extension_of(name: str) -> str:
 
 
 def not_read(path: Path, extensions: frozenset[str]) -> Optional[tuple[str, str]]:
-    """Return reason and detail why a command that reads `extensions` does not read a file; None if it reads the file."""
+    """Return reason and detail why a command that reads `extensions` does not read a file; None if it does."""
     extension = extension_of(path.name)
     if extension in COMPANIONS:
         return "no_picture", "no picture or video has its name"
