@@ -70,7 +70,6 @@ def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
 
 
 def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: Any) -> SavableDataset:
-    """Open a data set."""
     try:
         return get_dataset(path, **options)
     except UserError:
@@ -153,13 +152,11 @@ class EnergonSource:
         self._iterator: Optional[Iterator[StreamItem]] = None
 
     def next(self) -> StreamItem:
-        """Return the next item; do not call after a failure."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         return next(self._iterator, StreamItem(None, [], None))
 
     def state(self) -> Position:
-        """Return the position."""
         saved = self._loader.save_state_rank()
         assert saved is not None  # None only for workers that have not started, and this loader has no workers
         (worker,) = saved.worker_states
@@ -168,7 +165,7 @@ class EnergonSource:
         return Position(state)
 
     def adapt(self, position: Position) -> Position:
-        """Convert a position to one that is equal under the current settings.
+        """Convert a position; see `Source.adapt`.
 
         If settings that group samples changed, the items after the state are read with the former settings, and samples
         that were selected into packs but not delivered are selected again.
@@ -190,7 +187,6 @@ class EnergonSource:
         why="a position of one stream is restored under another layout",
     )
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; call before the first `next`."""
         inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()
         if inner is not None:
             worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})

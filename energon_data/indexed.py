@@ -255,7 +255,6 @@ class IndexedSource:
         self._batches: deque[list[Clip]] = deque()
 
     def next(self) -> StreamItem:
-        """Return the next micro-batch; do not call after a failure."""
         try:
             while not self._batches and self._taken < self._last:
                 self._read()
@@ -345,7 +344,6 @@ class IndexedSource:
         return Position({"taken": state["taken"], "settings": settings, "skipped": sorted(skipped)})
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; call before the first `next`."""
         self._taken, self._skipped = state["taken"], frozenset(state.get("skipped", ()))
 
     def close(self) -> None:

@@ -241,7 +241,8 @@ class Position(NamedTuple):
 class Source(Protocol):
     """One global stream."""
 
-    def next(self) -> StreamItem: ...
+    def next(self) -> StreamItem:
+        """Return the next item; do not call after a failure."""
 
     def state(self) -> Position:
         """Return the position after the last item."""
