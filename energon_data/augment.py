@@ -60,7 +60,6 @@ class Augmentation:
     multiple_of: int = 1
 
     def __call__(self, pixels: Tensor, visit: Visit) -> Tensor:
-        """Augment a picture or clip."""
         random = visit.generator()
         if self.smallest_side is not None:
             pixels = resize(pixels, self.smallest_side)

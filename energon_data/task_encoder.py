@@ -40,21 +40,13 @@ from energon_data.tar_index import READ_ERROR, SampleReader
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """Options of converting samples to micro-batches.
+    """Options of converting samples to micro-batches; for those that are not listed here, see `EnergonData`.
 
     Attributes:
-        vary_captions: draw one of a sample's captions instead of using the first.
-        require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
-        max_text_tokens: longer texts are truncated; None for no limit.
         max_samples: number of samples of a held-out pass; None for the complete split.
-        max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
-        pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens.
         cost_limit: limit of the work of a pack; None for no limit.
-        pad_packs: pad packs to `max_tokens_per_pack`.
-        bucket_by_shape: batch only samples of the same latent shape together (convolutional backbones need it).
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
-        references: read the latents that samples are edited from.
     """
 
     filters: Filters = field(default_factory=Filters)
@@ -183,7 +175,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return None
 
     def _cooked(self, sample: dict[str, Any], visit: Visit) -> Clip:
-        """Decode, augment and cook one sample."""
         if READ_ERROR in sample:
             raise SampleError("unreadable", sample[READ_ERROR])
         parts = {name: data for name, data in sample.items() if name[:2] != "__"}
@@ -257,7 +248,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         packing_buffer_size: Optional[int] = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset:
-        """Pack, bucket, or batch."""
         if self.options.max_samples is not None:
             dataset = _First(dataset, self.options.max_samples, worker_config=worker_config)
         if packing_buffer_size is not None:
@@ -298,7 +288,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:
-        """Concatenate the samples of one pack."""
         total = self.options.max_tokens_per_pack if self.options.pad_packs else None
         return collate(samples, self.spec, total_tokens=total)
 
@@ -308,7 +297,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     @stateless
     def batch(self, samples: list[Clip]) -> PackedBatch:
-        """Concatenate the samples of a dense batch."""
         return collate(samples, self.spec)
 
 

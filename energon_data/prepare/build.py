@@ -118,7 +118,6 @@ class UnitRecord:
     latents: Moments = field(default_factory=Moments)
 
     def count(self, sample: Sample) -> None:
-        """Count a sample that is written."""
         properties, caption = properties_of(sample), sample.metadata.get("caption")
         name = sample.metadata.get("source", sample.key)
         one = UnitRecord(
@@ -135,7 +134,6 @@ class UnitRecord:
         self.add(one)
 
     def skip(self, name: str, error: SampleError) -> None:
-        """Count a sample that cannot be used."""
         self.skips.append(Skipped(name, error.reason, error.detail))
 
     @property
@@ -213,7 +211,6 @@ class Job:
 
     @property
     def data(self) -> Path:
-        """The unfinished data set."""
         return self.partial / "data"
 
 

@@ -118,7 +118,6 @@ class Entry:
         return read_file(path, root)
 
     def _read_companions(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
-        """Return the content of the companion files."""
         row: dict[str, Any] = {}
         for name, _, _ in self.companions:
             data = read_file((folder / self.name).with_name(name), root)
@@ -240,7 +239,6 @@ class _Originals(NamedTuple):
 
     @classmethod
     def of(cls, place: Path, edited: Path, follow_links: bool) -> "_Originals":
-        """List a folder."""
         if not place.is_dir():
             raise ConfigError(f"--reference {place} is not a folder; name the one with the pictures before the edit")
         pictures, _ = _walk(place, PICTURES, follow_links)

@@ -82,7 +82,6 @@ class _Rows:
     root: Optional[Path]
 
     def source(self, number: int) -> Source:
-        """Return a row as a source."""
         row = self.dataset[number]
         entries = [row[name] for name in self.references]
         references = entries[:1] + [
@@ -99,7 +98,6 @@ class _Rows:
         )
 
     def name(self, number: int) -> str:
-        """Return the address of a row."""
         return f"{self.split}/{number:08d}"
 
 

@@ -169,7 +169,6 @@ class MakeSamples:
             yield _Decoded(f"{source.key}-{number:03d}", source, frames, fps, file, changes, lengths)
 
     def _reference(self, number: int, data: bytes) -> tuple[Image.Image, Image.Image]:
-        """Return the fitted and the original picture."""
         try:
             original = open_picture(data)
             return self.options.fit.apply(original), original
