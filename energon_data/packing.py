@@ -16,14 +16,13 @@ from heapq import heappop, heappush
 from typing import Optional
 
 import torch
-from torch import Tensor
 
 from dit.batch import PackedBatch, RawSamples
 from dit.conditions import pack_conditions
 from dit.data_api import BatchSpec
 from dit.layout import SequenceLayout
 from dit.levels import reference_positions
-from dit.patchify import Grid, grid_positions, patchify_all
+from dit.patchify import grid_positions, patchify_all
 from energon_data.samples import Clip
 
 SPARE = 1.04
@@ -122,9 +121,7 @@ def _check_longest(longest: Sequence[int], most: int) -> None:
         raise ValueError(f"an item of {longest[0]} tokens does not fit into a pack of {most}; drop it before packing")
 
 
-@lru_cache(maxsize=512)
-def _positions(grid: Grid) -> Tensor:
-    return grid_positions(grid)
+_positions = lru_cache(maxsize=512)(grid_positions)
 
 
 def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[int] = None) -> PackedBatch:

@@ -272,8 +272,9 @@ def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Opti
     image = image or pictures[0]
     for flag, column in (("--image-column", image), *references):
         if column not in pictures:
+            kind = getattr(features[column], "dtype", type(features[column]).__name__)
             raise ConfigError(
-                f"{flag} {column} has {_type_of(features[column])}, not files of pictures; if these are URLs, "
+                f"{flag} {column} has {kind}, not files of pictures; if these are URLs, "
                 "download the pictures first (img2dataset) and prepare its output"
             )
     caption = table.caption_column or next((name for name in _CAPTIONS if name in features), None)
@@ -287,10 +288,6 @@ def _holds_pictures(feature: Any) -> bool:
     if isinstance(feature, dict):
         return {"bytes", "path"} == set(feature)
     return isinstance(feature, Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
-
-
-def _type_of(feature: Any) -> str:
-    return str(getattr(feature, "dtype", type(feature).__name__))
 
 
 def _undecoded(dataset: "Dataset") -> "Dataset":
