@@ -1,7 +1,6 @@
 """Pairs of pictures before and after an edit, prepared from folders, lists and tables, and read by training."""
 
 import io
-import tarfile
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -126,11 +125,7 @@ def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, caps
     assert prepare(edited, tmp_path / "out", *words) == EXIT_OK
     shown = [[noise(*SIZES[i % 2], seed=100 + i)] * 2 for i in range(COUNT)]
     expected = TextEncoders(line).encode([f"make it {i}" for i in range(COUNT)], shown)["text"]
-    stored = []
-    for tar in sorted((tmp_path / "out").glob("**/*.tar")):
-        with tarfile.open(tar) as files:
-            members = [member for member in files if member.name.endswith("text.npy")]
-            stored += [np.load(io.BytesIO(files.extractfile(member).read())) for member in members]
+    stored = [np.load(io.BytesIO(parts["text.npy"])) for *_, parts in samples(tmp_path / "out")]
     assert len(stored) == COUNT
     for array in stored:  # in another order
         assert any(array.shape == x.shape and np.array_equal(array, x.half().numpy()) for x in expected)
