@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import clips, npy, spec, write_dataset
+from small_data import clips, first_batch, npy, spec, write_dataset
 from small_streams import PACKED, build, build_spec, same, take, through_disk
 
 from dit.condition_table import IMAGE_TOKENS
@@ -247,7 +247,7 @@ def test_tokens_of_a_picture_are_not_truncated(tmp_path: Path) -> None:
     one_sample = {"max_tokens_per_pack": 4, "pack_multiple_of": 4, "packing_buffer_size": 1}
     for limit in (3, 9):
         data = EnergonData(path=str(folder), max_text_tokens=limit, shuffle_buffer=0, **one_sample)
-        [batch] = take(data.build_train(model, dp_rank=0, dp_size=1, seed=0, log_dir=None), 1)
+        batch = first_batch(data, model)
         assert batch.conditions["image_tokens"].layout.lengths == (9,)
         with pytest.raises(BatchError, match=r"raise data\.max_text_tokens") if limit == 3 else nullcontext():
             data.pack_maxima().pad(batch)
