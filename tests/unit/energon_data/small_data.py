@@ -1,6 +1,7 @@
 """Small data sets with known content."""
 
 import io
+import tarfile
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -62,6 +63,19 @@ def write_dataset(folder: Path, splits: dict[str, Samples], *, per_shard: int = 
     write_dataset_file(folder, {"format": 1, "shards": shards})
     write_energon_metadata(folder, shards, splits)
     return folder
+
+
+def damage(folder: Path, key: str, part: str = "latent.npy", *, position: int = -1) -> Path:
+    """Flip a bit of one member in place, and return its shard; offsets, sizes and headers do not change."""
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            members = {member.name: member for member in tar}
+        if member := members.get(f"{key}.{part}"):
+            data = bytearray(shard.read_bytes())
+            data[member.offset_data + position % member.size] ^= 1
+            shard.write_bytes(data)
+            return shard
+    raise AssertionError(key)
 
 
 def spec(

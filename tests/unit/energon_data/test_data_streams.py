@@ -1,7 +1,6 @@
 """Streams: the order does not depend on the number of ranks, and a resumed run continues bit for bit."""
 
 import shutil
-import tarfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import clips, first_batch, npy, spec, write_dataset
+from small_data import clips, damage, first_batch, npy, spec, write_dataset
 from small_streams import PACKED, build, build_spec, same, take, through_disk
 
 from dit.condition_table import IMAGE_TOKENS
@@ -311,21 +310,13 @@ def test_ranks_that_share_a_stream_report_its_samples_once(
 
 @pytest.fixture
 def damaged_after(mixed_folder: Path, tmp_path: Path) -> Callable[[int], Path]:
-    """Copy a data set, and damage every second training sample, starting at the sample with this number."""
+    """Copy a data set, and damage every second of its 75 training samples, starting at the sample with this number."""
 
     def copied(first: int) -> Path:
         folder = tmp_path / "damaged"
         shutil.copytree(mixed_folder, folder)
-        number = 0
-        for shard in sorted(folder.rglob("train*.tar")):
-            data = bytearray(shard.read_bytes())
-            with tarfile.open(shard) as tar:
-                for member in tar:
-                    if member.name.endswith("latent.npy"):
-                        if number >= first and number % 2 == 0:
-                            data[member.offset_data + member.size - 1] ^= 0xFF
-                        number += 1
-            shard.write_bytes(data)
+        for number in range(first, 75, 2):
+            damage(folder, f"train_clip{number:05d}")
         return folder
 
     return copied
@@ -334,12 +325,7 @@ def damaged_after(mixed_folder: Path, tmp_path: Path) -> Callable[[int], Path]:
 def test_the_held_out_pass_reads_no_sample_after_its_limit(mixed_folder: Path, tmp_path: Path) -> None:
     """The sixth sample is damaged."""
     folder = Path(shutil.copytree(mixed_folder, tmp_path / "data"))
-    (shard, *_) = sorted(folder.rglob("val*.tar"))
-    data = bytearray(shard.read_bytes())
-    with tarfile.open(shard) as tar:
-        member = [m for m in tar if m.name.endswith("latent.npy")][5]
-    data[member.offset_data + member.size - 1] ^= 0xFF
-    shard.write_bytes(data)
+    damage(folder, "val_clip00005")
     passed = EnergonData(path=str(folder), validation_samples=5).build_validation(spec(), dp_rank=0, dp_size=1)
     assert sum(batch.layout.num_samples for batch in passed) == 5
 
