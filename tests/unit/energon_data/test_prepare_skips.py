@@ -18,7 +18,7 @@ from dit import media
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
 from energon_data import media_files
 from energon_data.media_files import open_picture
-from energon_data.prepare import build, preparation
+from energon_data.prepare import build
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
@@ -148,7 +148,7 @@ def test_an_empty_file_is_named_as_such():
         list(clips_of(b"", Cut()))
 
 
-@pytest.mark.parametrize(("package", "names"), [("av", "a.mp4"), ("pillow_heif", "a.heic")])
+@pytest.mark.parametrize(("package", "names"), [("av", "a.mp4"), ("pillow_heif", "a.HEIC")])
 def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
     tmp_path, capsys, monkeypatch, package, names
 ):
@@ -157,6 +157,9 @@ def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
     media.reads_heic.cache_clear()
     try:
         assert prepare(source, tmp_path / "out") == EXIT_CONFIG
+        if package == "pillow_heif":
+            with pytest.raises(SampleError, match="needs pillow-heif"):
+                open_picture(b"\0\0\0\x1cftypheic" + bytes(100))
     finally:
         media.reads_heic.cache_clear()
     error = capsys.readouterr().err
@@ -164,6 +167,7 @@ def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
     assert f"error: {names} and 2 other files: " in error
     assert extra[package] in error
     assert error.rstrip().endswith(", or move them away")
+    assert error.count("\n") == 2  # with "preparing ..."
     assert ".gif" not in error
 
 
@@ -246,19 +250,6 @@ def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys, 
         red.save(source / name, save_all=True, append_images=[black])
     assert prepare(source, tmp_path / "out", "--samples-per-shard", "1", command=command) == EXIT_OK
     assert f"first frame of an animation: {count} samples (a.webp)" in capsys.readouterr().out
-
-
-def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, capsys, monkeypatch):
-    for module in (media, media_files, preparation):
-        monkeypatch.setattr(module, "reads_heic", lambda: False)
-    data = b"\0\0\0\x1cftypheic" + bytes(100)
-    source = folder_of(tmp_path / "in", {"IMG_1.HEIC": data})
-    assert prepare(source, tmp_path / "out", command="images") == EXIT_CONFIG
-    assert "IMG_1.HEIC and 0 other files: HEIC needs pillow-heif" in (said := capsys.readouterr().err)
-    assert "pip install -e '.[heic]'" in said
-    assert said.count("\n") == 2  # with "preparing ..."
-    with pytest.raises(SampleError, match="needs pillow-heif"):
-        open_picture(data)
 
 
 # Failures and restarts.
