@@ -24,8 +24,6 @@ from energon_data.filters import FilteredOutError
 from energon_data.media_files import open_picture, pixels_of
 from energon_data.samples import SampleError
 
-SAMPLE_DATA = Path(matplotlib.get_data_path()) / "sample_data"
-
 
 def visits(count: int) -> list[Visit]:
     return [Visit(3, 0, number, 17) for number in range(count)]
@@ -38,7 +36,8 @@ def ramp(height: int, width: int) -> torch.Tensor:
 
 
 def test_a_resized_photograph_equals_that_of_pillow() -> None:
-    photograph = open_picture((SAMPLE_DATA / "grace_hopper.jpg").read_bytes())
+    file = Path(matplotlib.get_data_path()) / "sample_data" / "grace_hopper.jpg"
+    photograph = open_picture(file.read_bytes())
     width, height = photograph.size
     actual = pixel_values(resize(pixels_of([photograph]), 96))
     size = (96, round(height * 96 / width))

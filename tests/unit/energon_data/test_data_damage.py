@@ -3,7 +3,6 @@
 import json
 import math
 import pickle
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,11 +150,7 @@ def test_pickles_are_refused_and_not_executed(tmp_path: Path, part: str) -> None
     pickle.loads(pickle.dumps(_Touch(tmp_path / "proof")))
     assert (tmp_path / "proof").exists(), "the payload works"
 
-    def samples() -> Any:
-        for key, meta, parts in clips(8, sizes=[(1, 4, 4)]):
-            yield key, meta, parts | ({part: payload} if key == "clip00005" else {})
-
-    folder = write_dataset(tmp_path / "data", {"train": samples()})
+    folder = write_dataset(tmp_path / "data", {"train": _sample_of({"parts": {part: payload}})})
     with pytest.raises(DataError, match=r"train_clip00005.*(pickle|unknown format)"):
         run(folder)
     assert not marker.exists()
@@ -308,14 +303,12 @@ def test_metadata_and_types_out_of_range_have_separate_reasons(tmp_path: Path) -
 def test_pooled_texts_are_read_and_required(tmp_path: Path) -> None:
     """A model with pooled text gets the vector of each sample; a missing vector or another width is refused."""
 
-    def with_pooled() -> Any:
-        for i, (key, meta, parts) in enumerate(clips(12, sizes=[(1, 4, 4)])):
-            yield key, meta, parts | {"pooled.npy": npy(np.full(5, i, np.float16))}
-
     def first(folder: Path, size: int) -> Any:
-        return first_batch(EnergonData(path=str(folder), shuffle_buffer=0), spec(pooled_size=size))
+        return first_batch(EnergonData(path=str(folder)), spec(pooled_size=size))
 
-    folder = write_dataset(tmp_path / "data", {"train": with_pooled()})
+    samples = enumerate(clips(12, sizes=[(1, 4, 4)]))
+    pooled = [(key, meta, parts | {"pooled.npy": npy(np.full(5, i, np.float16))}) for i, (key, meta, parts) in samples]
+    folder = write_dataset(tmp_path / "data", {"train": pooled})
     batch = first(folder, 5)
     assert batch.conditions["pooled"].values.tolist() == [[float(key[-5:])] * 5 for key in batch.keys]
     with pytest.raises(DataError, match="pooled text has width 5, the model takes width 6"):
@@ -372,12 +365,8 @@ def test_damage_after_the_check_is_counted_not_fatal_to_the_budget(
 ) -> None:
     """Headers are overwritten after the check: the error names the lost samples, and all others are read."""
     folder = copy_of(mixed_folder)
-    shard = folder / "train-000002.tar"
-    with tarfile.open(shard) as tar:
-        first = tar.getmembers()[0]
-    data = bytearray(shard.read_bytes())
-    data[first.offset : first.offset + 100] = b"\xff" * 100
-    shard.write_bytes(data)
+    with (folder / "train-000002.tar").open("r+b") as shard:
+        shard.write(b"\xff" * 100)
     with pytest.raises(DataError, match=r"'#0' in shard 'train-000002.tar': unreadable: .*header.*checksum"):
         run(folder, background=background)
     keys, skipped = run(folder, 18, max_lost_samples=1, background=background)

@@ -5,7 +5,7 @@ import zlib
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 import pytest
@@ -84,11 +84,11 @@ def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> 
 def test_a_limit_drops_a_latent_without_the_limited_number(
     tmp_path: Path, settings: dict[str, float], reason: str, known: dict[str, float]
 ) -> None:
-    def samples() -> Any:
-        for key, meta, parts in clips(12, sizes=[(1, 4, 4)]):
-            yield key, {**meta, "aesthetic_score": None, **(known if key != "clip00005" else {})}, parts
-
-    keys, skipped = run(write_dataset(tmp_path / "data", {"train": samples()}), 2, **settings)
+    samples = [
+        (key, {**meta, "aesthetic_score": None, **(known if key != "clip00005" else {})}, parts)
+        for key, meta, parts in clips(12, sizes=[(1, 4, 4)])
+    ]
+    keys, skipped = run(write_dataset(tmp_path / "data", {"train": samples}), 2, **settings)
     assert len(set(keys)) == 8
     assert "train_clip00005" not in keys
     assert skipped == {reason: 1}

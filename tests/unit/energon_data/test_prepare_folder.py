@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import unicodedata
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -200,17 +201,16 @@ def change_list(source: Path) -> None:
     (source / "metadata.jsonl").write_text((source / "metadata.jsonl").read_text().replace("old", "new"))
 
 
-def change_caption(source: Path) -> None:
-    change_picture(source, "p05.txt")
-
-
-def change_picture(source: Path, name: str = "p05.png") -> None:
+def change_file(source: Path, name: str) -> None:
     """Change the modification time, as another file of the same size would."""
     about = (source / name).stat()
     os.utime(source / name, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
 
 
-@pytest.mark.parametrize("change", [change_list, change_caption, change_picture])
+CHANGES = [change_list, *(partial(change_file, name=name) for name in ("p05.txt", "p05.png"))]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["list", "caption", "picture"])
 def test_an_interrupted_preparation_does_not_continue_with_other_captions_or_files(tmp_path, change):
     """Otherwise half of the samples would have the old caption and half the new one."""
     source = mixed(tmp_path / "in", videos=0)

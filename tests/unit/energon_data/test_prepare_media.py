@@ -352,16 +352,6 @@ def test_ranks_write_the_shards_of_one_process(tmp_path):
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_the_summary_counts_samples_shapes_and_skips(tmp_path, capsys):
-    source = folder_of_pictures(tmp_path / "in")
-    (source / "p03.png").write_bytes(as_file(noise(8, 8)))
-    described(source, tmp_path / "out")
-    said = capsys.readouterr().out
-    assert "11 samples in 1 shard," in said
-    assert "6 of 3x1x32x16, 5 of 3x1x32x32" in said
-    assert "skipped, too_small: 1; p03.png" in said
-
-
 def test_one_caption_is_used_for_all_files_without_a_caption(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 3)
     (source / "p01.txt").unlink()

@@ -58,6 +58,10 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     found = description(tmp_path / "out")
     assert (found["skipped"], found["samples"]["train"]) == (Counter(skipped.values()), num_taken)
     summary = capsys.readouterr().out
+    assert f"{num_taken} samples in 1 shard," in summary
+    shapes = ", ".join(f"{count} of {shape}" for shape, count in found["shapes"].items())
+    assert f"  shapes (C x T x H x W): {shapes}\n" in summary
+    assert "  skipped, too_small: 2; sliver.png: " in summary
     assert f"used: {num_taken} of {len(expected)} files" in summary
     assert "turned according to the file: 3 samples" in summary
     assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
