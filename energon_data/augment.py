@@ -35,10 +35,6 @@ class Visit:
         address = f"{self.seed}/{self.stream}/{self.number}/{self.sample}{purpose}".encode()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(blake2b(address, digest_size=16).digest())))
 
-    def caption(self, count: int) -> int:
-        """Draw the index of one of `count` captions, uniformly."""
-        return int(self.generator("/caption").integers(count))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:

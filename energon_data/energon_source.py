@@ -171,7 +171,10 @@ class EnergonSource:
         that were selected into packs but not delivered are selected again.
         """
         saved = position.state["settings"]
-        if not check_settings_changed(saved, self._settings, self._may_change()):
+        # Settings that determine the grouping of samples, but not the samples after a position.
+        grouping = {"pack_multiple_of"} if self._batch_size is None else {"micro_batch_size"}
+        may_change = set[str]() if self._options.bucket_by_shape else grouping
+        if not check_settings_changed(saved, self._settings, may_change):
             return position
         former_spec = replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1)
         former = self._reopen(former_spec, saved["pack_multiple_of"] or 1)
@@ -193,12 +196,6 @@ class EnergonSource:
             self._loader.restore_state_rank(
                 SavableDataLoaderState(worker_states=[worker], next_worker_id=0, micro_batch_size=batch_size)
             )
-
-    def _may_change(self) -> set[str]:
-        """Return the settings that determine the grouping of samples, but not the samples after a position."""
-        if self._batch_size is None:
-            return {"pack_multiple_of"}
-        return set() if self._options.bucket_by_shape else {"micro_batch_size"}
 
     def close(self) -> None:
         """Stop reading, and close the shards."""

@@ -186,7 +186,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         clip = cook_clip(decoded, vae=self.options.vae, change=change, references=self.options.references)
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:
-            clip.wording = visit.caption(len(captions))
+            clip.wording = int(visit.generator("/caption").integers(len(captions)))
         return clip
 
     @stateless
