@@ -53,16 +53,11 @@ from tests.unit.energon_data.awkward_media import (
     turned_mp4,
 )
 
-# Files.
-
 
 def test_transparent_pixels_are_white():
     see_through = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     see_through.putpixel((1, 0), (10, 20, 30, 255))
     assert np.asarray(open_picture(as_file(see_through))).tolist() == [[[255, 255, 255], [10, 20, 30]]]
-
-
-# From folder to training and back.
 
 
 @pytest.mark.parametrize("kind", ["png", "webp"])
