@@ -225,7 +225,7 @@ def measure_here(args: argparse.Namespace, cells: Sequence[grid.Cell]) -> None:
     """Measure cells one by one in processes of this machine, and append a row after each."""
     for cell in cells:
         in_time = run_here(command_of(words_of(cell, args), args.ranks), log_file(cell, args), args.limit)
-        take(args, cell, in_time=in_time)
+        append_row(args, cell, in_time=in_time)
 
 
 def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor: "Executor") -> None:
@@ -237,7 +237,7 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
     states = experiment.execute(args.name or args.out.name, "benchmarks.step", tasks, executor, **places)
     for cell in cells:
         if cell.name in states:
-            take(args, cell)
+            append_row(args, cell)
 
 
 def log_file(cell: grid.Cell, args: argparse.Namespace) -> Path:
@@ -245,8 +245,8 @@ def log_file(cell: grid.Cell, args: argparse.Namespace) -> Path:
     return args.out / "logs" / f"{cell.name}.log"
 
 
-def take(args: argparse.Namespace, cell: grid.Cell, *, in_time: bool = True) -> None:
-    """Make a cell's record its row, in place of another one, with the planner's prediction, and print it in a line."""
+def append_row(args: argparse.Namespace, cell: grid.Cell, *, in_time: bool = True) -> None:
+    """Write and print a cell's row, of its record and the planner's prediction; delete the record and a former row."""
     file = record_file(cell, args)
     result = result_of(file, log_file(cell, args), in_time)
     row = {**result, **planned(cell, args, result), **key_fields(cell, args)}
@@ -290,7 +290,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     echo(f"{len(to_measure)} of {len(cells)} cells to measure")
     for cell in () if args.dryrun else missing:
         if cell in recorded:
-            take(args, cell)
+            append_row(args, cell)
         else:
             record_file(cell, args).unlink(missing_ok=True)  # incomplete
     if executor is not None:

@@ -182,7 +182,7 @@ class DataConfig(ABC):
         """
 
     def validate_held_out(self) -> None:  # noqa: B027, for data that always have held-out samples
-        """Check the held-out data of a run that measures their loss, before anything is built."""
+        """Check that there are held-out data; called before a run that reads them. Raises ConfigError or DataError."""
 
     @abstractmethod
     def build_train(

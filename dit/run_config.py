@@ -220,10 +220,17 @@ class RunConfig:
         dims, spec = self.check(world_size_from_environment())
         implementations(self.model, self.training)
         self.data.validate(spec, dims.data_parallel_size, dims.micro_batches * dims.data_parallel_size)
-        if 0 < self.training.validation_interval <= self.training.num_steps:
+        intervals = [self.training.validation_interval, self.training.sample_interval if self.draws_held_out else 0]
+        if any(0 < interval <= self.training.num_steps for interval in intervals):
             self.data.validate_held_out()
         self.unused_conditions()
         return dims, spec
+
+    @property
+    def draws_held_out(self) -> bool:
+        """Whether samples are drawn from held-out pictures, because prompts and classes do not describe them."""
+        pictures = (condition.axis == "latent" or condition.of_picture for condition in self.model.conditions())
+        return self.training.validation_interval > 0 and (any(pictures) or self.data.references_setting() is not None)
 
     def unused_conditions(self) -> list[str]:
         """Return a line for each condition of the data that the model does not use; reads the first samples."""

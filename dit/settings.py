@@ -88,8 +88,8 @@ class TrainingConfig:
         micro_batch_size, global_batch_size: samples (or packs) per forward pass of a rank, at most, and per optimizer
             step over all ranks.
         precision: `bf16` and `fp16` have fp32 master weights and gradients.
-        fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
-            (`mxfp8`); `nvfp4`: 4-bit products with one scale per 16, an experiment.
+        fp8: 8-bit matrix products in transformer blocks, with one scale per matrix (`tensorwise`), 128 numbers
+            (`blockwise`) or 32 (`mxfp8`), or experimental 4-bit ones with one scale per 16 (`nvfp4`).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
             doubles; an overflow skips the update and halves it.

@@ -126,7 +126,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     if not isinstance(counts, dict) or not isinstance(parts, dict):
         raise DataError(f"{meta} has no valid .info.json and split.yaml; {_ADVICE}")
     if split not in parts:
-        held_out = "prepare it with a larger --validation, or set training.validation_interval=0"
+        held_out = "prepare it with a larger --validation, or train with training.validation_interval=0"
         cure = held_out if split == "val" else _ADVICE
         raise DataError(f"{folder} has no split {split!r}, only {sorted(map(str, parts))}; {cure}")
     for entry, value in {**parts, "exclude": splits.get("exclude")}.items():  # Energon reads all of them

@@ -141,10 +141,16 @@ class Samples(ReaderSettings):
     def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., Source]:
         return partial(IndexedSource, self, spec, seed=seed)
 
+    def validate_held_out(self) -> None:
+        """Check that there are held-out samples."""
+        if not self.validation_samples:
+            raise ConfigError(
+                f"{self.origin} has no held-out samples; set data.validation_samples, or training.validation_interval=0"
+            )
+
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a finite pass over the held-out samples; see `StreamSettings.share_validation`."""
-        if not self.validation_samples:
-            raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples")
+        self.validate_held_out()
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
         return self.share_validation(source.remaining(), dp_rank, dp_size)
 

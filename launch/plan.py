@@ -173,10 +173,13 @@ class Report:
             return []
         smallest = min(priced.peak for priced in self.verdict.too_large) / GIB
         room = MEMORY_SHARE * self.problem.device.memory_bytes / GIB
+        cure = "more --gpus or another --device" + (
+            "" if self.problem.optimizer.offload else ", or optimizer.offload=True"
+        )
         return [
             "",
-            f"no layout fits: tensors can use {room:.1f} GiB of a {self.problem.device.name}, and the smallest layout "
-            f"needs {smallest:.1f} GiB; use more --gpus, another --device, or optimizer.offload=True",
+            f"no layout fits: the smallest one needs {smallest:.1f} GiB, and tensors can use {room:.1f} GiB of each "
+            f"{self.problem.device.name}; use {cure}",
         ]
 
     def record(self) -> dict[str, Any]:

@@ -31,8 +31,9 @@ RECIPES: dict[Fp8, Any] = {
 def quantized(fp8: Optional[Fp8Products]) -> AbstractContextManager[Any]:
     """Return the context in which Transformer Engine quantises products.
 
-    Its tensorwise scaling compares the magnitudes of several ranks only where it gathers quantised tokens, so two
-    layouts agree within the error of FP8.
+    Its scales of matrices (`tensorwise`, `nvfp4`) compare the magnitudes of several ranks only where it gathers
+    quantised tokens, and it rounds the gradients of `nvfp4` stochastically, so two layouts agree within the error of
+    the format.
     """
     if fp8 is None:
         return nullcontext()

@@ -230,10 +230,10 @@ def _check_lengths(folder: Path, saved: Sequence[float], config: RunConfig) -> N
     """Check that a checkpoint has a power-function average of each length that the run averages over."""
     lengths = config.training.ema_sigma_rel or []
     if missing := [length for length in lengths if length not in saved]:
-        cure = json.dumps(saved or None, separators=(",", ":"))
+        cure = json.dumps(saved, separators=(",", ":")) if saved else None
         raise CheckpointError(
-            f"training.ema_sigma_rel={lengths}, but {folder} has power-function averages of lengths {saved}, not of "
-            f"{missing}; set training.ema_sigma_rel={cure} or start in a new training.run_dir"
+            f"training.ema_sigma_rel={lengths}, but {folder} has no power-function averages of lengths {missing}; set "
+            f"training.ema_sigma_rel={cure} or start in a new training.run_dir"
         )
 
 

@@ -110,8 +110,14 @@ class TextEncoder:
         long = [i for i, numbers in enumerate(ids) if len(numbers) > limit]
         if long:
             logger.warning(
-                "truncated to the %d tokens of %s: %s, such as %r ... of %d tokens",
-                *(max_tokens, self.config.name, counted(len(long), "text"), texts[long[0]][:60], len(ids[long[0]])),
+                "%s, truncated to the %d tokens of %s: the first has %d tokens and begins with %r",
+                *(
+                    counted(len(long), "long text"),
+                    max_tokens,
+                    self.config.name,
+                    len(ids[long[0]]),
+                    texts[long[0]][:60],
+                ),
             )
             ids = self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
         return [numbers if text or not around.may_be_empty else [] for numbers, text in zip(ids, rendered, strict=True)]

@@ -46,8 +46,7 @@ def held_out_pictures(
 ) -> Optional[PackedBatch]:
     """Return the first held-out micro-batch for a model that reads pictures, such as a picture to edit.
 
-    Prompts and classes do not describe the samples of such a model. The micro-batch is one pack, or has
-    up to `training.micro_batch_size` samples, in every layout.
+    The micro-batch is one pack, or has up to `training.micro_batch_size` samples, in every layout.
 
     Args:
         encode: encodes raw pixels and captions (collective).
@@ -55,12 +54,10 @@ def held_out_pictures(
     Returns:
         None for other models, or if `training.validation_interval` is 0.
     """
-    model, data = config.model, config.data
-    reads_pictures = any(condition.axis == "latent" or condition.of_picture for condition in model.conditions())
-    if config.training.validation_interval == 0 or not (reads_pictures or data.references_setting()):
+    if not config.draws_held_out:
         return None
     size = replace(spec, micro_batch_size=config.training.micro_batch_size)
-    return spec.check(encode(next(without_levels(data).build_validation(size, dp_rank=0, dp_size=1))))
+    return spec.check(encode(next(without_levels(config.data).build_validation(size, dp_rank=0, dp_size=1))))
 
 
 class PictureWriter:

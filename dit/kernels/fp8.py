@@ -6,7 +6,7 @@ A quantised matrix has values and scales; `value * scale` is close to the matrix
     blockwise     one scale for 128 numbers along the summed dimension, or for 128 x 128 of a weight; a power of two
     mxfp8         one scale for 32 numbers along the summed dimension; a power of two (E8M0)
     nvfp4         4-bit values (e2m1); one scale for 16 numbers along the summed dimension, or for 16 x 16 of a weight;
-                  an e4m3 number times a factor of the matrix
+                  an e4m3 number divided by a factor of the matrix
 
 A linear layer y = x w^T has three products, and the summed dimension differs:
 
@@ -44,11 +44,12 @@ Role = Literal["input", "weight", "gradient"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MANTISSA, E4M3_EXPONENT = math.frexp(torch.finfo(E4M3).max)
 E4M3_MAX, E2M1_MAX = torch.finfo(E4M3).max, 6.0
-BLOCKS: dict[Fp8, int] = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 16}
-"""Size of a block, or the 16 bytes that tensor cores read at once.
+BLOCKS: dict[Fp8, int] = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32}
+"""Size of a block, or the numbers in the 16 bytes that tensor cores read at once.
 
 Ranks must not cut it: the local features of a product, and the local tokens of a sample, are a multiple of it.
 """
+NVFP4_BLOCK = 16
 
 
 def check_features(fp8: Fp8, count: int, ranks: int, name: str = "features of a linear layer") -> None:
@@ -115,7 +116,7 @@ def quantize_tiles(x: Tensor, tile: tuple[int, int]) -> Quantized:
 
 
 def quantize_nvfp4(x: Tensor, tile: tuple[int, int], amax: Tensor) -> Quantized:
-    """Quantise a matrix to e2m1; the largest scale of a tile is 448 times the factor of the matrix.
+    """Quantise a matrix to e2m1; a factor of the matrix makes 448 the largest e4m3 number of a scale.
 
     Args:
         amax: largest magnitude of the matrix, over all ranks that have a part of it.
@@ -151,16 +152,16 @@ def _matrix(tiles: Tensor, like: Tensor) -> Tensor:
 
 
 NEGATIVE_SIGNS = 0b1101011111101000
-"""Rows, from the last bit on, whose sign NVFP4 changes: Transformer Engine's constant (`get_wgrad_sign_vector`)."""
+"""Bit i is 1 if the rotation changes the sign of row i: Transformer Engine's constant (`get_wgrad_sign_vector`)."""
 
 
 def rotated(x: Tensor) -> Tensor:
-    """Multiply each block of 16 rows by a Hadamard matrix with random signs; the last block is padded with zeros."""
-    rows = torch.arange(16, device=x.device)
+    """Multiply each block of 16 rows by a Hadamard matrix with fixed signs; the last block is padded with zeros."""
+    rows = torch.arange(NVFP4_BLOCK, device=x.device)
     common = rows[:, None] & rows
     odd = common ^ common >> 1 ^ common >> 2 ^ common >> 3 ^ NEGATIVE_SIGNS >> rows
     hadamard = (1 - 2 * (odd & 1)) / 4
-    blocks, _ = _tiles(x, (len(rows), x.shape[1]))
+    blocks, _ = _tiles(x, (NVFP4_BLOCK, x.shape[1]))
     return (hadamard @ blocks.squeeze(2)).flatten(0, 1)
 
 
@@ -225,17 +226,13 @@ class Fp8Products:
     group: Optional[Any] = None
 
     def amaxes(self, *matrices: Tensor) -> list[Tensor]:
-        """Return the largest magnitude of each matrix over all ranks that have parts of it; none if unused.
-
-        Under `nvfp4` it is followed by the largest magnitude of the rotated matrix.
-        """
+        """Return the largest magnitude of each matrix over all ranks that have parts of it; none if unused."""
         if self.kind not in ("tensorwise", "nvfp4"):
             return []
-        forms = (lambda x: x, rotated) if self.kind == "nvfp4" else (lambda x: x,)
-        amaxes = torch.stack([form(x).abs().amax().float() for x in matrices for form in forms])
+        amaxes = torch.stack([x.abs().amax().float() for x in matrices])
         if self.group is not None:
             dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=self.group)
-        return list(amaxes.view(len(matrices), -1).unbind())
+        return list(amaxes.unbind())
 
     def quantize(self, x: Tensor, role: Role, summed_dim: int, amax: Optional[Tensor] = None) -> Quantized:
         """Quantise an operand of a product.
@@ -246,14 +243,15 @@ class Fp8Products:
         """
         if self.kind == "tensorwise":
             assert amax is not None
-            return quantize_tensor(x, E5M2 if role == "gradient" else E4M3, amax[0])
-        block = BLOCKS[self.kind]
+            return quantize_tensor(x, E5M2 if role == "gradient" else E4M3, amax)
+        block = NVFP4_BLOCK if self.kind == "nvfp4" else BLOCKS[self.kind]
         tile = (1, block) if summed_dim == 1 else (block, 1)
         if self.kind != "mxfp8" and role == "weight":
             tile = (block, block)
         if self.kind != "nvfp4":
             return quantize_tiles(x, tile)
+        if role != "weight" and summed_dim == 0:
+            x = rotated(x)
+            (amax,) = self.amaxes(x)
         assert amax is not None
-        if role == "weight" or summed_dim == 1:
-            return quantize_nvfp4(x, tile, amax[0])
-        return quantize_nvfp4(rotated(x), tile, amax[1])
+        return quantize_nvfp4(x, tile, amax)

@@ -44,8 +44,8 @@ class TextConditioned(ModelConfig):
 
     Attributes:
         context_size: width of the text embeddings.
-        context_dropout: fraction of dropped texts, for guidance. The smaller of this and `class_dropout` is the
-            fraction that loses both.
+        context_dropout: fraction of dropped texts, for guidance. Samples lose both text and class in the smaller
+            fraction of this and `class_dropout`.
     """
 
     context_size: Optional[int] = None

@@ -65,7 +65,7 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "A number in brackets is the parameter count of all names between it and the previous one.",
+        "A number in brackets is the parameter count of each recipe listed since the previous brackets.",
         "`--list` adds the hardware, and `--describe NAME` prints the full description of a recipe or component. The",
         "[page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
     ]

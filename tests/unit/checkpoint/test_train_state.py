@@ -117,7 +117,9 @@ def test_averages_are_resumed_by_their_length(tmp_path: Path, one_rank_world: Pr
 
     run, accept = start("[0.05, 0.25]"), 'checkpoint.accept_changes=["training.ema_sigma_rel"]'
     finish(run, 3)
-    message = r"lengths \[0.05, 0.25\], not of \[0.1\]; set training.ema_sigma_rel=\[0.05,0.25\] or start in a new"
+    message = (
+        r"no power-function averages of lengths \[0.1\]; set training.ema_sigma_rel=\[0.05,0.25\] or start in a new"
+    )
     with pytest.raises(CheckpointError, match=message):
         start("[0.25, 0.1]", accept)
     resumed = start("[0.25]", accept)

@@ -48,7 +48,8 @@ def test_a_text_that_is_too_long_is_truncated_with_a_warning(encoder, caplog):
     torch.testing.assert_close(long, full, atol=BATCH_ATOL, rtol=0)
     (record,) = caplog.records
     assert record.message == (
-        f"truncated to the 512 tokens of all-minilm-l6-v2: 1 text, such as {'word ' * 12!r} ... of 602 tokens"
+        "1 long text, truncated to the 512 tokens of all-minilm-l6-v2: the first has 602 tokens and begins with "
+        f"{'word ' * 12!r}"
     )
 
 

@@ -16,6 +16,7 @@ from small_streams import same, take, through_disk
 
 from dit.data_api import NoData
 from dit.errors import ConfigError, DataError
+from dit.run_config import RunConfig
 from energon_data.blend import read_blend
 from energon_data.dataset import EnergonData
 from energon_data.streams import StreamGroup
@@ -72,20 +73,24 @@ def test_members_are_read_in_proportion_to_their_weights(members: dict[str, Path
     assert abs(counts["a"] / 1200 - 0.25) < 0.05  # four standard deviations
 
 
-@pytest.mark.parametrize(("interval", "is_refused"), [(2, True), (4, False), (0, False)])
+@pytest.mark.parametrize(
+    ("interval", "draws", "is_refused"),
+    [(2, False, True), (4, False, False), (0, False, False), (4, True, True)],
+)
 def test_a_run_that_reaches_a_validation_needs_held_out_data_in_every_folder(
-    tmp_path: Path, interval: int, is_refused: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interval: int, draws: bool, is_refused: bool
 ) -> None:
-    """The run of three steps is refused at its start."""
+    """The run of three steps is refused at its start, also if it draws samples from held-out pictures."""
+    monkeypatch.setattr(RunConfig, "draws_held_out", draws)
     members = []
     for name, splits in {"both": ("train", "val"), "one": ("train",)}.items():
         samples = {split: clips(8, sizes=[(1, 4, 4)]) for split in splits}
         members.append({"path": str(write_dataset(tmp_path / name, samples)), "weight": 1})
     config = tiny_config(tmp_path / "run", "model.in_channels=2", "model.context_size=3")
-    training = replace(config.training, num_steps=3, validation_interval=interval)
+    training = replace(config.training, num_steps=3, validation_interval=interval, sample_interval=3)
     config = replace(config, training=training, data=EnergonData(blend=members))
     if is_refused:
-        with pytest.raises(DataError, match=r"one has no split 'val', .* or set training.validation_interval=0"):
+        with pytest.raises(DataError, match=r"one has no split 'val', .* or train with training.validation_interval=0"):
             config.check_here()
     else:
         config.check_here()
@@ -200,6 +205,7 @@ def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
     assert folder_of(mixed_folder, letters.folder) == str(letters.folder)
     assert folder_of(mixed_folder, data="elsewhere") == "elsewhere"
     average: Any = SimpleNamespace(config=SimpleNamespace(data=NoData()))
+    Path("data/letters").mkdir(parents=True)
     assert data_folder(Namespace(data=None), average) == "data/letters"
     with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
         folder_of(mixed_folder, Path(shutil.copytree(mixed_folder, tmp_path / "copy")))

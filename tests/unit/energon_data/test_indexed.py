@@ -190,6 +190,12 @@ def test_ranks_share_the_micro_batches_of_one(settings: dict, spec: BatchSpec, r
         assert [labels(batch) for batch in islice(shared, 32 // ranks)] == one[rank::ranks]
 
 
+def test_a_run_that_validates_needs_held_out_samples() -> None:
+    Numbers(validation_samples=1).validate_held_out()
+    with pytest.raises(ConfigError, match=r"set data.validation_samples, or training.validation_interval=0"):
+        Numbers().validate_held_out()
+
+
 def test_every_epoch_has_every_sample_once_in_a_new_order() -> None:
     data = Numbers(validation_samples=5, num_streams=1)
     spec = replace(SPEC, micro_batch_size=18)

@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from dit.backends.fp8_linear import fp8_linear
-from dit.kernels.fp8 import BLOCKS, E4M3, E5M2, Fp8Products, Quantized, emulated, quantize_tensor, rotated, scaled_mm
+from dit.kernels.fp8 import (
+    BLOCKS,
+    E4M3,
+    E5M2,
+    NVFP4_BLOCK,
+    Fp8Products,
+    Quantized,
+    emulated,
+    quantize_tensor,
+    rotated,
+    scaled_mm,
+)
 
 KINDS = tuple(BLOCKS)
 ERRORS = {"tensorwise": (0.04, 0.07), "blockwise": (0.04, 0.04), "mxfp8": (0.04, 0.04), "nvfp4": (0.15, 0.15)}
@@ -95,7 +106,7 @@ def expected_rotation(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_blocks_are_along_the_summed_dimension(kind, role, dim):
     x, products = matrix(160, 136), Fp8Products(kind)
-    block = BLOCKS[kind]
+    block = NVFP4_BLOCK if kind == "nvfp4" else BLOCKS[kind]
     sides = (1, block) if dim == 1 else (block, 1)
     if kind != "mxfp8" and role == "weight":
         sides = (block, block)
@@ -193,7 +204,7 @@ def reference(kind: str, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tenso
         def q(matrix: Tensor, rows: int, columns: int, dtype: torch.dtype = E4M3) -> Tensor:
             return expected_tiles(matrix, rows, columns).double()
 
-    b = BLOCKS[kind]
+    b = NVFP4_BLOCK if kind == "nvfp4" else BLOCKS[kind]
     square = None if kind == "mxfp8" else (b, b)
     y = q(x, 1, b) @ q(weight, *(square or (1, b))).t()
     grad_x = q(grad, 1, b, E5M2) @ q(weight, *(square or (b, 1)))

@@ -151,10 +151,9 @@ def test_a_search_in_which_nothing_fits_has_a_cure(written, monkeypatch, tmp_pat
         sum(row["memory_bytes"].values()) for row in json.loads((tmp_path / "a.json").read_text())["too_large"]
     )
     room = 1e-7 * DEVICES["h100"].memory_bytes
-    says = (
-        f"tensors can use {room:.1f} GiB of a h100, and the smallest layout needs {smallest:.1f} GiB; use more --gpus"
-    )
-    assert f"no layout fits: {says}, another --device, or optimizer.offload=True" in capsys.readouterr().out
+    says = f"the smallest one needs {smallest:.1f} GiB, and tensors can use {room:.1f} GiB of each h100"
+    cure = "use more --gpus or another --device, or optimizer.offload=True"
+    assert f"no layout fits: {says}; {cure}" in capsys.readouterr().out
 
 
 def test_every_part_of_a_step_has_a_cause():

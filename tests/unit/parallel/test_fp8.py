@@ -86,6 +86,7 @@ def test_samples_are_padded_so_that_no_block_of_tokens_is_cut(fp8, parallel, mul
     [
         ("mxfp8", {}, 32),
         ("tensorwise", {}, 16),
+        ("nvfp4", {}, 32),
         ("mxfp8", {"tensor_model_parallel_size": 2}, 32),
         ("mxfp8", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 64),
         ("blockwise", {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}, 512),

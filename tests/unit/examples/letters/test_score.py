@@ -194,12 +194,6 @@ def judge_classes(*arguments):
     return evaluate.main(["--checkpoint", "run", "--metric", "letters", "--samples-per-class", "8", *arguments])
 
 
-def test_guidance_by_an_untrained_prediction_is_noted(generator, capsys):
-    generator.class_dropout = 0.0
-    assert judge_classes("--guidance-scale", "2") == 0
-    assert capsys.readouterr().err.startswith("note: --guidance-scale 2 uses the prediction without conditions")
-
-
 def test_the_score_counts_letters_read_as_requested(generator, capsys):
     generator.confused = (16,)
     assert judge_classes() == 0
