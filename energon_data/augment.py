@@ -35,10 +35,6 @@ class Visit:
         address = f"{self.seed}/{self.stream}/{self.number}/{self.sample}{purpose}".encode()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(blake2b(address, digest_size=16).digest())))
 
-    def caption(self, count: int) -> int:
-        """Draw the index of one of `count` captions, uniformly."""
-        return int(self.generator("/caption").integers(count))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
@@ -60,7 +56,6 @@ class Augmentation:
     multiple_of: int = 1
 
     def __call__(self, pixels: Tensor, visit: Visit) -> Tensor:
-        """Augment a picture or clip."""
         random = visit.generator()
         if self.smallest_side is not None:
             pixels = resize(pixels, self.smallest_side)

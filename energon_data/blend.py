@@ -127,7 +127,6 @@ class StagedSource:
         return self._source
 
     def next(self) -> StreamItem:
-        """Return the next item; do not call after a failure."""
         item = self._open().next()
         before = self._stage
         self._num_items += 1
@@ -141,7 +140,6 @@ class StagedSource:
         return Position({"delivered": self._num_items, "ends": list(self._ends), "stage": state}, offset)
 
     def adapt(self, position: Position) -> Position:
-        """Convert a position to one that is equal under the current settings."""
         state = position.state
         ends = state.get("ends", list(self._ends))
         if ends != list(self._ends):
@@ -165,7 +163,6 @@ class StagedSource:
         return Position({"delivered": num_items, "ends": ends, "stage": adapted.state})
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; call before the first `next`."""
         self._num_items = state["delivered"]
         self.close()
         self._open().load(state["stage"])

@@ -55,7 +55,6 @@ class Contents:
 
     @classmethod
     def read(cls, folder: Path) -> Optional["Contents"]:
-        """Read the description of a folder."""
         if not folder.exists():
             return None
         file = folder / "dataset.json"

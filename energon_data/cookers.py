@@ -9,9 +9,8 @@ take are not read. Other metadata: `loss_weight`, and values that settings limit
 from collections.abc import Callable
 from typing import Any, Optional
 
-import numpy as np
 import torch
-from megatron.energon import Cooker, stateless
+from megatron.energon import stateless
 from torch import Tensor
 
 from dit.batch import pixel_values
@@ -42,7 +41,11 @@ def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
     value = sample.get(f"{stem}.npy")
     tensors = sample.get(f"{stem}.safetensors")
     if value is not None:
-        tensor = _from_numpy(value, stem)
+        try:
+            tensor = torch.from_numpy(value)
+        except (TypeError, ValueError) as error:  # ValueError: a byte order that differs from this machine's
+            problem = f"{stem}.npy holds {value.dtype}, which is no number type of torch"
+            raise SampleError("wrong_part", problem) from error
     elif tensors is None:
         return None
     elif stem in tensors:
@@ -56,13 +59,6 @@ def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
     return tensor
 
 
-def _from_numpy(value: np.ndarray, stem: str) -> Tensor:
-    try:
-        return torch.from_numpy(value)
-    except (TypeError, ValueError) as error:  # ValueError: a byte order that differs from this machine's
-        raise SampleError("wrong_part", f"{stem}.npy holds {value.dtype}, which is no number type of torch") from error
-
-
 def _pixels(sample: dict[str, Any], wanted: str = PIXELS) -> Optional[Tensor]:
     """Decode the picture or video of a sample, uint8 `[3, T, H, W]`; None if it has none."""
     for name, data in sample.items():
@@ -73,11 +69,7 @@ def _pixels(sample: dict[str, Any], wanted: str = PIXELS) -> Optional[Tensor]:
 
 
 def _number(metadata: dict[str, Any], names: tuple[str, ...], limits: tuple[float, float]) -> Optional[float]:
-    """Return the first existing entry of `names`, None if there is none.
-
-    Raises:
-        SampleError: the entry is not a number between the limits.
-    """
+    """Return the first existing entry of `names`, or None; raises `SampleError` if it is not between the limits."""
     for name in names:
         if metadata.get(name) is not None:
             value = finite_number(metadata, name)
@@ -108,16 +100,13 @@ def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
             f"the sample stores no {name}, and the model takes one{_range(condition)}; add it to the metadata"
             f"{condition.or_without or _or_default(condition)}",
         )
-    elif condition.num_classes is None:
+    if condition.num_classes is None:
         return value
-    elif not value.is_integer():
+    if not value.is_integer():
         raise SampleError("metadata", f"{name} is {value:g}, not a whole number; classes count from 0")
-    else:
-        range_error = condition.out_of_range(value)
-        if range_error is None:
-            return int(value)
-        fault = range_error
-    raise SampleError(condition.name, f"the {name} is {fault}; correct the metadata{condition.or_without}")
+    if (fault := condition.out_of_range(value)) is not None:
+        raise SampleError(condition.name, f"the {name} is {fault}; correct the metadata{condition.or_without}")
+    return int(value)
 
 
 def _or_default(condition: Condition) -> str:
@@ -165,16 +154,11 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
 
 
 def _list_of_numbers(metadata: dict[str, Any], names: tuple[str, ...]) -> Optional[Tensor]:
-    """Return the first entry of `names` that is a list, float32; None if there is none.
-
-    Raises:
-        SampleError: it holds something else than finite numbers.
-    """
-    listed = next(((name, metadata[name]) for name in names if isinstance(metadata.get(name), list)), None)
-    if listed is None:
-        return None
-    name, values = listed
-    return torch.tensor([finite_number({name: value}, name) for value in values])
+    """Return the first entry of `names` that is a list, float32; raises `SampleError` if one is no finite number."""
+    for name in names:
+        if isinstance(values := metadata.get(name), list):
+            return torch.tensor([finite_number({name: value}, name) for value in values])
+    return None
 
 
 def read_references(
@@ -217,11 +201,7 @@ def _reference(
 
 
 def read_caption(clip: Clip) -> str:
-    """Return the caption that the training device embeds.
-
-    Raises:
-        SampleError: the metadata has none.
-    """
+    """Return the caption that the training device embeds."""
     caption = clip.metadata[CAPTIONS][clip.wording] if clip.wording else clip.metadata.get("caption")
     if not isinstance(caption, str):
         raise SampleError("no_caption", f"the caption is {caption!r:.60}, and data.online_text_encoder embeds a text")
@@ -229,11 +209,7 @@ def read_caption(clip: Clip) -> str:
 
 
 def _without_values(pixels: Tensor, vae: Geometry) -> Tensor:
-    """Return zeros in the shape of the latent of these pixels, without allocating memory.
-
-    Raises:
-        SampleError: pixels of this size cannot be encoded.
-    """
+    """Return zeros in the shape of the latent of these pixels, without allocating memory."""
     try:
         return torch.zeros(()).expand(vae.latent_shape(*pixels.shape[1:]))
     except ConfigError as error:
@@ -304,9 +280,8 @@ def cook_clip(
         # The picture was cropped or resized at load time, so the stored sizes no longer apply.
         metadata = {name: value for name, value in metadata.items() if name != SIZE_AND_CROP.name}
     weight = _number(metadata, ("loss_weight",), LOSS_WEIGHT_RANGE)
-    key = sample["__key__"]
     return Clip(
-        __key__=key,
+        __key__=sample["__key__"],
         __restore_key__=sample["__restore_key__"],
         __sources__=sample["__sources__"],
         latent=latent.float(),
@@ -315,10 +290,7 @@ def cook_clip(
         parts={name: part for name, part in sample.items() if name.endswith((".npy", ".safetensors"))},
         pixels=pixels,
         shard=sample["__shard__"],
-        id=sample_id(key),
+        id=sample_id(sample["__key__"]),
         loss_weight=1.0 if weight is None else weight,
         references=read_references(sample, latent, change) if references else [],
     )
-
-
-COOKERS = (Cooker(cook_clip),)

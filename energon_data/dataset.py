@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
-from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
+from dit.data_api import BatchSpec, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
@@ -35,7 +35,7 @@ _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
 @dataclass(kw_only=True)
-class EnergonData(ReaderSettings, DataConfig):
+class EnergonData(ReaderSettings):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:
@@ -101,11 +101,9 @@ class EnergonData(ReaderSettings, DataConfig):
 
     @property
     def longest_text(self) -> Optional[int]:
-        """Tokens of the longest text of a sample; None for no limit."""
         return self.max_text_tokens
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Return whether samples of different shapes may share a micro-batch; depends on the settings only."""
         return self.max_tokens_per_pack is not None or (spec.micro_batch_size > 1 and not self.bucket_by_shape)
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
@@ -171,7 +169,6 @@ class EnergonData(ReaderSettings, DataConfig):
             )
 
     def online_encoding(self) -> Optional[OnlineEncoding]:
-        """Return the encoding on the training device; None if samples contain latents and embeddings."""
         if self.online_vae is None and self.online_text_encoder is None:
             return None
         return OnlineEncoding(
@@ -182,7 +179,6 @@ class EnergonData(ReaderSettings, DataConfig):
         )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings without reading data."""
         check_values(self)
         self.check_references(spec)
         if self.references and self.online_vae is not None:
@@ -201,8 +197,7 @@ class EnergonData(ReaderSettings, DataConfig):
 
     @property
     def origin(self) -> str:
-        """Name of the data, for messages."""
-        return self.path if self.blend is None else ", ".join(member.path for member in self._members())
+        return ", ".join(self._paths())
 
     def _members(self) -> list[Member]:
         return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
@@ -232,12 +227,6 @@ class EnergonData(ReaderSettings, DataConfig):
         infos = self.folders(TRAIN_SPLIT)
         return infos[0].samples if len(infos) == 1 else None
 
-    def _train_path(self, stage: int) -> AbstractContextManager[str]:
-        """Return the path that Energon reads for training: `path`, or the blend of a stage."""
-        if self.blend is None:
-            return nullcontext(self.path)
-        return metadataset({m.path: m.weights[stage] for m in self._members()}, TRAIN_SPLIT)
-
     def largest_sample(self, patch_temporal: int, patch_spatial: int) -> list[Grid]:
         """Return (t, h, w) in patches of a crop, or of the largest sample in `dataset.json` and of its references.
 
@@ -251,11 +240,11 @@ class EnergonData(ReaderSettings, DataConfig):
         described = list[Contents]()
         with suppress(DataError):  # a folder that `prepare` did not write
             described = [contents for path in self._paths() if (contents := Contents.read(Path(path)))]
-        samples = [contents.largest_grids(patch_temporal, patch_spatial) for contents in described]
-        if not samples or self.resize_side is not None:
+        if self.resize_side is not None:
             return []
+        samples = [contents.largest_grids(patch_temporal, patch_spatial) for contents in described]
         grids = [sample if self.references else sample[:1] for sample in samples]
-        return max(grids, key=lambda sample: sum(map(math.prod, sample)))
+        return max(grids, key=lambda sample: sum(map(math.prod, sample)), default=[])
 
     def _pixel_multiple(self, spec: BatchSpec) -> int:
         """Return the number that sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
@@ -320,7 +309,8 @@ class EnergonData(ReaderSettings, DataConfig):
             options = self._options(spec)
             if pack_multiple_of is not None:
                 options = replace(options, pack_multiple_of=pack_multiple_of)
-            with self._train_path(stage) as path:
+            weights = {member.path: member.weights[stage] for member in self._members()}
+            with metadataset(weights, TRAIN_SPLIT) if weights else nullcontext(self.path) as path:
                 return EnergonSource(
                     path,
                     spec,

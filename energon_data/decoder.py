@@ -59,12 +59,7 @@ def read_npy(data: bytes | memoryview) -> np.ndarray:
         raise SampleError("bad_npy", f"unreadable .npy part: {error}") from error
 
 
-def read_safetensors(data: bytes) -> dict[str, Tensor]:
-    """Read a `.safetensors` part.
-
-    Raises:
-        SampleError: the part is damaged.
-    """
+def _read_safetensors(data: bytes) -> dict[str, Tensor]:
     from safetensors.torch import load
 
     try:
@@ -73,17 +68,13 @@ def read_safetensors(data: bytes) -> dict[str, Tensor]:
         raise SampleError("bad_safetensors", f"unreadable .safetensors part: {error}") from error
 
 
-def decode_part(name: str, data: bytes) -> Any:
-    """Decode one part by the last extension of its name.
-
-    Raises:
-        SampleError: the format is a pickle, unknown, or the part is damaged.
-    """
+def _decode_part(name: str, data: bytes) -> Any:
+    """Decode one part by the last extension of its name."""
     extension = name.rpartition(".")[2].lower()
     if extension == "npy":
         return read_npy(data)
     if extension == "safetensors":
-        return read_safetensors(data)
+        return _read_safetensors(data)
     if extension in RAW:
         return data
     if extension == "json":
@@ -118,8 +109,8 @@ def decode_sample(key: str, parts: dict[str, bytes], *, require_checksums: bool)
     rest = {name: data for name, data in parts.items() if name != META_PART}
     for name in rest:
         if name.rpartition(".")[2].lower() in PICKLES:
-            decode_part(name, b"")
+            _decode_part(name, b"")
     verify_parts(metadata, rest, required=require_checksums)
-    decoded: dict[str, Any] = {name: decode_part(name, data) for name, data in rest.items()}
+    decoded: dict[str, Any] = {name: _decode_part(name, data) for name, data in rest.items()}
     decoded[META_PART] = metadata
     return decoded

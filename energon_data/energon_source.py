@@ -70,7 +70,6 @@ def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
 
 
 def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: Any) -> SavableDataset:
-    """Open a data set."""
     try:
         return get_dataset(path, **options)
     except UserError:
@@ -153,13 +152,11 @@ class EnergonSource:
         self._iterator: Optional[Iterator[StreamItem]] = None
 
     def next(self) -> StreamItem:
-        """Return the next item; do not call after a failure."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         return next(self._iterator, StreamItem(None, [], None))
 
     def state(self) -> Position:
-        """Return the position."""
         saved = self._loader.save_state_rank()
         assert saved is not None  # None only for workers that have not started, and this loader has no workers
         (worker,) = saved.worker_states
@@ -168,13 +165,16 @@ class EnergonSource:
         return Position(state)
 
     def adapt(self, position: Position) -> Position:
-        """Convert a position to one that is equal under the current settings.
+        """Convert a position; see `Source.adapt`.
 
         If settings that group samples changed, the items after the state are read with the former settings, and samples
         that were selected into packs but not delivered are selected again.
         """
         saved = position.state["settings"]
-        if not check_settings_changed(saved, self._settings, self._may_change()):
+        # Settings that determine the grouping of samples, but not the samples after a position.
+        grouping = {"pack_multiple_of"} if self._batch_size is None else {"micro_batch_size"}
+        may_change = set[str]() if self._options.bucket_by_shape else grouping
+        if not check_settings_changed(saved, self._settings, may_change):
             return position
         former_spec = replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1)
         former = self._reopen(former_spec, saved["pack_multiple_of"] or 1)
@@ -190,19 +190,12 @@ class EnergonSource:
         why="a position of one stream is restored under another layout",
     )
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; call before the first `next`."""
         inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()
         if inner is not None:
             worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})
             self._loader.restore_state_rank(
                 SavableDataLoaderState(worker_states=[worker], next_worker_id=0, micro_batch_size=batch_size)
             )
-
-    def _may_change(self) -> set[str]:
-        """Return the settings that determine the grouping of samples, but not the samples after a position."""
-        if self._batch_size is None:
-            return {"pack_multiple_of"}
-        return set() if self._options.bucket_by_shape else {"micro_batch_size"}
 
     def close(self) -> None:
         """Stop reading, and close the shards."""

@@ -119,6 +119,5 @@ class Filters:
                 raise FilteredOutError(name, f"{measure} {value:g}, expected {limits}")
 
     def check_length(self, tokens: int) -> None:
-        """Compare the number of tokens with the limit."""
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise FilteredOutError(TOO_LONG, f"{tokens} tokens, at most {self.max_tokens} fit")

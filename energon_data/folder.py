@@ -126,15 +126,11 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     if not isinstance(counts, dict) or not isinstance(parts, dict):
         raise DataError(f"{meta} has no valid .info.json and split.yaml; {_ADVICE}")
     if split not in parts:
-        cure = (
-            "prepare it with a larger --validation, or train with training.validation_interval=0"
-            if split == "val"
-            else _ADVICE
-        )
+        held_out = "prepare it with a larger --validation, or train with training.validation_interval=0"
+        cure = held_out if split == "val" else _ADVICE
         raise DataError(f"{folder} has no split {split!r}, only {sorted(map(str, parts))}; {cure}")
     for entry, value in {**parts, "exclude": splits.get("exclude")}.items():  # Energon reads all of them
-        expanded = _names_of(value, f"{entry!r} in {split_file}")
-        parts[entry] = expanded
+        parts[entry] = _names_of(value, f"{entry!r} in {split_file}")
     names = [name for name in parts[split] if name not in parts["exclude"]]
     if not names:
         raise DataError(f"split {split!r} of {folder} is empty; {_ADVICE}")
@@ -142,10 +138,8 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     metadata = _load(metadata_file) if metadata_file.is_file() else {}
     if not isinstance(metadata, dict) or not isinstance(written := metadata.get("shards", {}), dict):
         raise DataError(f"{metadata_file} is not a valid description of a data set and its shards; {_ADVICE}")
-    shards = []
-    for name in names:
-        path = _check_shard_name(folder, name)
-        shards.append(path)
+    shards = [_check_shard_name(folder, name) for name in names]
+    for name, path in zip(names, shards):
         count = counts.get(name)
         if not isinstance(count, int) or count < 1:
             raise DataError(f"{info_file} lacks the number of samples of shard {name!r}; {_ADVICE}")
@@ -153,8 +147,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
         if not isinstance(recorded, dict):
             raise DataError(f"{metadata_file} has no valid entry for shard {name!r}; {_ADVICE}")
         _check_shard(path, count, recorded.get("bytes"))
-    samples = sum(counts[name] for name in names)
-    return SplitInfo(folder, split, samples, tuple(shards), metadata)
+    return SplitInfo(folder, split, sum(counts[name] for name in names), tuple(shards), metadata)
 
 
 def _nested_targets(value: object) -> list[str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import TABLE
-from dit.data_api import BatchSpec, DataConfig
+from dit.data_api import BatchSpec
 from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_ZERO, RANKS, check_ranges, check_unused
 from energon_data.cookers import cook_clip
@@ -54,7 +54,7 @@ class Sample:
 
 
 @dataclass(kw_only=True)
-class Samples(ReaderSettings, DataConfig):
+class Samples(ReaderSettings):
     """A data source with random access; a subclass adds its fields, `__len__` and `__getitem__`.
 
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
@@ -261,7 +261,6 @@ class IndexedSource:
         self._batches: deque[list[Clip]] = deque()
 
     def next(self) -> StreamItem:
-        """Return the next micro-batch; do not call after a failure."""
         try:
             while not self._batches and self._taken < self._last:
                 self._read()
@@ -351,7 +350,6 @@ class IndexedSource:
         return Position({"taken": state["taken"], "settings": settings, "skipped": sorted(skipped)})
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; call before the first `next`."""
         self._taken, self._skipped = state["taken"], frozenset(state.get("skipped", ()))
 
     def close(self) -> None:

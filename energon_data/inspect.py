@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dit.command_line import Parser
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
-from dit.terminal import echo
+from dit.terminal import counted, echo
 from energon_data.folder import check_dataset
 from energon_data.report.survey import Survey, expected_packing, middle_frame, survey
 
@@ -75,7 +75,7 @@ def patch_of(text: str) -> tuple[int, int, int]:
     return t, h, w
 
 
-def counted(values: Counter[str]) -> Iterator[str]:
+def value_lines(values: Counter[str]) -> Iterator[str]:
     """Yield a line with a bar for each value, most frequent first; values after `MOST_ROWS` share a line."""
     rows = values.most_common(MOST_ROWS)
     if rest := values.total() - sum(count for _, count in rows):
@@ -116,7 +116,7 @@ def spread_of(values: Sequence[float], digits: int = 0) -> str:
 def shard_lines(survey_result: Survey) -> Iterator[str]:
     """Yield lines on the number of samples, shards and samples read."""
     info, sizes = survey_result.info, survey_result.shards.values()
-    shards = "1 shard" if len(sizes) == 1 else f"{len(sizes):,} shards"
+    shards = counted(len(sizes), "shard")
     mib, per_shard = sum(size for _, size in sizes) / 2**20, spread_of([count for count, _ in sizes])
     yield f"{info.path}, split {info.split!r}"
     yield f"samples     {info.samples:,} in {shards}, {mib:,.1f} MiB (a shard: {per_shard} samples)"
@@ -142,7 +142,7 @@ def content_lines(survey_result: Survey) -> Iterator[str]:
     if survey_result.latents.number:
         yield f"latents     {survey_result.latents.line()}"
     yield "sizes       T x H x W"
-    yield from counted(Counter(" x ".join(map(str, one.size[1:])) for one in seen))
+    yield from value_lines(Counter(" x ".join(map(str, one.size[1:])) for one in seen))
     clips = [one for one in seen if one.size[1] > 1]
     if clips:
         yield f"clips       {len(clips):,}, {spread_of([one.size[1] for one in clips])} frames"
@@ -198,11 +198,10 @@ def write_sheet(survey_result: Survey, path: Path, vae: Optional[str]) -> str:
         for one, frame in survey_result.shown
     ]
     save_png(contact_sheet(tiles), path)
-    number = "1 sample" if len(tiles) == 1 else f"{len(tiles)} samples"
     colours = "" if vae is None else f"; latents decoded by {vae}"
     if any(len(frame) not in PIXEL_CHANNELS for _, frame in survey_result.shown):
         colours = "; latents in false colours: --vae decodes them"
-    return f"sheet       {path}: {number}{colours}"
+    return f"sheet       {path}: {counted(len(tiles), 'sample')}{colours}"
 
 
 def decoder(name: str) -> Callable[[Tensor], Tensor]:

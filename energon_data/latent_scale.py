@@ -18,7 +18,6 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, values: np.ndarray) -> "Moments":
-        """Return the moments of an array."""
         wide = values.astype(np.float64)
         return cls(wide.size, float(wide.sum()), float(np.square(wide).sum()))
 
@@ -28,12 +27,10 @@ class Moments(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Mean of the values."""
         return self.total / self.number
 
     @property
     def std(self) -> float:
-        """Standard deviation of the values."""
         return math.sqrt(max(0.0, self.squares / self.number - self.mean**2))
 
     def line(self) -> str:

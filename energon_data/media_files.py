@@ -50,7 +50,6 @@ class Deadline:
         self.restart()
 
     def restart(self) -> None:
-        """Start the limit of the next sample."""
         self._end = time.thread_time() + MAX_SECONDS
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.condition_table import FPS, LABEL
 from dit.conditions import Condition, Value
-from dit.data_api import BatchSpec, DataConfig, sample_id
+from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError, DataError
 from dit.layout import CLEAN
 from dit.levels import reference_positions, with_levels
@@ -28,7 +28,7 @@ FRAMES_PER_SECOND = 24.0
 
 
 @dataclass(kw_only=True)
-class MockData(StreamSettings, DataConfig):
+class MockData(StreamSettings):
     """Random latents around one pattern per class.
 
     Packs are filled in order, and padded to `max_tokens_per_pack`.
@@ -65,20 +65,13 @@ class MockData(StreamSettings, DataConfig):
 
     @property
     def longest_text(self) -> int:
-        """Tokens of the longest text."""
         return self.text_tokens
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Return whether samples of different shapes may share a micro-batch."""
         together = self.max_tokens_per_pack is not None or spec.micro_batch_size > 1
         return together and len(set(self.sizes())) > 1
 
-    def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings; there are no files to check."""
-        self.check_settings(spec, dp_size, micro_batches_per_step)
-
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check ranges, streams, shapes and pack length."""
         counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "pack_multiple_of", "validation_samples")
         sides = dict.fromkeys(("frames", "height", "width"), PATCHES)
         check_ranges("data", self, sides | dict.fromkeys(counts, COUNT) | {"num_streams": RANKS})
@@ -107,13 +100,14 @@ class MockData(StreamSettings, DataConfig):
                 f"of data.pack_multiple_of={self.pack_multiple_of}; use {longest}"
             )
 
+    validate = check_settings  # there are no files to check
+
     def selection_length(self, size: tuple[int, int, int], spec: BatchSpec) -> int:
         """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
         return padded_length(math.prod(_grid(size, spec)), self.pack_multiple_of)
 
     @property
     def origin(self) -> str:
-        """Name of the data, for messages."""
         return "mock data"
 
     def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., "MockSource"]:
@@ -135,7 +129,6 @@ class MockData(StreamSettings, DataConfig):
         return {}
 
     def class_names(self) -> Optional[list[str]]:
-        """Return None: mock classes have no names."""
         return None
 
 
@@ -165,7 +158,6 @@ class MockSource:
         self._patterns: dict[tuple[int, int, int, int], Tensor] = {}
 
     def next(self) -> StreamItem:
-        """Return the next micro-batch."""
         pack = self._data.max_tokens_per_pack
         clips: list[Clip] = []
         room = self._spec.micro_batch_size if pack is None else pack
@@ -186,7 +178,6 @@ class MockSource:
         return self._data.selection_length(self._size(self._number()), self._spec)
 
     def _number(self) -> int:
-        """Return the number of the next sample."""
         number = self._taken * self._num_streams + self._stream
         return number if self._data.dataset_size is None else number % self._data.dataset_size
 
@@ -216,7 +207,6 @@ class MockSource:
         return pattern
 
     def sample(self, number: int) -> Clip:
-        """Generate the sample with this number."""
         key = f"mock-{self._split}-{self._seed}-{number}"
         address = sample_id(key)
         generator = torch.Generator().manual_seed(address)
@@ -262,7 +252,6 @@ class MockSource:
         return torch.randn(*shape, generator=generator)
 
     def state(self) -> Position:
-        """Return the number of samples read so far."""
         return Position({"taken": self._taken, "seed": self._seed})
 
     def adapt(self, position: Position) -> Position:
@@ -270,7 +259,6 @@ class MockSource:
         return position
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue after the samples that were read."""
         if state["seed"] != self._seed:
             raise DataError(
                 f"the data state was made with seed {state['seed']}, this run has {self._seed}; set it back"

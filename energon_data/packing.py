@@ -16,15 +16,13 @@ from heapq import heappop, heappush
 from typing import Optional
 
 import torch
-from torch import Tensor
 
 from dit.batch import PackedBatch, RawSamples
 from dit.conditions import pack_conditions
 from dit.data_api import BatchSpec
-from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.levels import reference_positions
-from dit.patchify import Grid, grid_positions, patchify_all
+from dit.patchify import grid_positions, patchify_all
 from energon_data.samples import Clip
 
 SPARE = 1.04
@@ -123,33 +121,7 @@ def _check_longest(longest: Sequence[int], most: int) -> None:
         raise ValueError(f"an item of {longest[0]} tokens does not fit into a pack of {most}; drop it before packing")
 
 
-def check_pack_multiple(
-    max_tokens_per_pack: int, pack_multiple_of: int, layout_multiple: int, pack_cost_tokens: Optional[int] = None
-) -> None:
-    """Check that the layout's multiple divides `pack_multiple_of`, and that this divides the limits of a pack.
-
-    Args:
-        max_tokens_per_pack, pack_multiple_of, pack_cost_tokens: settings of the data.
-        layout_multiple: the layout pads every sample to a multiple of this many tokens.
-    """
-    if pack_multiple_of % layout_multiple:
-        raise ConfigError(
-            f"data.pack_multiple_of={pack_multiple_of}, by which samples are selected into packs, must be a multiple "
-            f"of {layout_multiple}, to which the run pads each sample (context and sequence parallel, training.fp8); "
-            f"set data.pack_multiple_of={math.lcm(pack_multiple_of, layout_multiple)}, which a resumed run may change"
-        )
-    for name, limit in (("max_tokens_per_pack", max_tokens_per_pack), ("pack_cost_tokens", pack_cost_tokens)):
-        if limit is not None and limit % pack_multiple_of:
-            larger, divisor = padded_length(limit, pack_multiple_of), math.gcd(limit, pack_multiple_of)
-            raise ConfigError(
-                f"data.{name}={limit} must be a multiple of data.pack_multiple_of={pack_multiple_of}; use {larger}, or "
-                f"data.pack_multiple_of={divisor}"
-            )
-
-
-@lru_cache(maxsize=512)
-def _positions(grid: Grid) -> Tensor:
-    return grid_positions(grid)
+_positions = lru_cache(maxsize=512)(grid_positions)
 
 
 def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[int] = None) -> PackedBatch:

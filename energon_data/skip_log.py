@@ -67,7 +67,6 @@ class SkipCounter:
         self._in_a_row = 0
 
     def used(self) -> None:
-        """Record a used sample."""
         self._in_a_row = 0
 
     def skip(self, skip: Skip) -> None:

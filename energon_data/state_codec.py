@@ -22,7 +22,7 @@ def _classes() -> dict[str, type]:
 
 def to_plain(value: object) -> Any:
     """Convert a state to plain containers."""
-    if isinstance(value, _PLAIN) and type(value) in _PLAIN:
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, np.integer | np.floating | np.bool_):
         return value.item()

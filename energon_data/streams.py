@@ -28,19 +28,19 @@ from typing import Any, NamedTuple, Optional, Protocol
 import torch
 
 from dit.batch import PackedBatch
-from dit.data_api import BatchSpec, SampleCounts
+from dit.data_api import BatchSpec, DataConfig, SampleCounts
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
 from dit.ranges import SHARE, check_ranges
 from energon_data.frame_levels import FrameLevels
-from energon_data.packing import check_pack_multiple
+from energon_data.packing import padded_length
 from energon_data.skip_log import SKIP_FILE, Skip, SkipLog
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class StreamSettings:
+class StreamSettings(DataConfig):
     """Streams and packs of every data source.
 
     Attributes:
@@ -60,13 +60,7 @@ class StreamSettings:
     frame_levels: float = 0.0
     inpaint: float = 0.0
 
-    @property
-    def longest_text(self) -> Optional[int]:
-        """Tokens of the longest text of a sample; None for no limit."""
-        return None
-
     def pack_maxima(self) -> Optional[PackMaxima]:
-        """Return the largest numbers of tokens and samples of a pack; None without packs."""
         if self.max_tokens_per_pack is None:
             return None
         samples = self.max_tokens_per_pack // self.pack_multiple_of
@@ -80,7 +74,6 @@ class StreamSettings:
         return FrameLevels(self.clean_first_frame, self.frame_levels, self.inpaint)
 
     def levels_setting(self) -> Optional[str]:
-        """Return the setting, with its value, that gives samples several noise levels; None if none does."""
         names = ("clean_first_frame", "frame_levels", "inpaint")
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
@@ -94,7 +87,19 @@ class StreamSettings:
                 f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
                 f"{spec.micro_batch_size}; set micro_batch_size=1 and a longer pack"
             )
-        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of, pack_cost_tokens)
+        multiple = self.pack_multiple_of
+        if multiple % spec.multiple_of:
+            raise ConfigError(
+                f"data.pack_multiple_of={multiple}, by which samples are selected into packs, must be a multiple of "
+                f"{spec.multiple_of}, to which the run pads each sample (context and sequence parallel, training.fp8); "
+                f"set data.pack_multiple_of={math.lcm(multiple, spec.multiple_of)}, which a resumed run may change"
+            )
+        for name, limit in (("max_tokens_per_pack", self.max_tokens_per_pack), ("pack_cost_tokens", pack_cost_tokens)):
+            if limit is not None and limit % multiple:
+                raise ConfigError(
+                    f"data.{name}={limit} must be a multiple of data.pack_multiple_of={multiple}; use "
+                    f"{padded_length(limit, multiple)}, or data.pack_multiple_of={math.gcd(limit, multiple)}"
+                )
 
     @property
     @abstractmethod
@@ -236,7 +241,8 @@ class Position(NamedTuple):
 class Source(Protocol):
     """One global stream."""
 
-    def next(self) -> StreamItem: ...
+    def next(self) -> StreamItem:
+        """Return the next item; do not call after a failure."""
 
     def state(self) -> Position:
         """Return the position after the last item."""

@@ -246,7 +246,6 @@ class SampleReader:
         }
 
     def close(self) -> None:
-        """Close all shards."""
         for descriptor, _ in self._open.values():
             os.close(descriptor)
         self._open.clear()

@@ -9,6 +9,7 @@ from typing import Any, Optional, Protocol
 
 from megatron.energon import (
     BatchDataset,
+    Cooker,
     DefaultTaskEncoder,
     GroupBatchDataset,
     LimitDataset,
@@ -28,7 +29,7 @@ from dit.encoders.vae import Geometry
 from dit.patches import patches
 from dit.patchify import Grid, frames_to_patch
 from energon_data.augment import Augmentation, Visit
-from energon_data.cookers import COOKERS, read_caption, read_condition
+from energon_data.cookers import cook_clip, read_caption, read_condition
 from energon_data.decoder import decode_sample
 from energon_data.filters import Filters, check_finite
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
@@ -39,21 +40,13 @@ from energon_data.tar_index import READ_ERROR, SampleReader
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """Options of converting samples to micro-batches.
+    """Options of converting samples to micro-batches; for those that are not listed here, see `EnergonData`.
 
     Attributes:
-        vary_captions: draw one of a sample's captions instead of using the first.
-        require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
-        max_text_tokens: longer texts are truncated; None for no limit.
         max_samples: number of samples of a held-out pass; None for the complete split.
-        max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
-        pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens.
         cost_limit: limit of the work of a pack; None for no limit.
-        pad_packs: pad packs to `max_tokens_per_pack`.
-        bucket_by_shape: batch only samples of the same latent shape together (convolutional backbones need it).
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
-        references: read the latents that samples are edited from.
     """
 
     filters: Filters = field(default_factory=Filters)
@@ -104,7 +97,7 @@ class _First(LimitDataset):
 class DiffusionTaskEncoder(DefaultTaskEncoder):
     """Turns raw samples into `PackedBatch`es; its only state is the ledger."""
 
-    cookers = COOKERS
+    cookers = (Cooker(cook_clip),)  # Energon requires one; `_cooked` calls the function
     decoder = None  # `load_clip` decodes; Energon's decoder would execute pickles.
     __default_failure_tolerance__ = 0  # Energon's limit is off, because the ledger has the error budget.
 
@@ -125,23 +118,20 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         "build_cook_crude_sample",
         why="its reader takes more time than decoding a small sample",
     )
-    def build_cook_crude_sample(
-        self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
-    ) -> SavableDataset[Clip]:
+    def build_cook_crude_sample(self, dataset: SavableDataset, **kwargs: Any) -> SavableDataset[Clip]:
         """Use `SampleReader`, and one step instead of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
         raw.join_readers = [SampleReader(reader) for reader in raw.join_readers]
         self._readers += raw.join_readers
-        cooker = next(c for c in self.cookers if c.is_match(subflavors))
         return MapDataset(
             raw,
-            partial(self.load_clip, cook=cooker.cook, worker_config=kwargs["worker_config"]),
+            partial(self.load_clip, worker_config=kwargs["worker_config"]),
             stateless_map_fn=True,
             failure_tolerance=0,
             worker_config=kwargs["worker_config"],
         )
 
-    def load_clip(self, raw: RawSample, *, cook: Callable[..., Clip], worker_config: WorkerConfig) -> Clip:
+    def load_clip(self, raw: RawSample, *, worker_config: WorkerConfig) -> Clip:
         """Decode, augment, cook, filter and encode one sample.
 
         Raises:
@@ -151,15 +141,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         # Energon restores the number of a sample with the sample, so a resumed run makes the same draws.
         number = worker_config.active_worker_sample_index
         visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(sample["__key__"]))
-        clip = self.clip_of(sample, visit, cook=cook)
+        clip = self.clip_of(sample, visit)
         if clip is None:
             raise SkipSample
         return clip
 
-    def clip_of(self, sample: dict[str, Any], visit: Visit, *, cook: Callable[..., Clip]) -> Optional[Clip]:
+    def clip_of(self, sample: dict[str, Any], visit: Visit) -> Optional[Clip]:
         """Decode, augment, cook, filter and encode one sample; None if it is dropped, with the reason in the ledger."""
-        make = partial(self._cooked, sample, visit, cook)
-        return self.encoded_clip(sample["__key__"], sample["__shard__"], make)
+        return self.encoded_clip(sample["__key__"], sample["__shard__"], partial(self._cooked, sample, visit))
 
     def encoded_clip(self, key: str, shard: str, make: Callable[[], Clip]) -> Optional[Clip]:
         """Create, filter and encode one sample; None if it is dropped, with the reason in the ledger."""
@@ -185,8 +174,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             return encoded
         return None
 
-    def _cooked(self, sample: dict[str, Any], visit: Visit, cook: Callable[..., Clip]) -> Clip:
-        """Decode, augment and cook one sample."""
+    def _cooked(self, sample: dict[str, Any], visit: Visit) -> Clip:
         if READ_ERROR in sample:
             raise SampleError("unreadable", sample[READ_ERROR])
         parts = {name: data for name, data in sample.items() if name[:2] != "__"}
@@ -195,10 +183,10 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded[name] = sample[name]
         augmentation = self.options.augmentation
         change = None if augmentation is None else partial(augmentation, visit=visit)
-        clip = cook(decoded, vae=self.options.vae, change=change, references=self.options.references)
+        clip = cook_clip(decoded, vae=self.options.vae, change=change, references=self.options.references)
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:
-            clip.wording = visit.caption(len(captions))
+            clip.wording = int(visit.generator("/caption").integers(len(captions)))
         return clip
 
     @stateless
@@ -260,7 +248,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         packing_buffer_size: Optional[int] = None,
         worker_config: WorkerConfig,
     ) -> SavableDataset:
-        """Pack, bucket, or batch."""
         if self.options.max_samples is not None:
             dataset = _First(dataset, self.options.max_samples, worker_config=worker_config)
         if packing_buffer_size is not None:
@@ -301,7 +288,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:
-        """Concatenate the samples of one pack."""
         total = self.options.max_tokens_per_pack if self.options.pad_packs else None
         return collate(samples, self.spec, total_tokens=total)
 
@@ -311,7 +297,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     @stateless
     def batch(self, samples: list[Clip]) -> PackedBatch:
-        """Concatenate the samples of a dense batch."""
         return collate(samples, self.spec)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from dit import extensions
 from dit.command_line import Parser
@@ -24,6 +24,10 @@ OF_FOLDERS = ("images", "videos", "folder")
 WITH_VIDEOS = ("videos", "folder", "webdataset")
 
 
+def _of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names}
+
+
 def _options(args: argparse.Namespace) -> "Options":
     from dit.encoders.vae import Geometry
     from energon_data.prepare.media import Options
@@ -35,25 +39,13 @@ def _options(args: argparse.Namespace) -> "Options":
     if args.command in WITH_VIDEOS:
         time = 1 if args.vae is None else Geometry.read(args.vae).time
         multiple = args.frames_multiple_of if time == 1 else math.lcm(args.frames_multiple_of, time)
-        cut = Cut(fps=args.fps, frames=args.frames, multiple_of=multiple, after_first=time > 1, clips=args.clips)
+        cut = Cut(**_of(args, "fps", "frames", "clips"), multiple_of=multiple, after_first=time > 1)
     return Options(
-        fit=Fit(
-            size=args.size,
-            aspect=args.aspect,
-            multiple_of=args.multiple_of,
-            enlarge=args.enlarge,
-            max_cut=args.max_cut,
-        ),
+        **_of(args, "quality", "vae", "precision", "device", "teacher", "teacher_patch", "batch"),
+        fit=Fit(**_of(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
         cut=cut,
         image_format=args.format,
-        quality=args.quality,
-        vae=args.vae,
-        precision=args.precision,
-        device=args.device,
         text_encoder=text_encoder(args),
-        teacher=args.teacher,
-        teacher_patch=args.teacher_patch,
-        batch=args.batch,
         wording=Wording(
             default=args.caption,
             prefix=args.caption_prefix,
@@ -76,10 +68,8 @@ def _media(args: argparse.Namespace) -> None:
         labels=getattr(args, "labels", False),
         repeats=getattr(args, "repeats", False),
         list_file=getattr(args, "list", None),
-        follow_links=args.follow_links,
         references=getattr(args, "reference", ()),
-        samples_per_shard=args.samples_per_shard,
-        validation=args.validation,
+        **_of(args, "follow_links", "samples_per_shard", "validation"),
     )
     make(preparation, args)
 
@@ -88,9 +78,9 @@ def _huggingface(args: argparse.Namespace) -> None:
     from energon_data.prepare.console import make
     from energon_data.prepare.huggingface import Table, prepare_huggingface
 
-    names = ("split", "config", "image_column", "caption_column", "label_column", "reference_column")
-    common = {name: getattr(args, name) for name in ("follow_links", "samples_per_shard", "validation")}
-    table = Table(**{name: getattr(args, name) for name in names})
+    columns = ("image_column", "caption_column", "label_column", "reference_column")
+    table = Table(**_of(args, "split", "config", *columns))
+    common = _of(args, "follow_links", "samples_per_shard", "validation")
     make(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
 
 

@@ -37,8 +37,8 @@ def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], 
     paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
     tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
     outside = [path for path in tars if not follow_links and leaves(path, folder)]
-    escape = SampleError("path_escape", f"a link to a file outside of {folder}; {walk.FOLLOW}")
-    skipped += [Skipped.of(name_within(path, folder), escape) for path in outside]
+    escape = f"a link to a file outside of {folder}; {walk.FOLLOW}"
+    skipped += [Skipped(name_within(path, folder), "path_escape", escape) for path in outside]
     tars = [path for path in tars if path not in outside]
     if not tars:
         links = f" ({walk.reasons(skipped)})" if skipped else ""
@@ -59,22 +59,20 @@ def name_within(path: Path, root: Path) -> str:
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
 
 
-def read_tar(
-    path: Path, extensions: frozenset[str], root: Optional[Path] = None
-) -> Iterator[Source | tuple[str, SampleError]]:
+def read_tar(path: Path, *, extensions: frozenset[str], root: Path) -> Iterator[Source | tuple[str, SampleError]]:
     """Read the samples of one tar file in its order; members of a sample share the name before the first dot.
 
     The rest of the name is the part: `photo.png` has the part `png`. A picture or video whose part has further dots
     (`photo.v2.png`) is used if the sample has no other.
 
     Args:
-        root: folder that the archive's name is relative to; by default its parent folder.
+        root: folder that the archive's name is relative to, or the archive.
 
     Yields:
         A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair, a complete one
         with those of the first member of each extension that is not read.
     """
-    where = path.name if root is None else name_within(path, root)
+    where = name_within(path, root)
     names: set[str] = set()
     for name, content in _members_by_sample(path, where, extensions | {*walk.COMPANIONS, "cls"}):
         if isinstance(content, SampleError):

@@ -118,7 +118,6 @@ class UnitRecord:
     latents: Moments = field(default_factory=Moments)
 
     def count(self, sample: Sample) -> None:
-        """Count a sample that is written."""
         properties, caption = properties_of(sample), sample.metadata.get("caption")
         name = sample.metadata.get("source", sample.key)
         one = UnitRecord(
@@ -135,8 +134,7 @@ class UnitRecord:
         self.add(one)
 
     def skip(self, name: str, error: SampleError) -> None:
-        """Count a sample that cannot be used."""
-        self.skips.append(Skipped.of(name, error))
+        self.skips.append(Skipped(name, error.reason, error.detail))
 
     @property
     def skipped(self) -> Counter[str]:
@@ -213,15 +211,14 @@ class Job:
 
     @property
     def data(self) -> Path:
-        """The unfinished data set."""
         return self.partial / "data"
 
 
-def _make_unit(job: Job, number: int, sources: Iterable[Any]) -> UnitRecord:
-    """Write the shards of one unit, then its record."""
+def _make_unit(job: Job, number: int, unit: Any) -> UnitRecord:
+    """Write the shards of one unit, then its record; possibly in a worker process."""
     record, repeats = UnitRecord(), dict[str, int]()
     writers = {split: ShardWriter(job.data, split, None, first=number) for split in (TRAIN, VALIDATION)}
-    for sample in job.work(sources, record):
+    for sample in job.work(job.sources(unit), record):
         split = VALIDATION if is_held_out(sample.origin, job.validation) else TRAIN
         writers[split].add(sample.key, sample.metadata, sample.parts)
         record.count(sample)
@@ -257,11 +254,6 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     return record if complete else None
 
 
-def _run_unit(job: Job, number: int, unit: Any) -> UnitRecord:
-    """Make one unit, possibly in a worker process."""
-    return _make_unit(job, number, job.sources(unit))
-
-
 def build(
     job: Job,
     units: Sequence[Any],
@@ -270,8 +262,8 @@ def build(
     processes: int,
     force: bool,
     ranks: Ranks,
-    on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
-    on_resume: Callable[[int], None] = lambda _: None,
+    on_unit: Callable[[int, UnitRecord], None],
+    on_resume: Callable[[int], None],
 ) -> UnitRecord:
     """Write all shards, starting with the finished units of an interrupted run of the same plan.
 
@@ -287,12 +279,35 @@ def build(
     if ranks.is_first:
         _open_partial(job, plan, force)
     ranks.wait()
+    numbers = range(len(units))
     try:
-        total = _build(job, units, processes, ranks, on_unit, on_resume)
+        records = {number: record for number in numbers if (record := _finished(job, number)) is not None}
+        if records:
+            on_resume(len(records))
+        for number, record in records.items():
+            on_unit(number, record)
+        todo = [number for number in numbers[ranks.rank :: ranks.count] if number not in records]
+        for number, record in _records(job, units, todo, processes):
+            records[number] = record
+            on_unit(number, record)
+        ranks.wait()
+        for number in numbers:
+            if number not in records:  # of another rank
+                unit_record = _finished(job, number)
+                if unit_record is None:
+                    raise DataError(
+                        f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see the "
+                        "same folder: give --out on a file system that the nodes share"
+                    )
+                records[number] = unit_record
+        ranks.wait()
     except BaseException:
-        if ranks.count == 1 and not any(_finished(job, number) for number in range(len(units))):
+        if ranks.count == 1 and not any(_finished(job, number) for number in numbers):
             shutil.rmtree(job.partial)
         raise
+    total = UnitRecord()
+    for number in numbers:
+        total.add(records[number])
     if not total.of(TRAIN):
         if ranks.is_first:
             shutil.rmtree(job.partial)
@@ -301,49 +316,13 @@ def build(
     return total
 
 
-def _build(
-    job: Job,
-    units: Sequence[Any],
-    processes: int,
-    ranks: Ranks,
-    on_unit: Callable[[int, UnitRecord], None],
-    on_resume: Callable[[int], None],
-) -> UnitRecord:
-    """Make the units that are not finished and return the counts of all; see `build`."""
-    numbers = range(len(units))
-    records = {number: record for number in numbers if (record := _finished(job, number)) is not None}
-    if records:
-        on_resume(len(records))
-    for number, record in records.items():
-        on_unit(number, record)
-    todo = [number for number in numbers[ranks.rank :: ranks.count] if number not in records]
-    for number, record in _records(job, units, todo, processes):
-        records[number] = record
-        on_unit(number, record)
-    ranks.wait()
-    for number in numbers:
-        if number not in records:  # of another rank
-            unit_record = _finished(job, number)
-            if unit_record is None:
-                raise DataError(
-                    f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see the same "
-                    "folder: give --out on a file system that the nodes share"
-                )
-            records[number] = unit_record
-    ranks.wait()
-    total = UnitRecord()
-    for _, record in sorted(records.items()):
-        total.add(record)
-    return total
-
-
 def _records(job: Job, units: Sequence[Any], todo: Sequence[int], processes: int) -> Iterator[tuple[int, UnitRecord]]:
     if processes <= 1 or len(todo) <= 1:
         for number in todo:
-            yield number, _run_unit(job, number, units[number])
+            yield number, _make_unit(job, number, units[number])
         return
     with ProcessPoolExecutor(min(processes, len(todo)), mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_run_unit, job, number, units[number]): number for number in todo}
+        futures = {pool.submit(_make_unit, job, number, units[number]): number for number in todo}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()

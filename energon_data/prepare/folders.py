@@ -118,7 +118,6 @@ class Entry:
         return read_file(path, root)
 
     def _read_companions(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
-        """Return the content of the companion files."""
         row: dict[str, Any] = {}
         for name, _, _ in self.companions:
             data = read_file((folder / self.name).with_name(name), root)
@@ -188,9 +187,9 @@ def _listed(
 ) -> tuple[list[Entry], list[Skipped]]:
     """Return the files in a list, sorted by name, and the other files of the folder."""
     existing = {entry.name: entry for entry in entries}
-    unlisted = SampleError("not_listed", f"not in {list_file.name}; only files that it names are read")
+    unlisted = f"not in {list_file.name}; only files that it names are read"
     not_used = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
-    not_used += [Skipped.of(name, unlisted) for name in existing if name not in rows]
+    not_used += [Skipped(name, "not_listed", unlisted) for name in existing if name not in rows]
     # Listed files that do not exist are included, so that they count as samples that cannot be read.
     entries = [
         replace(existing.get(name, Entry(name=name, size=-1)), row=row, companions=())
@@ -240,7 +239,6 @@ class _Originals(NamedTuple):
 
     @classmethod
     def of(cls, place: Path, edited: Path, follow_links: bool) -> "_Originals":
-        """List a folder."""
         if not place.is_dir():
             raise ConfigError(f"--reference {place} is not a folder; name the one with the pictures before the edit")
         pictures, _ = _walk(place, PICTURES, follow_links)
@@ -300,7 +298,7 @@ def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple
             if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.composed(stem) in media):
                 continue
             if (why := walk.not_read(path, extensions)) is not None:
-                skipped.append(Skipped.of(full_name, why))
+                skipped.append(Skipped(full_name, *why))
                 continue
             companion_names = [
                 companions.get((stem, extension), companions.get((walk.composed(stem), extension)))

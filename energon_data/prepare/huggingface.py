@@ -27,7 +27,6 @@ from energon_data.prepare.sources import (
     captions_of,
     check_inside,
     class_of,
-    paths_below,
     read_file,
     scalars_of,
 )
@@ -83,7 +82,6 @@ class _Rows:
     root: Optional[Path]
 
     def source(self, number: int) -> Source:
-        """Return a row as a source."""
         row = self.dataset[number]
         entries = [row[name] for name in self.references]
         references = entries[:1] + [
@@ -100,7 +98,6 @@ class _Rows:
         )
 
     def name(self, number: int) -> str:
-        """Return the address of a row."""
         return f"{self.split}/{number:08d}"
 
 
@@ -187,7 +184,7 @@ def _open(source: str, table: Table, follow_links: bool) -> tuple["Dataset", Pat
         datasets.disable_progress_bars()
     path = Path(source)
     if not follow_links:
-        check_inside(paths_below(path), path)
+        check_inside(path.rglob("*"), path)  # linked folders are not entered
     if path.is_dir() and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
         saved = _loaded(source, lambda: datasets.load_from_disk(source))
         splits = saved if isinstance(saved, dict) else {str(saved.split or table.split): saved}
@@ -275,8 +272,9 @@ def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Opti
     image = image or pictures[0]
     for flag, column in (("--image-column", image), *references):
         if column not in pictures:
+            kind = getattr(features[column], "dtype", type(features[column]).__name__)
             raise ConfigError(
-                f"{flag} {column} has {_type_of(features[column])}, not files of pictures; if these are URLs, "
+                f"{flag} {column} has {kind}, not files of pictures; if these are URLs, "
                 "download the pictures first (img2dataset) and prepare its output"
             )
     caption = table.caption_column or next((name for name in _CAPTIONS if name in features), None)
@@ -290,10 +288,6 @@ def _holds_pictures(feature: Any) -> bool:
     if isinstance(feature, dict):
         return {"bytes", "path"} == set(feature)
     return isinstance(feature, Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
-
-
-def _type_of(feature: Any) -> str:
-    return str(getattr(feature, "dtype", type(feature).__name__))
 
 
 def _undecoded(dataset: "Dataset") -> "Dataset":

@@ -10,8 +10,7 @@ import csv
 import hashlib
 import io
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
@@ -85,14 +84,13 @@ def read_list(path: Path, names: Collection[str]) -> Rows:
     return {name: list(of_file.values()) for name, of_file in rows.items()}
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
-    """Open a list; errors in its content are raised as `DataError`."""
+def _parsed(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        yield from _parquet(path)
+        return
     try:
         with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as lines:
-            yield lines
-    except DataError:
-        raise
+            yield from _csv(lines) if path.suffix == ".csv" else _jsonl(lines)
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {not_utf8(error)}") from error
     except (OSError, ValueError, csv.Error, SampleError) as error:
@@ -100,27 +98,24 @@ def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
         raise DataError(f"cannot read {path}: {detail}; correct the file") from error
 
 
-def _parsed(path: Path) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        yield from _parquet(path)
-        return
-    with _opened(path) as lines:
-        if path.suffix == ".csv":
-            reader = csv.DictReader(lines, strict=True)
-            if len(header := reader.fieldnames or ()) == 1 and re.search("[;\t]", header[0]):
-                raise ValueError(f"the header {header[0]!r} has no comma; separate the fields by commas")
-            for number, row in enumerate(reader, 1):
-                if None in row:
-                    raise ValueError(
-                        f"row {number} has {len(row) - 1 + len(row[None])} fields, the header {len(row) - 1}; put text "
-                        "with commas in double quotes"
-                    )
-                fields = {k: v for k, v in row.items() if v not in (None, "")}
-                yield {k: v if k in _TEXTS else _scalar(v) for k, v in fields.items()}
-            return
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield read_object(line.strip().encode(), f"line {number}")
+def _csv(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(lines, strict=True)
+    if len(header := reader.fieldnames or ()) == 1 and re.search("[;\t]", header[0]):
+        raise ValueError(f"the header {header[0]!r} has no comma; separate the fields by commas")
+    for number, row in enumerate(reader, 1):
+        if None in row:
+            raise ValueError(
+                f"row {number} has {len(row) - 1 + len(row[None])} fields, the header {len(row) - 1}; put text with "
+                "commas in double quotes"
+            )
+        fields = {k: v for k, v in row.items() if v not in (None, "")}
+        yield {k: v if k in _TEXTS else _scalar(v) for k, v in fields.items()}
+
+
+def _jsonl(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield read_object(line.strip().encode(), f"line {number}")
 
 
 def _parquet(path: Path) -> Iterator[dict[str, Any]]:

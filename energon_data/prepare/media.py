@@ -32,6 +32,7 @@ from energon_data.prepare.shards import npy_bytes
 from energon_data.prepare.sources import Source
 from energon_data.prepare.texts import caption_parts
 from energon_data.prepare.videos import Cut, clips_of
+from energon_data.prepare.walk import extension_of
 from energon_data.prepare.wording import Wording
 from energon_data.samples import LATENT, PIXELS, REFERENCE, SampleError, numbered_stem
 
@@ -162,13 +163,12 @@ class MakeSamples:
                 and not frames[0].info["turned"]
                 and all(frame.size == frame.info["size"] for frame in frames)
             )
-            file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
+            file = ("mp4", data) if untouched and extension_of(source.name) in ("mp4", "m4v") else None
             target = fit.target(*size)
             changes, lengths = _changes(frames[0], target), _lengths(size, target)
             yield _Decoded(f"{source.key}-{number:03d}", source, frames, fps, file, changes, lengths)
 
     def _reference(self, number: int, data: bytes) -> tuple[Image.Image, Image.Image]:
-        """Return the fitted and the original picture."""
         try:
             original = open_picture(data)
             return self.options.fit.apply(original), original
@@ -177,8 +177,8 @@ class MakeSamples:
             raise SampleError(error.reason, f"{name}: {error.detail}") from error
 
     def _is_clip(self, source: Source, data: bytes) -> bool:
-        if source.extension != "gif":
-            return source.extension in VIDEOS
+        if (extension := extension_of(source.name)) != "gif":
+            return extension in VIDEOS
         return self.gifs == "all" or (self.gifs == "animated" and is_animated(data))
 
     def _samples(self, clips: list[_Decoded]) -> Iterator[Sample]:

@@ -44,10 +44,6 @@ def _sources_of_folder(
             yield entry.name, error
 
 
-def _sources_of_tar(extensions: frozenset[str], root: Path, unit: Path) -> Iterator[Raw]:
-    return read_tar(unit, extensions, root)
-
-
 @dataclass(frozen=True)
 class Preparation:
     """A preparation command with its listed input, before any sample is made.
@@ -93,7 +89,7 @@ class Preparation:
         if command == "webdataset":
             tars, skipped = list_tars(source, follow_links=follow_links)
             units, listed = list(tars), [tar_stamp(path) for path in tars]
-            job = Job(out, partial(_sources_of_tar, extensions, source), work, validation)
+            job = Job(out, partial(read_tar, extensions=extensions, root=source), work, validation)
         else:
             entries, classes, skipped, list_file = list_folder(
                 source,

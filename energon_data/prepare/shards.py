@@ -93,7 +93,6 @@ class _InThisProcess:
         self.tasks: list[Any] = []
 
     def submit_task(self, task: Any) -> None:
-        """Store a shard for `process`."""
         self.tasks.append(task)
 
     def process(self) -> Any:

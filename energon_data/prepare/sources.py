@@ -5,7 +5,7 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional
@@ -69,11 +69,6 @@ class Source:
         slug = re.sub(r"[^A-Za-z0-9]+", "-", str(PurePosixPath(self.name).with_suffix(""))).strip("-")[-40:]
         return f"{slug}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"
 
-    @property
-    def extension(self) -> str:
-        """Last extension of the name, in lower case, without the dot."""
-        return self.name.rpartition(".")[2].lower()
-
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a row that are stored with the sample."""
@@ -116,12 +111,6 @@ def check_inside(paths: Iterable[Path], root: Path) -> None:
     for path in paths:
         if leaves(path, root):
             raise DataError(f"{path} is outside of {root}; {FOLLOW}")
-
-
-def paths_below(folder: Path) -> Iterator[Path]:
-    """Yield all files and folders below a folder; linked folders are not entered."""
-    for place, folders, files in os.walk(folder):
-        yield from (Path(place, name) for name in (*folders, *files))
 
 
 def read_file(path: Path, root: Optional[Path]) -> bytes:

@@ -10,7 +10,6 @@ from typing import NamedTuple, Optional
 
 from dit.errors import DataError
 from energon_data.media_files import PICTURES, VIDEOS
-from energon_data.samples import SampleError
 
 COMPANIONS = ("json", "caption", "txt")
 """Extensions of metadata files with the name of a picture, in either case; of several captions the last one counts."""
@@ -24,11 +23,6 @@ class Skipped(NamedTuple):
     name: str
     reason: str
     detail: str
-
-    @classmethod
-    def of(cls, name: str, error: SampleError) -> "Skipped":
-        """Return the record of a file that was skipped because of an error."""
-        return cls(name, error.reason, error.detail)
 
 
 def reasons(skipped: Sequence[Skipped], most: int = 3) -> str:
@@ -57,7 +51,7 @@ def folders_below(folder: Path, follow_links: bool, skipped: list[Skipped]) -> I
             if is_loop or not follow_links:
                 below.remove(path.name)
                 detail = "a link to a folder that contains it" if is_loop else f"a link to a folder; {FOLLOW}"
-                skipped.append(Skipped.of(path.relative_to(folder).as_posix(), SampleError("linked_folder", detail)))
+                skipped.append(Skipped(path.relative_to(folder).as_posix(), "linked_folder", detail))
         yield Path(place), sorted(name for name in names if not name.startswith("."))
 
 
@@ -76,18 +70,18 @@ def extension_of(name: str) -> str:
     return name.rpartition(".")[2].lower() if "." in name else ""
 
 
-def not_read(path: Path, extensions: frozenset[str]) -> Optional[SampleError]:
-    """Return the reason why a command that reads `extensions` does not read a file; None if it reads the file."""
+def not_read(path: Path, extensions: frozenset[str]) -> Optional[tuple[str, str]]:
+    """Return reason and detail why a command that reads `extensions` does not read a file; None if it does."""
     extension = extension_of(path.name)
     if extension in COMPANIONS:
-        return SampleError("no_picture", "no picture or video has its name")
+        return "no_picture", "no picture or video has its name"
     if extension not in PICTURES | VIDEOS:
         ending = f"names that end in .{extension} are" if extension else "a name without an extension is"
-        return SampleError("other_format", f"{ending} not read")
+        return "other_format", f"{ending} not read"
     if extension not in extensions:
-        return SampleError("other_kind", "`prepare folder` takes pictures and videos")
+        return "other_kind", "`prepare folder` takes pictures and videos"
     if not path.is_file():
-        return SampleError("not_a_file", "a broken link, or not a regular file")
+        return "not_a_file", "a broken link, or not a regular file"
     return None
 
 

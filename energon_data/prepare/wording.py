@@ -46,7 +46,6 @@ class Wording:
             raise ConfigError(f"--keep-tags {self.keep_tags} has no effect without --shuffle-tags")
 
     def apply(self, captions: Sequence[str], name: str) -> tuple[str, ...]:
-        """Return the captions of a file."""
         if not captions:
             captions = () if self.default is None else (self.default,)
         if captions and self.tag_orders > 1:

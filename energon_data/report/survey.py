@@ -209,7 +209,6 @@ def expected_drops(
     if not options.filters.limits and most is None:
         return []
     from energon_data.augment import Visit
-    from energon_data.cookers import cook_clip
     from energon_data.task_encoder import DiffusionTaskEncoder
 
     encoder = DiffusionTaskEncoder(spec, options, SkipCounter(MOST_BEFORE_TRAINING))
@@ -221,7 +220,7 @@ def expected_drops(
             with suppress(SampleError):  # training reports damage when it reads the data
                 key, parts = _parts(data)
                 sample = {"__key__": key, "__shard__": shard.name, "__restore_key__": (), "__sources__": None, **parts}
-                clip = encoder.clip_of(sample, Visit(0, 0, index, sample_id(key)), cook=cook_clip)
+                clip = encoder.clip_of(sample, Visit(0, 0, index, sample_id(key)))
                 read[""] += 1
                 if clip is not None:
                     read["clip" if clip.grid[0] > 1 else "image"] += 1

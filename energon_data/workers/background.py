@@ -72,11 +72,7 @@ class BackgroundSource:
         self._stop = Finalize(self, _stop, (self._worker, self._connection), exitpriority=0)
 
     def next(self) -> StreamItem:
-        """Return the next item; do not call after a failure.
-
-        Raises:
-            RuntimeError: the worker was killed.
-        """
+        """Return the next item; raises `RuntimeError` if the worker was killed."""
         if self._worker is None:
             self._start()
         late = not self._connection.poll()
@@ -110,15 +106,12 @@ class BackgroundSource:
         return Position(state, offset + self._since)
 
     def adapt(self, position: Position) -> Position:
-        """Convert a position to one that is equal under the current settings."""
         return self._source.adapt(position)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; call before the first `next`."""
         self._source.load(state)
 
     def close(self) -> None:
-        """Stop the worker."""
         if self._worker is not None:
             self._stop()
         self._source.close()

@@ -226,7 +226,9 @@ def test_an_archive_with_impossible_sizes_is_refused(tmp_path: Path, name: str) 
     path = archives(tmp_path)[name]
     *_, last = bounded(
         lambda: [
-            (item[1].reason, item[1].detail) for item in read_tar(path, frozenset({"png"})) if isinstance(item, tuple)
+            (item[1].reason, item[1].detail)
+            for item in read_tar(path, extensions=frozenset({"png"}), root=path)
+            if isinstance(item, tuple)
         ]
     )
     assert last[0] == "bad_tar"

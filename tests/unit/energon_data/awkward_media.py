@@ -100,11 +100,7 @@ def animated_gif(count: int = 4) -> bytes:
 
 
 def awkward_folder(root: Path) -> Path:
-    """Make `root/in` with links to files and folders in `root/elsewhere`; `AWKWARD` has the result for each file.
-
-    Returns:
-        The folder.
-    """
+    """Make `root/in` with links to files and folders in `root/elsewhere`; `AWKWARD` has the result for each file."""
     folder, elsewhere = root / "in", root / "elsewhere"
     files = {
         "upright.png": as_file(marked()),

@@ -79,14 +79,7 @@ def outcomes(out: Path) -> dict[str, str]:
 
 def metadata_of(folder: Path) -> dict[str, dict]:
     """Return the metadata of each sample in the shards, by its source."""
-    found = {}
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if member.name.endswith(".json"):
-                    about = json.loads(archive.extractfile(member).read())
-                    found[about["source"]] = about
-    return found
+    return {about["source"]: about for _, about, _, _ in samples(folder)}
 
 
 def write_tar(path: Path, *members: tuple[str, bytes]) -> Path:

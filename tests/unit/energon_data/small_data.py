@@ -1,7 +1,9 @@
 """Small data sets with known content."""
 
 import io
+import tarfile
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,35 +65,47 @@ def write_dataset(folder: Path, splits: dict[str, Samples], *, per_shard: int = 
     return folder
 
 
-def spec(**changes: Any) -> BatchSpec:
+def damage(folder: Path, key: str, part: str = "latent.npy", *, position: int = -1) -> Path:
+    """Flip a bit of one member in place, and return its shard; offsets, sizes and headers do not change."""
+    for shard in sorted(folder.glob("*.tar")):
+        with tarfile.open(shard) as tar:
+            members = {member.name: member for member in tar}
+        if member := members.get(f"{key}.{part}"):
+            data = bytearray(shard.read_bytes())
+            data[member.offset_data + position % member.size] ^= 1
+            shard.write_bytes(data)
+            return shard
+    raise AssertionError(key)
+
+
+def spec(
+    *, num_classes: int | None = 10, context_size: int | None = 3, pooled_size: int | None = None, **changes: Any
+) -> BatchSpec:
     """Return the spec that fits `clips`."""
-    sizes = {"num_classes": 10, "context_size": 3, "pooled_size": None} | changes
-    classes, width, pooled = (sizes.pop(name) for name in ("num_classes", "context_size", "pooled_size"))
     wanted = [FPS]
-    if classes is not None:
-        wanted.append(replace(LABEL, num_classes=classes))
-    if width is not None:
-        wanted.append(replace(CONTEXT, shape=(width,)))
-    if pooled is not None:
-        wanted.append(replace(POOLED, shape=(pooled,)))
-    values: dict[str, Any] = {
-        "patch_temporal": 1,
-        "patch_spatial": 2,
-        "latent_channels": 2,
-        "conditions": tuple(wanted),
-        "micro_batch_size": 4,
-    }
-    return BatchSpec(**(values | sizes))
+    if num_classes is not None:
+        wanted.append(replace(LABEL, num_classes=num_classes))
+    if context_size is not None:
+        wanted.append(replace(CONTEXT, shape=(context_size,)))
+    if pooled_size is not None:
+        wanted.append(replace(POOLED, shape=(pooled_size,)))
+    usual = {"patch_temporal": 1, "patch_spatial": 2, "latent_channels": 2, "micro_batch_size": 4}
+    return BatchSpec(**{"conditions": tuple(wanted), **usual, **changes})
+
+
+def read_batches(
+    data: EnergonData, wanted: BatchSpec, count: int, *, seed: int = 0, log_dir: Path | None = None
+) -> tuple[list[PackedBatch], dict[str, int]]:
+    """Return the first micro-batches of a training on one rank, and the samples skipped before their last."""
+    directory = None if log_dir is None else str(log_dir)
+    with closing(data.build_train(wanted, dp_rank=0, dp_size=1, seed=seed, log_dir=directory)) as stream:
+        return [next(stream) for _ in range(count)], stream.sample_counts().by_reason()
 
 
 def first_batch(data: EnergonData, wanted: BatchSpec) -> PackedBatch:
-    """Return the first micro-batch of a training on one rank."""
-    data = replace(data, shuffle_buffer=0, background=False)
-    stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=None)
-    try:
-        return next(stream)
-    finally:
-        stream.close()
+    """Return the first micro-batch of a training on one rank, without shuffling and workers."""
+    [batch], _ = read_batches(replace(data, shuffle_buffer=0, background=False), wanted, 1)
+    return batch
 
 
 def run(
@@ -99,8 +113,5 @@ def run(
 ) -> tuple[list[str], dict[str, int]]:
     """Read about two epochs and return the keys seen and the samples skipped."""
     data = EnergonData(**({"path": str(folder), "shuffle_buffer": 0} | settings))
-    stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=str(log_dir) if log_dir else None)
-    try:
-        return [key for _ in range(batches) for key in next(stream).keys], stream.sample_counts().by_reason()
-    finally:
-        stream.close()
+    read, skipped = read_batches(data, spec(), batches, log_dir=log_dir)
+    return [key for batch in read for key in batch.keys], skipped

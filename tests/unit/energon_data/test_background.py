@@ -66,11 +66,14 @@ def plain(state: Any) -> Any:
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process has ended, or ends within some seconds."""
+    """Return whether a process has ended, or ends within some seconds; otherwise it is killed."""
     deadline = time.monotonic() + 30
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return not Path(f"/proc/{pid}").exists()
+    if not Path(f"/proc/{pid}").exists():
+        return True
+    os.kill(pid, signal.SIGKILL)
+    return False
 
 
 def test_a_message_transfers_every_tensor_bitwise_equal(ends: tuple[Sender, Connection]) -> None:
@@ -281,10 +284,7 @@ if __name__ == "__main__":
             assert training.stdout is not None
             socket_folder, blocked, worker = (training.stdout.readline().strip() for _ in range(3))
             assert training.wait() == (0 if how == "exit" else -signal.SIGKILL)
-            is_gone = gone(int(worker))
-            if not is_gone:
-                os.kill(int(worker), signal.SIGKILL)
-            assert is_gone, "the item takes 600 s"
+            assert gone(int(worker)), "the item takes 600 s"
             assert training.communicate() == ("", "")
         assert socket_folder == (SHORT_FOLDER if longer else str(folder))
         assert list(folder.iterdir()) == []
@@ -301,10 +301,7 @@ def test_close_ends_a_worker_whose_fork_server_was_killed(opened: Open) -> None:
     assert worker.exitcode == 255
     assert Path(f"/proc/{worker.pid}").exists()
     stream.close()
-    is_gone = gone(worker.pid)
-    if not is_gone:
-        os.kill(worker.pid, signal.SIGKILL)
-    assert is_gone
+    assert gone(worker.pid)
     opened().next()  # a worker of another fork server
 
 

@@ -24,10 +24,6 @@ from tests.unit.energon_data.preparations import as_file, described, folder_of
 ROUNDING = 1.5  # of 255: rounding of the conversion in 16 bits, and of the result in 8
 
 
-def grey_values(gamma: float, values: np.ndarray) -> np.ndarray:
-    return srgb_curve((values / 255) ** gamma)
-
-
 @pytest.mark.parametrize("primaries", [DISPLAY_P3, ADOBE_RGB], ids=["Display P3", "Adobe RGB"])
 def test_a_profile_is_converted_to_srgb(primaries):
     """Expected colours are computed with explicit matrices and gammas; unconverted ones differ by up to 20 of 255."""
@@ -64,7 +60,7 @@ def test_alpha_palettes_and_greys_are_converted():
     values = np.arange(256, dtype=np.uint8)
     for depth, picture in ((8, Image.fromarray(values[None])), (16, Image.fromarray(values[None].astype("u2") * 257))):
         grey = np.asarray(open_picture(as_file(picture, icc_profile=grey_profile(1.8))))[0]
-        assert np.abs(grey - grey_values(1.8, values)[:, None]).max() < ROUNDING, depth
+        assert np.abs(grey - srgb_curve((values / 255) ** 1.8)[:, None]).max() < ROUNDING, depth
 
 
 def test_cmyk_pictures_are_converted_by_their_profile():
@@ -106,9 +102,8 @@ def test_a_file_whose_pixels_change_is_not_stored_as_it_is():
     ids=["text", "cut off", "of greys", "of inks", "of a display, for inks"],
 )
 def test_a_profile_that_cannot_be_used_leaves_the_colours(picture, profile):
-    kind = "TIFF"
-    opened = open_picture(as_file(picture, kind, icc_profile=profile))
-    assert np.array_equal(np.asarray(opened), np.asarray(open_picture(as_file(picture, kind))))
+    opened = open_picture(as_file(picture, "TIFF", icc_profile=profile))
+    assert np.array_equal(np.asarray(opened), np.asarray(open_picture(as_file(picture, "TIFF"))))
     assert opened.info["colours"] == "bad_profile"
 
 

@@ -3,14 +3,13 @@
 import json
 import math
 import pickle
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from small_data import clips, first_batch, npy, run, spec, write_dataset
+from small_data import clips, damage, first_batch, npy, run, spec, write_dataset
 
 from dit.errors import ConfigError, DataError, exit_code
 from energon_data.dataset import EnergonData
@@ -22,41 +21,13 @@ from energon_data.tar_index import SampleReader, UnusualTarError
 Copy = Callable[[Path], Path]
 
 
-def patch_member(shard: Path, key: str, part: str, change: Callable[[bytearray], None]) -> None:
-    """Change the content of one member in place, without changing offsets, sizes and headers."""
-    with tarfile.open(shard) as tar:
-        member = tar.getmember(f"{key}.{part}")
-    data = bytearray(shard.read_bytes())
-    content = data[member.offset_data : member.offset_data + member.size]
-    change(content)
-    assert len(content) == member.size
-    data[member.offset_data : member.offset_data + member.size] = content
-    shard.write_bytes(data)
-
-
-def flip(position: int) -> Callable[[bytearray], None]:
-    def change(content: bytearray) -> None:
-        content[position] ^= 1
-
-    return change
-
-
-def find(folder: Path, key: str) -> Path:
-    for shard in sorted(folder.glob("*.tar")):
-        with tarfile.open(shard) as tar:
-            if any(name.startswith(key + ".") for name in tar.getnames()):
-                return shard
-    raise AssertionError(key)
-
-
-KEY = "train_clip00020"
+KEY, SHARD = "train_clip00020", "train-000001.tar"
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_flipped_bit_ends_the_run_and_names_the_sample(mixed_folder: Path, copy_of: Copy, background: bool) -> None:
     folder = copy_of(mixed_folder)
-    shard = find(folder, KEY)
-    patch_member(shard, KEY, "latent.npy", flip(-1))
+    shard = damage(folder, KEY)
     with pytest.raises(DataError) as caught:
         run(folder, background=background)
     message = str(caught.value)
@@ -72,7 +43,7 @@ def test_a_name_that_is_not_utf8_is_a_damaged_sample_with_a_cure(
 ) -> None:
     """Old archivers write names in the encoding of their system; Energon reads long names."""
     folder = copy_of(mixed_folder)
-    shard = find(folder, KEY)
+    shard = folder / SHARD
     data, name = bytearray(shard.read_bytes()), KEY.encode()
     start = data.find(name)
     while start >= 0:
@@ -106,8 +77,7 @@ def test_the_error_budget_counts_each_dropped_sample_once_with_key_shard_and_rea
 ) -> None:
     folder = copy_of(mixed_folder)
     damaged = {"train_clip00003": "latent.npy", "train_clip00020": "text.npy", "train_clip00050": "json"}
-    for key, part in damaged.items():
-        patch_member(find(folder, key), key, part, flip(-3))
+    shards = {key: damage(folder, key, part, position=-3).name for key, part in damaged.items()}
     # 75 - 3 samples are one epoch of 18 micro-batches.
     keys, skipped = run(folder, 18, max_lost_samples=3, log_dir=tmp_path / "run")
     assert len(set(keys)) == len(keys) == 72
@@ -116,7 +86,7 @@ def test_the_error_budget_counts_each_dropped_sample_once_with_key_shard_and_rea
     lines = [json.loads(line) for line in (tmp_path / "run" / "data_skipped.jsonl").read_text().splitlines()]
     assert {line["key"] for line in lines} == set(damaged)
     for line in lines:
-        assert line["shard"] == find(folder, line["key"]).name
+        assert line["shard"] == shards[line["key"]]
         assert line["lost"]
         assert line["reason"] in skipped
     with pytest.raises(DataError, match="Damaged samples: 3, allowed: 2"):
@@ -131,7 +101,7 @@ def test_counts_are_exact_in_the_background_and_after_a_resume(
 ) -> None:
     folder = copy_of(mixed_folder)
     for key in ("train_clip00003", "train_clip00020", "train_clip00050"):
-        patch_member(find(folder, key), key, "latent.npy", flip(-1))
+        damage(folder, key)
     data = EnergonData(path=str(folder), shuffle_buffer=0, max_lost_samples=99, **packing)
     s = spec(micro_batch_size=1 if packing else 4)
 
@@ -180,11 +150,7 @@ def test_pickles_are_refused_and_not_executed(tmp_path: Path, part: str) -> None
     pickle.loads(pickle.dumps(_Touch(tmp_path / "proof")))
     assert (tmp_path / "proof").exists(), "the payload works"
 
-    def samples() -> Any:
-        for key, meta, parts in clips(8, sizes=[(1, 4, 4)]):
-            yield key, meta, parts | ({part: payload} if key == "clip00005" else {})
-
-    folder = write_dataset(tmp_path / "data", {"train": samples()})
+    folder = write_dataset(tmp_path / "data", {"train": _sample_of({"parts": {part: payload}})})
     with pytest.raises(DataError, match=r"train_clip00005.*(pickle|unknown format)"):
         run(folder)
     assert not marker.exists()
@@ -337,14 +303,12 @@ def test_metadata_and_types_out_of_range_have_separate_reasons(tmp_path: Path) -
 def test_pooled_texts_are_read_and_required(tmp_path: Path) -> None:
     """A model with pooled text gets the vector of each sample; a missing vector or another width is refused."""
 
-    def with_pooled() -> Any:
-        for i, (key, meta, parts) in enumerate(clips(12, sizes=[(1, 4, 4)])):
-            yield key, meta, parts | {"pooled.npy": npy(np.full(5, i, np.float16))}
-
     def first(folder: Path, size: int) -> Any:
-        return first_batch(EnergonData(path=str(folder), shuffle_buffer=0), spec(pooled_size=size))
+        return first_batch(EnergonData(path=str(folder)), spec(pooled_size=size))
 
-    folder = write_dataset(tmp_path / "data", {"train": with_pooled()})
+    samples = enumerate(clips(12, sizes=[(1, 4, 4)]))
+    pooled = [(key, meta, parts | {"pooled.npy": npy(np.full(5, i, np.float16))}) for i, (key, meta, parts) in samples]
+    folder = write_dataset(tmp_path / "data", {"train": pooled})
     batch = first(folder, 5)
     assert batch.conditions["pooled"].values.tolist() == [[float(key[-5:])] * 5 for key in batch.keys]
     with pytest.raises(DataError, match="pooled text has width 5, the model takes width 6"):
@@ -374,7 +338,7 @@ def test_damage_of_a_condition_counts_only_for_models_with_the_condition(
 
 def test_a_damaged_sample_counts_at_every_read(mixed_folder: Path, copy_of: Copy) -> None:
     folder = copy_of(mixed_folder)
-    patch_member(find(folder, KEY), KEY, "latent.npy", flip(-1))
+    damage(folder, KEY)
     for passes in (1, 2, 3):
         _, skipped = run(folder, 18 * passes, max_lost_samples=passes)
         assert skipped == {"checksum": passes}
@@ -401,12 +365,8 @@ def test_damage_after_the_check_is_counted_not_fatal_to_the_budget(
 ) -> None:
     """Headers are overwritten after the check: the error names the lost samples, and all others are read."""
     folder = copy_of(mixed_folder)
-    shard = folder / "train-000002.tar"
-    with tarfile.open(shard) as tar:
-        first = tar.getmembers()[0]
-    data = bytearray(shard.read_bytes())
-    data[first.offset : first.offset + 100] = b"\xff" * 100
-    shard.write_bytes(data)
+    with (folder / "train-000002.tar").open("r+b") as shard:
+        shard.write(b"\xff" * 100)
     with pytest.raises(DataError, match=r"'#0' in shard 'train-000002.tar': unreadable: .*header.*checksum"):
         run(folder, background=background)
     keys, skipped = run(folder, 18, max_lost_samples=1, background=background)

@@ -1,6 +1,5 @@
 """Data of Stable Diffusion XL, from pictures to packs: two text encoders, sizes and crops."""
 
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
 from tests.support.encoders import CLIP_TOKENS, CLIP_WIDTH, PROJECTION, SDXL_OPTIONS, SDXL_PICTURES, WORDS, prepare_sdxl
+from tests.unit.energon_data.small_data import first_batch
 
 HALF = {"rtol": 2e-3, "atol": 2e-3}  # stored as float16
 CAPTIONS = {name: " ".join(WORDS[: 1 + i]) for i, name in enumerate(SDXL_PICTURES)}
@@ -34,13 +34,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 def read(path: Path, of: BatchSpec, **settings) -> tuple[PackedBatch, EnergonData]:
-    common = {"background": False, "shuffle_buffer": 0, "num_streams": 1, "bucket_by_shape": True}
-    data = EnergonData(path=str(path), **common, **settings)
+    data = EnergonData(path=str(path), num_streams=1, bucket_by_shape=True, **settings)
     data.validate(of, 1, 1)
-    stream = data.build_train(of, dp_rank=0, dp_size=1, seed=0, log_dir=None)
-    [pack] = islice(stream, 1)
-    stream.close()
-    return pack, data
+    return first_batch(data, of), data
 
 
 def names(pack: PackedBatch) -> list[str]:

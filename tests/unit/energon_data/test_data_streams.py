@@ -1,7 +1,6 @@
 """Streams: the order does not depend on the number of ranks, and a resumed run continues bit for bit."""
 
 import shutil
-import tarfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from small_data import clips, npy, spec, write_dataset
+from small_data import clips, damage, first_batch, npy, spec, write_dataset
 from small_streams import PACKED, build, build_spec, same, take, through_disk
 
 from dit.condition_table import IMAGE_TOKENS
@@ -24,7 +23,7 @@ from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
 
 AUGMENTED: dict[str, Any] = {"resize_side": 10, "crop_size": [8, 6], "flip": 0.5, "shuffle_buffer": 10}
-
+SHAPES = ["1x4x4", "2x6x4"]
 
 CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
     "dense": lambda f, _: (EnergonData(path=str(f), num_streams=4, shuffle_buffer=10), 4),
@@ -32,11 +31,8 @@ CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {
     "buckets": lambda f, _: (EnergonData(path=str(f), num_streams=4, bucket_by_shape=True, shuffle_buffer=5), 4),
     "augmented": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED), 4),
     "augmented packed": lambda _, p: (EnergonData(path=str(p), num_streams=4, **AUGMENTED, **PACKED), 1),
-    "mock": lambda *_: (MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, text_tokens=5), 4),
-    "mock packed": lambda *_: (
-        MockData(shapes=["1x4x4", "2x6x4"], num_streams=4, max_tokens_per_pack=40, pack_multiple_of=8),
-        1,
-    ),
+    "mock": lambda *_: (MockData(shapes=SHAPES, num_streams=4, text_tokens=5), 4),
+    "mock packed": lambda *_: (MockData(shapes=SHAPES, num_streams=4, max_tokens_per_pack=40, pack_multiple_of=8), 1),
 }
 
 
@@ -126,9 +122,6 @@ def test_a_resumed_run_keeps_the_number_of_streams(name: str, mixed_folder: Path
             rank(0, 1, micro_batches, size).load_state_dict(state)
 
 
-LAYOUTS = (1, 2, 8)
-
-
 @pytest.mark.parametrize("pad_packs", [False, True])
 @pytest.mark.parametrize("name", ["packed", "augmented packed", "mock packed"])
 def test_every_layout_trains_on_the_same_packs(
@@ -138,8 +131,8 @@ def test_every_layout_trains_on_the_same_packs(
     data, mbs = CASES[name](mixed_folder, picture_folder)
     if isinstance(data, EnergonData):
         data.pad_packs = pad_packs
-    packs = {m: take(build(data, mbs=mbs, multiple_of=m), 16) for m in LAYOUTS}
-    held_out = {m: list(data.build_validation(build_spec(data, 1, m), dp_rank=0, dp_size=1)) for m in LAYOUTS}
+    packs = {m: take(build(data, mbs=mbs, multiple_of=m), 16) for m in (1, 2, 8)}
+    held_out = {m: list(data.build_validation(build_spec(data, 1, m), dp_rank=0, dp_size=1)) for m in packs}
     for passes in (packs, held_out):
         for multiple, layout in passes.items():
             assert [pack.keys for pack in layout] == [pack.keys for pack in passes[1]]
@@ -247,7 +240,7 @@ def test_tokens_of_a_picture_are_not_truncated(tmp_path: Path) -> None:
     one_sample = {"max_tokens_per_pack": 4, "pack_multiple_of": 4, "packing_buffer_size": 1}
     for limit in (3, 9):
         data = EnergonData(path=str(folder), max_text_tokens=limit, shuffle_buffer=0, **one_sample)
-        [batch] = take(data.build_train(model, dp_rank=0, dp_size=1, seed=0, log_dir=None), 1)
+        batch = first_batch(data, model)
         assert batch.conditions["image_tokens"].layout.lengths == (9,)
         with pytest.raises(BatchError, match=r"raise data\.max_text_tokens") if limit == 3 else nullcontext():
             data.pack_maxima().pad(batch)
@@ -311,21 +304,13 @@ def test_ranks_that_share_a_stream_report_its_samples_once(
 
 @pytest.fixture
 def damaged_after(mixed_folder: Path, tmp_path: Path) -> Callable[[int], Path]:
-    """Copy a data set, and damage every second training sample, starting at the sample with this number."""
+    """Copy a data set, and damage every second of its 75 training samples, starting at the sample with this number."""
 
     def copied(first: int) -> Path:
         folder = tmp_path / "damaged"
         shutil.copytree(mixed_folder, folder)
-        number = 0
-        for shard in sorted(folder.rglob("train*.tar")):
-            data = bytearray(shard.read_bytes())
-            with tarfile.open(shard) as tar:
-                for member in tar:
-                    if member.name.endswith("latent.npy"):
-                        if number >= first and number % 2 == 0:
-                            data[member.offset_data + member.size - 1] ^= 0xFF
-                        number += 1
-            shard.write_bytes(data)
+        for number in range(first, 75, 2):
+            damage(folder, f"train_clip{number:05d}")
         return folder
 
     return copied
@@ -334,12 +319,7 @@ def damaged_after(mixed_folder: Path, tmp_path: Path) -> Callable[[int], Path]:
 def test_the_held_out_pass_reads_no_sample_after_its_limit(mixed_folder: Path, tmp_path: Path) -> None:
     """The sixth sample is damaged."""
     folder = Path(shutil.copytree(mixed_folder, tmp_path / "data"))
-    (shard, *_) = sorted(folder.rglob("val*.tar"))
-    data = bytearray(shard.read_bytes())
-    with tarfile.open(shard) as tar:
-        member = [m for m in tar if m.name.endswith("latent.npy")][5]
-    data[member.offset_data + member.size - 1] ^= 0xFF
-    shard.write_bytes(data)
+    damage(folder, "val_clip00005")
     passed = EnergonData(path=str(folder), validation_samples=5).build_validation(spec(), dp_rank=0, dp_size=1)
     assert sum(batch.layout.num_samples for batch in passed) == 5
 

@@ -2,15 +2,15 @@
 
 import math
 import zlib
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 import pytest
 import torch
-from small_data import clips, npy, run, spec, write_dataset
+from small_data import clips, first_batch, npy, run, spec, write_dataset
 
 from dit.condition_table import LOW_RESOLUTION, SIZE_AND_CROP
 from dit.errors import DataError
@@ -18,10 +18,8 @@ from energon_data.dataset import EnergonData
 from energon_data.filters import largest_magnitude
 from energon_data.samples import checksum
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_the_largest_magnitude_is_of_either_sign_and_nan_of_a_nan(dtype: torch.dtype) -> None:
     for value in (7.5, -7.5, math.inf, -math.inf):
         assert largest_magnitude(torch.tensor([[-0.0, value], [1.0, -1.0]], dtype=dtype)) == abs(value)
@@ -60,9 +58,8 @@ def test_only_values_per_latent_token_are_limited_to_1000(
     arrays[name].flat[1] = value
     parts |= {f"{part}.npy": npy(array) for part, array in arrays.items()}
     data = EnergonData(path=str(write_dataset(tmp_path / "data", {"train": [(key, meta, parts)]})), shuffle_buffer=0)
-    stream = data.build_train(model, dp_rank=0, dp_size=1, seed=0, log_dir=None)
-    with closing(stream), nullcontext() if words is None else pytest.raises(DataError, match=words):
-        assert value in next(stream).conditions[{"text": "context"}.get(name, name)].values
+    with nullcontext() if words is None else pytest.raises(DataError, match=words):
+        assert value in first_batch(data, model).conditions[{"text": "context"}.get(name, name)].values
 
 
 def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> None:
@@ -87,11 +84,11 @@ def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> 
 def test_a_limit_drops_a_latent_without_the_limited_number(
     tmp_path: Path, settings: dict[str, float], reason: str, known: dict[str, float]
 ) -> None:
-    def samples() -> Any:
-        for key, meta, parts in clips(12, sizes=[(1, 4, 4)]):
-            yield key, {**meta, "aesthetic_score": None, **(known if key != "clip00005" else {})}, parts
-
-    keys, skipped = run(write_dataset(tmp_path / "data", {"train": samples()}), 2, **settings)
+    samples = [
+        (key, {**meta, "aesthetic_score": None, **(known if key != "clip00005" else {})}, parts)
+        for key, meta, parts in clips(12, sizes=[(1, 4, 4)])
+    ]
+    keys, skipped = run(write_dataset(tmp_path / "data", {"train": samples}), 2, **settings)
     assert len(set(keys)) == 8
     assert "train_clip00005" not in keys
     assert skipped == {reason: 1}

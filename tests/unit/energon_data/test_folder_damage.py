@@ -51,13 +51,6 @@ def test_offsets_that_no_shard_has_are_refused(tmp_path: Path, offsets: tuple[in
         read_offsets(tmp_path / "a.tar")
 
 
-def _link_out(folder: Path) -> None:
-    shard = folder / "train-000001.tar"
-    outside = folder.parent / "outside.tar"
-    shutil.move(shard, outside)
-    shard.symlink_to(outside)
-
-
 def _write(name: str, text: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text(text) and None
 
@@ -95,7 +88,7 @@ def test_the_error_for_a_missing_folder_names_a_rendering_command_or_the_page(
         (lambda f: (f / "train-000001.tar").open("ab").write(b"x"), "bytes but .* were written"),
         (lambda f: (f / "train-000001.tar.idx").unlink(), "no index train-000001.tar.idx"),
         (lambda f: (f / "train-000001.tar.idx").open("r+").truncate(20), "lists 1 samples, the metadata 16"),
-        (_link_out, "link to a file outside"),
+        (linked(SHARD, __file__), "link to a file outside"),
         (_write(".nv-meta/sample_loader.py", "print('executed')"), "sample_loader.py.*would execute"),
         (_write(".nv-meta/dataset.yaml", "__module__: os\n__class__: system\n"), "names os.system"),
         (_write(".nv-meta/dataset.yaml", _SAFE + "sample_loader: sample_loader.py:f\n"), "must contain only"),

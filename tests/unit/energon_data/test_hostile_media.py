@@ -13,7 +13,7 @@ import av
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
-from small_data import spec, write_dataset
+from small_data import read_batches, spec, write_dataset
 
 from dit.media import reads_heic
 from energon_data import colours, media_files
@@ -23,7 +23,7 @@ from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 from tests.support.bounded import bounded
 from tests.unit.energon_data.awkward_media import black, video
-from tests.unit.energon_data.preparations import as_file, described, folder_of, run, write_tar
+from tests.unit.energon_data.preparations import as_file, described, folder_of, noise, run, write_tar
 
 PORT = 40000 + 2 * (os.getpid() % 10000)  # test processes run in parallel
 ATTACKS = {
@@ -41,10 +41,6 @@ def film(count: int = 6) -> list[Image.Image]:
     return [Image.new("RGB", (32, 32), (8 * i, 100, 50)) for i in range(count)]
 
 
-def noise(side: int) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8))
-
-
 def hostile_files() -> dict[str, bytes]:
     """Every attack as a picture and as a video."""
     return {f"{i}.{kind}": data for i, data in enumerate(ATTACKS.values()) for kind in ("png", "mp4")}
@@ -54,7 +50,7 @@ def hostile_files() -> dict[str, bytes]:
 def traps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Provide the targets of attacks, private files and a Ghostscript, and check at the end that none was used."""
     place = tmp_path / "working_folder"
-    private = {"private.mp4": video_bytes(film(), 8.0), "private.png": picture_bytes(noise(32), "png")}
+    private = {"private.mp4": video_bytes(film(), 8.0), "private.png": picture_bytes(noise(32, 32), "png")}
     folder_of(place, private | {"gs": f"#!{sys.executable}\nopen({str(place / 'started')!r}, 'w')\n"})
     (place / "gs").chmod(0o755)
     monkeypatch.chdir(place)
@@ -86,7 +82,7 @@ def test_the_port_check_detects_an_open_port():
 @pytest.mark.usefixtures("traps")
 @pytest.mark.parametrize("command", ["folder", "webdataset"])
 def test_prepare_refuses_files_that_only_claim_to_be_media(tmp_path: Path, command: str):
-    files = {"good.png": picture_bytes(noise(32), "png"), "fine.mp4": video_bytes(film(), 8.0), **hostile_files()}
+    files = {"good.png": picture_bytes(noise(32, 32), "png"), "fine.mp4": video_bytes(film(), 8.0), **hostile_files()}
     if command == "webdataset":
         members = [(name.replace(".", f"-{name[-3:]}."), data) for name, data in files.items()]
         source = write_tar(tmp_path / "in" / "0.tar", *members).parent
@@ -99,17 +95,13 @@ def test_prepare_refuses_files_that_only_claim_to_be_media(tmp_path: Path, comma
 
 def read(folder: Path, parts: dict[str, bytes], log_dir: Path) -> dict[str, str]:
     """Train on eight pictures and on samples with one part each; return the reason why each of these is lost."""
-    good = [(f"good{i}", {}, {"pixels.png": picture_bytes(noise(32), "png")}) for i in range(8)]
+    good = [(f"good{i}", {}, {"pixels.png": picture_bytes(noise(32, 32), "png")}) for i in range(8)]
     bad = [(f"bad{i}", {}, {f"pixels.{name.rpartition('.')[2]}": data}) for i, (name, data) in enumerate(parts.items())]
     write_dataset(folder, {"train": [*good[:4], *bad, *good[4:]]}, per_shard=99)
     data = EnergonData(path=str(folder), shuffle_buffer=0, max_lost_samples=len(bad))
     wanted = spec(latent_channels=3, num_classes=None, context_size=None)
-    stream = data.build_train(wanted, dp_rank=0, dp_size=1, seed=0, log_dir=str(log_dir))
-    try:
-        keys = {key for _ in range(2) for key in next(stream).keys}
-    finally:
-        stream.close()
-    assert keys == {f"train_good{i}" for i in range(8)}
+    batches, _ = read_batches(data, wanted, 2, log_dir=log_dir)
+    assert {key for batch in batches for key in batch.keys} == {f"train_good{i}" for i in range(8)}
     lines = map(json.loads, (log_dir / "data_skipped.jsonl").read_text().splitlines())
     return {list(parts)[int(line["key"].removeprefix("train_bad"))]: line["reason"] for line in lines if line["lost"]}
 
@@ -168,13 +160,13 @@ def test_usual_pictures_are_read(kind: str):
 @pytest.mark.parametrize("kind", ["PPM", "TGA", "ICO"])
 def test_other_pictures_are_refused(kind: str):
     with pytest.raises(SampleError, match="in none of the formats PNG, JPEG"):
-        open_picture(as_file(noise(32), kind))
+        open_picture(as_file(noise(32, 32), kind))
 
 
 @pytest.mark.parametrize("size", [(16385, 16384), (32769, 1), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
 def test_a_header_with_too_many_pixels_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path):
     """Pillow has other limits, and an error without numbers; preparation counts such a picture as skipped."""
-    source = folder_of(tmp_path / "in", {"bomb.png": black(*size, rows=0), "good.png": as_file(noise(32))})
+    source = folder_of(tmp_path / "in", {"bomb.png": black(*size, rows=0), "good.png": as_file(noise(32, 32))})
     record = described(source, tmp_path / "out")
     message = f"{size[0]} x {size[1]} pixels; at most 268,435,456 in total and 32,768 per side; scale it down"
     assert record["skipped_examples"] == {"too_large": [f"bomb.png: {message}"]}
@@ -189,7 +181,7 @@ def test_a_200_megapixel_picture_is_decoded_without_copies():
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "F", "I", "P"])
 def test_decoding_in_bands_changes_no_pixel(mode: str, monkeypatch: pytest.MonkeyPatch):
-    picture = Image.merge("RGBA", (*noise(40).split(), noise(41).crop((0, 0, 40, 40)).getchannel(0))).convert(mode)
+    picture = Image.merge("RGBA", (*noise(40, 40).split(), noise(40, 40, seed=1).getchannel(0))).convert(mode)
     data = as_file(picture, "TIFF" if mode in ("F", "I") else "PNG", **({"transparency": 7} if mode == "P" else {}))
     opened = np.asarray(open_picture(data))
     monkeypatch.setattr(colours, "_BAND", 7)
@@ -198,12 +190,6 @@ def test_decoding_in_bands_changes_no_pixel(mode: str, monkeypatch: pytest.Monke
 
 
 # Damage that used to end in a traceback.
-
-
-def unknown_codec() -> bytes:
-    data = video_bytes(film(), 8.0)
-    assert b"avc1" in data
-    return data.replace(b"avc1", b"zzzz")
 
 
 def of_two_sizes(instants: tuple[int, ...] = (0, 1, 2)) -> bytes:
@@ -220,7 +206,7 @@ def of_two_sizes(instants: tuple[int, ...] = (0, 1, 2)) -> bytes:
 
 
 def test_a_video_of_an_unknown_codec_or_of_several_sizes_is_refused(tmp_path: Path):
-    files = {"unknown.mp4": unknown_codec(), "sizes.mkv": of_two_sizes()}
+    files = {"unknown.mp4": video_bytes(film(), 8.0).replace(b"avc1", b"zzzz"), "sizes.mkv": of_two_sizes()}
     assert read(tmp_path / "data", files, tmp_path / "run") == dict.fromkeys(files, "bad_video")
     source = folder_of(tmp_path / "in", files)
     assert run(source, tmp_path / "none", command="videos") == 3
@@ -269,7 +255,7 @@ def test_a_video_has_a_time_limit_for_each_of_its_clips(clock: list[float]):
 @pytest.mark.usefixtures("clock")
 @pytest.mark.parametrize("kind", ["PNG", "JPEG"])
 def test_a_picture_has_a_time_limit(monkeypatch: pytest.MonkeyPatch, kind: str):
-    files = [as_file(noise(side), kind, quality=100, compress_level=1) for side in (64, 2000)]
+    files = [as_file(noise(side, side), kind, quality=100, compress_level=1) for side in (64, 2000)]
     monkeypatch.setattr(media_files, "MAX_SECONDS", 60)  # pieces of 64 KiB, and those of the header
     assert open_picture(files[0]).size == (64, 64)
     with pytest.raises(SampleError) as caught:

@@ -34,12 +34,7 @@ PACK_SPEC = replace(SPEC, micro_batch_size=1)
 
 @dataclass(kw_only=True)
 class Numbers(Samples):
-    """Sample i has the value and the class i; every third one is a larger picture.
-
-    Attributes:
-        count: samples.
-        damaged: indices of samples that cannot be read.
-    """
+    """Sample i has the value and the class i; every third one is a larger picture, and some are `damaged`."""
 
     count: int = COUNT
     damaged: tuple[int, ...] = ()
@@ -91,13 +86,7 @@ def test_an_epoch_has_all_samples_that_are_not_held_out() -> None:
 
 @dataclass(kw_only=True)
 class Stored(Samples):
-    """Pictures in memory that are counted when they are read.
-
-    Attributes:
-        values: value of each picture.
-        label: class of all pictures.
-        side: height of all pictures.
-    """
+    """Pictures of one class and height in memory, which are counted when they are read."""
 
     values: list[float]
     label: int = 0
@@ -140,11 +129,7 @@ def test_the_identity_reads_a_few_samples(count: int) -> None:
 
 @dataclass(kw_only=True)
 class Unusual(Samples):
-    """Two samples, of which the second is unusual.
-
-    Attributes:
-        second: the second sample, or the error when it is read.
-    """
+    """Two samples, of which the second is unusual, or an error when it is read."""
 
     second: Any
 

@@ -4,15 +4,15 @@ import hashlib
 import json
 import os
 import unicodedata
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from dit.errors import EXIT_DATA, ConfigError
+from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
 from energon_data.media_files import open_picture, video_bytes
-from energon_data.prepare.__main__ import main
 from energon_data.prepare.build import CAPTIONS
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
@@ -70,12 +70,16 @@ def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, 
     assert "skipped" not in capsys.readouterr().out
 
 
-def test_a_dry_run_counts_files_and_tried_samples(tmp_path, capsys):
+def test_a_dry_run_counts_files_prints_the_tried_samples_and_writes_no_file(tmp_path, capsys):
     source = mixed(tmp_path / "in", videos=0)
     write_list(source, [{"file_name": name} for name in ("p00.png", "p01.png")])
     (source / "p00.png").write_bytes(b"")
-    assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert run(source, tmp_path / "out", "--dry-run") == EXIT_OK
     said = capsys.readouterr().out
+    assert "nothing is written; found 2 files" in said
+    assert "3x1x16x32, pixels.png" in said
+    assert "MiB in all" in said
+    assert os.listdir(tmp_path) == ["in"]
     assert "skipped, not_listed: 4; p02.png: not in metadata.jsonl" in said
     assert "skipped, bad_image: 1 of the 2 tried; p00.png: the file is empty" in said
 
@@ -197,19 +201,16 @@ def change_list(source: Path) -> None:
     (source / "metadata.jsonl").write_text((source / "metadata.jsonl").read_text().replace("old", "new"))
 
 
-def change_caption(source: Path) -> None:
-    about = (source / "p05.txt").stat()
-    (source / "p05.txt").write_text("picture V")
-    os.utime(source / "p05.txt", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+def change_file(source: Path, name: str) -> None:
+    """Change the modification time, as another file of the same size would."""
+    about = (source / name).stat()
+    os.utime(source / name, ns=(about.st_atime_ns, about.st_mtime_ns + 1))
 
 
-def change_picture(source: Path) -> None:
-    """Change the modification time, as another picture of the same size would."""
-    about = (source / "p05.png").stat()
-    os.utime(source / "p05.png", ns=(about.st_atime_ns, about.st_mtime_ns + 1))
+CHANGES = [change_list, *(partial(change_file, name=name) for name in ("p05.txt", "p05.png"))]
 
 
-@pytest.mark.parametrize("change", [change_list, change_caption, change_picture])
+@pytest.mark.parametrize("change", CHANGES, ids=["list", "caption", "picture"])
 def test_an_interrupted_preparation_does_not_continue_with_other_captions_or_files(tmp_path, change):
     """Otherwise half of the samples would have the old caption and half the new one."""
     source = mixed(tmp_path / "in", videos=0)

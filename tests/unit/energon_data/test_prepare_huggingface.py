@@ -3,7 +3,6 @@
 import io
 import json
 import pickle
-import tarfile
 import urllib.error
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
 from energon_data.prepare.huggingface import Table, prepare_huggingface
 from energon_data.prepare.media import Options
 from tests.unit.energon_data import preparations
-from tests.unit.energon_data.preparations import folder_of, metadata_of, png, write_list
+from tests.unit.energon_data.preparations import folder_of, metadata_of, png, samples, shards, write_list
 
 COUNT = 6
 prepare, described = (partial(f, command="huggingface") for f in (preparations.run, preparations.described))
@@ -46,15 +45,9 @@ def write_parquet(path: Path, columns: dict[str, list]) -> Path:
     return path
 
 
-def stored(folder: Path) -> dict[str, bytes]:
-    """Return the picture files of a prepared folder by their names."""
-    found = {}
-    for path in sorted(folder.glob("*.tar")):
-        with tarfile.open(path) as archive:
-            for member in archive:
-                if ".pixels." in member.name:
-                    found[member.name.rpartition(".pixels.")[0]] = archive.extractfile(member).read()
-    return found
+def stored(folder: Path) -> list[bytes]:
+    """Return the picture files of a prepared folder."""
+    return [parts["pixels.png"] for *_, parts in samples(folder)]
 
 
 def parquet_file(root: Path) -> Path:
@@ -92,7 +85,7 @@ def test_every_row_is_a_sample_with_its_file_its_caption_and_its_scalars(tmp_pat
     assert [(found[f"train/{i:08d}"]["caption"], found[f"train/{i:08d}"]["score"]) for i in range(COUNT)] == [
         (f"shade {i}", 0.5 * i) for i in range(COUNT)
     ]
-    assert list(stored(tmp_path / "out").values()) == [png(10 * i, 32) for i in range(COUNT)]
+    assert stored(tmp_path / "out") == [png(10 * i, 32) for i in range(COUNT)]
 
 
 def test_columns_are_named_and_captions_may_be_lists(tmp_path):
@@ -111,7 +104,7 @@ def test_columns_are_named_and_captions_may_be_lists(tmp_path):
     assert about["train/00000000"]["captions"] == ["one", "two"]
     assert "caption" not in about["train/00000001"]
     assert [about[f"train/{i:08d}"].get("label") for i in range(3)] == [2, 0, None]
-    assert list(stored(tmp_path / "out").values()) == [png(0, 32), png(1, 32), png(2, 32)]
+    assert stored(tmp_path / "out") == [png(0, 32), png(1, 32), png(2, 32)]
 
 
 def test_classes_have_the_names_of_the_data_set(tmp_path):
@@ -221,9 +214,7 @@ def test_an_interrupted_preparation_continues_to_the_same_bytes(tmp_path):
     preparation("resumed").run(processes=1, force=False, on_resume=finished.append)
     preparation("at_once").run(processes=1, force=False)
     assert finished == [1]
-    first, second = (sorted((tmp_path / out).glob("*.tar")) for out in ("resumed", "at_once"))
-    assert [path.name for path in first] == [path.name for path in second]
-    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert shards(tmp_path / "resumed") == shards(tmp_path / "at_once")
 
 
 @pytest.mark.parametrize("make", [parquet_folder, saved_split, saved_splits, image_folder])
@@ -283,6 +274,6 @@ def test_rows_are_scaled_and_embedded_like_files(tmp_path):
     words = ["--size", "16", "--aspect", "square", "--text-encoder", "identity"]
     found = described(parquet_file(tmp_path), tmp_path / "out", *words)
     assert found["shapes"] == {"3x1x16x16": COUNT}
-    pixels = [np.asarray(Image.open(io.BytesIO(data)))[0, 0, 0] for data in stored(tmp_path / "out").values()]
+    pixels = [np.asarray(Image.open(io.BytesIO(data)))[0, 0, 0] for data in stored(tmp_path / "out")]
     assert pixels == [10 * i for i in range(COUNT)]
     assert found["context_size"] == 257

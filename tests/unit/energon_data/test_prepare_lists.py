@@ -213,6 +213,10 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
         ("latin.csv", "latin.csv is not UTF-8: byte 0xfc at position 23; save it as UTF-8"),
         ("open.csv", "open.csv: unexpected end of data"),
         ("pair.csv", "pair.csv: ',' expected after '\"'"),
+        ("above.jsonl", "above.jsonl, row 1: file_name '../secret.png' leaves the folder"),
+        ("root.jsonl", "root.jsonl, row 1: file_name '/etc/passwd' leaves the folder"),
+        ("nameless.jsonl", "nameless.jsonl, row 1: file_name is None"),
+        ("array.jsonl", "line 1 is a list, not an object"),
     ],
 )
 def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
@@ -225,6 +229,10 @@ def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
         "latin.csv": "file_name,text\na.png,grün\n".encode("latin-1"),
         "open.csv": 'file_name,text\na.png,"a red fox\nb.png,blue\n',
         "pair.csv": 'file_name,text\na.png,"a red fox\nb.png,"blue"\n',
+        "above.jsonl": '{"file_name": "../secret.png"}',
+        "root.jsonl": '{"file_name": "/etc/passwd"}',
+        "nameless.jsonl": '{"caption": "nameless"}',
+        "array.jsonl": "[1]",
     }
     words = ["--list", str(folder_of(tmp_path, lists) / name)]
     assert prepare(source, tmp_path / "out", *words, command="images") in (EXIT_CONFIG, EXIT_DATA)

@@ -39,7 +39,6 @@ from energon_data.prepare.media import Options
 from energon_data.prepare.pictures import Fit
 from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
-from energon_data.prepare.wording import Wording
 from energon_data.samples import SampleError
 from tests.integration import actions
 from tests.support.ranks import Job, run_jobs
@@ -54,16 +53,11 @@ from tests.unit.energon_data.awkward_media import (
     turned_mp4,
 )
 
-# Files.
-
 
 def test_transparent_pixels_are_white():
     see_through = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     see_through.putpixel((1, 0), (10, 20, 30, 255))
     assert np.asarray(open_picture(as_file(see_through))).tolist() == [[[255, 255, 255], [10, 20, 30]]]
-
-
-# From folder to training and back.
 
 
 @pytest.mark.parametrize("kind", ["png", "webp"])
@@ -135,46 +129,24 @@ def test_a_list_of_files_has_captions_and_unlisted_files_are_counted(tmp_path, k
     assert dict(total.skipped) == {"not_a_file": 1, "not_listed": 1}
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"file_name": "../secret.png"}, "leaves the folder"),
-        ({"file_name": "/etc/passwd"}, "leaves the folder"),
-        ({"caption": "nameless"}, "file_name is None"),
-        ([1], "not an object"),
-    ],
-)
-def test_a_wrong_list_of_files_is_one_line_with_its_row(tmp_path, row, said):
-    with pytest.raises(DataError, match=said):
-        prepare(write_list(tmp_path / "in", [row]), tmp_path / "out")
-
-
 def test_links_that_leave_the_folder_are_not_followed(tmp_path):
     """Each such link costs one sample, which is counted; links inside the folder are read."""
     outside = folder_of_pictures(tmp_path / "outside", 1)
-    folder_of(outside, {"p00.txt": "secret", "p00.json": '{"caption": "secret"}'})
+    folder_of(outside, {"p00.txt": "secret", "p00.json": '{"caption": "secret"}', "v.mp4": mp4(marked())})
     source = folder_of_pictures(tmp_path / "in", 6)
-    for name, target in (("p01.txt", "p00.txt"), ("p02.json", "p00.json"), ("p03.png", "p00.png")):
+    targets = {"p01.txt": "p00.txt", "p02.json": "p00.json", "p03.png": "p00.png", "link.mp4": "v.mp4"}
+    for name, target in targets.items():
         (source / name).unlink(missing_ok=True)
         (source / name).symlink_to(outside / target)
     (source / "p04.txt").unlink()
     (source / "p04.txt").symlink_to("../outside/p00.txt")
     (source / "p05.txt").unlink()
     (source / "p05.txt").symlink_to("p00.txt")
-    total = prepare(source, tmp_path / "out", validation=0)
-    assert dict(total.skipped) == {"path_escape": 4}
-    assert "p01.txt is a link to a file outside of" in total.examples["path_escape"][0]
+    total = prepare(source, tmp_path / "out", command="folder", validation=0)
+    assert dict(total.skipped) == {"path_escape": 5}
+    assert "p01.txt is a link to a file outside of" in total.examples["path_escape"][1]
     found = {metadata["source"]: metadata["caption"] for _, metadata, _, _ in samples(tmp_path / "out")}
     assert found == {"p00.png": "noise 0", "p05.png": "noise 0"}
-
-
-def test_a_link_to_a_video_outside_of_the_folder_is_not_followed(tmp_path):
-    folder_of(tmp_path, dict.fromkeys(["in/own.mp4", "outside.mp4"], mp4(marked())))
-    source = tmp_path / "in"
-    (source / "link.mp4").symlink_to(tmp_path / "outside.mp4")
-    total = prepare(source, tmp_path / "out", command="videos", validation=0)
-    assert dict(total.skipped) == {"path_escape": 1}
-    assert [metadata["source"] for _, metadata, _, _ in samples(tmp_path / "out")] == ["own.mp4"]
 
 
 def test_a_list_cannot_name_files_outside_the_folder(tmp_path):
@@ -375,33 +347,9 @@ def test_ranks_write_the_shards_of_one_process(tmp_path):
     assert not (tmp_path / ".out.partial").exists()
 
 
-def test_a_dry_run_prints_the_planned_samples_and_writes_no_file(tmp_path, capsys):
-    source = folder_of_pictures(tmp_path / "in")
-    assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "nothing is written; found 12 files" in said
-    assert "3x1x32x16, pixels.png" in said
-    assert "MiB in all" in said
-    assert os.listdir(tmp_path) == ["in"]
-
-
-def test_the_summary_counts_samples_shapes_and_skips(tmp_path, capsys):
-    source = folder_of_pictures(tmp_path / "in")
-    (source / "p03.png").write_bytes(as_file(noise(8, 8)))
-    described(source, tmp_path / "out")
-    said = capsys.readouterr().out
-    assert "11 samples in 1 shard," in said
-    assert "6 of 3x1x32x16, 5 of 3x1x32x32" in said
-    assert "skipped, too_small: 1; p03.png" in said
-
-
 def test_one_caption_is_used_for_all_files_without_a_caption(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 3)
     (source / "p01.txt").unlink()
-    options = Options(fit=Fit(multiple_of=16), wording=Wording(default="a photo of sks dog"))
-    prepare(source, tmp_path / "out", options=options, validation=0.0)
-    assert [metadata["caption"] for _, metadata, *_ in samples(tmp_path / "out")] == [
-        "noise 0",
-        "a photo of sks dog",
-        "noise 2",
-    ]
+    described(source, tmp_path / "out", "--caption", "a photo of sks dog")
+    captions = [metadata["caption"] for _, metadata, *_ in samples(tmp_path / "out")]
+    assert captions == ["noise 0", "a photo of sks dog", "noise 2"]

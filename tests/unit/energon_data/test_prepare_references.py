@@ -1,10 +1,8 @@
 """Pairs of pictures before and after an edit, prepared from folders, lists and tables, and read by training."""
 
 import io
-import tarfile
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -14,6 +12,7 @@ import pytest
 import torch
 from preparations import as_file, folder_of, noise, run, samples, write_list
 from pyarrow import parquet
+from small_data import read_batches
 from torch import Tensor
 
 from dit.batch import pixel_values
@@ -26,6 +25,9 @@ from dit.patchify import unpatchify
 from energon_data.cookers import read_condition
 from energon_data.dataset import EnergonData
 from energon_data.media_files import pixels_of
+from energon_data.prepare.media import Options
+from energon_data.prepare.pictures import Fit
+from energon_data.prepare.preparation import Preparation
 from energon_data.samples import Clip
 from tests.support.encoders import Processor, save_language_model, save_vae
 
@@ -56,33 +58,28 @@ def prepare(source: Path, out: Path, *words: object, command: str = "images") ->
     return run(source, out, "--multiple-of", "8", *map(str, words), command=command)
 
 
-def pairs_of(folder: Path, spec: BatchSpec = SPEC, **settings: object) -> list[tuple[Tensor, Tensor]]:
+def pairs_of(folder: Path, **settings: object) -> list[tuple[Tensor, Tensor]]:
     """Return the samples and references, of the same size, that training reads first."""
-    common = {"num_streams": 1, "background": False, "shuffle_buffer": 0}
-    data = EnergonData(path=str(folder), references=True, **common, **settings)
-    data.validate(spec, 1, 1)
-    stream = data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None)
+    data = EnergonData(path=str(folder), references=True, num_streams=1, shuffle_buffer=0, **settings)
+    data.validate(SPEC, 1, 1)
     pairs = []
-    for batch in islice(stream, 3 * COUNT):
+    for batch in read_batches(data, SPEC, 3 * COUNT, seed=3)[0]:
         [grid], [length] = batch.grids, batch.layout.lengths
-        sample, reference = (unpatchify(x, grid, 1, spec.patch_spatial) for x in batch.latents_TC[:length].chunk(2))
+        sample, reference = (unpatchify(x, grid, 1, SPEC.patch_spatial) for x in batch.latents_TC[:length].chunk(2))
         pairs.append((sample, reference))
     return pairs
 
 
-def equal_one(pair: tuple[Tensor, Tensor], expected: list[tuple[Tensor, Tensor]]) -> list[int]:
-    """Return the indices of the expected pairs that equal this pair in both pictures."""
-    return [
-        i
-        for i, both in enumerate(expected)
-        if all(a.shape == b.shape and torch.allclose(a, b, atol=2e-3) for a, b in zip(pair, both))
-    ]
-
-
 def numbers(pairs: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> set[int]:
-    found = [equal_one(pair, expected) for pair in pairs]
-    assert all(len(which) == 1 for which in found)
-    return {i for (i,) in found}
+    """Return the indices of the expected pairs that each pair equals in both pictures; it must equal exactly one."""
+    found = set()
+    for pair in pairs:
+        equal = [
+            all(a.shape == b.shape and torch.allclose(a, b, atol=2e-3) for a, b in zip(pair, both)) for both in expected
+        ]
+        assert sum(equal) == 1
+        found.add(equal.index(True))
+    return found
 
 
 PAIRS = [(after(i), before(i)) for i in range(COUNT)]
@@ -126,11 +123,7 @@ def test_texts_are_encoded_with_the_picture_before_the_edit(tmp_path: Path, caps
     assert prepare(edited, tmp_path / "out", *words) == EXIT_OK
     shown = [[noise(*SIZES[i % 2], seed=100 + i)] * 2 for i in range(COUNT)]
     expected = TextEncoders(line).encode([f"make it {i}" for i in range(COUNT)], shown)["text"]
-    stored = []
-    for tar in sorted((tmp_path / "out").glob("**/*.tar")):
-        with tarfile.open(tar) as files:
-            members = [member for member in files if member.name.endswith("text.npy")]
-            stored += [np.load(io.BytesIO(files.extractfile(member).read())) for member in members]
+    stored = [np.load(io.BytesIO(parts["text.npy"])) for *_, parts in samples(tmp_path / "out")]
     assert len(stored) == COUNT
     for array in stored:  # in another order
         assert any(array.shape == x.shape and np.array_equal(array, x.half().numpy()) for x in expected)
@@ -149,11 +142,11 @@ def test_references_are_the_control_pictures_of_a_model_that_reads_them(
     assert prepare(edited, tmp_path / "out", "--reference", originals, "--vae", "vae") == EXIT_OK
     control = FluxConfig(in_channels=4, control_channels=4).condition("control")
     spec = replace(SPEC, latent_channels=4, patch_spatial=2, conditions=(control,))
-    data = EnergonData(path=str(tmp_path / "out"), num_streams=1, background=False, shuffle_buffer=0)
+    data = EnergonData(path=str(tmp_path / "out"), num_streams=1, shuffle_buffer=0)
     data.validate(spec, 1, 1)
     assert data.autoencoder() == str(tmp_path / "vae")
     pairs = []
-    for batch in islice(data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None), 3 * COUNT):
+    for batch in read_batches(data, spec, 3 * COUNT, seed=3)[0]:
         rows = slice(batch.layout.lengths[0])
         pairs.append(
             [unpatchify(x[rows], batch.grids[0], 1, 2) for x in (batch.latents_TC, batch.conditions["control"].values)]
@@ -245,10 +238,6 @@ def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_changed_original_is_detected(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Unfinished work is not continued after such a change."""
-    from energon_data.prepare.media import Options
-    from energon_data.prepare.pictures import Fit
-    from energon_data.prepare.preparation import Preparation
-
     edited, originals = write_pairs(tmp_path)
 
     def plan() -> dict:

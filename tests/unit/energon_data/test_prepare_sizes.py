@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preparations import noise
+from preparations import folder_of, noise, run
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError
-from energon_data.prepare.__main__ import main
 from energon_data.prepare.pictures import Fit, buckets
 from energon_data.samples import SampleError
 from tests.unit.energon_data.awkward_media import marked, mp4
@@ -130,18 +129,16 @@ def test_impossible_sizes_are_refused(wrong):
     ("setting", "value"), [("frames-multiple-of", 0), ("clips", 0), ("frames", 0), ("fps", 0), ("quality", 101)]
 )
 def test_impossible_numbers_of_a_command_are_refused_by_name(tmp_path, capsys, setting, value):
-    command = ["videos", "--in", str(tmp_path), "--out", str(tmp_path / "out"), f"--{setting}", str(value)]
-    assert main(command) == EXIT_CONFIG
+    assert run(tmp_path, tmp_path / "out", f"--{setting}", str(value), command="videos") == EXIT_CONFIG
     assert f"--{setting} {value} must" in capsys.readouterr().err
 
 
 def test_clips_have_the_lengths_that_the_autoencoder_encodes(tmp_path, capsys):
     """A causal one encodes its first frame separately; the lengths of a video's clips are checked at the start."""
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
-    command = ["videos", "--in", str(tmp_path), "--out", str(tmp_path / "out"), "--vae", str(tmp_path)]
     for multiple, of in ((1, 4), (6, 12)):
-        words = ["--frames", "8", "--frames-multiple-of", str(multiple)]
-        assert main([*command, *words]) == EXIT_CONFIG
+        words = ["--vae", str(tmp_path), "--frames", "8", "--frames-multiple-of", str(multiple)]
+        assert run(tmp_path, tmp_path / "out", *words, command="videos") == EXIT_CONFIG
         assert f"--frames 8 must be 1 + a multiple of {of}" in capsys.readouterr().err
 
 
@@ -155,9 +152,7 @@ def test_frames_of_a_video_are_scaled_one_by_one(tmp_path, monkeypatch):
         return apply(fit, picture)
 
     monkeypatch.setattr(Fit, "apply", counting)
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.mp4").write_bytes(mp4(marked(), 12))
-    words = ["videos", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--size", "32"]
-    assert main([*words, "--validation", "0", "--processes", "1"]) == EXIT_OK
+    source = folder_of(tmp_path / "in", {"a.mp4": mp4(marked(), 12)})
+    assert run(source, tmp_path / "out", "--size", "32", command="videos") == EXIT_OK
     assert len(counts) == 12
     assert max(counts) <= 2

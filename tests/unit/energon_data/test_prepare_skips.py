@@ -18,7 +18,7 @@ from dit import media
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
 from energon_data import media_files
 from energon_data.media_files import open_picture
-from energon_data.prepare import build, preparation
+from energon_data.prepare import build
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
@@ -58,6 +58,10 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     found = description(tmp_path / "out")
     assert (found["skipped"], found["samples"]["train"]) == (Counter(skipped.values()), num_taken)
     summary = capsys.readouterr().out
+    assert f"{num_taken} samples in 1 shard," in summary
+    shapes = ", ".join(f"{count} of {shape}" for shape, count in found["shapes"].items())
+    assert f"  shapes (C x T x H x W): {shapes}\n" in summary
+    assert "  skipped, too_small: 2; sliver.png: " in summary
     assert f"used: {num_taken} of {len(expected)} files" in summary
     assert "turned according to the file: 3 samples" in summary
     assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
@@ -148,7 +152,7 @@ def test_an_empty_file_is_named_as_such():
         list(clips_of(b"", Cut()))
 
 
-@pytest.mark.parametrize(("package", "names"), [("av", "a.mp4"), ("pillow_heif", "a.heic")])
+@pytest.mark.parametrize(("package", "names"), [("av", "a.mp4"), ("pillow_heif", "a.HEIC")])
 def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
     tmp_path, capsys, monkeypatch, package, names
 ):
@@ -157,6 +161,9 @@ def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
     media.reads_heic.cache_clear()
     try:
         assert prepare(source, tmp_path / "out") == EXIT_CONFIG
+        if package == "pillow_heif":
+            with pytest.raises(SampleError, match="needs pillow-heif"):
+                open_picture(b"\0\0\0\x1cftypheic" + bytes(100))
     finally:
         media.reads_heic.cache_clear()
     error = capsys.readouterr().err
@@ -164,6 +171,7 @@ def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
     assert f"error: {names} and 2 other files: " in error
     assert extra[package] in error
     assert error.rstrip().endswith(", or move them away")
+    assert error.count("\n") == 2  # with "preparing ..."
     assert ".gif" not in error
 
 
@@ -248,19 +256,6 @@ def test_the_summary_counts_first_frames_of_animated_pictures(tmp_path, capsys, 
     assert f"first frame of an animation: {count} samples (a.webp)" in capsys.readouterr().out
 
 
-def test_heic_without_its_reader_is_refused_with_the_install_command(tmp_path, capsys, monkeypatch):
-    for module in (media, media_files, preparation):
-        monkeypatch.setattr(module, "reads_heic", lambda: False)
-    data = b"\0\0\0\x1cftypheic" + bytes(100)
-    source = folder_of(tmp_path / "in", {"IMG_1.HEIC": data})
-    assert prepare(source, tmp_path / "out", command="images") == EXIT_CONFIG
-    assert "IMG_1.HEIC and 0 other files: HEIC needs pillow-heif" in (said := capsys.readouterr().err)
-    assert "pip install -e '.[heic]'" in said
-    assert said.count("\n") == 2  # with "preparing ..."
-    with pytest.raises(SampleError, match="needs pillow-heif"):
-        open_picture(data)
-
-
 # Failures and restarts.
 
 
@@ -272,10 +267,10 @@ def fail_at(monkeypatch, number: int, error: BaseException) -> None:
     """Make the unit of this number raise an error instead of writing its shards."""
     make_unit = build._make_unit
 
-    def make(job, unit, sources):
+    def make(job, unit, entries):
         if unit == number:
             raise error
-        return make_unit(job, unit, sources)
+        return make_unit(job, unit, entries)
 
     monkeypatch.setattr(build, "_make_unit", make)
 
