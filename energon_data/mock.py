@@ -100,7 +100,9 @@ class MockData(StreamSettings):
                 f"of data.pack_multiple_of={self.pack_multiple_of}; use {longest}"
             )
 
-    validate = check_settings  # there are no files to check
+    def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check the settings; there are no files to check."""
+        self.check_settings(spec, dp_size, micro_batches_per_step)
 
     def selection_length(self, size: tuple[int, int, int], spec: BatchSpec) -> int:
         """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""

@@ -263,7 +263,7 @@ def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
         raise DataError(
-            f"{counted(len(outside), 'file')} in no {kind}, such as {folder / outside[0]}; move files into one"
+            f"{counted(len(outside), 'file')} outside of every {kind}, such as {folder / outside[0]}; move each into one"
         )
     return sorted({entry.group for entry in entries})
 

@@ -16,7 +16,7 @@ from typing import Any, Optional
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import LONGEST_INTEGER, open_binary
-from energon_data.prepare.sources import CAPTION_NAMES, leaves, not_utf8, read_object
+from energon_data.prepare.sources import CAPTION_NAMES, leaves, read_object
 from energon_data.prepare.walk import FOLLOW, composed
 from energon_data.samples import SampleError
 
@@ -92,7 +92,7 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
         with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as lines:
             yield from _csv(lines) if path.suffix == ".csv" else _jsonl(lines)
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {not_utf8(error)}") from error
+        raise DataError(f"{path} is not UTF-8: byte {error.object[error.start]:#04x}; save it as UTF-8") from error
     except (OSError, ValueError, csv.Error, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else str(error)
         raise DataError(f"cannot read {path}: {detail}; correct the file") from error

@@ -129,12 +129,8 @@ def read_text(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise SampleError("bad_caption", f"{name} is not UTF-8: {not_utf8(error)}") from error
-
-
-def not_utf8(error: UnicodeDecodeError) -> str:
-    """Return the place of the first byte that is not UTF-8, and the cure."""
-    return f"byte {error.object[error.start]:#04x} at position {error.start}; save it as UTF-8"
+        place = f"byte {error.object[error.start]:#04x} at position {error.start}"
+        raise SampleError("bad_caption", f"{name} is not UTF-8: {place}; save it as UTF-8") from error
 
 
 def read_object(data: bytes, name: str) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
         ("list.jsonl", "line 2 is not JSON: Expecting value: line 1 column 14"),
         ("commas.csv", "commas.csv: row 2 has 4 fields, the header 2; put text with commas in double quotes"),
         ("excel.csv", "excel.csv: the header 'file_name;text' has no comma; separate the fields by commas"),
-        ("latin.csv", "latin.csv is not UTF-8: byte 0xfc at position 23; save it as UTF-8"),
+        ("latin.csv", "latin.csv is not UTF-8: byte 0xfc; save it as UTF-8"),
         ("open.csv", "open.csv: unexpected end of data"),
         ("pair.csv", "pair.csv: ',' expected after '\"'"),
         ("above.jsonl", "above.jsonl, row 1: file_name '../secret.png' leaves the folder"),
