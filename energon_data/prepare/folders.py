@@ -262,9 +262,8 @@ def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
     """Return the first level of folders, sorted."""
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
-        raise DataError(
-            f"{counted(len(outside), 'file')} outside of every {kind}, such as {folder / outside[0]}; move each into one"
-        )
+        number, first = counted(len(outside), "file"), folder / outside[0]
+        raise DataError(f"{number} outside of every {kind}, such as {first}; move each into one")
     return sorted({entry.group for entry in entries})
 
 
