@@ -27,7 +27,12 @@ class Groups:
 
 
 def norm_groups(
-    x_NCHW: Tensor, groups: Groups, scale_NC: Optional[Tensor], shift_NC: Optional[Tensor], activate: bool
+    x_NCHW: Tensor,
+    groups: Groups,
+    scale_NC: Optional[Tensor] = None,
+    shift_NC: Optional[Tensor] = None,
+    *,
+    activate: bool = False,
 ) -> Tensor:
     """Return SiLU(norm(x) * (1 + scale) + shift) in the dtype of `x_NCHW`."""
     weight, bias = groups.weight, groups.bias

@@ -31,6 +31,20 @@ class SplitHeads(Protocol):
     ) -> list[Tensor]: ...
 
 
+class NormGroups(Protocol):
+    """See `dit.kernels.group_norm.norm_groups`."""
+
+    def __call__(
+        self,
+        x_NCHW: Tensor,
+        groups: Groups,
+        scale_NC: Optional[Tensor] = None,
+        shift_NC: Optional[Tensor] = None,
+        *,
+        activate: bool = False,
+    ) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class LayerKernels:
     """One implementation of each operation; the eager implementations define the operations.
@@ -49,7 +63,7 @@ class LayerKernels:
     gelu_tanh: Activation
     swiglu: Activation
     geglu_tanh: Activation
-    norm_groups: Callable[[Tensor, Groups, Optional[Tensor], Optional[Tensor], bool], Tensor]
+    norm_groups: NormGroups
     adds_bias: bool
 
 

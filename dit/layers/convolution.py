@@ -94,7 +94,7 @@ class GroupNorm(nn.Module):
     ) -> Tensor:
         """Return SiLU(norm(x) * (1 + scale) + shift); scale, shift and SiLU are optional."""
         groups = Groups(self.weight, self.bias, self.groups, self.epsilon)
-        return self.kernels.norm_groups(x_NCHW, groups, scale_NC, shift_NC, activate)
+        return self.kernels.norm_groups(x_NCHW, groups, scale_NC, shift_NC, activate=activate)
 
 
 def as_pictures(x_TC: Tensor, batch: PackedBatch) -> Tensor:

@@ -83,7 +83,7 @@ def test_group_norm(channels, side, dtype):
     def operation(kernels, x, weight, bias, scale, shift):
         groups = Groups(weight, bias, 32, 1e-5)
         x = x.contiguous(memory_format=torch.channels_last)
-        return [kernels.norm_groups(x, groups, scale, shift, True)]
+        return [kernels.norm_groups(x, groups, scale, shift, activate=True)]
 
     shapes = (4, channels, side, side), (channels,), (channels,), (4, channels), (4, channels)
     check(operation, draws(*shapes), dtype)

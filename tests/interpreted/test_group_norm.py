@@ -46,7 +46,7 @@ def check(size, kind, precision="fp32"):
         return x.view(pictures, height, width, channels).permute(0, 3, 1, 2)
 
     def kernel(x, weight, bias, scale, shift):
-        y = fused.norm_groups(as_pictures(x), Groups(weight, bias, groups, EPS), scale, shift, activate)
+        y = fused.norm_groups(as_pictures(x), Groups(weight, bias, groups, EPS), scale, shift, activate=activate)
         return [y.permute(0, 2, 3, 1).flatten(1)]
 
     def reference(x, *given):
@@ -74,7 +74,7 @@ def test_a_large_mean_cancels_no_digits():
     x = 1000.0 + torch.randn(pictures, height, width, channels, generator=torch.Generator().manual_seed(0))
     x = x.permute(0, 3, 1, 2)
     ones, zeros = torch.ones(channels), torch.zeros(channels)
-    got = fused.norm_groups(x, Groups(ones, zeros, groups, EPS), None, None, False).double()
+    got = fused.norm_groups(x, Groups(ones, zeros, groups, EPS)).double()
     want = formula(x.double(), ones.double(), zeros.double(), None, None, groups, False)[0]
     assert float((got - want).abs().max()) <= 1000 * 2.0**-23
 
@@ -95,14 +95,14 @@ def test_the_scale_may_be_a_part_of_a_wider_tensor():
 def test_channels_last_pictures_are_not_copied_and_others_are():
     x = torch.randn(2, 6, 3, 4)
     groups = Groups(torch.randn(6), torch.randn(6), 2, EPS)
-    last = fused.norm_groups(x.contiguous(memory_format=torch.channels_last), groups, None, None, False)
+    last = fused.norm_groups(x.contiguous(memory_format=torch.channels_last), groups)
     assert last.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(fused.norm_groups(x, groups, None, None, False), last)
+    assert torch.equal(fused.norm_groups(x, groups), last)
 
 
 def test_results_are_bitwise_equal_in_every_call_and_batch():
     x = torch.randn(3, 8, 5, 5).contiguous(memory_format=torch.channels_last)
     groups = Groups(torch.randn(8), torch.randn(8), 2, EPS)
-    out = fused.norm_groups(x, groups, None, None, True)
-    assert torch.equal(out, fused.norm_groups(x, groups, None, None, True))
-    assert torch.equal(out[:1], fused.norm_groups(x[:1], groups, None, None, True))
+    out = fused.norm_groups(x, groups, activate=True)
+    assert torch.equal(out, fused.norm_groups(x, groups, activate=True))
+    assert torch.equal(out[:1], fused.norm_groups(x[:1], groups, activate=True))

@@ -54,7 +54,12 @@ class _NormGroups(torch.autograd.Function):
 
 
 def norm_groups(
-    x_NCHW: Tensor, groups: Groups, scale_NC: Optional[Tensor], shift_NC: Optional[Tensor], activate: bool
+    x_NCHW: Tensor,
+    groups: Groups,
+    scale_NC: Optional[Tensor] = None,
+    shift_NC: Optional[Tensor] = None,
+    *,
+    activate: bool = False,
 ) -> Tensor:
     """See `dit.kernels.group_norm.norm_groups`; pictures that are not channels-last are copied."""
     pictures, channels, height, width = x_NCHW.shape
