@@ -111,16 +111,20 @@ def varlen_attention(
     return _packed(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
 
-def torch_flash(version: str) -> Attention:
-    """Return `varlen_attention`, after making torch call FlashAttention 3 or 4 in it and everywhere else.
+def torch_flash(version: str) -> Callable[[], Attention]:
+    """Return a function that makes torch call FlashAttention 3 or 4, in `varlen_attention` and everywhere else.
 
     Ring attention and the attention of dense packs call the same operators of torch, so they use it too.
 
     Args:
         version: torch's name, `FA3` or `FA4`.
     """
-    activate_flash_attention_impl(version)
-    return varlen_attention
+
+    def load() -> Attention:
+        activate_flash_attention_impl(version)
+        return varlen_attention
+
+    return load
 
 
 def flash_attention(

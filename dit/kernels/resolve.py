@@ -4,8 +4,6 @@ Each op has an eager implementation, the reference on every device, and may have
 torch, and other kernels on machines where `tests/gpu` has passed with them (`dit.parallel.verified_kernels`).
 """
 
-from functools import partial
-from pkgutil import resolve_name
 from typing import Optional
 
 import torch
@@ -35,7 +33,6 @@ from dit.objectives.addressed_noise import NoiseMixer, mix_eagerly
 
 # torch's flash kernels are called directly, without the padding of head sizes that torch otherwise adds.
 TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
-TRITON = (on_cuda_or_interpreted, installed("triton"))
 FLASH = "https://github.com/Dao-AILab/flash-attention says how"
 
 ATTENTION = Op[Attention](
@@ -49,13 +46,13 @@ ATTENTION = Op[Attention](
         ),
         Implementation(
             "flash_attn_4",
-            partial(torch_flash, "FA4"),
+            torch_flash("FA4"),
             (*TORCH_FLASH, installed("flash_attn.cute", FLASH), capability(9, 10)),
             UNVERIFIED,
         ),
         Implementation(
             "flash_attn_3",
-            partial(torch_flash, "FA3"),
+            torch_flash("FA3"),
             (*TORCH_FLASH, installed("flash_attn_interface", FLASH), capability(9)),
             UNVERIFIED,
         ),
@@ -78,7 +75,7 @@ ATTENTION_BLOCKS = Op[BlockAttention](
 LAYERS = Op[LayerKernels](
     "layers",
     (
-        Implementation("triton", fused, TRITON, UNVERIFIED),
+        Implementation("triton", fused, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: EAGER, (code_generator,), SLOW_START),  # see `compiled`
         Implementation("eager", lambda: EAGER),
     ),
@@ -87,10 +84,16 @@ LAYERS = Op[LayerKernels](
 """Norms, modulation, residuals, heads, rotary positions and activations, see `layer_kernels`."""
 
 
+def _fused_mix() -> NoiseMixer:
+    from dit.kernels.fused.noise import mix
+
+    return mix
+
+
 NOISE = Op[NoiseMixer](
     "noise",
     (
-        Implementation("triton", partial(resolve_name, "dit.kernels.fused.noise:mix"), TRITON, UNVERIFIED),
+        Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: mix_eagerly, (), LAYERS_ONLY),
         Implementation("eager", lambda: mix_eagerly),
     ),
@@ -99,10 +102,16 @@ NOISE = Op[NoiseMixer](
 """Noise mixed with latents, see `AddressedNoise.mix`."""
 
 
+def _fused_adamw() -> AdamW:
+    from dit.kernels.fused.adamw import adamw
+
+    return adamw
+
+
 OPTIMIZER = Op[Optional[AdamW]](
     "optimizer",
     (
-        Implementation("triton", partial(resolve_name, "dit.kernels.fused.adamw:adamw"), TRITON, UNVERIFIED),
+        Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: None, (), LAYERS_ONLY),
         Implementation("eager", lambda: None),
     ),
@@ -124,5 +133,11 @@ def add_gradients(target: Target, requested: str) -> AddGradients:
     return fused_addition
 
 
-OPS: tuple[Op[object], ...] = (ATTENTION, ATTENTION_BLOCKS, LAYERS, NOISE, OPTIMIZER)
+OPS: tuple[Op[object], ...] = (
+    ATTENTION,
+    ATTENTION_BLOCKS,
+    LAYERS,
+    NOISE,
+    OPTIMIZER,
+)
 """All ops of this package."""
