@@ -155,7 +155,10 @@ class DataConfig(ABC):
         return None
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Return whether samples of different shapes may share a micro-batch, which some backbones do not support."""
+        """Return whether samples of different shapes may share a micro-batch, which some backbones do not support.
+
+        It depends on the settings only, not on files.
+        """
         return True
 
     def pack_maxima(self) -> Optional[PackMaxima]:

@@ -201,7 +201,7 @@ def _reference(
 
 
 def read_caption(clip: Clip) -> str:
-    """Return the caption that the training device embeds."""
+    """Return the caption that the training device embeds; raises `SampleError` if the metadata has none."""
     caption = clip.metadata[CAPTIONS][clip.wording] if clip.wording else clip.metadata.get("caption")
     if not isinstance(caption, str):
         raise SampleError("no_caption", f"the caption is {caption!r:.60}, and data.online_text_encoder embeds a text")

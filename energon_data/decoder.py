@@ -69,7 +69,7 @@ def _read_safetensors(data: bytes) -> dict[str, Tensor]:
 
 
 def _decode_part(name: str, data: bytes) -> Any:
-    """Decode one part by the last extension of its name."""
+    """Decode one part by the last extension of its name; raises `SampleError` for pickles, unknown or damaged parts."""
     extension = name.rpartition(".")[2].lower()
     if extension == "npy":
         return read_npy(data)

@@ -40,7 +40,7 @@ from energon_data.tar_index import READ_ERROR, SampleReader
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """Options of converting samples to micro-batches; for those that are not listed here, see `EnergonData`.
+    """Options of converting samples to micro-batches; others are settings of the same names in `EnergonData`.
 
     Attributes:
         max_samples: number of samples of a held-out pass; None for the complete split.

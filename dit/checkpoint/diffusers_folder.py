@@ -90,6 +90,7 @@ class Network:
         parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
         with reads_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
+        with reads_together(groups):  # hashing takes long, so all files must exist first
             share = files if groups is None else files[groups.rank :: groups.world_size]
             parts[0] = {path.name: hash_file(path.resolve()).sha256 for path in share}
         if groups is not None:

@@ -223,10 +223,14 @@ class CheckpointStore:
         manifests: dict[int, Optional[Manifest]] = {}
         for step in self.steps():
             if self.path(step).exists() and (up_to is None or step <= up_to):
-                manifests[step] = self._verified(step, hashes=False)
+                manifests[step] = self._manifest_if_valid(step, hashes=False)
         keep = self.retained({step: m.held_out_loss for step, m in manifests.items() if m is not None})
         unselected = sorted(manifests.keys() - keep - {verified})
-        if verified is None and unselected and not any(self._verified(step) for step in sorted(keep, reverse=True)):
+        if (
+            verified is None
+            and unselected
+            and not any(self._manifest_if_valid(step) for step in sorted(keep, reverse=True))
+        ):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
             return []
         deleted = [step for step in unselected if self._delete(step)]
@@ -244,7 +248,7 @@ class CheckpointStore:
 
     def complete(self) -> dict[int, Manifest]:
         """Return the manifests, by step, of checkpoints whose files have the listed names and sizes; hashes nothing."""
-        manifests = {step: self._verified(step, hashes=False) for step in self.steps()}
+        manifests = {step: self._manifest_if_valid(step, hashes=False) for step in self.steps()}
         return {step: manifest for step, manifest in manifests.items() if manifest is not None}
 
     def retained(self, losses: Mapping[int, Optional[float]]) -> set[int]:
@@ -265,8 +269,8 @@ class CheckpointStore:
     def _replaced_path(self, step: int) -> Path:
         return self.root / f"iter_{step:07d}{REPLACED}"
 
-    def _verified(self, step: int, *, hashes: bool = True) -> Optional[Manifest]:
-        """Return the manifest if all files match it; `hashes=False` compares sizes, because hashing is slow."""
+    def _manifest_if_valid(self, step: int, *, hashes: bool = True) -> Optional[Manifest]:
+        """Return the manifest if the hashes of all files match it, or only their sizes, because hashing is slow."""
         try:
             return verify_folder(self.path(step), hashes=hashes)
         except CheckpointError:

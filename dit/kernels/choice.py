@@ -23,7 +23,7 @@ UNTRIED = "runs on request only: tests/gpu has no test of it"
 UNVERIFIED = "runs on request only until tests/gpu has passed with it on this machine (megatron-dit kernels --verify)"
 SLOW_START = "runs on request only: the first step waits for the compiler"
 LAYERS_ONLY = "runs on request only: layers are compiled, and this op is eager"
-"""Reasons to exclude an implementation from `auto`; `UNVERIFIED` only on targets where it is not verified."""
+"""Reasons to exclude an implementation from `auto`; `UNVERIFIED` holds until it is verified on the machine."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 

@@ -203,6 +203,6 @@ def recomputes(result: Tensor, function: Callable[..., Tensor], *args: object) -
 
 
 def _without_graph(function: Callable[..., Tensor], *args: object) -> Tensor:
-    """Compute a result at every use, because a matrix product uses its input only once."""
+    """Call a function without an autograd graph; its result is not kept, because a product uses it only once."""
     with torch.no_grad():
         return function(*args)

@@ -24,7 +24,8 @@ OF_FOLDERS = ("images", "videos", "folder")
 WITH_VIDEOS = ("videos", "folder", "webdataset")
 
 
-def _of(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+def _flags(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the values of flags by name."""
     return {name: getattr(args, name) for name in names}
 
 
@@ -39,10 +40,10 @@ def _options(args: argparse.Namespace) -> "Options":
     if args.command in WITH_VIDEOS:
         time = 1 if args.vae is None else Geometry.read(args.vae).time
         multiple = args.frames_multiple_of if time == 1 else math.lcm(args.frames_multiple_of, time)
-        cut = Cut(**_of(args, "fps", "frames", "clips"), multiple_of=multiple, after_first=time > 1)
+        cut = Cut(**_flags(args, "fps", "frames", "clips"), multiple_of=multiple, after_first=time > 1)
     return Options(
-        **_of(args, "quality", "vae", "precision", "device", "teacher", "teacher_patch", "batch"),
-        fit=Fit(**_of(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
+        **_flags(args, "quality", "vae", "precision", "device", "teacher", "teacher_patch", "batch"),
+        fit=Fit(**_flags(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
         cut=cut,
         image_format=args.format,
         text_encoder=text_encoder(args),
@@ -69,7 +70,7 @@ def _media(args: argparse.Namespace) -> None:
         repeats=getattr(args, "repeats", False),
         list_file=getattr(args, "list", None),
         references=getattr(args, "reference", ()),
-        **_of(args, "follow_links", "samples_per_shard", "validation"),
+        **_flags(args, "follow_links", "samples_per_shard", "validation"),
     )
     make(preparation, args)
 
@@ -79,8 +80,8 @@ def _huggingface(args: argparse.Namespace) -> None:
     from energon_data.prepare.huggingface import Table, prepare_huggingface
 
     columns = ("image_column", "caption_column", "label_column", "reference_column")
-    table = Table(**_of(args, "split", "config", *columns))
-    common = _of(args, "follow_links", "samples_per_shard", "validation")
+    table = Table(**_flags(args, "split", "config", *columns))
+    common = _flags(args, "follow_links", "samples_per_shard", "validation")
     make(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
 
 

@@ -262,8 +262,9 @@ def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
     """Return the first level of folders, sorted."""
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
-        number, first = counted(len(outside), "file"), folder / outside[0]
-        raise DataError(f"{number} outside of every {kind}, such as {first}; move each into one")
+        raise DataError(
+            f"{counted(len(outside), 'file')} in no {kind}, such as {folder / outside[0]}; move them into folders"
+        )
     return sorted({entry.group for entry in entries})
 
 

@@ -101,7 +101,7 @@ def test_a_folder_that_states_no_repeats_is_refused_by_name(tmp_path, capsys, na
 def test_a_file_outside_of_the_folders_is_refused(tmp_path, capsys):
     (kohya_folder(tmp_path) / "stray.png").write_bytes(png(0))
     assert prepare(tmp_path / "img", tmp_path / "out", "--repeats") == EXIT_DATA
-    expected = f"1 file outside of every folder N_NAME, such as {tmp_path}/img/stray.png; move each into one"
+    expected = f"1 file in no folder N_NAME, such as {tmp_path}/img/stray.png; move them into folders"
     assert expected in capsys.readouterr().err
 
 

@@ -9,6 +9,7 @@ parameter:
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 COLUMNS = tl.constexpr(7)
 BLOCK, CHUNK = 512, 16384
@@ -124,10 +125,27 @@ def adamw_kernel(
         )
 
 
-def adamw(addresses, chunks, clip, rates, *, average, model, half, aligned):
-    """Launch the kernel over all chunks."""
+def adamw(
+    addresses: Tensor,
+    chunks: Tensor,
+    clip: Tensor,
+    rates: Tensor,
+    *,
+    average: bool,
+    model: bool,
+    half: bool,
+    aligned: bool,
+) -> None:
+    """Launch the kernel over all chunks.
+
+    Args:
+        clip, rates: see `adamw_kernel`.
+    """
     adamw_kernel[(len(chunks),)](
-        *(addresses, chunks, clip, rates),
+        addresses,
+        chunks,
+        clip,
+        rates,
         AVERAGE=average,
         MODEL=model,
         HALF=half,

@@ -6,6 +6,7 @@ chunks      (0, 0) (0, 1) (1, 0) ...               parameter, chunk; one program
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dit.kernels.fused.gpu.adamw import _address, _read, _write
 
@@ -39,7 +40,7 @@ def add_gradients_kernel(
         _add(gradient, main, full, count, False, BLOCK)
 
 
-def add_gradients(addresses, chunks, *, half, aligned):
+def add_gradients(addresses: Tensor, chunks: Tensor, *, half: bool, aligned: bool) -> None:
     """Launch the kernel over all chunks."""
     add_gradients_kernel[(len(chunks),)](
         addresses, chunks, HALF=half, ALIGNED=aligned, BLOCK=BLOCK, CHUNK=CHUNK, num_warps=4
