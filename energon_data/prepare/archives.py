@@ -66,7 +66,7 @@ def read_tar(path: Path, *, extensions: frozenset[str], root: Path) -> Iterator[
     (`photo.v2.png`) is used if the sample has no other.
 
     Args:
-        root: folder that the archive's name is relative to, or the archive itself, which is then named without a folder.
+        root: folder that the archive's name is relative to, or the archive, which then has no folder.
 
     Yields:
         A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair, a complete one
