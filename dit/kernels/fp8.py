@@ -158,8 +158,8 @@ def rotated(x: Tensor) -> Tensor:
     """Multiply each block of 16 rows by a Hadamard matrix with fixed signs; the last block is padded with zeros."""
     rows = torch.arange(NVFP4_BLOCK, device=x.device)
     common = rows[:, None] & rows
-    odd = common ^ common >> 1 ^ common >> 2 ^ common >> 3 ^ NEGATIVE_SIGNS >> rows
-    hadamard = (1 - 2 * (odd & 1)) / 4
+    parity = common ^ (common >> 1) ^ (common >> 2) ^ (common >> 3)  # in the last bit, of the bits of common
+    hadamard = (1 - 2 * ((parity ^ (NEGATIVE_SIGNS >> rows)) & 1)) / 4
     blocks, _ = _tiles(x, (NVFP4_BLOCK, x.shape[1]))
     return (hadamard @ blocks.squeeze(2)).flatten(0, 1)
 
