@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dit.kernels.attention import _packed, attend_densely, reference_attention, segment_sdpa
+from dit.kernels.attention import _most_segments, _packed, attend_densely, reference_attention, segment_sdpa
 from dit.kernels.te_attention import TEAttention
 from dit.layout import SequenceLayout
 from tests.support.calls import CallCounter
@@ -116,6 +116,32 @@ def test_samples_of_equal_lengths_share_a_call(lengths_q, lengths_k, calls):
     case = AttentionCase("mixed", lengths_q, lengths_k)
     attend_densely(kernel, *case.qkv(), *case.layouts())
     assert sorted(batches) == calls
+
+
+def test_a_call_has_no_more_segments_than_a_gpu_supports(monkeypatch: pytest.MonkeyPatch):
+    """More segments, such as the columns of large images in temporal attention, are split over calls."""
+    batches = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+        batches.append(len(q))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def packed(*_: object) -> torch.Tensor:
+        raise AssertionError("more segments than the kernel supports")
+
+    monkeypatch.setattr("dit.kernels.attention.sdpa", kernel)
+    monkeypatch.setattr("dit.kernels.attention.MOST_SEGMENTS", 3)
+    for lengths, calls in (((2,) * 7, [3, 3, 1]), ((2, 2, 5, 2, 2), [3, 1, 1])):
+        case = AttentionCase("many", lengths)
+        check(partial(_packed, packed), case, case.qkv(), rtol=RTOL)
+        assert batches == calls
+        batches.clear()
+    monkeypatch.undo()
+    # ST-DiT-XL: 16 heads of 72 features, rounded up to 128, and one frame, rounded up to 128 queries.
+    assert _most_segments(16, 1, 72) * 16 * 128 * 128 <= 2**31
+    assert _most_segments(16, 1, 72) == 8192
+    assert _most_segments(1, 1, 8) == 65535
+    assert _most_segments(64, 10**6, 128) == 1
 
 
 @pytest.mark.parametrize(
