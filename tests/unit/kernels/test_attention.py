@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -228,20 +229,43 @@ def test_transformer_engine_gets_all_segments_by_arguments_that_it_has(monkeypat
 
         def __call__(self, *qkv, **options):
             calls["forward"] = qkv, options
-            return torch.ones_like(qkv[0]).flatten(1)
+            return Unwritten.apply(*qkv).flatten(1)
+
+    class Unwritten(torch.autograd.Function):
+        """Outputs and gradients of padding are memory that nothing has written."""
+
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return torch.ones_like(q).masked_fill_(padding, float("nan"))
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert not grad.masked_select(padding).any()
+            of_keys = torch.ones_like(k).masked_fill_(padding_k, float("nan"))
+            return torch.ones_like(grad).masked_fill_(padding, float("nan")), of_keys, of_keys
 
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Recorded))
-    case = AttentionCase("ragged", (4, 6), (5, 3), multiple_of_q=4)
-    (q, k, v), (layout_q, layout_k) = case.qkv(), case.layouts()
+    case = AttentionCase("ragged", (4, 6), (5, 3), multiple_of_q=4, tail_k=2)
+    layout_q, layout_k = case.layouts()
+    padding, padding_k = (~layout.valid_T[:, None, None] for layout in (layout_q, layout_k))
+    dirty = zip(case.qkv(), (padding, padding_k, padding_k))
+    q, k, v = (x.masked_fill(mask, float("nan")).requires_grad_() for x, mask in dirty)
     out = TEAttention()(q, k, v, layout_q, layout_k)
-    assert torch.equal(out, layout_q.valid_T[:, None, None].expand_as(q).to(q.dtype))
+    out.sum().backward()
+    assert all(x.isfinite().all() for x in calls["forward"][0])
+    for x, mask in ((out, padding), (q.grad, padding), (k.grad, padding_k), (v.grad, padding_k)):
+        assert torch.equal(x, (~mask).expand_as(x).to(x.dtype))
     sizes, _ = calls["__init__"]
     options = calls["forward"][1]
     assert sizes == (q.shape[1], q.shape[2])
     assert [options[f"cu_seqlens_{of}"].tolist() for of in ("q", "kv")] == [[0, 4, 10], [0, 5, 8]]
     assert options["cu_seqlens_q_padded"].tolist() == [0, 4, 12]
     assert (options["max_seqlen_q"], options["max_seqlen_kv"]) == (6, 5)
+    assert options["pad_between_seqs"] is False  # all padding is after the last token
+    between = replace(case, lengths_k=(3, 5), multiple_of_k=5, tail_k=0)
+    TEAttention()(*between.qkv(), *between.layouts())
+    assert calls["forward"][1]["pad_between_seqs"] is True
     if installed is not None:
         (folder,) = installed.submodule_search_locations
         tree = ast.parse(next(Path(folder).rglob("dot_product_attention.py")).read_text())
