@@ -29,7 +29,7 @@ MOST_SUMS = 2**31
 """Sums of dq in one call, which FlashAttention up to 2.8.3 numbers with 32 bits.
 
 Each head of each segment has the queries rounded up to 128, times the features rounded up to 64. Source: `dq_accum` in
-csrc/flash_attn/src/flash_bwd_preprocess_kernel.h of Dao-AILab/flash-attention 2.8.3, corrected by its pull request 2260.
+flash_bwd_preprocess_kernel.h of Dao-AILab/flash-attention 2.8.3, which its pull request 2260 corrects.
 """
 
 
