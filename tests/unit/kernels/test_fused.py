@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -183,6 +184,32 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
         assert made.copies[128] == copies * flags["WIDTH"] // (8 * 32 * warps)
         if flags["REST"]:
             assert made.copies[16 * flags["REST"] // (32 * warps)] >= copies
+
+
+@pytest.mark.parametrize(
+    ("capability", "kib", "size", "rows"),
+    [
+        (120, 99, 4096, 1),
+        pytest.param(80, 163, 6144, 1, marks=pytest.mark.slow),
+        pytest.param(90, 227, 6144, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_copied_in_advance_fit_into_the_shared_memory_of_the_device(monkeypatch, capability, kib, size, rows):
+    """In fp32, the widest rows; Triton refuses a kernel that needs more than the device has."""
+    from benchmarks.ahead_of_time import compiled
+    from dit.kernels.fused.gpu import residual_norm as gpu
+
+    utils = SimpleNamespace(get_device_properties=lambda index: {0: {"max_shared_mem": kib * 1024}}[index])
+    monkeypatch.setattr(gpu, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    shared = gpu.shared_bytes.__wrapped__(torch.device("cuda", 0))
+    width, rest = gpu.tiles(size)
+    stages = gpu.stages(width + rest, 4 * 4, shared)
+    types = {name: FP32 if kind == BF16 else kind for name, kind in {**TOKENS, **STATISTICS, **GRADIENTS}.items()}
+    flags = {"WIDTH": width, "REST": rest, "STAGES": stages, "PASSED": 1, **ROWS, "BIAS": 0}
+    warps = gpu.warps(width, rest)
+    made = compiled(gpu.residual_norm_backward_kernel, types, flags, num_warps=warps, capability=capability)
+    assert stages == 1 + rows
+    assert rows * size * 4 * 4 < made.shared_bytes <= kib * 1024
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
