@@ -20,9 +20,11 @@ TILE = 2048
 """Elements that a program has in registers at once."""
 BLOCKS = 16
 """Blocks of sums that a program reads at once."""
+SIZES = ["positions", "rows", "blocks"]
+"""Numbers that differ between pictures; a kernel is compiled once for all of them."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Write each channel's mean and sum of squared deviations over a block of positions of one picture."""
     picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -46,7 +48,7 @@ def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.cons
     tl.store(into + channels, tl.sum(squares, 0)[None, :] - distance * distance * (last - first), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_factors_kernel(
     sums,
     weight,
@@ -104,7 +106,7 @@ def group_factors_kernel(
     tl.store(into + 3 * channels, tl.zeros([1, WIDTH], tl.float32) + inverse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_groups_kernel(
     x, factors, out, positions, channels, rows, blocks, ACTIVATE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -137,7 +139,7 @@ def _before_activation(dy, distance, factor, offset, ACTIVATE: tl.constexpr):
     return dy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_gradient_sums_kernel(
     grad,
     x,
@@ -178,7 +180,7 @@ def group_gradient_sums_kernel(
     tl.store(into + channels, tl.sum(along, 0)[None, :] * inverse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_gradients_kernel(
     sums,
     factors,
@@ -233,7 +235,7 @@ def group_gradients_kernel(
     tl.store(into + channels, tl.sum(factor * of_normed, 0) / numbers * inverse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_groups_backward_kernel(
     grad,
     x,
