@@ -81,7 +81,7 @@ def group_factors_kernel(
         mask = (block < blocks) & inside
         count = tl.minimum(rows, positions - block * rows)
         total += tl.load(at + block * 2 * channels, mask=mask, other=0.0) * tl.where(mask, count, 0)
-    numbers = positions * size
+    numbers = positions * (1.0 * size)  # may exceed 32 bits
     mean = tl.sum(tl.sum(total, 0), 0) / numbers
     total = tl.zeros([BLOCKS, WIDTH], tl.float32)
     for start in range(0, blocks, BLOCKS):
@@ -229,7 +229,7 @@ def group_gradients_kernel(
     of_picture = factors + picture.to(tl.int64) * 4 * channels + channel
     factor = tl.load(of_picture + channels, mask=inside, other=0.0)
     inverse = tl.load(of_picture + 3 * channels, mask=inside, other=0.0)
-    numbers = positions * size
+    numbers = positions * (1.0 * size)  # may exceed 32 bits
     into = rest + picture.to(tl.int64) * 2 * channels + channel
     tl.store(into, tl.zeros([WIDTH], tl.float32) + tl.sum(factor * of_shift, 0) / numbers, mask=inside)
     tl.store(into + channels, tl.sum(factor * of_normed, 0) / numbers * inverse, mask=inside)
