@@ -111,9 +111,12 @@ def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch
 
 
 def _most_segments(heads: int, queries: int, features: int) -> int:
-    """Return the largest number of segments that a kernel supports in one call."""
-    sums = heads * (-(-queries // 128) * 128) * (-(-features // 64) * 64)
-    return max(1, min(MOST_SEGMENTS, MOST_SUMS // sums))
+    """Return the largest number of segments that a kernel supports in one call, at least 1."""
+    return max(1, min(MOST_SEGMENTS, MOST_SUMS // _sums(heads, queries, features)))
+
+
+def _sums(heads: int, queries: int, features: int) -> int:
+    return heads * (-(-queries // 128) * 128) * (-(-features // 64) * 64)
 
 
 def varlen_attention(
@@ -163,13 +166,14 @@ def _packed(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Call a kernel for packed segments; dense batches, and more segments than it supports, use `segment_sdpa`."""
+    """Call a kernel for packed segments; dense batches, and packs that it does not support, use `segment_sdpa`."""
     if layout_q.uniform_length and layout_k.uniform_length:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     if nothing_attends(layout_q, layout_k):  # kernels may not support zero queries
         return zeros_of(q_TNH, k_KNH, v_KNH)
     cu_q, cu_k, max_q, max_k = _segments_with_padding(layout_q, layout_k)
-    if len(cu_q) > MOST_SEGMENTS + 1:
+    tokens, heads, features = q_TNH.shape
+    if len(cu_q) > MOST_SEGMENTS + 1 or _sums(heads, tokens, features) > MOST_SUMS:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     return kernel(q_TNH, k_KNH, v_KNH, cu_q, cu_k, max_q, max_k)
 

@@ -131,9 +131,16 @@ def test_a_call_has_no_more_segments_than_a_gpu_supports(monkeypatch: pytest.Mon
         raise AssertionError("more segments than the kernel supports")
 
     monkeypatch.setattr("dit.kernels.attention.sdpa", kernel)
-    monkeypatch.setattr("dit.kernels.attention.MOST_SEGMENTS", 3)
-    for lengths, calls in (((2,) * 7, [3, 3, 1]), ((2, 2, 5, 2, 2), [3, 1, 1])):
-        case = AttentionCase("many", lengths)
+    heads, many = 4, 2**31
+    for lengths, segments, sums, calls in (
+        ((2,) * 7, 3, many, [3, 3, 1]),
+        ((2, 2, 5, 2, 2), 3, many, [3, 1, 1]),
+        ((2,) * 7, 9, heads * 2 * 128 * 64, [2, 2, 2, 1]),
+        ((2, 2, 129, 2, 2), 9, heads * 2 * 128 * 64 - 1, [1, 1, 1, 1, 1]),
+    ):
+        monkeypatch.setattr("dit.kernels.attention.MOST_SEGMENTS", segments)
+        monkeypatch.setattr("dit.kernels.attention.MOST_SUMS", sums)
+        case = AttentionCase("many", lengths, heads=heads)
         check(partial(_packed, packed), case, case.qkv(), rtol=RTOL)
         assert batches == calls
         batches.clear()
