@@ -19,6 +19,7 @@ from dit.kernels.choice import (
     Op,
     Target,
     capability,
+    capability_from,
     choose,
     code_generator,
     half_on_cuda,
@@ -31,8 +32,9 @@ from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
 from dit.kernels.te_attention import TEAttention
 from dit.objectives.addressed_noise import NoiseMixer, mix_eagerly
 
+AMPERE = capability_from(8, 0, "FlashAttention")
 # torch's flash kernels are called directly, without the padding of head sizes that torch otherwise adds.
-TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
+TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256), AMPERE)
 FLASH = "https://github.com/Dao-AILab/flash-attention says how"
 
 ATTENTION = Op[Attention](
@@ -41,13 +43,14 @@ ATTENTION = Op[Attention](
         Implementation(
             "transformer_engine",
             TEAttention,
-            (half_on_cuda, installed("transformer_engine"), not_deterministic),
+            (half_on_cuda, installed("transformer_engine"), not_deterministic, head_sizes(8, 256)),
             UNVERIFIED,
         ),
         Implementation(
             "flash_attn_4",
             torch_flash("FA4"),
-            (*TORCH_FLASH, installed("flash_attn.cute", FLASH), capability(9, 10)),
+            # Blackwell has no kernels for most larger heads.
+            (*TORCH_FLASH, head_sizes(8, 128), installed("flash_attn.cute", FLASH), capability(9, 10)),
             UNVERIFIED,
         ),
         Implementation(
@@ -56,7 +59,12 @@ ATTENTION = Op[Attention](
             (*TORCH_FLASH, installed("flash_attn_interface", FLASH), capability(9)),
             UNVERIFIED,
         ),
-        Implementation("flash_attn", lambda: flash_attention, (half_on_cuda, installed("flash_attn")), UNVERIFIED),
+        Implementation(
+            "flash_attn",
+            lambda: flash_attention,
+            (half_on_cuda, installed("flash_attn"), head_sizes(1, 256), AMPERE),
+            UNVERIFIED,
+        ),
         Implementation("varlen", lambda: varlen_attention, TORCH_FLASH),
         Implementation("sdpa", lambda: segment_sdpa),
     ),
