@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from dit.backends.device import capture_graph
+from dit.backends.device import capture_graph, graph_stream
 from dit.errors import BatchError
 from dit.kernels.graph_tables import Tables, graph_tables
 
@@ -80,7 +80,8 @@ class Graphed:
             fixed.copy_(x)
         if self._runs < WARM_UP:
             self._runs += 1
-            return compute(*self._inputs)
+            with graph_stream():
+                return compute(*self._inputs)
         if self._replay is None:
             self._result, self._replay = self._capture(partial(compute, *self._inputs))
         self._replay()
