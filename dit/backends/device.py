@@ -12,6 +12,8 @@ from weakref import WeakSet
 import torch
 from torch.cuda import nccl
 
+from dit.errors import DeviceMemoryError
+
 ACCELERATOR = torch.device("cuda")
 """The device that the planner assumes, even on machines without it."""
 
@@ -137,6 +139,22 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+@contextmanager
+def explained_out_of_memory() -> Iterator[None]:
+    """Raise errors of a GPU without free memory with their sizes and the cure."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in text.lower():  # cuBLAS's and NCCL's
+            raise
+        raise DeviceMemoryError(
+            f"{text.partition(' If reserved')[0].rstrip('.')}; lower training.micro_batch_size or "
+            "data.max_tokens_per_pack, set training.recompute=full or optimizer.offload=True, or split the model over "
+            "more ranks (docs/parallelism.md); launch.train --dryrun prints the memory of a rank"
+        ) from error
 
 
 @cache
