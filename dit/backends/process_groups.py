@@ -133,6 +133,15 @@ def check_gpus(local_ranks: int) -> None:
         )
 
 
+def _limit(timeout_s: float) -> timedelta:
+    """Return the time limit of a collective.
+
+    NCCL aborts the process without an error in Python, so no record would name the rank that hangs. Its limit is longer
+    than that of the heartbeat, which names the rank after three times `timeout_s` (`TrainingConfig.hang_timeout_s`).
+    """
+    return timedelta(seconds=4 * timeout_s if use_cuda() else timeout_s)
+
+
 def connect(*, timeout_s: float = 600.0) -> None:
     """Initialise torch.distributed (NCCL on CUDA, gloo on CPU) if it is not initialised yet.
 
@@ -150,7 +159,7 @@ def connect(*, timeout_s: float = 600.0) -> None:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
             shared, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
             kwargs = {"rank": rank, "world_size": size, "store": store_of_attempt(shared, rank, size, timeout_s)}
-        dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=timedelta(seconds=timeout_s), **kwargs)
+        dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=_limit(timeout_s), **kwargs)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -170,7 +179,7 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     connect(timeout_s=timeout_s)
-    inner = parallel.context_a2a_size
+    inner, minutes = parallel.context_a2a_size, _limit(timeout_s).total_seconds() / 60
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -181,7 +190,7 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
         num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
         expert_tensor_parallel_size=1,  # an expert is not split; the default is the tensor-parallel size
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=timeout_s / 60,  # Megatron-Core passes it to timedelta, which accepts floats
+        distributed_timeout_minutes=minutes,  # Megatron-Core passes it to timedelta, which accepts floats
     )
     # Megatron-Core's layers require its RNG tracker, although this project never draws from it.
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)

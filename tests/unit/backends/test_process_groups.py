@@ -1,10 +1,16 @@
 """The number of ranks with and without a launcher, and of GPUs for them."""
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
+from megatron.core import parallel_state
 
 from dit.backends import process_groups
 from dit.backends.process_groups import world_size_from_environment
 from dit.errors import ConfigError
+from dit.parallel.dims import ParallelConfig
+from dit.settings import TrainingConfig
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 
@@ -49,6 +55,29 @@ def test_a_launcher_may_show_one_gpu_to_each_rank(gpus, visible, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     set_environment(visible, monkeypatch)
     process_groups.check_gpus(local_ranks=8)
+
+
+def test_nccl_waits_until_the_heartbeat_has_named_the_hanging_rank(monkeypatch):
+    """NCCL aborts the process without an error in Python, so that no record of the run would name the rank."""
+    training, given = TrainingConfig(), []
+    set_environment({}, monkeypatch)
+    monkeypatch.setattr(process_groups, "use_cuda", lambda: True)
+    monkeypatch.setattr(process_groups, "check_gpus", lambda ranks: None)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+
+    def connect(backend, *, timeout, **_):
+        given.append((backend, timeout))
+
+    def build(*, distributed_timeout_minutes, **_):
+        given.append(("groups", timedelta(minutes=distributed_timeout_minutes)))
+        raise StopIteration
+
+    monkeypatch.setattr("torch.distributed.init_process_group", connect)
+    with mock.patch.object(parallel_state, "initialize_model_parallel", build), pytest.raises(StopIteration):
+        process_groups.initialize(ParallelConfig(), timeout_s=training.collective_timeout_s)
+    assert [name for name, _ in given] == ["nccl", "groups"]
+    assert all(timeout > timedelta(seconds=training.hang_timeout_s + 60) for _, timeout in given)
 
 
 def set_environment(environ, monkeypatch):
