@@ -7,11 +7,11 @@ from typing import Any, Optional, TypeVar
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dit.backends.device import capture_graph, graph_stream
 from dit.errors import BatchError
-from dit.kernels.graph_tables import Tables, graph_tables
+from dit.kernels.graph_tables import graph_tables
 
 WARM_UP = 2
 """Runs before the capture, in which kernels are compiled, and tables and states are created on the device."""
@@ -44,15 +44,35 @@ class NoCopiesFromHost(TorchDispatchMode):
         return result
 
 
+class OutsideMemory(TorchDispatchMode):
+    """Keeps the memory that operations use but did not allocate, such as a table in a cache.
+
+    A graph has only its address. If it were freed, replays would read other values, or overwrite them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._inside: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        used, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in ((args, kwargs), result))
+        storages = (x.untyped_storage() for x in used)
+        self.storages |= {x._cdata: x for x in storages if x._cdata not in self._inside}
+        self._inside |= {x.untyped_storage()._cdata for x in made} - self.storages.keys()
+        return result
+
+
 def capture_on_gpu(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     """Capture a function as a CUDA graph."""
-    with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost():
+    with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost(), OutsideMemory() as outside:
         result = compute()
 
-    def replay_with_tables(_tables: Tables = tables) -> None:  # the default keeps them allocated
+    def replay_with_memory(_memory: object = (tables, outside.storages)) -> None:  # the default keeps it allocated
         replay()
 
-    return result, replay_with_tables
+    return result, replay_with_memory
 
 
 class Graphed:

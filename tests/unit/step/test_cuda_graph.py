@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.step import build_parser, config_of
 from dit import philox
@@ -400,6 +401,26 @@ def test_a_graph_is_captured_on_the_stream_of_its_first_runs(cuda: Cuda) -> None
     assert of_wrapper is not default
     assert of_wrapper.wait_stream.mock_calls == [mock.call(default)] * (WARM_UP + 1)
     assert default.wait_stream.mock_calls == [mock.call(of_wrapper)] * (WARM_UP + 1)
+
+
+def test_a_graph_keeps_the_memory_that_it_did_not_allocate(cuda: Cuda) -> None:
+    """Megatron-Core frees the buffer of gathered tokens when samples are larger, and caches drop tables."""
+    outside, inside = [torch.ones(2)], list[StorageWeakRef]()
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        y = x + outside[0]
+        inside.append(StorageWeakRef(y.untyped_storage()))
+        return y[:1] * 2
+
+    graphed = Graphed()
+    for _ in range(WARM_UP + 1):
+        graphed(compute, torch.ones(2))
+    kept = StorageWeakRef(outside[0].untyped_storage())
+    outside.clear()
+    assert not kept.expired()
+    assert inside[-1].expired()
+    del graphed
+    assert kept.expired()
 
 
 def test_the_wrapper_of_a_graphed_model_is_built_on_that_stream(
