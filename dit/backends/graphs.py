@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Optional, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -44,32 +45,30 @@ class NoCopiesFromHost(TorchDispatchMode):
         return result
 
 
-class OutsideMemory(TorchDispatchMode):
-    """Keeps the memory that operations use but did not allocate, such as a table in a cache.
-
-    A graph has only its address. If it were freed, replays would read other values, or overwrite them.
-    """
+class UsedMemory(TorchDispatchMode):
+    """Lists the memory that operations in its context use, until it is freed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._inside: set[int] = set()
+        self.storages = WeakValueDictionary[int, torch.UntypedStorage]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        used, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in ((args, kwargs), result))
-        storages = (x.untyped_storage() for x in used)
-        self.storages |= {x._cdata: x for x in storages if x._cdata not in self._inside}
-        self._inside |= {x.untyped_storage()._cdata for x in made} - self.storages.keys()
-        return result
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.storages[storage._cdata] = storage
+        return func(*args, **(kwargs or {}))
 
 
 def capture_on_gpu(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     """Capture a function as a CUDA graph."""
-    with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost(), OutsideMemory() as outside:
+    with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost(), UsedMemory() as used:
         result = compute()
+    # A graph has only addresses. Memory that exists after the capture, such as a table in a cache, could be freed.
+    # Replays would then read other values, or overwrite them.
+    memory = tables, list(used.storages.values())
 
-    def replay_with_memory(_memory: object = (tables, outside.storages)) -> None:  # the default keeps it allocated
+    def replay_with_memory(_memory: object = memory) -> None:  # the default keeps it allocated
         replay()
 
     return result, replay_with_memory
