@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from dit.backends.device import side_stream
+from dit.backends.device import graph_stream
 from dit.backends.graphs import runner
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
@@ -70,8 +70,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)
     target = target_of(config.model, training.precision)
-    # Autograd accumulates gradients on the stream of the wrapper's constructor. A graph cannot use the default stream.
-    with side_stream() if training.cuda_graph else nullcontext():
+    with graph_stream() if training.cuda_graph else nullcontext():
         wrapped = wrap(chunks, config.parallel, groups, target, training.kernels)
     optimizer = build_optimizer(
         wrapped, config.optimizer, config.parallel, training, groups, auxiliary=config.objective.auxiliary

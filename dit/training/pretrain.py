@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Optional
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from dit.backends import process_groups
 from dit.backends.deterministic import deterministic
-from dit.backends.device import StepTimer, local_device
+from dit.backends.device import StepTimer, explained_out_of_memory, local_device
 from dit.backends.graphs import runner
 from dit.backends.process_groups import ProcessGroups, any_rank
 from dit.batch import PackedBatch
@@ -118,6 +119,7 @@ def pretrain(
         PreemptionFlag() as preemption,
         RunLock(training.run_dir, rank) as lock,
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
+        explained_out_of_memory(),
     ):
         with preemption.exit_immediately():
             download_start(config)  # may take longer than a collective may
@@ -138,11 +140,9 @@ def pretrain(
                 record.step = run.state.step
                 preemption.defer_signals()
                 dist.barrier()  # from here on all ranks stop together
-            try:
+            with closing(run):
                 record.preempted = train(run, record, preemption, watchdog.beat)
                 run.summarize()
-            finally:
-                run.close()
             process_groups.destroy()
     if record.preempted:
         sys.exit(EXIT_PREEMPTED)
