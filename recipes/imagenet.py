@@ -26,10 +26,12 @@ def _imagenet(
     """Return the published training setting of DiT at patch 2, which other recipes change, on `data/imagenet_DATA`.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
-    EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations: the network
-    predicts the noise only, the original also learns the variance. Pictures are not flipped at random, because the
-    latent of a mirrored picture is not the mirrored latent. The original flips with probability 0.5, which needs every
-    picture twice in the data, encoded as it is and mirrored (energon_data/README.md).
+    no clipping, EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations:
+    the network predicts the noise only, the original also learns the variance. A latent is the mean of the VAE's
+    distribution, the original draws from the distribution in every step. Pictures are not flipped at random, because
+    the latent of a mirrored picture is not the mirrored latent. The original flips with probability 0.5, which needs
+    every picture twice in the data, encoded as it is and mirrored (energon_data/README.md). Samples are drawn by 50
+    steps of DDIM, guided in all channels; the original draws them by 250 ancestral steps, guided in three of four.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
     """
@@ -37,6 +39,7 @@ def _imagenet(
     sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=4.0)
     latents = run.Config(EnergonData, path=f"data/imagenet_{data}")
     recipe = base_run(f"runs/{name}", model, latents, objective, sampling)
+    recipe.optimizer.clip_grad = 0.0
     training = recipe.training
     training.num_steps, training.micro_batch_size, training.global_batch_size = steps, 32, batch
     training.log_interval, training.validation_interval, training.sample_interval = 100, 5_000, 10_000
@@ -112,12 +115,13 @@ def sit_xl2_repa() -> run.Partial:
     """SiT-XL/2 (675 M) aligned with DINOv2-B (REPA) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
     The samples need features of the teacher (`energon_data.prepare --teacher`, 384 KiB each). The paper reports FID 7.9
-    after 400 k steps (80 epochs) without guidance, which take 7.8 hours on 8 H100 (planned, 70 ms per step).
+    after 400 k steps (80 epochs) without guidance, which take 7.8 hours on 8 H100 (planned, 70 ms per step). Time and
+    clipping (1.0) are those of the published code.
 
-    Source: Yu et al. 2024, arXiv:2410.06940.
+    Source: Yu et al. 2024, arXiv:2410.06940, and the published code.
     """
     recipe = sit_xl2_imagenet()
-    recipe.objective.alignment = repa()
+    recipe.objective.alignment, recipe.optimizer.clip_grad = repa(), 1.0
     recipe.training.run_dir = "runs/sit_xl2_repa"
     return recipe
 
@@ -224,7 +228,7 @@ def sr_dit_b1_imagenet() -> run.Partial:
     recipe.objective = run.Config(
         ContrastiveFlowMatching, shift_dimension=4096, alignment=repa(), teacher_token_weight=0.03
     )
-    recipe.objective.alignment.layer = 2
+    recipe.objective.alignment.layer, recipe.optimizer.clip_grad = 2, 1.0
     recipe.sampling = run.Config(SamplingConfig, solver="heun", num_steps=50, guidance_scale=1.0)
     return recipe
 

@@ -10,3 +10,17 @@ from launch.train import call_recipe
 def test_sit_reads_the_time_itself(name: str) -> None:
     """Source: willisma/SiT, `model(xt, t)` in transport/transport.py; sihyun-yu/REPA, loss.py: no factor of 1000."""
     assert built(call_recipe(name)).model.time_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "clip"),
+    [
+        *((f"dit_{size}2_imagenet", 0.0) for size in ("s", "b", "l", "xl")),
+        *(("sit_xl2_imagenet", 0.0), ("lightningdit_xl_imagenet", 0.0), ("jit_b16_imagenet", 0.0)),
+        *(("edm2_s_imagenet", 0.0), ("sit_xl2_repa", 1.0), ("sr_dit_b1_imagenet", 1.0), ("rit_xl_imagenet", 1.0)),
+        ("dit_dh_xl_imagenet", 1.0),
+    ],
+)
+def test_gradients_of_imagenet_are_clipped_as_published(name: str, clip: float) -> None:
+    """Source: the training script of each repository; train.py of DiT and SiT clips nothing."""
+    assert built(call_recipe(name)).optimizer.clip_grad == clip
