@@ -160,6 +160,7 @@ def jit_b16_imagenet() -> run.Partial:
         FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8, logit_std=0.8
     )
     recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
+    recipe.data.flip = 0.5
     recipe.schedule = run.Config(Constant, warmup_steps=6_255)
     recipe.sampling = run.Config(
         SamplingConfig, solver="heun", num_steps=50, guidance_scale=2.9, guidance_interval=[0.0, 9.0]

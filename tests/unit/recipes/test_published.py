@@ -4,6 +4,7 @@ import pytest
 
 from launch.config_file import built
 from launch.train import call_recipe
+from recipes import registry
 
 
 @pytest.mark.parametrize("name", ["sit_xl2_imagenet", "sit_xl2_repa"])
@@ -24,3 +25,11 @@ def test_sit_reads_the_time_itself(name: str) -> None:
 def test_gradients_of_imagenet_are_clipped_as_published(name: str, clip: float) -> None:
     """Source: the training script of each repository; train.py of DiT and SiT clips nothing."""
     assert built(call_recipe(name)).optimizer.clip_grad == clip
+
+
+def test_pixels_of_imagenet_are_mirrored() -> None:
+    """Source: LTH14/JiT, `RandomHorizontalFlip` in main_jit.py; latents cannot be mirrored."""
+    names = [entry.name for entry in registry.recipes() if entry.name.endswith("_imagenet")]
+    flipped = [name for name in names if built(call_recipe(name)).data.flip]
+    assert flipped == ["jit_b16_imagenet"]
+    assert built(call_recipe("jit_b16_imagenet")).data.flip == 0.5
