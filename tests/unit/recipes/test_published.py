@@ -33,3 +33,18 @@ def test_pixels_of_imagenet_are_mirrored() -> None:
     flipped = [name for name in names if built(call_recipe(name)).data.flip]
     assert flipped == ["jit_b16_imagenet"]
     assert built(call_recipe("jit_b16_imagenet")).data.flip == 0.5
+
+
+def test_checkpoints_to_retain_are_saved() -> None:
+    """A checkpoint is retained if its step is a multiple of `keep_every`, and saved if it is one of `interval`."""
+    checkpoints = {entry.name: call_recipe(entry.name).checkpoint for entry in registry.recipes()}
+    steps = {name: (c.interval, c.keep_every) for name, c in checkpoints.items() if c.keep_every}
+    assert {name for name, (interval, keep_every) in steps.items() if keep_every % interval} == set()
+    assert "edm2_s_imagenet" in steps
+
+
+def test_edm2_saves_after_every_8_mi_pictures() -> None:
+    """Source: NVlabs/edm2, `snapshot_nimg=8<<20` and `checkpoint_nimg=128<<20` in training/training_loop.py."""
+    config = built(call_recipe("edm2_s_imagenet"))
+    assert config.checkpoint.interval * config.training.global_batch_size == 2**23
+    assert config.checkpoint.keep_every * config.training.global_batch_size == 2**26
