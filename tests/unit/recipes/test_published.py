@@ -13,6 +13,18 @@ def test_sit_reads_the_time_itself(name: str) -> None:
     assert built(call_recipe(name)).model.time_scale == 1.0
 
 
+@pytest.mark.parametrize("name", ["pretrain", "pretrain_xl_dfm", "pretrain_ditllama1b", "pretrain_ecditllama1b"])
+def test_models_of_nemo_read_a_quarter_of_the_logarithm_itself(name: str) -> None:
+    """Source: NeMo v2.1.0, `c_noise = 0.25 * sigma.log()` in sampler/edm/edm.py, `Timesteps(...)` in dit_model.py."""
+    config = built(call_recipe(name))
+    assert (type(config.objective).__name__, config.model.time_scale) == ("EDM", 1.0)
+
+
+def test_times_of_flux_are_multiplied_by_1000() -> None:
+    """Source: black-forest-labs/flux, `time_factor` in modules/layers.py."""
+    assert built(call_recipe("flux_12b")).model.time_scale == 1000.0
+
+
 @pytest.mark.parametrize(
     ("name", "clip"),
     [
