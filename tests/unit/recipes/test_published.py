@@ -2,6 +2,8 @@
 
 import pytest
 
+from dit.optimizer.schedules import Cosine
+from dit.settings import OptimizerConfig
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
@@ -60,3 +62,13 @@ def test_edm2_saves_after_every_8_mi_pictures() -> None:
     config = built(call_recipe("edm2_s_imagenet"))
     assert config.checkpoint.interval * config.training.global_batch_size == 2**23
     assert config.checkpoint.keep_every * config.training.global_batch_size == 2**26
+
+
+def test_dfm_has_the_optimizer_of_megatron_bridge() -> None:
+    """Source: NVIDIA-NeMo/Megatron-Bridge, `distributed_fused_adam_with_cosine_annealing`.
+
+    Its schedule sets a weight decay of 0.033, which replaces the optimizer's 0.1.
+    """
+    config = built(call_recipe("pretrain_xl_dfm"))
+    assert config.optimizer == OptimizerConfig(lr=0.9e-4, beta2=0.95, eps=1e-5, weight_decay=0.033, clip_grad=1.0)
+    assert config.schedule == Cosine(warmup_steps=2000, min_lr=0.9e-5)
