@@ -64,6 +64,19 @@ def test_edm2_saves_after_every_8_mi_pictures() -> None:
     assert config.checkpoint.keep_every * config.training.global_batch_size == 2**26
 
 
+@pytest.mark.parametrize("name", ["pretrain_stdit_xl", "pretrain_stdit_xl_full"])
+def test_times_of_open_sora_are_shifted_by_the_size_of_a_clip(name: str) -> None:
+    """Source: hpcaitech/Open-Sora v1.2.0, `timestep_transform` in opensora/schedulers/rf/rectified_flow.py.
+
+    There, the factor is the root of height * width / 512^2 in pixels, times that of the latent's frames.
+    """
+    objective = built(call_recipe(name)).objective
+    for frames, height, width in ((1, 64, 64), (1, 32, 64), (9, 64, 64), (24, 128, 32)):
+        expected = (height * 8 * width * 8 / 512**2) ** 0.5 * frames**0.5
+        tokens = frames * height * width // 4
+        assert objective.at_size(tokens, 16).time_shift == pytest.approx(expected)
+
+
 def test_dfm_has_the_optimizer_of_megatron_bridge() -> None:
     """Source: NVIDIA-NeMo/Megatron-Bridge, `distributed_fused_adam_with_cosine_annealing`.
 
