@@ -2,7 +2,7 @@
 
 import pytest
 
-from dit.optimizer.schedules import Cosine
+from dit.optimizer.schedules import Constant, Cosine
 from dit.settings import OptimizerConfig
 from launch.config_file import built
 from launch.train import call_recipe
@@ -62,6 +62,13 @@ def test_edm2_saves_after_every_8_mi_pictures() -> None:
     config = built(call_recipe("edm2_s_imagenet"))
     assert config.checkpoint.interval * config.training.global_batch_size == 2**23
     assert config.checkpoint.keep_every * config.training.global_batch_size == 2**26
+
+
+def test_sana_has_the_optimizer_of_the_published_adamw_run() -> None:
+    """Source: NVlabs/Sana, configs/sana_config/1024ms/Sana_1600M_img1024_AdamW.yaml."""
+    config = built(call_recipe("sana_1_6b_1024"))
+    assert config.optimizer == OptimizerConfig(lr=1e-4, beta2=0.999, eps=1e-8, weight_decay=0.01, clip_grad=0.1)
+    assert config.schedule == Constant(warmup_steps=2000)
 
 
 @pytest.mark.parametrize("name", ["pretrain_stdit_xl", "pretrain_stdit_xl_full"])
