@@ -248,6 +248,12 @@ def test_blocks_start_as_the_identity(build_model: BuildModel, name: str, change
     assert torch.equal(out, torch.zeros_like(out))
 
 
+def test_texts_of_sana_start_at_a_hundredth(build_model: BuildModel) -> None:
+    """Source: NVlabs/Sana, `y_norm_scale_factor: 0.01` of its configurations; weights of the norm after the texts."""
+    weight = build_model(small("sana")).text_projection.norm.weight
+    assert torch.equal(weight, torch.full_like(weight, 0.01))
+
+
 def test_missing_frame_rate_is_thirty(build_model: BuildModel) -> None:
     config = small("dit_cross", size_conditioning=True)
     model = build_model(config, perturb=0.1)
