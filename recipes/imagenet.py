@@ -51,9 +51,10 @@ def _imagenet(
 def dit_s2_imagenet() -> run.Partial:
     """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
 
-    Deviations of all four sizes: noise prediction without the learned variance, and random flips only if the data hold
-    every picture twice, encoded as it is and mirrored. The smallest published size; the paper reports FID 68.4 after
-    400 k steps without guidance.
+    Deviations of all four sizes: noise prediction without the learned variance; latents that are the mean of the VAE's
+    distribution; random flips only if the data hold every picture twice, encoded as it is and mirrored; samples by 50
+    steps of DDIM, guided in all channels. The smallest published size; the paper reports FID 68.4 after 400 k steps
+    without guidance.
     """
     return _imagenet("dit_s2_imagenet", dit_s())
 
@@ -104,11 +105,11 @@ def sit_xl2_imagenet() -> run.Partial:
     Source: Ma et al. 2024, arXiv:2401.08740, and the published code, which embeds the time without a factor of 1000.
     """
     recipe = _imagenet("sit_xl2_imagenet", dit_xl())
+    recipe.model.time_scale = 1.0
     recipe.objective = run.Config(FlowMatching)
     recipe.sampling.solver = "heun"
     return recipe
 
-    recipe.model.time_scale = 1.0
 
 @run.cli.factory(target=pretrain)
 def sit_xl2_repa() -> run.Partial:
@@ -134,7 +135,8 @@ def lightningdit_xl_imagenet() -> run.Partial:
     guidance 2.11 and 1.35. The steps take 8.6 hours on 8 H100 (planned, 386 ms each); the authors report about 10 on 8
     H800. Deviations: the published network has sine-cosine positions in addition to the rotary ones, its time is 1
     minus the time here, its sampling has a shift of 0.3, and its guidance of 10 or 6.7 changes only three channels.
-    Samples here are drawn without guidance.
+    Gate and value of its MLPs start as one matrix, so with standard deviations 1.3 times smaller. Samples here are
+    drawn without guidance.
 
     Source: Yao and Wang 2025, arXiv:2501.01423, and the published code.
     """
@@ -151,16 +153,18 @@ def jit_b16_imagenet() -> run.Partial:
 
     The network predicts the clean picture, and the loss is the error of the velocity. The paper reports FID 4.37 after
     200 epochs and 3.66 after 600, with guidance. Deviations: the published network has sine-cosine positions in
-    addition to the rotary ones; the time here is 1 minus that of the paper, also as input of the network.
+    addition to the rotary ones; the time here is 1 minus that of the paper, also as input of the network; gate and
+    value: see lightningdit_xl_imagenet. The published sampler divides by at least 0.05, so its last step ends before
+    the clean picture that the network predicts; here it ends there.
 
     Source: Li and He 2025, arXiv:2511.13720, and its published code.
     """
     recipe = _imagenet("jit_b16_imagenet", jit_b16(), "pixels_256", 750_600, 1024)
+    recipe.data.flip = 0.5
     recipe.objective = run.Config(
         FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8, logit_std=0.8
     )
     recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, clip_grad=0.0)
-    recipe.data.flip = 0.5
     recipe.schedule = run.Config(Constant, warmup_steps=6_255)
     recipe.sampling = run.Config(
         SamplingConfig, solver="heun", num_steps=50, guidance_scale=2.9, guidance_interval=[0.0, 9.0]
@@ -174,8 +178,11 @@ def rit_xl_imagenet() -> run.Partial:
 
     The network predicts the clean features, and the loss is the error of the velocity. The authors report FID 1.45
     after 800 epochs without guidance, and 1.14 with. The 667,200 steps take 117 hours on 8 H100 (planned, 631 ms each).
-    The network also predicts the noised class token of DINOv2-S, which the samples store. Deviations: the published
-    network has sine-cosine positions in addition to the rotary ones; its time is 1 minus the time here.
+    The network also predicts the noised class token of DINOv2-S, which the samples store, normalised as the features.
+    Deviations: the published network has sine-cosine positions in addition to the rotary ones; its time is 1 minus the
+    time here; its class token passes no LayerNorm, its output layer for that token starts with random weights, and in
+    sampling that token starts at the mean of the patches' noise. Gate and value, and the end of sampling: see
+    jit_b16_imagenet.
 
     Source: Zhang et al. 2026, arXiv:2605.21981, and the published code.
     """
@@ -197,7 +204,8 @@ def dit_dh_xl_imagenet() -> run.Partial:
     The latents are those of RAE. The authors report FID 2.16 after 80 epochs (100,000 steps) and 1.51 after 800,
     without guidance. 80 epochs take 13 hours on 8 H100 (planned, 473 ms per step). Deviations: the published network
     has sine-cosine positions in addition to the rotary ones, embeds the time by random Fourier features, and applies
-    SiLU twice to the conditioning vector of its blocks; the inner width of the MLPs in its head is 5461, here 5504.
+    SiLU twice to the conditioning vector of its blocks; its linear layers start with torch's default weights; the inner
+    width of the MLPs in its head is 5461, here 5504.
 
     Source: Zheng et al. 2025, arXiv:2510.11690, and the published code.
     """
@@ -219,8 +227,9 @@ def sr_dit_b1_imagenet() -> run.Partial:
     without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.9 hours
     (planned, 26 ms each). The network also predicts the noised class token of DINOv2-B (REG), and mixes the values of
     the first attention into later ones. Deviations: the published network (140 M with its projection) has sine-cosine
-    positions in addition to the rotary ones, and RMSNorms without weights; the class token of some samples skips the
-    middle layers, and the path of a whole batch is dropped. Samples here are drawn by Heun's method instead of 250
+    positions in addition to the rotary ones, and RMSNorms without weights, one of them on the class token instead of
+    a LayerNorm; the class token of some samples skips the middle layers, and the path of a whole batch is dropped; the
+    vector in place of dropped tokens starts at zero. Samples here are drawn by Heun's method instead of 250
     Euler-Maruyama steps.
 
     Source: Bhanded 2025, arXiv:2512.12386, and the published code.

@@ -71,6 +71,8 @@ def tiny_prx() -> run.Partial:
 def _prx(name: str, tokens: int, packs: int) -> run.Partial:
     """Return PRX on pictures of a number of tokens, 256 pictures in a step.
 
+    Deviation: linear layers start with Xavier's weights, the published ones with torch's default.
+
     Source: the published configurations `optimizer/adamw` and `flux1-vae-benchmark/Flux-Baseline` of Photoroom/PRX.
     """
     recipe = _sana(name, prx_1_2b())
