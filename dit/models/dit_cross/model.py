@@ -63,8 +63,9 @@ class DiTCross(CrossStack[DiTCrossConfig]):
 
     Source: Peebles and Xie 2023, arXiv:2212.09748; sizes and cross-attention of NeMo's diffusion collection. Deviations
     from NeMo: the head is modulated and zero-initialised, as in the paper; the conditioning vector is not normalised;
-    positions are computed instead of read from a table that can alias; texts have their true lengths; a learned null
-    token instead of zeros replaces dropped texts; each sample of a pack has its own time, frame rate and size.
+    the sinusoid of the time has 256 features instead of `hidden_size`; positions are computed instead of read from a
+    table that can alias; texts have their true lengths; a learned null token instead of zeros replaces dropped texts;
+    each sample of a pack has its own time, frame rate and size.
     """
 
     fsdp_units = (DiTCrossLayer,)
