@@ -30,7 +30,15 @@ def call(compute: Callable[..., T], *inputs: Tensor) -> T:
     return compute(*inputs)
 
 
-class NoCopiesFromHost(TorchDispatchMode):
+class _CaptureMode(TorchDispatchMode):
+    """A mode in whose context compiled functions are not run eagerly."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class NoCopiesFromHost(_CaptureMode):
     """Raises an error for copies from host memory, which may have been freed when the graph is replayed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,7 +53,7 @@ class NoCopiesFromHost(TorchDispatchMode):
         return result
 
 
-class UsedMemory(TorchDispatchMode):
+class UsedMemory(_CaptureMode):
     """Lists the memory that operations in its context use, until it is freed."""
 
     def __init__(self) -> None:

@@ -423,6 +423,23 @@ def test_a_graph_keeps_the_memory_that_it_did_not_allocate(cuda: Cuda) -> None:
     assert kept.expired()
 
 
+def test_a_captured_function_is_compiled(cuda: Cuda) -> None:
+    """In the context of a dispatch mode, torch would run it eagerly."""
+    runs = list[int]()
+
+    def backend(graph: Callable[..., Any], inputs: Any) -> Callable[..., Any]:
+        def run(*args: torch.Tensor) -> Any:
+            runs.append(len(runs))
+            return graph(*args)
+
+        return run
+
+    graphed, compiled = Graphed(), torch.compile(torch.sigmoid, backend=backend)
+    for _ in range(WARM_UP + 2):
+        graphed(compiled, torch.ones(2))
+    assert len(runs) == WARM_UP + 1
+
+
 def test_the_wrapper_of_a_graphed_model_is_built_on_that_stream(
     tmp_path: Any, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
