@@ -72,7 +72,7 @@ class TokenStack(Backbone, Generic[Config]):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        self.rotary = config.rotary() if config.position_embedding == "rope_3d" else None
+        self.rotary = config.rotary()
         self.middle, self.routing = range(0), None
         self.class_tokens: Optional[ClassTokens] = None
         self.teacher_token: Optional[TeacherToken] = None

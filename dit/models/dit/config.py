@@ -85,11 +85,6 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     def validate(self) -> None:
         super().validate()
         self.validate_experts()
-        if self.position_embedding == "rope_3d":
-            self.rotary(self.rope_axes)
-        else:
-            where = f"with model.position_embedding={self.position_embedding!r}"
-            check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
         for name, others in EXCLUDED.items():
             if value := getattr(self, name):
                 where, cure = f"with model.{name}={value}", f"leave model.{name} out"

@@ -37,7 +37,7 @@ class WideHead(nn.Module):
         super().__init__()
         wide, eps = config.head_layers(), config.layernorm_epsilon
         size, init = wide.hidden_size, xavier_uniform(config.hidden_size, wide.hidden_size)
-        self.rotary = wide.rotary(wide.rope_axes) if wide.position_embedding == "rope_3d" else None
+        self.rotary = wide.rotary()
         self.condition = provider.replicated_linear(config.hidden_size, size, bias=True, init=init)
         self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict(

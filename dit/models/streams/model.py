@@ -62,8 +62,7 @@ class Streams(Backbone):
         size, bias, eps, width = config.hidden_size, config.outer_bias, config.layernorm_epsilon, config.condition_width
         assert config.context_size is not None
         learned_null = config.null_text == "learned"
-        rope = config.position_embedding == "rope_3d"
-        self.rotary = config.rotary(config.rope_axes) if rope else None
+        self.rotary = config.rotary()
         self.modulation: nn.Module = nn.Identity()
         if config.approximator_sizes is None:
             self.conditioner = Conditioner(
