@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NoReturn, Optional
+from typing import ClassVar, NoReturn, Optional
 
 import torch
 from torch import Tensor
@@ -23,20 +23,15 @@ class Reconstruction(Objective):
 
     Attributes:
         adversarial: adversarial loss (`adversarial`).
+        base_terms, base_logged: summands of the loss and other logged terms, without those of the adversarial loss.
     """
+
+    reconstructs: ClassVar[bool] = True
+    base_terms: ClassVar[tuple[str, ...]]
+    base_logged: ClassVar[tuple[str, ...]] = ()
 
     loss_kind: LossKind = "l1"
     adversarial: Optional[Adversarial] = None
-
-    @property
-    @abstractmethod
-    def base_terms(self) -> tuple[str, ...]:
-        """Summands of the loss without the adversarial loss."""
-
-    @property
-    def base_logged(self) -> tuple[str, ...]:
-        """Other logged terms."""
-        return ()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -45,10 +40,6 @@ class Reconstruction(Objective):
     @property
     def logged(self) -> tuple[str, ...]:
         return (*self.terms, *self.base_logged, *(() if self.adversarial is None else self.adversarial.logged))
-
-    @property
-    def reconstructs(self) -> bool:
-        return True
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
@@ -123,16 +114,14 @@ class Autoencoding(Reconstruction):
     section 3.1 and appendix G, "KL-reg".
     """
 
+    base_terms: ClassVar[tuple[str, ...]] = ("error", "kl")
+
     loss_kind: LossKind = "l1"
     kl_weight: float = 1e-6
     adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
         check_ranges("objective", self, {"kl_weight": NOT_NEGATIVE})
-
-    @property
-    def base_terms(self) -> tuple[str, ...]:
-        return ("error", "kl")
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
         """Return the pixels followed by noise of the same width, of which the network reads the width of its latent."""

@@ -87,6 +87,8 @@ class Objective(ABC):
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         compares_pairs: whether the loss of a sample depends on another one of its micro-batch.
         takes_intervals: whether the network receives the length of a time interval.
+        reconstructs: whether the network is an autoencoder, which also outputs a posterior and draws no samples.
+        quantizes: whether its latents are entries of a codebook.
     """
 
     path: Path
@@ -95,6 +97,8 @@ class Objective(ABC):
     takes_levels: ClassVar[bool] = False
     compares_pairs: ClassVar[bool] = False
     takes_intervals: ClassVar[bool] = False
+    reconstructs: ClassVar[bool] = False
+    quantizes: ClassVar[bool] = False
 
     @property
     def trained_times(self) -> tuple[float, float]:
@@ -125,16 +129,6 @@ class Objective(ABC):
     def conditions(self) -> tuple[Condition, ...]:
         """Values of a sample that the loss reads in training, in addition to the conditions of the model."""
         return ()
-
-    @property
-    def reconstructs(self) -> bool:
-        """Whether the network is an autoencoder, which also outputs a posterior and draws no samples."""
-        return False
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether the objective trains an autoencoder whose latents are entries of a codebook."""
-        return False
 
     @property
     def augmentation(self) -> Optional[Augmentation]:
