@@ -18,7 +18,6 @@ from dit.conditions import Condition, per_sample
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.augmentation import Augmentation
 from dit.objectives.losses import Term, TokenLossKind, UncertaintyWeighting, token_error
 
 Network = Callable[[Tensor, Tensor], Tensor]
@@ -89,6 +88,7 @@ class Objective(ABC):
         takes_intervals: whether the network receives the length of a time interval.
         reconstructs: whether the network is an autoencoder, which also outputs a posterior and draws no samples.
         quantizes: whether its latents are entries of a codebook.
+        augments: whether the objective adds noise to low-resolution pictures.
     """
 
     path: Path
@@ -99,6 +99,7 @@ class Objective(ABC):
     takes_intervals: ClassVar[bool] = False
     reconstructs: ClassVar[bool] = False
     quantizes: ClassVar[bool] = False
+    augments: ClassVar[bool] = False
 
     @property
     def trained_times(self) -> tuple[float, float]:
@@ -130,11 +131,6 @@ class Objective(ABC):
         """Values of a sample that the loss reads in training, in addition to the conditions of the model."""
         return ()
 
-    @property
-    def augmentation(self) -> Optional[Augmentation]:
-        """Noise that the objective adds to low-resolution pictures; None if it does not support them."""
-        return None
-
     def augment(
         self, batch: PackedBatch, required: Sequence[Condition], noise: AddressedNoise, *, draw: bool
     ) -> PackedBatch:
@@ -144,7 +140,7 @@ class Objective(ABC):
             required: conditions of the model; without `augmentation` among them the batch is returned unchanged.
             draw: draw the level of each sample, as in training; otherwise use the level in the batch.
         """
-        return batch if self.augmentation is None else self.augmentation.apply(batch, required, noise, draw=draw)
+        return batch
 
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
         """Add what a sample needs of the others, to a full pack of training, before its tokens are split over ranks."""
