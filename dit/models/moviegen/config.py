@@ -41,7 +41,6 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.validate_experts()
         if len(self.max_grid) != 3 or min(self.max_grid) < 1:
             raise ConfigError(
                 f"model.max_grid={self.max_grid} must be three numbers of at least 1: the largest t, h and w in patches"
@@ -58,5 +57,4 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         return t, h, w
 
     def megatron_sizes(self) -> TransformerSizes:
-        sizes = replace(super().megatron_sizes(), add_bias_linear=False)
-        return self.with_experts(sizes, self.ffn_size)
+        return replace(super().megatron_sizes(), add_bias_linear=False)

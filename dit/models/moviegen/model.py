@@ -53,7 +53,7 @@ class MovieGenLayer(nn.Module):
         if config.num_experts is None:
             self.mlp = SwiGLU(size, config.ffn_size, provider)
         else:
-            self.mlp = MoE(size, provider, bias=False, gated=True, **config.moe_arguments(config.ffn_size))
+            self.mlp = MoE(size, provider, bias=False, gated=True, **config.moe_arguments())
 
     def forward(
         self,
