@@ -56,9 +56,13 @@ class Reconstruction(Objective):
             target_TC, the pixels; and the batch's loss weights.
         """
         x_TC, weight_S = batch.latents_TC.float(), sample_weights(batch)
-        inputs_TC = self.inputs(x_TC, noise)
-        prepared = Prepared(inputs_TC=inputs_TC, time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S)
-        return prepared if self.adversarial is None else self.adversarial.prepare(prepared, noise.step_1)
+        return Prepared(
+            inputs_TC=self.inputs(x_TC, noise),
+            time_S=torch.zeros_like(weight_S),
+            target_TC=x_TC,
+            weight_S=weight_S,
+            adversarial_weight_S=self.adversarial and self.adversarial.weight_S(weight_S, noise.step_1),
+        )
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
         """Return the inputs of the network."""

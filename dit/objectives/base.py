@@ -34,7 +34,9 @@ class Prepared:
             `[S, 2]` with the length of each sample's time interval (`mean_flow`).
         target_TC: correct output of the network.
         weight_S: weight of each sample's error, or of the errors at each of its noise levels.
-        alignment_weight_S: the same for `objective.alignment`; None without it.
+        alignment_weight_S, adversarial_weight_S, bound_weight_S: the same for `objective.alignment`,
+            `objective.adversarial`, and the bound of `objective.variance`; None without it.
+        table_time_S: time of each noise level in the table of steps, float64, for the bound.
         teacher_token_SF: noised class token of the teacher, and `teacher_target_SF`, the correct output for it; None
             without `objective.teacher_token_weight`.
         negative_TC: target of another sample (`contrastive_flow_matching`); None without one.
@@ -46,6 +48,9 @@ class Prepared:
     target_TC: Tensor
     weight_S: Tensor
     alignment_weight_S: Optional[Tensor] = None
+    adversarial_weight_S: Optional[Tensor] = None
+    bound_weight_S: Optional[Tensor] = None
+    table_time_S: Optional[Tensor] = None
     teacher_token_SF: Optional[Tensor] = None
     teacher_target_SF: Optional[Tensor] = None
     negative_TC: Optional[Tensor] = None
