@@ -51,55 +51,45 @@ class SlicedWeights:
         rule = self._rules[name]
         try:
             with self._stored.slices(rule.external_names) as sources:
-                is_full = rule.form.axis is None
-                reader = _FullSource(rule, sources) if is_full else _AxisSource(rule, self.shapes[name], sources)
+                if rule.form.axis is None:
+                    tensors = [source[:] for source in sources]
+                    _check(rule, tensors)
+                    parameter = rule.form.from_external(tensors)
+                    for block, target in blocks:
+                        target.copy_(parameter[block])
+                    return
+                positions = positions_of(rule.form, self.shapes[name])
+                # Copies of one tensor are compared, so they are read together.
+                together = [sources] if isinstance(rule.form, Copies) else [[source] for source in sources]
                 for block, target in blocks:
-                    reader.copy(block, target)
+                    for piece, part in _pieces(block, target):
+                        for some, places in zip(together, positions):
+                            _copy(rule, piece, part, some, places)
         except (ConfigError, EinopsError) as error:
             raise CheckpointError(f"{name} cannot be read from {self._stored.folder}: {error}") from error
 
 
-class _FullSource:
-    """A parameter whose form changes several axes."""
+def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
+    """Copy the part of a block of a parameter, whose form permutes one axis, that an external tensor has.
 
-    def __init__(self, rule: Rule, sources: Sequence[Any]) -> None:
-        tensors = [source[:] for source in sources]
+    Args:
+        copies: the tensor and its copies.
+        positions: result of `positions_of` for it.
+    """
+    axis = rule.form.axis
+    assert axis is not None
+    for span, used, places in _spans(positions, block[axis]):
+        index = (*block[:axis], span, *block[axis + 1 :])
+        tensors = [source[index] for source in copies]
         _check(rule, tensors)
-        self._parameter = rule.form.from_external(tensors)
-
-    def copy(self, block: Block, target: Tensor) -> None:
-        target.copy_(self._parameter[block])
-
-
-class _AxisSource:
-    """A parameter whose form permutes one axis."""
-
-    def __init__(self, rule: Rule, shape: Shape, sources: Sequence[Any]) -> None:
-        self._rule, self._sources, self._positions = rule, sources, positions_of(rule.form, shape)
-
-    def copy(self, block: Block, target: Tensor) -> None:
-        for piece, part in _pieces(block, target):
-            if isinstance(self._rule.form, Copies):
-                self._copy(piece, part, self._sources, self._positions[0])
-                continue
-            for source, positions in zip(self._sources, self._positions, strict=True):
-                self._copy(piece, part, [source], positions)
-
-    def _copy(self, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
-        axis = self._rule.form.axis
-        assert axis is not None
-        for span, used, places in _spans(positions, block[axis]):
-            index = (*block[:axis], span, *block[axis + 1 :])
-            tensors = [source[index] for source in copies]
-            _check(self._rule, tensors)
-            values = tensors[0] if len(tensors) == 1 else self._rule.form.from_external(tensors)
-            values = values.reshape([s.stop - s.start for s in index])  # without the axes of a 1 x 1 convolution
-            if len(used) < values.shape[axis]:
-                values = values.index_select(axis, used)
-            if bool((places.diff() == 1).all()):
-                target.narrow(axis, int(places[0]), len(places)).copy_(values)
-            else:
-                target.index_copy_(axis, places.to(target.device), values.to(target))
+        values = tensors[0] if len(tensors) == 1 else rule.form.from_external(tensors)
+        values = values.reshape([s.stop - s.start for s in index])  # without the axes of a 1 x 1 convolution
+        if len(used) < values.shape[axis]:
+            values = values.index_select(axis, used)
+        if bool((places.diff() == 1).all()):
+            target.narrow(axis, int(places[0]), len(places)).copy_(values)
+        else:
+            target.index_copy_(axis, places.to(target.device), values.to(target))
 
 
 def positions_of(form: Form, shape: Shape) -> list[Tensor]:
