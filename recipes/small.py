@@ -4,7 +4,6 @@ import nemo_run as run
 
 from dit.data_api import DataConfig
 from dit.models.base import ModelConfig
-from dit.models.dit_cross.config import DiTCrossConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
 from dit.parallel.dims import ParallelConfig
@@ -40,22 +39,3 @@ def short_run(recipe: run.Partial, name: str) -> run.Partial:
     training.validation_interval = training.sample_interval = 0
     recipe.checkpoint.interval = 10
     return recipe
-
-
-def small_text_dit(
-    in_channels: int, patch_spatial: int, *, hidden_size: int = 128, num_attention_heads: int = 4
-) -> run.Config[DiTCrossConfig]:
-    """Return a DiT of six layers with cross-attention to a text of width 384 (all-minilm-l6-v2), for pictures."""
-    return run.Config(
-        DiTCrossConfig,
-        hidden_size=hidden_size,
-        num_layers=6,
-        num_attention_heads=num_attention_heads,
-        in_channels=in_channels,
-        patch_spatial=patch_spatial,
-        context_size=384,
-        context_dropout=0.1,
-        add_bias=True,
-        position_embedding="sincos_2d",
-        fps_conditioning=False,
-    )
