@@ -112,7 +112,12 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ConfigError(message)
     settings = read_json(folder / CONFIG)
     if index_of(folder).exists():
-        return settings, _read_shards(folder)
+        weight_map = shard_names(folder)
+        tensors: dict[str, Tensor] = {}
+        for name in sorted(set(weight_map.values())):
+            tensors |= read_tensors(folder / name)
+        check_index(folder, weight_map, tensors)
+        return settings, tensors
     if (file := weights_file(folder)).exists():
         return settings, read_tensors(file)
     raise ConfigError(f"{folder} has no {STEM}.safetensors, {INDEX} or {STEM}.bin")
@@ -135,15 +140,6 @@ def weights_file(folder: Path) -> Path:
         names = ", ".join(path.name for path in variants)
         raise ConfigError(f"{folder} has only variants of the weights ({names}); rename one to {STEM}.safetensors")
     return variants[0] if variants else folder / f"{STEM}.safetensors"
-
-
-def _read_shards(folder: Path) -> dict[str, Tensor]:
-    weight_map = shard_names(folder)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(set(weight_map.values())):
-        tensors |= read_tensors(folder / file)
-    check_index(folder, weight_map, tensors)
-    return tensors
 
 
 def shard_names(folder: Path) -> dict[str, str]:
@@ -174,7 +170,8 @@ def written_atomically(out: Path) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield part
-        _flush(part)
+        for entry in (*part.rglob("*"), part):
+            fsync(entry)
         os.rename(part, out)
         fsync(out.parent)
     except (OSError, SafetensorError) as error:
@@ -186,11 +183,6 @@ def written_atomically(out: Path) -> Iterator[Path]:
             shutil.rmtree(part)
         else:
             part.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    for entry in (*path.rglob("*"), path):
-        fsync(entry)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
