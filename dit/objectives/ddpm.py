@@ -141,8 +141,13 @@ class DDPM(Objective):
         t_L = self.noise_schedule.training_time(noise.level_L().double())
         angle_L = clean_at_0(self.noise_schedule.angle(t_L), batch.layout)
         alpha_L, sigma_L = self.path.alpha_sigma(angle_L)
-        mixtures = self._mixtures(alpha_L.float(), sigma_L.float())
-        inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=self._offset(batch, noise))
+        a_L, b_L = alpha_L.float(), sigma_L.float()
+        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-b_L, a_L)}
+        offset_SC = None
+        if self.noise_offset:
+            offset_SC = self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1])
+        mixtures = (a_L, b_L), targets[self.prediction]
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=offset_SC)
         weight_L = sample_weights(batch)
         if self.min_snr_gamma is not None:
             slope_L = self._slope(alpha_L, sigma_L)
@@ -155,16 +160,6 @@ class DDPM(Objective):
             bound_weight_S=None if self.variance is None else self.variance.vlb_weight * sample_weights(batch),
             table_time_S=t_L,
         )
-
-    def _mixtures(self, alpha_L: Tensor, sigma_L: Tensor) -> tuple[Mixture, Mixture]:
-        """Return the coefficients of x_t and of the target."""
-        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-sigma_L, alpha_L)}
-        return (alpha_L, sigma_L), targets[self.prediction]
-
-    def _offset(self, batch: PackedBatch, noise: AddressedNoise) -> Optional[Tensor]:
-        if not self.noise_offset:
-            return None
-        return self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1])
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the prediction with its target and, for a learned variance, the reverse step with the true one."""

@@ -132,11 +132,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         return self.learned_padding
 
     @property
-    def outer_bias(self) -> bool:
-        """Whether linear layers outside attention and MLPs have biases."""
-        return self.add_bias or self.block == "sandwich"
-
-    @property
     def mlp_inputs(self) -> int:
         """Output features of the first linear layer of an MLP."""
         return self.ffn_size * (2 if self.activation == "swiglu" else 1)

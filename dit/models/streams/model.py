@@ -59,7 +59,8 @@ class Streams(Backbone):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        size, bias, eps, width = config.hidden_size, config.outer_bias, config.layernorm_epsilon, config.condition_width
+        size, eps, width = config.hidden_size, config.layernorm_epsilon, config.condition_width
+        bias = config.add_bias or config.block == "sandwich"
         assert config.context_size is not None
         learned_null = config.null_text == "learned"
         self.rotary = config.rotary()
