@@ -73,7 +73,7 @@ class MasterShard:
         return local(self.state[name]) if name in self.state else torch.zeros_like(self.main)
 
     def ensure_state(self) -> None:
-        """Create the moments as zeros; Adam then also needs its step count (`set_step_count`)."""
+        """Create the moments as zeros."""
         for slot in self.slots:
             if slot not in self.state:
                 self.state[slot] = torch.zeros_like(self.owner) if self.host is None else self.host[slot]
@@ -216,26 +216,13 @@ def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
 
 def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Return Adam's step count (for its bias correction), 0 before the first step."""
-    for part in sub_optimizers(optimizer):
-        for group in part.optimizer.param_groups:
-            if "step" in group:
-                return int(group["step"])
-        for state in part.optimizer.state.values():
-            if "step" in state:
-                return int(state["step"])
-    return 0
+    return next((int(group["step"]) for group in optimizer.param_groups if "step" in group), 0)
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set Adam's step count, where the installed implementation stores it."""
-    for part in sub_optimizers(optimizer):
-        for group in part.optimizer.param_groups:
-            if "fused" not in group:  # those of Transformer Engine and Apex
-                group["step"] = step
-                continue
-            for parameter in group["params"]:
-                if local(parameter).numel():  # updates skip others, and `get_step_count` reads the first count
-                    part.optimizer.state[parameter]["step"] = torch.tensor(float(step))
+    """Set Adam's step count, one for each parameter group."""
+    for group in optimizer.param_groups:
+        group["step"] = step
 
 
 @patches(

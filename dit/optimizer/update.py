@@ -33,7 +33,7 @@ from dit.kernels.muon import iteration_dtype
 from dit.kernels.resolve import OPTIMIZER
 from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
+from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, set_step_count, sub_optimizers
 from dit.optimizer.muon import Muon
 from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.unit_rows import UnitRows
@@ -180,7 +180,7 @@ class Update:
         ]
         table = device_numbers([row.values() for row in rates])
         self.run(partial(self._apply, rates), numbers.on_device, table)
-        self._set_step_count(count)
+        set_step_count(self.optimizer, count)
 
     def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
         """Queue the operations of an update.
@@ -219,7 +219,7 @@ class Update:
     def end(self, step: int, *, is_good: bool) -> None:
         """Finish the update before the next step, when the host knows whether the device applied it."""
         if not is_good:
-            self._set_step_count(get_step_count(self.optimizer) - 1)
+            set_step_count(self.optimizer, get_step_count(self.optimizer) - 1)
         elif self.ema is not None:
             (self.ema.update_powers if self.averages else self.ema.update)(step)
 
@@ -239,16 +239,6 @@ class Update:
         if parameter.dtype == torch.float32 or any(map(is_fsdp, self.sub_optimizers)):
             return None  # shares memory with the master weights, or Megatron-FSDP copies them
         return parameter.detach().view(-1)[shard.start : shard.stop]
-
-    def _set_step_count(self, count: int) -> None:
-        """Set Adam's step count; the parameters share one tensor, because no kernel increments it."""
-        step = torch.tensor(float(count))
-        for group, members in self.groups:
-            if "fused" not in group:  # those of Transformer Engine and Apex
-                group["step"] = count
-                continue
-            for i in members:
-                self.shards[i].state["step"] = step
 
     @patches(
         "megatron-core 0.16",
