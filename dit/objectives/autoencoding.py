@@ -140,14 +140,6 @@ class Autoencoding(Reconstruction):
         channels = prepared.target_TC.shape[1]
         reconstruction_TC, posterior_TC = prediction_TC[:, :channels], prediction_TC[:, channels:]
         error_T = token_error(reconstruction_TC, prepared.target_TC, layout, self.loss_kind)
-        posterior_TC = torch.where(layout.valid_T[:, None], posterior_TC.float(), 0.0)
-        kl_T = self.kl_weight / channels * kl_to_standard_normal(*posterior_TC.chunk(2, 1))
+        mean_TC, logvar_TC = torch.where(layout.valid_T[:, None], posterior_TC.float(), 0.0).chunk(2, 1)
+        kl_T = self.kl_weight / channels * (0.5 * (mean_TC.square() + logvar_TC.exp() - 1 - logvar_TC).sum(1))
         return {"error": Term(error_T, prepared.weight_S), "kl": Term(kl_T, prepared.weight_S)}
-
-
-def kl_to_standard_normal(mean_TC: Tensor, log_variance_TC: Tensor) -> Tensor:
-    """Return the KL divergence of N(mean, exp(log_variance)) from N(0, 1), summed over the channels, `[T]`.
-
-    Source: Kingma and Welling 2014, arXiv:1312.6114, appendix B.
-    """
-    return 0.5 * (mean_TC.square() + log_variance_TC.exp() - 1 - log_variance_TC).sum(1)
