@@ -21,8 +21,7 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run
-from recipes.small import short_run
+from recipes.base import base_run, short_run
 
 TEXT_TOKENS = 128
 

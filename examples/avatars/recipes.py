@@ -8,7 +8,7 @@ from energon_data.dataset import EnergonData
 from examples.avatars.drawings import caption, choose
 from examples.letters.recipes import text_dit
 from examples.pictograms.recipes import pictogram_autoencoder
-from recipes.small import small_run
+from recipes.base import small_run
 
 
 @run.cli.factory(target=pretrain)

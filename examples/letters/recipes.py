@@ -9,8 +9,8 @@ from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from examples.letters.moving import DIRECTIONS, SPEEDS, caption, still_caption
+from recipes.base import small_run
 from recipes.ddpm import ddpm_cifar10
-from recipes.small import small_run
 
 STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 
