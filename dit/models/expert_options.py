@@ -88,11 +88,7 @@ class ExpertOptions(TransformerModelConfig):
         }
 
     def routed_pairs(self, lengths: Sequence[int]) -> int:
-        """Count the (token, expert) pairs that one layer computes.
-
-        Args:
-            lengths: tokens of each sample.
-        """
+        """Count the (token, expert) pairs that one layer computes for samples of these lengths."""
         assert self.num_experts is not None
         if self.moe_router == "top_k":
             return sum(lengths) * self.moe_top_k

@@ -56,8 +56,6 @@ def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Atte
 
     Args:
         config: settings; their class, or its nearest base class in `BACKBONES`, selects the backbone.
-        provider: builds the parallel linears of this rank.
-        attention: the attention of this run.
     """
     models = {f"dit.models.{settings}": f"dit.models.{network}" for settings, network in BACKBONES.values()}
     paths = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(config).__mro__]

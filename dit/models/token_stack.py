@@ -98,9 +98,7 @@ class TokenStack(Backbone, Generic[Config]):
         """Return the inputs of every block after the tokens.
 
         Args:
-            cond_SD: conditioning vector of each sample.
             positions_T3: (t, h, w) patch index of each local token.
-            layout: layout of the local tokens.
             batch: the micro-batch, with the positions before sequence parallelism splits them.
         """
 

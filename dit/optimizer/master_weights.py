@@ -125,7 +125,6 @@ def master_shards(
     """List this rank's master shards in the order of the model's parameters, without frozen ones.
 
     Args:
-        optimizer: Megatron-Core's optimizer over `chunks`.
         chunks: this rank's unwrapped model chunks. Their parameter names are global; a parameter of every pipeline
             stage is listed once per chunk, under the same name.
         settings: determine the parameters that Muon updates, and whether moments are in host memory; None for neither.

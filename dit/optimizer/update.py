@@ -117,7 +117,6 @@ class Update:
     the gradients; torch's multiplies them by the factor for clipping and division by tokens.
 
     Args:
-        shards: master shards of `optimizer`.
         ema: weight average; None for no average.
         settings: clipping, and the algorithm.
         target: device for which the kernel is selected.

@@ -78,9 +78,7 @@ class Block(nn.Module):
     """Two pairs of convolutions, addition of the conditioning vector, and attention.
 
     Args:
-        condition_size: width of the conditioning vector.
         middle: channels inside the second pair. Default: `outputs`.
-        heads: attention heads.
     """
 
     def __init__(

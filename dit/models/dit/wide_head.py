@@ -26,9 +26,6 @@ class WideHead(nn.Module):
     The last pipeline stage has the head; every stage receives the noised latent. Under sequence parallelism each rank
     modulates its local tokens, so the weights of the modulations are replicated.
 
-    Args:
-        config: settings of the model, with `wide_head`.
-
     Source: Zheng et al. 2025 (RAE), arXiv:2510.11690, section 5, after Wang et al. 2025 (DDT), arXiv:2504.05741, and
     the published code. Deviation: the inner width of the MLPs is rounded up to a multiple of 64.
     """
