@@ -48,6 +48,7 @@ class Rates:
             nothing may change.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
         table: the result of `values` on the device, `[9]`, float32; None to copy it when it is needed.
+        repeated: whether a CUDA graph repeats the update with other values in `table`.
     """
 
     lr: float
@@ -59,6 +60,7 @@ class Rates:
     clip: Tensor
     average: float = 1.0
     table: Optional[Tensor] = None
+    repeated: bool = False
 
     def values(self) -> list[float]:
         """Return the arguments of the fused kernel, then the learning rate and the step.
@@ -112,7 +114,7 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
         [p.exp_avg_sq for p in parameters],
         [],
         [values[STEP]] * len(parameters),
-        lr=values[RATE],
+        lr=values[RATE] if rates.repeated else rates.lr,
         beta1=rates.beta1,
         beta2=rates.beta2,
         weight_decay=rates.weight_decay,

@@ -139,7 +139,7 @@ class Update:
         run: Runner = call,
     ) -> None:
         self.optimizer, self.shards, self.ema = optimizer, shards, ema
-        self.clip_grad, self.run = settings.clip_grad, run
+        self.clip_grad, self.run, self.repeated = settings.clip_grad, run, isinstance(run, Graphed)
         self.adamw = choose(OPTIMIZER, target, kernels).load()
         self.muon: Optional[Muon] = None
         if settings.algorithm == "muon":
@@ -147,8 +147,8 @@ class Update:
         self.unit_rows = UnitRows(shards)
         # The kernel can update the average only if the new weights are final, and in device memory. In eager mode, one
         # operation on all parameters after the update is faster; a graph contains all operations.
-        is_fused = self.adamw is not reference.adamw or isinstance(run, Graphed)
-        self.averages = is_fused and ema is not None and not ema.offload and not self.unit_rows.shards
+        is_separate = self.adamw is reference.adamw and not self.repeated
+        self.averages = not is_separate and ema is not None and not ema.offload and not self.unit_rows.shards
         self.can_be_omitted = ema is None or not ema.offload  # otherwise, the host waits for copies
         if any(shard.host is not None for shard in shards):
             self.adamw = with_moments_on_the_host(self.adamw)
@@ -174,6 +174,7 @@ class Update:
                 step=count,
                 clip=self.optimizer.gradient_factor.value,  # `_apply` replaces it
                 average=weight,
+                repeated=self.repeated,
             )
             for group, _ in self.groups
         ]
