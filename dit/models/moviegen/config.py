@@ -25,6 +25,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
 
     supports = Supports(aligned=True, compiled=True, fixed_packs=True)
 
+    in_channels: int = 16
     hidden_size: int = 2048
     num_layers: int = 16
     num_attention_heads: int = 32
