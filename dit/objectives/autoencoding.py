@@ -55,13 +55,13 @@ class Reconstruction(Objective):
             Prepared, all float32: inputs_TC, the pixels, followed by noise in a KL autoencoder; time_S, zeros;
             target_TC, the pixels; and the batch's loss weights.
         """
-        x_TC, weight_S = batch.latents_TC.float(), sample_weights(batch)
+        x_TC, weight_S, part = batch.latents_TC.float(), sample_weights(batch), self.adversarial
         return Prepared(
             inputs_TC=self.inputs(x_TC, noise),
             time_S=torch.zeros_like(weight_S),
             target_TC=x_TC,
             weight_S=weight_S,
-            adversarial_weight_S=self.adversarial and self.adversarial.weight_S(weight_S, noise.step_1),
+            adversarial_weight_S=None if part is None else part.weight_S(weight_S, noise.step_1),
         )
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
