@@ -180,7 +180,6 @@ class Update:
         ]
         table = device_numbers([row.values() for row in rates])
         self.run(partial(self._apply, rates), numbers.on_device, table)
-        set_step_count(self.optimizer, count)
 
     def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
         """Queue the operations of an update.
@@ -219,8 +218,9 @@ class Update:
     def end(self, step: int, *, is_good: bool) -> None:
         """Finish the update before the next step, when the host knows whether the device applied it."""
         if not is_good:
-            set_step_count(self.optimizer, get_step_count(self.optimizer) - 1)
-        elif self.ema is not None:
+            return
+        set_step_count(self.optimizer, get_step_count(self.optimizer) + 1)
+        if self.ema is not None:
             (self.ema.update_powers if self.averages else self.ema.update)(step)
 
     def _elements(self, i: int) -> Elements:

@@ -258,5 +258,6 @@ def test_the_update_divides_by_the_tokens_and_clips(data_parallel: str, clip: fl
         numbers = StepNumbers(optimizer, one_rank_world, torch.tensor([1.0, tokens]), 1)
         assert numbers.host.grad_norm == pytest.approx(expected, rel=1e-5)
         update(numbers, seed + 1)
+        update.end(seed + 1, is_good=True)
         for parameter, reference in zip(chunk.parameters(), plain, strict=True):
             torch.testing.assert_close(parameter, reference, rtol=1e-5, atol=1e-6)
