@@ -44,8 +44,8 @@ class Rates:
     """Hyperparameters of one update of a group of parameters.
 
     Attributes:
-        clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`, float32; NaN if
-            nothing may change.
+        clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`; NaN if nothing may
+            change.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
         table: the result of `values` on the device, `[9]`, float32; None to copy it when it is needed.
         repeated: whether a CUDA graph repeats the update with other values in `table`.
@@ -121,7 +121,7 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
         eps=rates.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=rates.clip.reciprocal(),
+        grad_scale=rates.clip.reciprocal().float(),
         found_inf=1 - rates.changes,
     )
     store(parameters, rates)

@@ -189,7 +189,7 @@ class Update:
             table: `Rates.values` of each group of parameters, on the device.
         """
         _, grad_norm, _, guard, factor = numbers.unbind()
-        factor = (master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard).float()
+        factor = master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard
         of_muon: dict[str, tuple[Elements, Rates]] = {}
         for host_rates, row, (_, members) in zip(rates, table, self.groups, strict=True):
             group_rates = replace(host_rates, clip=factor, table=row)
