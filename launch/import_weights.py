@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> list[str]:
     environment.quiet_libraries()
     if args.format == LORA:
         return write_adapter_run(source, args)
-    from dit.convert.variance import drop_variance
+    from dit.convert.original_dit import drop_variance
     from dit.encoders.text_config import check_text_encoder
 
     objective = None if args.objective is None else read_objective(args.objective)

@@ -9,9 +9,8 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run
+from recipes.base import base_run, short_run
 from recipes.components import ddpm
-from recipes.small import short_run
 
 CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
 

@@ -220,8 +220,7 @@ def tiny_dit_cross() -> run.Partial:
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
-    recipe = text_conditional("tiny_dit_cross", dit_cross_s())
-    return as_tiny(recipe)
+    return as_tiny(text_conditional("tiny_dit_cross", dit_cross_s()))
 
 
 def as_tiny(recipe: run.Partial) -> run.Partial:

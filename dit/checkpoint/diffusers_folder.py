@@ -29,9 +29,8 @@ from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
 from dit.convert.rules import RuleBook, some_of
 from dit.convert.run_record import CONFIG_KEY, from_record
-from dit.convert.sliced_weights import SlicedWeights
+from dit.convert.sliced_weights import SlicedWeights, StoredTensors
 from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
-from dit.convert.stored_tensors import StoredTensors
 from dit.errors import CheckpointError, ConfigError
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig

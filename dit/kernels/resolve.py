@@ -4,11 +4,9 @@ Each op has an eager implementation, the reference on every device, and may have
 torch, and other kernels on machines where `tests/gpu` has passed with them (`dit.parallel.verified_kernels`).
 """
 
-from typing import Optional
-
 import torch
 
-from dit.kernels.adamw import AdamW, AddGradients
+from dit.kernels.adamw import AdamW, AddGradients, adamw
 from dit.kernels.attention import Attention, flash_attention, segment_sdpa, torch_flash, varlen_attention
 from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.choice import (
@@ -116,16 +114,16 @@ def _fused_adamw() -> AdamW:
     return adamw
 
 
-OPTIMIZER = Op[Optional[AdamW]](
+OPTIMIZER = Op[AdamW](
     "optimizer",
     (
         Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
-        Implementation("compile", lambda: None, (), LAYERS_ONLY),
-        Implementation("eager", lambda: None),
+        Implementation("compile", lambda: adamw, (), LAYERS_ONLY),
+        Implementation("eager", lambda: adamw),
     ),
     setting="training.kernels",
 )
-"""AdamW, weight average and model copy in one pass, see `dit.kernels.adamw`; None for Megatron-Core with torch's."""
+"""AdamW, weight average and model copy, see `dit.kernels.adamw`."""
 
 
 def add_gradients(target: Target, requested: str) -> AddGradients:

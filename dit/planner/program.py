@@ -17,7 +17,7 @@ from dit.models.base import Backbone, Stage
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards
 from dit.optimizer.step_numbers import StepNumbers
-from dit.optimizer.update import Update, build_update
+from dit.optimizer.update import Update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
 from dit.parallel.fsdp import gathered_bytes
 from dit.parallel.implementations import target_of
@@ -152,7 +152,7 @@ class Program:
         ema = None if decay is None else EMA(shards, decay, sigma_rel=training.ema_sigma_rel or ())
         average = counter.live - before
         self.mix = noise_kernel(job.model, training, job.kernels)
-        update = build_update(optimizer, shards, ema, job.optimizer, self.groups, target, training.kernels)
+        update = Update(optimizer, shards, ema, job.optimizer, self.groups, target, training.kernels)
         self._create_optimizer_state(wrapped, optimizer, update)
         if job.optimizer.offload:
             counter.live -= sum(master.slot(name).nbytes for master in shards for name in master.slots)

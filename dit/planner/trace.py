@@ -247,7 +247,6 @@ class TracedRank:
     def trace(self, job: Job) -> StepTrace:
         """Trace a job's step."""
         from dit.backends import process_groups
-        from dit.optimizer.update import FusedUpdate
         from dit.planner import muon
         from dit.planner.program import Program
 
@@ -276,7 +275,7 @@ class TracedRank:
             with counter:
                 step = program.run() if is_new else program.run_with(job)
             update = program.state.update
-            if job.micro_batches and isinstance(update, FusedUpdate) and update.muon is not None:
+            if job.micro_batches and update.muon is not None:
                 muon.average(step, update.muon, update.shards, self._groups)
         return step
 

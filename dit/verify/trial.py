@@ -31,7 +31,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import MasterShard, copy_masters_to_model, master_shards
 from dit.optimizer.part_norms import PartNorms
-from dit.optimizer.update import Update, build_update
+from dit.optimizer.update import Update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
@@ -277,7 +277,7 @@ def build(trial: Trial) -> Built:
         optimizer=optimizer,
         shards=shards,
         ema=ema,
-        update=build_update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
+        update=Update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
         loss_scale=loss_scale_of(optimizer),
         mix=noise_kernel(model, training),
     )

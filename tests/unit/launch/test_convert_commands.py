@@ -363,7 +363,7 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch, write):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dit.convert.state_files._flush", full)
+    monkeypatch.setattr("dit.convert.state_files.fsync", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         write(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -21,7 +21,6 @@ from dit.errors import BatchError, ConfigError
 from dit.models.routing_config import RoutingConfig
 from dit.optimizer.schedules import TorchOneCycle
 from dit.optimizer.step_numbers import Limits
-from dit.optimizer.update import FusedUpdate
 from dit.parallel.dims import ParallelConfig
 from dit.step.cuda_graph import MOST_GRAPHS, Compute, GraphedSchedule, constants
 from dit.step.schedule import Logs, Schedule, forward_backward
@@ -104,7 +103,6 @@ def steps(
     def graphed() -> Runner:
         return call if records is None else Graphed(records)
 
-    assert isinstance(run.state.update, FusedUpdate)
     run.state.update.run = graphed()
     schedule: Schedule = forward_backward if records is None else GraphedSchedule(records)
     functions = replace(run.functions, schedule=schedule, run_numbers=graphed())
