@@ -22,6 +22,7 @@ from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.errors import MachineError
 from dit.monitoring.run_log import RunLog
+from dit.patches import replaced
 from dit.settings import TrainingConfig
 from dit.step.device_batches import DeviceBatches
 from dit.step.intervals import is_due
@@ -103,11 +104,8 @@ class Recheck:
                 mark.add_(_checksum(gradient) * _factor(i))
             reduce(*args, **kwargs)
 
-        config.finalize_model_grads_func = add_and_reduce
-        try:
+        with replaced(config, finalize_model_grads_func=add_and_reduce):
             yield mark
-        finally:
-            config.finalize_model_grads_func = reduce
 
     @contextmanager
     def _marked_gradients(self, device: torch.device) -> Iterator[Tensor]:

@@ -132,7 +132,7 @@ MAY_IMPORT = {
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),
         *("dit.patchify", "dit.objectives", "dit.kernels", "dit.backends", "dit.optimizer", "dit.run_config"),
-        *("dit.checkpoint", "dit.monitoring", "dit.step"),
+        *("dit.checkpoint", "dit.monitoring", "dit.patches", "dit.step"),
     },
     "dit.training": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.safe_files", "dit.config_record", "dit.batch"),
