@@ -54,51 +54,15 @@ class PackFlops:
         context_layout: Optional[SequenceLayout] = None,
         *,
         convention: Convention = "model",
+        recomputed: float = 0.0,
     ) -> int:
         """Count one forward pass over a pack.
 
         Args:
             grids: (t, h, w) in patches of its samples; zeros for a sample without tokens.
             context_layout: layout of its texts; None counts the null text of each sample.
+            recomputed: share of the layers that run once more; counted only in the `hardware` convention.
         """
-        return self._forward(layout, grids, context_layout, convention, 0.0)
-
-    def training(
-        self,
-        layout: SequenceLayout,
-        grids: Sequence[Grid],
-        context_layout: Optional[SequenceLayout] = None,
-        *,
-        convention: Convention = "model",
-        recomputed: float = 0.0,
-    ) -> int:
-        """Count a forward and a backward pass over a pack, and the extra passes of the objective.
-
-        Args:
-            recomputed: share of the layers that run once more in the backward pass; counted only in the `hardware`
-                convention.
-        """
-        forward = self._forward(layout, grids, context_layout, convention, recomputed)
-        backward = 2 if self.model.adapters is None else 1
-        total = (backward + self._passes) * self.forward(layout, grids, context_layout, convention=convention) + forward
-        if self._discriminator is not None:
-            channels, patch = self.model.in_channels, self.model.patch_spatial
-            pictures = ((t, h * patch, w * patch) for t, h, w in grids)
-            total += sum(t * self._discriminator.training_flops(channels, h, w) for t, h, w in pictures)
-        return total
-
-    def of_pack(self, pack: PackedBatch) -> int:
-        """Count a forward and a backward pass over a pack of the training data."""
-        return self.training(*shape_of(pack))
-
-    def _forward(
-        self,
-        layout: SequenceLayout,
-        grids: Sequence[Grid],
-        context_layout: Optional[SequenceLayout],
-        convention: Convention,
-        recomputed: float,
-    ) -> int:
         if convention == "nemo":
             sizes = self.model.megatron_sizes()
             pairs = sum(n * n for n in layout.lengths)
@@ -115,6 +79,30 @@ class PackFlops:
             row = self._cost.of_padding(grids[0])
             total, layers = total + padding * row.total, layers + padding * row.layers
         return total + round(recomputed * layers)
+
+    def training(
+        self,
+        layout: SequenceLayout,
+        grids: Sequence[Grid],
+        context_layout: Optional[SequenceLayout] = None,
+        *,
+        convention: Convention = "model",
+        recomputed: float = 0.0,
+    ) -> int:
+        """Count a forward and a backward pass over a pack, and the extra passes of the objective; see `forward`."""
+        pack = layout, grids, context_layout
+        backward = 2 if self.model.adapters is None else 1
+        total = self.forward(*pack, convention=convention, recomputed=recomputed)
+        total += (backward + self._passes) * self.forward(*pack, convention=convention)
+        if self._discriminator is not None:
+            channels, patch = self.model.in_channels, self.model.patch_spatial
+            pictures = ((t, h * patch, w * patch) for t, h, w in grids)
+            total += sum(t * self._discriminator.training_flops(channels, h, w) for t, h, w in pictures)
+        return total
+
+    def of_pack(self, pack: PackedBatch) -> int:
+        """Count a forward and a backward pass over a pack of the training data."""
+        return self.training(*shape_of(pack))
 
     def _weights(self) -> int:
         """Count the weights that NeMo multiplies with every token: all except those of the text's keys and values."""
