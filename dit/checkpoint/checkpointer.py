@@ -27,6 +27,7 @@ from dit.checkpoint.manifest import (
     hash_file,
     model_fingerprint,
     read_manifest,
+    stored_shapes,
 )
 from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
@@ -169,7 +170,7 @@ class Checkpointer:
         with usable(folder / CONFIG_FILE):
             of_model = [str(change) for change in changes(saved, self.config) if change.path.startswith("model")]
         shapes = global_shapes(parameters_of(state.shards), state.groups)
-        check_same_model(manifest, model_fingerprint(shapes), of_model)
+        check_same_model(stored_shapes(manifest), shapes, manifest.step, of_model)
         check_same_base(folder, manifest, state.base)
         if state.ema is not None and saved["training"]["ema_decay"] is None:
             raise CheckpointError(

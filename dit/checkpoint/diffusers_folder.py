@@ -99,7 +99,7 @@ class Network:
         return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
     def weights(
-        self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
+        self, model: ModelConfig, shapes: Optional[Mapping[str, Sequence[int]]] = None, *, adapters: bool = False
     ) -> Weights:
         """Open the weights for a model of the same sizes; see `CheckpointStart.weights`."""
         stored = model
