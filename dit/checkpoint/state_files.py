@@ -125,20 +125,15 @@ def index_text(tensors: str, scalars: Mapping[str, float]) -> str:
     return f'{{"format":{FORMAT},"scalars":{named},"tensors":{tensors}}}'
 
 
-def write_full_state(
-    folder: Path, shapes: Mapping[str, Sequence[int]], values: Iterable[Tensor], scalars: Mapping[str, float]
-) -> dict[str, FileRecord]:
+def write_full_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
     """Write full tensors, one by one, as the state of a single process.
-
-    Args:
-        values: the tensors in the same order, float32 and contiguous.
 
     Returns:
         Size and SHA-256 of the file, by its name.
     """
-    file, boxes = file_of_rank(0), {name: [Box.of(shape)] for name, shape in shapes.items()}
-    record = write_boxes(folder / file, boxes, values)
-    write_index(folder, shapes, {file: boxes}, scalars)
+    file, boxes = file_of_rank(0), {name: [Box.of(tensor.shape)] for name, tensor in tensors.items()}
+    record = write_boxes(folder / file, boxes, (tensor.float().contiguous() for tensor in tensors.values()))
+    write_index(folder, {name: tensor.shape for name, tensor in tensors.items()}, {file: boxes}, {})
     return {file: record}
 
 
