@@ -93,14 +93,6 @@ class RunLog:
         self.incident("signal", step, signal=reason)
         self.message(f"step {step}: stops for {reason}")
 
-    def save_failed(self, step: int, error: str, in_a_row: int) -> None:
-        """Report a checkpoint that was not written."""
-        self.incident("save_failed", step, error=error, in_a_row=in_a_row)
-
-    def copy_failed(self, step: int, error: str) -> None:
-        """Report a checkpoint that was not copied to another place."""
-        self.incident("copy_failed", step, error=error)
-
     def message(self, text: str) -> None:
         """Print a line."""
         if self._progress is not None:
