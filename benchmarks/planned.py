@@ -26,12 +26,11 @@ from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import Fitted, devices, with_fp8
 from dit.planner.time import (
     FORWARD,
-    K_MEMORY,
-    K_OPERATIONS,
     MICRO_BATCH,
     ONCE,
     UPDATE,
     Cluster,
+    Kind,
     StepTime,
     cost_of,
     step_time,
@@ -242,10 +241,10 @@ class Traced:
             published = with_unsharded_modulations(trace, self.weights[rank], self.summed[rank])
             cost = cost_of(published, self.micro_batches, cluster)
             if self.memory:  # of all operations that are not matrix products or attention
-                cost[[MICRO_BATCH, FORWARD], K_OPERATIONS] = 0.0
-                cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
-            cost[[ONCE, UPDATE], K_MEMORY] *= self.weights[rank]
-            cost[ONCE, K_MEMORY] += self.gradients[rank] / device.memory_bandwidth
+                cost[[MICRO_BATCH, FORWARD], Kind.OPERATIONS] = 0.0
+                cost[[MICRO_BATCH, FORWARD], Kind.MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
+            cost[[ONCE, UPDATE], Kind.MEMORY] *= self.weights[rank]
+            cost[ONCE, Kind.MEMORY] += self.gradients[rank] / device.memory_bandwidth
             times.append(step_time(cost, self.micro_batches, cluster))
         return max(times, key=lambda time: time.total)
 
