@@ -179,15 +179,15 @@ class TensorBoardSink(Sink):
         self._writer.close()
 
 
-class FanOut(Sink):
+class FanOut:
     """Sends everything to the reference record, then to mirrors; a mirror that fails is dropped with one warning.
 
     Args:
-        record: its errors are raised.
+        record: its errors are raised; None on ranks that report nothing.
         mirrors: by name, functions that build the sinks, because building may fail too.
     """
 
-    def __init__(self, record: Sink, mirrors: Mapping[str, Callable[[], Sink]]) -> None:
+    def __init__(self, record: Optional[Sink], mirrors: Mapping[str, Callable[[], Sink]]) -> None:
         self.record = record
         self.mirrors: dict[str, Sink] = {}
         for name, build in mirrors.items():
@@ -196,30 +196,10 @@ class FanOut(Sink):
             except Exception as error:
                 self._warn(name, error)
 
-    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
-        self._for_each_sink(lambda sink: sink.scalars(step, values, consumed_samples))
-
-    def image(self, name: str, step: int, picture: Path, caption: str = "") -> None:
-        self._for_each_sink(lambda sink: sink.image(name, step, picture, caption))
-
-    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        self._for_each_sink(lambda sink: sink.artifact(path, metadata))
-
-    def start(self, step: int) -> None:
-        self._for_each_sink(lambda sink: sink.start(step))
-
-    def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
-        self._for_each_sink(lambda sink: sink.incident(name, step, details))
-
-    def sync(self) -> None:
-        self._for_each_sink(lambda sink: sink.sync())
-
-    def close(self) -> None:
-        self._for_each_sink(lambda sink: sink.close())
-        self.mirrors.clear()
-
-    def _for_each_sink(self, call: Callable[[Sink], None]) -> None:
-        call(self.record)
+    def each(self, call: Callable[[Sink], None]) -> None:
+        """Call a method of the record, then of each mirror."""
+        if self.record is not None:
+            call(self.record)
         for name, sink in list(self.mirrors.items()):
             try:
                 call(sink)
