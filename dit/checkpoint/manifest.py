@@ -28,7 +28,6 @@ RUN = "run"
 """Entry of the metadata: id of the run that saved it, see `dit.checkpoint.run_identity`."""
 DATA = "data"
 """Entry of the metadata: identity of the data, see `DataConfig.identity`."""
-CHUNK_BYTES = 1 << 20
 FLUSH_BYTES = 256 << 20
 MOST_FILES = 100_000  # a checkpoint has two files per rank
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
@@ -262,18 +261,12 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
 
 
 def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
-    """Read a file in chunks and return its size and SHA-256; `flush` first flushes it to the disk."""
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
+    """Read a file and return its size and SHA-256; `flush` first flushes it to the disk."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
         if flush:
-            os.fsync(descriptor)
-        while chunk := os.read(descriptor, CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    finally:
-        os.close(descriptor)
-    return FileRecord(size, digest.hexdigest())
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
