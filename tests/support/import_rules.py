@@ -92,7 +92,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
         *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal", "dit.pipeline_folder", "dit.hub"),
     },
-    "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
+    "dit.evaluation": {"dit.errors", "dit.batch", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
         "dit.errors",
         "dit.config_record",
