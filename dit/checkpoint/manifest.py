@@ -243,9 +243,6 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
 
     Args:
         hashed: records of files that their writers already flushed and hashed; they are not read again.
-
-    Raises:
-        OSError: reading or flushing failed.
     """
     names = {name for name in tree_files(folder) if name != MANIFEST}
     for name, record in hashed.items():

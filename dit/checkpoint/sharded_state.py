@@ -170,9 +170,6 @@ def save_state(
 
     Returns:
         Size and SHA-256 of the file that this rank wrote, by its name.
-
-    Raises:
-        OSError: this rank could not write its part.
     """
     local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}

@@ -54,15 +54,11 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
     """Write a safetensors file of float32 boxes, flushed to the disk.
 
     Args:
-        boxes: boxes of the file.
         values: the tensor of each box in the same order, contiguous, on any device. They are read one by one, so an
             iterator may compute them; device tensors are copied to the host in pieces of `STAGING_BYTES`.
 
     Returns:
         Size and SHA-256, computed while writing.
-
-    Raises:
-        OSError: writing failed.
     """
     head, end = head_of(boxes)
     record = write_hashed(path, _pieces(head, values))
@@ -99,11 +95,7 @@ def _pieces(head: bytes, values: Iterable[Tensor]) -> Iterable[memoryview]:
 def write_index(
     folder: Path, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes], scalars: Mapping[str, float]
 ) -> None:
-    """Write the index of a finished state.
-
-    Raises:
-        OSError: writing failed.
-    """
+    """Write the index of a finished state."""
     write_atomic(folder / INDEX, index_text(tensors_text(shapes, parts), scalars))
 
 

@@ -168,11 +168,7 @@ class PictureWriter:
     def redraw(
         self, network: Callable[..., Tensor], batch: PackedBatch, device: torch.device, *, lay_out: bool = True
     ) -> list["Image"]:
-        """Generate samples with the conditions, references and sizes of the samples of a pack.
-
-        Args:
-            batch: a full pack.
-            lay_out: as in `draw`.
+        """Generate samples with the conditions, references and sizes of the samples of a full pack; see `draw`.
 
         Returns:
             The samples of the pack in the first row, the generated ones in the second, once per frame; those with

@@ -218,11 +218,7 @@ class FanOut:
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Read all records of a `metrics.jsonl`; a line that is damaged or not yet complete is skipped.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read all records of a `metrics.jsonl`; a line that is damaged or not yet complete is skipped."""
     records, num_lines = [], 0
     with open_binary(Path(path), follow=False) as file:
         while line := file.readline(LONGEST_LINE):

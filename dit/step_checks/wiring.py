@@ -30,11 +30,7 @@ MAX_STD = 5.0
 
 
 class FirstSteps:
-    """Checks of the first steps after a start, until all pass or the last report.
-
-    Args:
-        shards: master shards of this rank.
-    """
+    """Checks of the first steps after a start, until all pass or the last report."""
 
     def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
         self._shards, self._groups = shards, groups

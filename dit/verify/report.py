@@ -36,7 +36,6 @@ class WrongGradient:
         ratio: norm under the layout, relative to `norm`.
         error: norm of the difference, relative to `norm`.
         by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
-        sharding: declaration of the parameter.
         row: its row of the sharding table.
     """
 
