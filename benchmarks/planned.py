@@ -370,8 +370,7 @@ def constants(rows: Sequence[Traced]) -> str:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__).parse_args(argv)
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     rows = [traced(row) for row in ROWS]
     echo(table(rows) + "\n\n" + constants(rows))
     return EXIT_OK

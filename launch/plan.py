@@ -349,8 +349,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_intermixed_args(argv)
     announce(f"{args.factory}: importing torch and Megatron-Core")
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     problem, sample = problem_of(args)
     report = searched(problem, sample)
     echo("\n".join(report.lines(args.top)))

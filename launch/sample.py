@@ -190,8 +190,7 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
             raise CheckpointError(f"{option} {folder} {kind}; give a run folder, or one checkpoint folder in it")
     if args.low_noise is None and (args.boundary is not None or args.low_noise_guidance_scale is not None):
         raise ConfigError("--boundary and --low-noise-guidance-scale belong to a second model; give --low-noise DIR")
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     from dit.inference.generator import groups_to_sample, load_generator
 
     weights: Literal["ema", "raw"] = "raw" if args.raw_weights else "ema"

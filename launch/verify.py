@@ -387,8 +387,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError("give --factory RECIPE (python -m launch.train --list shows all) or --yaml FILE, one of them")
     if args.factory:
         cli.check_factory(args.factory)
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     from launch.config_file import built
     from launch.train import resolve
 
