@@ -262,6 +262,7 @@ def planned(
     text_tokens: Optional[int],
 ) -> tuple["RunConfig", "ParallelDims", int, "Plan"]:
     """Return the settings of a row's recipe, its sizes, the tokens of a sample and its plan, for any device."""
+    from dit.planner.job import Job
     from dit.planner.plan import plan
     from launch.config_file import built
     from launch.planned_sample import planned_sample
@@ -271,7 +272,7 @@ def planned(
     dims, _ = config.check(gpus)
     sample = planned_sample(config.data, config.model, tokens, text_tokens)
     parts = config.model, config.objective, config.optimizer, config.parallel, config.training
-    return config, dims, sample.tokens, plan(*parts, sample.shape(dims), dims)
+    return config, dims, sample.tokens, plan(Job(*parts, sample.shape(dims)), dims)
 
 
 def traced(row: Row) -> Traced:

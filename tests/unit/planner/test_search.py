@@ -13,6 +13,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.devices import H100, MEMORY_SHARE
+from dit.planner.job import Job
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
 from dit.planner.plan import plan
 from dit.planner.schedule import planned_step
@@ -101,7 +102,7 @@ def test_interpolated_costs_equal_the_traced_layout(name, priced):
     price = prices.of(candidate, dims)
     layout, training = candidate.parallel(task.parallel), candidate.training(task.training, 16)
     pack = task.pack_of(dims.micro_batch_size, dims.token_multiple)
-    exact = plan(task.model, task.objective, task.optimizer, layout, training, pack, dims)
+    exact = plan(Job(task.model, task.objective, task.optimizer, layout, training, pack), dims)
     step = planned_step(exact, dims, Cluster(task.device, task.world_size, layout))
     assert price.peak == pytest.approx(exact.fullest.peak, rel=OF_MEMORY)
     assert price.time.total == pytest.approx(step.total, rel=OF_TIME)
@@ -114,7 +115,7 @@ def compared(task, size):
     traced = traced_costs(task, ALONE, found=found)
     price = Prices(task, traced).of(candidate, dims)
     parts = candidate.parallel(task.parallel), candidate.training(task.training, 1)
-    exact = plan(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple), dims)
+    exact = plan(Job(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple)), dims)
     step = planned_step(exact, dims, Cluster(task.device, task.world_size, parts[0]))
     return traced[ALONE].sizes, (price.time.total, price.peak), (step.total, exact.fullest.peak)
 
@@ -321,8 +322,8 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
         ((candidate, dims),) = allowed(replace(task, world_size=world), iter([fsdp_candidate(instances)])).layouts
         dims = replace(dims, micro_batches=4)
         layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
-        parts = task.model, task.objective, task.optimizer, layout, task.training, pack, dims
-        ranks[instances] = plan(*parts).ranks[0]
+        parts = task.model, task.objective, task.optimizer, layout, task.training, pack
+        ranks[instances] = plan(Job(*parts), dims).ranks[0]
     node, hybrid = ranks[1], ranks[2]
     assert hybrid.state_bytes == node.state_bytes
     assert hybrid.peak == node.peak
@@ -342,7 +343,7 @@ def test_fsdp_with_pipeline_stages_has_the_costs_of_its_trace():
     ((candidate, dims),) = (found for found in allowed(task, candidates(task)).layouts if found[0] == wanted)
     price = Prices(task, traced_costs(task, candidate.shape)).of(candidate, dims)
     layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
-    exact = plan(task.model, task.objective, task.optimizer, layout, task.training, pack, dims)
+    exact = plan(Job(task.model, task.objective, task.optimizer, layout, task.training, pack), dims)
     for name, nbytes in exact.ranks[1].state_bytes.items():
         assert price.memory[name] == pytest.approx(nbytes, rel=0.1)
     assert price.peak == pytest.approx(exact.fullest.peak, rel=OF_MEMORY)
