@@ -21,7 +21,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.added_inputs import WithAddedInputs, with_added_inputs
 from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, Network, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
-from dit.checkpoint.manifest import Manifest, check_same_model, read_manifest, stored_shapes
+from dit.checkpoint.manifest import check_same_model, read_manifest, stored_shapes
 from dit.checkpoint.reading import candidates, find_checkpoint, read_settings
 from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
@@ -72,7 +72,8 @@ class CheckpointStart:
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
         """Return a digest of the files; with `groups`, every rank calls this."""
-        return digest_of(read_manifest(self.folder))
+        files = sorted((name, record.sha256) for name, record in read_manifest(self.folder).files.items())
+        return hashlib.sha256(repr(files).encode()).hexdigest()
 
     def weights(
         self, model: ModelConfig, shapes: Optional[Mapping[str, Sequence[int]]] = None, *, adapters: bool = False
@@ -234,12 +235,6 @@ def log_start(weights: Weights, groups: ProcessGroups) -> None:
         logger.info("checkpoint.start_from reads %s", weights)
         for note in getattr(stored, "notes", ()):
             logger.info("%s", note)
-
-
-def digest_of(manifest: Manifest) -> str:
-    """Return a digest of a checkpoint's files."""
-    files = sorted((name, record.sha256) for name, record in manifest.files.items())
-    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def find_base(
