@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
@@ -42,16 +43,13 @@ def _texts(latents: Tensor, conditions: Tensors) -> Tensor:
 
 def _tokens(latents: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """Split latents into patches of 2 x 2, channels slowest; return also the numbers of patches along h and w."""
-    count, channels, _, height, width = latents.shape
-    h, w = height // 2, width // 2
-    tokens = latents.view(count, channels, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5)
-    return tokens.reshape(count, h * w, channels * 4), (h, w)
+    tokens = rearrange(latents, "n c 1 (h i) (w j) -> n (h w) (c i j)", i=2, j=2)
+    return tokens, (latents.shape[3] // 2, latents.shape[4] // 2)
 
 
 def _latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     """Invert `_tokens`."""
-    (h, w), count = grid, len(tokens)
-    return tokens.view(count, h, w, -1, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(count, -1, 1, 2 * h, 2 * w)
+    return rearrange(tokens, "n (h w) (c i j) -> n c 1 (h i) (w j)", h=grid[0], i=2, j=2)
 
 
 def _position_ids(grid: tuple[int, int], num_texts: int, axes: int, device: torch.device) -> tuple[Tensor, Tensor]:
