@@ -21,41 +21,26 @@ if TYPE_CHECKING:
     from dit.inference.generator import Generator
 
 
+TRAINED = {
+    "reference": ("references", "references", "edit pictures", "on data of `energon_data.prepare --reference`"),
+    "first_frame": ("clean_first_frame", "clean first frames", "continue a picture", "with data.clean_first_frame=0.5"),
+    "inpaint": ("inpaint", "clean regions", "complete a picture", "with data.inpaint=0.5"),
+}
+"""Options that need a setting of the data: the setting, what it trains, what it allows, and how to train with it."""
+
+
 def check_trained(args: "Namespace", generator: "Generator") -> None:
     """Check that the run trained what the picture options of the command require; imported weights have no data."""
     data, spec = generator.config.data, generator.spec
     starts_clips = getattr(data, "frame_levels", 0) or spec.condition(FIRST_FRAMES.name) is not None
-    for option, is_used, setting, missing, task, cure in (
-        (
-            "--reference",
-            bool(args.reference),
-            "references",
-            "references",
-            "edit pictures",
-            "train on data of `energon_data.prepare --reference`",
-        ),
-        (
-            "--first-frame",
-            args.first_frame is not None and not starts_clips,
-            "clean_first_frame",
-            "clean first frames",
-            "continue a picture",
-            "train with data.clean_first_frame=0.5",
-        ),
-        (
-            "--inpaint",
-            args.inpaint is not None,
-            "inpaint",
-            "clean regions",
-            "complete a picture",
-            "train with data.inpaint=0.5",
-        ),
-    ):
+    for name, (setting, missing, task, cure) in TRAINED.items():
+        if name == "first_frame" and starts_clips:
+            continue
         value = getattr(data, setting, None)
-        if is_used and value is not None and not value:
+        if getattr(args, name) and value is not None and not value:
             raise ConfigError(
                 f"--checkpoint {args.checkpoint} was trained without {missing} (data.{setting}={value}), so it cannot "
-                f"{task}; {cure}, or leave {option} out"
+                f"{task}; train {cure}, or leave --{name.replace('_', '-')} out"
             )
     if args.control and spec.condition(CONTROL.name) is None:
         raise ConfigError(
