@@ -14,6 +14,7 @@ counted. Counts are for the full pack: divide by the ranks that share it.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import Literal, Optional
 
@@ -45,7 +46,6 @@ class PackFlops:
     def __init__(self, model: ModelConfig, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> None:
         self.model, self._discriminator, self._passes = model, auxiliary.discriminator, auxiliary.extra_passes
         self._cost = forward_cost(model)
-        self._nemo_weights: Optional[int] = None
 
     def forward(
         self,
@@ -66,7 +66,7 @@ class PackFlops:
         if convention == "nemo":
             sizes = self.model.megatron_sizes()
             pairs = sum(n * n for n in layout.lengths)
-            return 2 * self._weights() * layout.valid_tokens + 4 * sizes.num_layers * sizes.hidden_size * pairs
+            return 2 * self._weights * layout.valid_tokens + 4 * sizes.num_layers * sizes.hidden_size * pairs
         texts = [1] * len(grids) if context_layout is None else context_layout.lengths
         total = layers = 0
         for grid, text in zip(grids, texts, strict=True):
@@ -104,11 +104,10 @@ class PackFlops:
         """Count a forward and a backward pass over a pack of the training data."""
         return self.training(*shape_of(pack))
 
+    @cached_property
     def _weights(self) -> int:
-        """Count the weights that NeMo multiplies with every token: all except those of the text's keys and values."""
-        if self._nemo_weights is None:
-            shapes = parameter_shapes(self.model)
-            self._nemo_weights = sum(
-                prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
-            )
-        return self._nemo_weights
+        """Number of weights that NeMo multiplies with every token: all except those of the text's keys and values."""
+        shapes = parameter_shapes(self.model)
+        return sum(
+            prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
+        )

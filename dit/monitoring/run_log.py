@@ -110,7 +110,8 @@ class RunLog:
         self.message(how_it_went(Path(run_dir) / METRICS_FILE, *steps, seconds, training.stop_at_step))
         trust = trust_prefix(config.to_record())
         if config.objective.reconstructs:
-            self.message(f"export it: {trust}{exporting_command(run_dir)}")
+            export = ("launch.export", "--checkpoint", run_dir, "--format", "diffusers", "--out", f"{run_dir}_vae")
+            self.message(f"export it: {trust}{shlex.join(['python', '-m', *export])}")
             return
         pictures = [] if config.data.references_setting() is None else ["--reference"]
         pictures += ["--control"] if config.model.condition("control") is not None else []
@@ -222,13 +223,6 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_a
         command = "a later training.stop_at_step, or none," if is_reached else "the same command"
         parts.append(f"{command} continues the run")
     return ", ".join(parts)
-
-
-def exporting_command(run_dir: str) -> str:
-    """Return the shell command that writes a run's weights for other programs."""
-    return shlex.join(
-        ["python", "-m", "launch.export", "--checkpoint", run_dir, "--format", "diffusers", "--out", f"{run_dir}_vae"]
-    )
 
 
 def drawing_command(
