@@ -6,7 +6,9 @@ repeats the first one bitwise. If it does not, the machine made an error in one 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -102,13 +104,12 @@ class Probe:
     def run(self, forward_step: ForwardStep, batches: Sequence[PackedBatch]) -> Logs:
         """Compute the step again, which overwrites the gradients; every rank calls this."""
         device = next(self._chunks[0].parameters()).device
-        handles = [handle for i, chunk in enumerate(self._chunks) for handle in self._hooks(i, chunk)]
-        try:
+        with ExitStack() as hooks:
+            for i, chunk in enumerate(self._chunks):
+                for handle in self._hooks(i, chunk):
+                    hooks.enter_context(handle)
             on_device = (batch.to(device) for batch in batches)
             logs = compute_gradients(self._state, self._checked(forward_step), len(batches), on_device)
-        finally:
-            for handle in handles:
-                handle.remove()
         ranked = sorted(
             self._mean_losses(device).items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1]
         )
@@ -166,54 +167,44 @@ class Probe:
     def _hooks(self, chunk: int, model: nn.Module) -> Iterator[Any]:
         for name, module in model.named_modules():
             if name:
-                yield module.register_forward_hook(self._forward_hook(chunk, name), with_kwargs=True)
+                yield module.register_forward_hook(partial(self._check_output, chunk, name), with_kwargs=True)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 # Between steps, Megatron-FSDP's parameters are shards; hooks belong to the original parameters.
                 parameter = getattr(parameter, "orig_param", parameter)
-                yield parameter.register_hook(self._weight_hook(chunk, name))
+                yield parameter.register_hook(partial(self._check_weight_gradient, chunk, name))
 
-    def _weight_hook(self, chunk: int, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that checks the local gradient of a micro-batch, before it is accumulated and reduced."""
+    def _check_weight_gradient(self, chunk: int, name: str, gradient: Tensor) -> None:
+        """Check the local gradient of a micro-batch, before it is accumulated and reduced."""
+        now = self._backward[chunk] or self._forward[chunk]
+        assert now is not None
+        self._check("weight gradient", name, gradient, chunk, None, now)
 
-        def hook(gradient: Tensor) -> None:
-            now = self._backward[chunk] or self._forward[chunk]
-            assert now is not None
-            self._check("weight gradient", name, gradient, chunk, None, now)
+    def _check_output(self, chunk: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = [*args, *kwargs.values()]
+        # A backward pass recomputes activations of its own micro-batch.
+        now = self._forward[chunk] if first_run() else self._backward[chunk] or self._forward[chunk]
+        assert now is not None
+        layout = next((x for x in inputs if isinstance(x, SequenceLayout)), now.batch.layout)
+        for tensor in _tensors(inputs):
+            if tensor.requires_grad:
+                _readers(tensor).append(name)
+        for tensor in _tensors(output):
+            self._check("forward", name, tensor.detach(), chunk, layout, now)
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._check_gradient, chunk, name, _readers(tensor), layout, now))
+        if isinstance(output, PendingBias) and output.bias is not None:
+            self._check("forward", name, output.bias, chunk, None, now)
 
-        return hook
-
-    def _forward_hook(self, chunk: int, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs = [*args, *kwargs.values()]
-            # A backward pass recomputes activations of its own micro-batch.
-            now = self._forward[chunk] if first_run() else self._backward[chunk] or self._forward[chunk]
-            assert now is not None
-            layout = next((x for x in inputs if isinstance(x, SequenceLayout)), now.batch.layout)
-            for tensor in _tensors(inputs):
-                if tensor.requires_grad:
-                    _readers(tensor).append(name)
-            for tensor in _tensors(output):
-                self._check("forward", name, tensor.detach(), chunk, layout, now)
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._gradient_hook(chunk, name, _readers(tensor), layout, now))
-            if isinstance(output, PendingBias) and output.bias is not None:
-                self._check("forward", name, output.bias, chunk, None, now)
-
-        return hook
-
-    def _gradient_hook(
-        self, chunk: int, name: str, readers: list[str], layout: SequenceLayout, of: MicroBatch
-    ) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self._backward[chunk] = of
-            # The gradient of an output comes from the backward passes of the modules that read it.
-            innermost = [r for r in readers if not any(other.startswith(f"{r}.") for other in readers)]
-            innermost = [r for r in innermost if not f"{name}.".startswith(f"{r}.")]
-            layer = " or ".join(dict.fromkeys(innermost)) or f"the reader of {name}"
-            self._check("backward", layer, gradient.detach(), chunk, layout, of)
-
-        return hook
+    def _check_gradient(
+        self, chunk: int, name: str, readers: list[str], layout: SequenceLayout, of: MicroBatch, gradient: Tensor
+    ) -> None:
+        """Check the gradient of an output, which comes from the backward passes of the modules that read it."""
+        self._backward[chunk] = of
+        innermost = [r for r in readers if not any(other.startswith(f"{r}.") for other in readers)]
+        innermost = [r for r in innermost if not f"{name}.".startswith(f"{r}.")]
+        layer = " or ".join(dict.fromkeys(innermost)) or f"the reader of {name}"
+        self._check("backward", layer, gradient.detach(), chunk, layout, of)
 
     def _check(
         self,

@@ -10,7 +10,8 @@ too, before they are summed over ranks, so that the rank is known.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,19 +115,13 @@ class Recheck:
         parameters = [getattr(p, "orig_param", p) for chunk in self._state.chunks for p in chunk.parameters()]
         mark = torch.zeros((), dtype=torch.int64, device=device)
 
-        def adder(factor: int) -> Callable[[Tensor], None]:
-            def add(gradient: Tensor) -> None:
-                mark.add_(_checksum(gradient) * factor)
+        def add(factor: int, gradient: Tensor) -> None:
+            mark.add_(_checksum(gradient) * factor)
 
-            return add
-
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        handles = [parameter.register_hook(adder(_factor(i))) for i, parameter in enumerate(trained)]
-        try:
+        with ExitStack() as hooks:
+            for i, parameter in enumerate(parameter for parameter in parameters if parameter.requires_grad):
+                hooks.enter_context(parameter.register_hook(partial(add, _factor(i))))
             yield mark
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _named(ranks: Sequence[int]) -> str:
