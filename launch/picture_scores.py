@@ -320,9 +320,8 @@ def _of_all_ranks(parts: list[Tensor]) -> Tensor:
     """Concatenate tensors of all ranks, rank by rank."""
     import torch.distributed as dist
 
-    by_rank: list[Any] = [parts]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, parts)
+    from dit.backends.process_groups import gather_objects
+
+    by_rank = gather_objects(parts) if dist.is_initialized() else [parts]
     parts = [part for of_rank in by_rank for part in of_rank]
     return torch.cat(parts) if parts else torch.zeros(0, 0)

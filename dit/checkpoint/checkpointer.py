@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from dit.backends.process_groups import gather_objects
 from dit.checkpoint.manifest import (
     BASE,
     CURE,
@@ -196,9 +197,7 @@ class Checkpointer:
             with usable(folder / "loader"):
                 position = read_loader_state(folder, state.groups.dp_rank, state.groups.dp_size)
                 state.stream.load_state_dict(position)
-                resumed: list[Any] = [None] * state.groups.world_size
-                dist.all_gather_object(resumed, list(state.stream.state_dict().get("streams", {})))
-                check_resumed_streams(position, resumed)
+                check_resumed_streams(position, gather_objects(list(state.stream.state_dict().get("streams", {}))))
         self.resumed_metadata = read_metadata(folder)
         if any(change.is_refused for change in differences):
             self.resumed_metadata.pop("guard", None)  # losses of another experiment show no spikes of this one

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dit.backends.pending_bias import PendingBias
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import gather_objects
 from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.kernels.recompute import first_run
@@ -265,11 +265,7 @@ def _samples(bad: Tensor, layout: SequenceLayout, batch: PackedBatch) -> tuple[s
 
 
 def find_first(
-    probe: Probe,
-    forward_step: ForwardStep,
-    batches: Sequence[PackedBatch],
-    first_sums: Tensor,
-    groups: ProcessGroups,
+    probe: Probe, forward_step: ForwardStep, batches: Sequence[PackedBatch], first_sums: Tensor
 ) -> tuple[Optional[Location], dict[str, Any]]:
     """Compute a step again and find its first number that is not finite; every rank calls this and gets the same.
 
@@ -283,8 +279,7 @@ def find_first(
     """
     sums = sum((log["sums"] for log in probe.run(forward_step, batches)), torch.zeros_like(first_sums))
     repeats, result = bool(torch.equal(sums.nan_to_num(), first_sums.nan_to_num())), probe.result
-    gathered: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(gathered, (result.first, repeats, result.worst))
+    gathered = gather_objects((result.first, repeats, result.worst))
     locations = [location for location, _, _ in gathered if location is not None]
     first = min(locations, key=lambda location: location.order, default=None)
     reporting_rank = 0 if first is None else first.rank
