@@ -7,7 +7,7 @@ repeats the first one bitwise. If it does not, the machine made an error in one 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Optional
 
@@ -68,32 +68,24 @@ class MicroBatch:
     batch: PackedBatch
 
 
-@dataclass
-class ProbeResult:
-    """Results of one rank in the second computation of a step.
-
-    Attributes:
-        first: location of the first number that is not finite; None if all are finite.
-        worst: samples of this rank with the largest mean loss per token, largest first.
-        layers: by "phase module", the largest absolute value and the number of values that are not finite.
-    """
-
-    first: Optional[Location] = None
-    worst: list[tuple[str, float]] = field(default_factory=list)
-    layers: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-
 class Probe:
     """Checks every tensor between the data and the gradients of one step.
 
     Args:
         channels: channels of a latent token and of the model's latents, see `split_outputs`.
+
+    Attributes:
+        first: location of the first number of this rank that is not finite; None if all are finite.
+        worst: samples of this rank with the largest mean loss per token, largest first.
+        layers: by "phase module", the largest absolute value and the number of values that are not finite.
     """
 
     def __init__(self, state: TrainState, objective: Objective, channels: tuple[int, int]) -> None:
         self._state, self._chunks, self._groups = state, state.chunks, state.groups
         self._objective, self._channels = objective, channels
-        self.result = ProbeResult()
+        self.first: Optional[Location] = None
+        self.worst: list[tuple[str, float]] = []
+        self.layers: dict[str, tuple[float, int]] = {}
         self._checks = 0
         # For each chunk, the newest micro-batch of a forward pass and of a backward pass: in a pipeline, forward passes
         # of other micro-batches lie between the two.
@@ -113,7 +105,7 @@ class Probe:
         ranked = sorted(
             self._mean_losses(device).items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1]
         )
-        self.result.worst = ranked[:NUM_WORST]
+        self.worst = ranked[:NUM_WORST]
         return logs
 
     def _checked(self, forward_step: ForwardStep) -> ForwardStep:
@@ -222,17 +214,17 @@ class Probe:
         bad = ~values.isfinite()
         count = int(bad.sum())
         largest = float(torch.where(bad, 0.0, values.abs().float()).max())
-        before = self.result.layers.get(f"{phase} {layer}", (0.0, 0))
-        self.result.layers[f"{phase} {layer}"] = max(before[0], largest), before[1] + count
+        before = self.layers.get(f"{phase} {layer}", (0.0, 0))
+        self.layers[f"{phase} {layer}"] = max(before[0], largest), before[1] + count
         if not count:
             return
         pp = self._groups.pp
         stage = chunk * pp.size() + pp.rank()
         stage = -stage if phase == "backward" else stage
         order = (of.number, PHASES.index(phase), stage, self._checks)
-        if self.result.first is None or order < self.result.first.order:
+        if self.first is None or order < self.first.order:
             samples = () if layout is None else _samples(bad, layout, of.batch)
-            self.result.first = Location(order, self._groups.rank, phase, layer, samples)
+            self.first = Location(order, self._groups.rank, phase, layer, samples)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -278,12 +270,12 @@ def find_first(
         location (of rank 0 without one).
     """
     sums = sum((log["sums"] for log in probe.run(forward_step, batches)), torch.zeros_like(first_sums))
-    repeats, result = bool(torch.equal(sums.nan_to_num(), first_sums.nan_to_num())), probe.result
-    gathered = gather_objects((result.first, repeats, result.worst))
+    repeats = bool(torch.equal(sums.nan_to_num(), first_sums.nan_to_num()))
+    gathered = gather_objects((probe.first, repeats, probe.worst))
     locations = [location for location, _, _ in gathered if location is not None]
     first = min(locations, key=lambda location: location.order, default=None)
     reporting_rank = 0 if first is None else first.rank
-    table = [result.layers]
+    table = [probe.layers]
     dist.broadcast_object_list(table, src=reporting_rank)
     report = {
         "first": None if first is None else {**asdict(first), "text": str(first)},
