@@ -88,8 +88,7 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError("--num-attention-heads is for --format dit; config.json has it")
     if (args.format == LORA) != (args.base is not None):
         raise ConfigError(f"--format {LORA} and --base DIR belong together: adapters change another model")
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     if args.format == LORA:
         return write_adapter_run(source, args)
     from dit.convert.original_dit import drop_variance

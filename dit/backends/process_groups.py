@@ -226,8 +226,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if dist.get_backend(group) == "gloo":
         return group
-    groups: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+    groups = gather_objects(tuple(dist.get_process_group_ranks(group)))
     own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(set(groups))], backend="gloo")
     assert own is not None  # every rank is in one of them
     return own
@@ -243,6 +242,13 @@ def any_rank_each(*flags: bool) -> list[bool]:
     maxima = torch.tensor(flags, dtype=torch.float32, device=local_device())
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return [bool(value) for value in maxima.tolist()]
+
+
+def gather_objects(value: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
+    """Return the values of all ranks of a group, by default of all ranks; every rank of it calls this."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:

@@ -22,6 +22,7 @@ from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
 from dit.parallel.fsdp import gathered_bytes
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
+from dit.patches import replaced
 from dit.planner.job import Job, steady_state
 from dit.step.device_batches import PackCopy
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
@@ -248,14 +249,13 @@ class Program:
             exchange(*args, **kwargs)
 
         counter.peak = counter.live
-        config = wrapped[0].config
-        exchange, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize
+        exchange = wrapped[0].config.finalize_model_grads_func
         rates = job.optimizer.lr, job.optimizer.beta1
         functions = StepFunctions(job.objective, forward_step, lambda _: rates, micro_batches)
         batches = (self._batch() for _ in range(micro_batches))
-        step = train_step(self.state, batches, functions, phases, self._previous, late=self.late)
+        with replaced(wrapped[0].config, finalize_model_grads_func=finalize):
+            step = train_step(self.state, batches, functions, phases, self._previous, late=self.late)
         self._previous = step if step.is_pending else None
-        config.finalize_model_grads_func = exchange
         return phases
 
     def _batch(self) -> PackedBatch:

@@ -483,7 +483,7 @@ class Run:
         averaged = self.state.averaged if self.state.ema else None
         folder = None if self.log.is_silent else make_folder(self.samples_folder.parent) / self.samples_folder.name
         held_out = held_out_pictures(self.config, self.spec, self.encode)
-        paths = self.pictures.write(network, *largest, self.device, folder, averaged, held_out)
+        paths = self.pictures.write(network, *largest, folder, averaged, held_out)
         for name, path in paths.items():
             self.log.samples(self.state, path, name)
 

@@ -18,7 +18,7 @@ from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.backends.init import init_of
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
@@ -426,9 +426,7 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
         for chunk in session.wrapped:  # gather all weights, to see what a forward pass would use
             chunk.start_param_sync(force_sync=True)
         exactness.check_weights()
-    inexact: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(inexact, list(exactness.faults))
-    result["inexact"] = list(dict.fromkeys(itertools.chain(*inexact)))
+    result["inexact"] = list(dict.fromkeys(itertools.chain(*gather_objects(list(exactness.faults)))))
     result |= weights_of(session)
     if then is not None:
         then(session)
