@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dit.backends import megatron_cpu
-from dit.backends.device import local_device, use_cuda
+from dit.backends.device import destroy_graphs, local_device, use_cuda
 from dit.backends.rendezvous import store_of_attempt
 from dit.backends.sharding import Axis
 from dit.errors import ConfigError, page_of
@@ -271,7 +271,7 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
     why="Megatron-Core does not destroy its groups, DTensor's cache outlives them, and torch has no public list",
 )
 def release() -> None:
-    """Destroy Megatron-Core's groups; torch.distributed stays initialised for another layout.
+    """Destroy Megatron-Core's groups and all CUDA graphs; torch.distributed stays initialised for another layout.
 
     Megatron-Core itself only drops its references, which leaks the threads and connections of the groups.
     """
@@ -279,6 +279,7 @@ def release() -> None:
     from torch.distributed.distributed_c10d import _world
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    destroy_graphs()
     parallel_state.destroy_model_parallel()
     megatron_cpu.forget_groups()
     # DTensor's cache (Megatron-FSDP) identifies meshes by their ranks, even after their groups are destroyed.
