@@ -72,7 +72,7 @@ def build_update(
         muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
     if muon is not None or UnitRows(shards).shards or isinstance(run, Graphed):
         adamw = adamw or reference.adamw
-    if any(shard.host is not None for shard in shards):
+    if settings.offload:
         adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
         return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon, run)

@@ -11,6 +11,7 @@ import torch
 from benchmarks.parallel_training import tiny_model
 from dit.backends.init import UNIT_ROWS, with_init
 from dit.kernels.adamw import Elements, Rates, adamw
+from dit.kernels.choice import Target
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import update
 from dit.optimizer.master_weights import SLOTS, MasterShard, factor_of_update, get_step_count, set_step_count
@@ -159,6 +160,15 @@ def test_a_plan_counts_eight_bytes_per_parameter_less(data_parallel: str) -> Non
     count = count_parameters(model)
     assert on.state_bytes["optimizer"] - off.state_bytes["optimizer"] == pytest.approx(8 * count, rel=1e-3)
     assert off.peak < on.peak  # this small model is one part, so all moments are on the device temporarily
+
+
+def test_a_stage_without_trained_parameters_has_the_update_of_the_other_stages() -> None:
+    """Such a stage exists with adapters, and has no moments that could be in host memory."""
+    optimizer = cast("Any", SimpleNamespace(optimizer=SimpleNamespace(param_groups=[])))
+    target = Target(torch.device("cpu"), torch.float32)
+    for offload, kind in ((True, update.FusedUpdate), (False, update.EagerUpdate)):
+        settings = OptimizerConfig(offload=offload)
+        assert type(update.build_update(optimizer, [], None, settings, cast("Any", None), target, "eager")) is kind
 
 
 def test_steps_after_a_resume_count_on_a_rank_without_elements_of_the_first_parameter():
