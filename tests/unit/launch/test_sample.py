@@ -437,7 +437,7 @@ class Loaded:
 
 def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     """The guide has the same ranks and the same kind of weights, raw or averaged; an error names a missing folder."""
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: "ranks")
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: "ranks")
     monkeypatch.setattr(
         "dit.inference.generator.load_generator",
         lambda path, *, weights, groups: Loaded(str(path), weights, groups),

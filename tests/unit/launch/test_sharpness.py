@@ -98,7 +98,7 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
     """Each stage starts from samples of the previous stages, drawn with the settings of those stages, in batches."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: None)
     monkeypatch.setattr(Generator, "batch_size", lambda self, *_: 2)
     labels, drawn = [0, 2, 1], {}
 
@@ -123,7 +123,7 @@ def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
     """The pictures of a stage are compared at their size; the features are the mean of each colour."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: None)
     means = Features(lambda images: images.clamp(-1, 1).mean((2, 3)), "means")
     monkeypatch.setattr(picture_scores, "feature_network", lambda args, generator: means)
     real = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)).double()
