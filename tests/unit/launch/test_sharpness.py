@@ -3,7 +3,6 @@
 import json
 import math
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ from launch.measurement import Measurement, Metric
 from launch.sharpness import Sharpness
 from tests.conftest import BuildModel
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of
-from tests.unit.launch.test_sample import FakeGenerator
 
 
 def arguments(*words: str) -> Namespace:
@@ -79,17 +77,6 @@ def test_the_minimum_is_of_the_gain_and_asks_for_sharper_pictures(
     psnr: float, gradient: float, missed: list[str]
 ) -> None:
     assert [line.partition(":")[0] for line in result(psnr, gradient).missed(3.0)] == missed
-
-
-@pytest.mark.parametrize("name", evaluate.METRICS)
-def test_metrics_of_samples_note_guidance_by_an_untrained_prediction(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.setattr(evaluate, "open_generator", lambda args: FakeGenerator(class_dropout=0.0))
-    metric = replace(evaluate.METRICS[name], measure=lambda args, generator: Measurement([], {}))
-    monkeypatch.setitem(evaluate.METRICS, name, metric)
-    assert evaluate.main(["--checkpoint", "run", "--metric", name, "--guidance-scale", "2"]) == 0
-    assert ("note: --guidance-scale 2 uses the prediction" in capsys.readouterr().err) == (name != "loss")
 
 
 def test_a_cascade_is_measured_after_each_of_its_stages(
