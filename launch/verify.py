@@ -51,10 +51,10 @@ The tiny form has the recipe's backbone, objective and options, in small widths,
 samples differ in length if the backbone takes such, one micro-batch of four is dense if the recipe does not pack
 samples, and every third micro-batch has samples with references if backbone, objective and conditions allow them.
 First, one rank is checked by itself: padding, packs against their samples, their order, accumulation, and the class of
-diffusers that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of layers),
-the losses, the weights and their averages after the steps, and the copies of each parameter are compared with the
-layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides (and
-without references, because a rounding is a large share of few text tokens).
+diffusers that computes the same. Then every gradient (with LoRA those of the adapters, on the tiny layers that stand
+for the recipe's), the losses, the weights and their averages after the steps, and the copies of each parameter are
+compared with the layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on
+both sides (and without references, because a rounding is a large share of few text tokens).
 The first wrong gradient is named with the declaration of its parameter. Settings that are not verified are named. The
 exit code is 0 if all are equal and 70 otherwise.
 """
@@ -462,6 +462,12 @@ def not_verified(config: "RunConfig") -> str:
     return f"settings of the recipe that are not verified: {', '.join(values)}" if values else ""
 
 
+def adapted_layers(model: "ModelConfig", tiny: "ModelConfig") -> str:
+    """Return a line with the tiny layers that stand for the layers with adapters; empty if the patterns are equal."""
+    targets, tiny_targets = (", ".join(each.adapters.targets) if each.adapters else "" for each in (model, tiny))
+    return f"adapters of {targets} are verified as {tiny_targets}" if targets != tiny_targets else ""
+
+
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     """Check the tiny form of a run on one rank, and compare its layout with one rank."""
     from dit.verify.laws import text
@@ -470,7 +476,8 @@ def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         checks = check_one_rank(pair.one, Path(folder) / "checks")
-        echo(text(checks), *filter(None, [not_verified(config)]), sep="\n", flush=True)
+        remarks = [adapted_layers(config.model, pair.one.model), not_verified(config)]
+        echo(text(checks), *filter(None, remarks), sep="\n", flush=True)
         pairs = with_half(pair, config.training) + with_fp8(config, world_size)
         verdicts = verify(pairs, Path(folder))
     return Outcome(checks, {each.precision: verdict for each, verdict in zip(pairs, verdicts)})

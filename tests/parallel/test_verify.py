@@ -24,10 +24,11 @@ from dit.step.forward_step import training_forward_step
 from dit.verify.laws import Check
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict
+from dit.verify.tiny import tiny_model
 from dit.verify.trial import EMA_DECAY, train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Outcome, Pair, check_case, compare, main, tiny_pair, world_size_of
+from launch.verify import Outcome, Pair, adapted_layers, check_case, compare, main, tiny_pair, world_size_of
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -57,7 +58,7 @@ def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
 
 
 def adapters_pair() -> Pair:
-    """Return the tiny form of a recipe with adapters on all modulations and on layers that the tiny form lacks."""
+    """Return the tiny form of a recipe with adapters on all modulations and on two of its last layers."""
     return tiny_pair(with_adapters("finetune_lora", ["layers.1[01].*.linear_*", "*modulation.*"]), 2)
 
 
@@ -322,14 +323,36 @@ def test_a_fine_tuning_of_adapters_equals_one_rank(verdicts):
     verdict, model = verdicts["adapters"], build_on_meta(adapters_pair().many.model)
     assert verdict.comparison.differences == ()
     gradients = set(verdict.comparison.errors["gradients"])
-    layer = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2", "modulation.linear")
+    last = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     cross = ("cross_attention.linear_q", "cross_attention.linear_kv", "cross_attention.linear_proj")
-    beside = {f"layers.{i}.{part}" for i in range(2) for part in (*layer, *cross)}
-    assert gradients == {f"{part}.lora_{x}.weight" for part in beside for x in "AB"}
+    adapted = {f"layers.1.{part}" for part in (*last, *cross)} | {f"layers.{i}.modulation.linear" for i in range(2)}
+    assert gradients == {f"{part}.lora_{x}.weight" for part in adapted for x in "AB"}
     assert verdict.idle == ()
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert verdict.frozen == len(frozen) > 0
-    assert f"frozen: {len(frozen)} parameters, which have no gradient\nequal: 32 gradients" in verdict.text()
+    assert f"frozen: {len(frozen)} parameters, which have no gradient\nequal: 18 gradients" in verdict.text()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parallel", "target", "tiny"),
+    [
+        ("finetune_lora", {}, "layers.11.mlp.*", ["layers.1.mlp.*"]),
+        ("finetune_lora", {}, "layers.[56].*", ["layers.0.*", "layers.1.*"]),
+        ("finetune_lora", {}, "layers.1*.linear_*", ["layers.0.*linear_*", "layers.1.*linear_*"]),
+        ("finetune_lora", {}, "layers.*.linear_*", ["layers.*.linear_*"]),
+        ("finetune_lora", {"pipeline_model_parallel_size": 4}, "layers.8.*", ["layers.2.*"]),
+        ("tiny_dit", {"pipeline_model_parallel_size": 4}, "layers.1.*", ["layers.2.*", "layers.3.*"]),
+        ("flux_12b", {}, "layers.18.*", ["layers.0.*"]),
+        ("flux_12b", {}, "layers.19.*", ["layers.1.*"]),
+        ("tiny_ldm_unet", {}, "down_blocks.0.attentions.1.*", ["down_blocks.*.attentions.*.*"]),
+    ],
+)
+def test_adapters_are_verified_on_the_layers_that_stand_for_theirs(recipe, parallel, target, tiny):
+    config = with_adapters(recipe, [target])
+    model = tiny_model(config.model, ParallelConfig(**parallel))
+    assert model.adapters.targets == tiny
+    line = f"adapters of {target} are verified as {', '.join(tiny)}"
+    assert adapted_layers(config.model, model) == ("" if tiny == [target] else line)
 
 
 def test_differences_of_predictions_equal_one_rank(verdicts):
