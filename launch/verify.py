@@ -205,7 +205,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
     from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
-    from dit.verify.compare import BOUNDS, FLOOR, FP8_BOUNDS, HALF_BOUNDS
+    from dit.verify.compare import BOUNDS, FLOOR, FP8_BOUNDS, FP32_FLOOR, HALF_BOUNDS
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import (
         multiple_of,
@@ -288,7 +288,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         optimizer=replace(optimizer, offload=config.optimizer.offload),
         by_rank=True,
     )
-    bounds, floor = BOUNDS if fp8 is None else FP8_BOUNDS, 0.0
+    bounds, floor = BOUNDS if fp8 is None else FP8_BOUNDS, FP32_FLOOR
     if fp8 is not None and parallel.sequence_parallel and not model.supports.split_texts:  # which pads a text stream
         bounds, floor = HALF_BOUNDS["bf16"], FLOOR
     return Pair(one, many, world_size, axis_sizes(parallel, dims), bounds, floor)

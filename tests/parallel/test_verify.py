@@ -371,6 +371,17 @@ def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
     assert not any(part in wrong.row.name for wrong in verdict.wrong for part in split)
 
 
+@pytest.mark.parametrize(("error", "is_equal"), [(2e-5, True), (1.0, False)])
+def test_rounding_of_a_gradient_of_one_number_is_no_difference(error, is_equal):
+    """EDM2's gains have gradients whose parts cancel; a wrong one is detected nevertheless."""
+    pair = pair_of("tiny_edm2", data_parallel="fsdp")
+    gradients = {name: torch.ones(2) for name, _ in build_on_meta(pair.many.model).named_parameters()}
+    one = {"gradients": gradients | {"down.0.gain": torch.tensor([1e-6])}, "losses": [1.0], "grad_norms": [1.0]}
+    one |= {"parameters": gradients, "averages": gradients, "drifted": []}
+    many = one | {"gradients": one["gradients"] | {"down.0.gain": torch.tensor([1e-6 * (1 + error)])}}
+    assert compare(pair, one, many).is_equal == is_equal
+
+
 def test_an_unnecessary_sum_is_counted(verdicts):
     """The null text's gradient is complete on every rank; a sum over two ranks doubles it and no other gradient."""
     (wrong,) = verdicts["text twice"].wrong
