@@ -66,7 +66,7 @@ def compiled(
     num_warps: int,
     maxnreg: Optional[int] = None,
 ) -> Compiled:
-    """Compile a kernel ahead of time, with all sizes and addresses multiples of 16.
+    """Compile a kernel ahead of time, with all addresses and all sizes that it is specialised on multiples of 16.
 
     Args:
         kernel: result of triton.jit.
@@ -85,7 +85,9 @@ def compiled(
         elif name == "eps" or types.get(name) == NUMBER:
             signature[name] = "fp32"
         else:
-            signature[name], aligned[(i,)] = "i32", [["tt.divisibility", 16]]
+            signature[name] = "i32"
+            if not parameter.do_not_specialize:
+                aligned[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, aligned)
     binary = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "maxnreg": maxnreg}

@@ -12,8 +12,7 @@ from dit.verify.trial import Built, global_values, global_weights
 
 
 def state_of(it: Built, ema: EMA) -> dict[str, Any]:
-    """Return every global tensor of the training state by name, and the fingerprint of the model."""
-    from dit.checkpoint.manifest import model_fingerprint
+    """Return every global tensor of the training state by name, and the shapes of the parameters."""
     from dit.checkpoint.sharded_state import global_shapes, parameters_of
     from dit.optimizer.master_weights import SLOTS, get_step_count
 
@@ -21,9 +20,9 @@ def state_of(it: Built, ema: EMA) -> dict[str, Any]:
     for shard, average in zip(it.shards, ema.values):
         slots = {"weight": shard.main, "ema": average, **{slot: shard.slot(slot) for slot in SLOTS}}
         named += [(f"{slot}.{shard.name}", shard, values) for slot, values in slots.items()]
-    fingerprint = model_fingerprint(global_shapes(parameters_of(it.shards), it.groups))
     tensors, drifted = global_values(named, it.groups)
-    return {**tensors, "drifted": drifted, "fingerprint": fingerprint, "step": get_step_count(it.optimizer)}
+    shapes = global_shapes(parameters_of(it.shards), it.groups)
+    return {**tensors, "drifted": drifted, "shapes": shapes, "step": get_step_count(it.optimizer)}
 
 
 def save(case: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from dit.models.dit_cross.model import DiTCrossLayer
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards
 from dit.optimizer.step_numbers import StepNumbers
-from dit.optimizer.update import build_update
+from dit.optimizer.update import Update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.implementations import DTYPES
@@ -287,7 +287,7 @@ def _fake_step(
             wrapped = wrap(chunks, parallel, groups)
             optimizer = build_optimizer(wrapped, settings, parallel, training, groups)
             shards = master_shards(optimizer, chunks)
-            update = build_update(optimizer, shards, EMA(shards, 0.99), settings, groups, target, kernels)
+            update = Update(optimizer, shards, EMA(shards, 0.99), settings, groups, target, kernels)
 
             def numbers() -> StepNumbers:
                 optimizer.zero_grad()

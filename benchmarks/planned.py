@@ -26,12 +26,11 @@ from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import Fitted, devices, with_fp8
 from dit.planner.time import (
     FORWARD,
-    K_MEMORY,
-    K_OPERATIONS,
     MICRO_BATCH,
     ONCE,
     UPDATE,
     Cluster,
+    Kind,
     StepTime,
     cost_of,
     step_time,
@@ -242,10 +241,10 @@ class Traced:
             published = with_unsharded_modulations(trace, self.weights[rank], self.summed[rank])
             cost = cost_of(published, self.micro_batches, cluster)
             if self.memory:  # of all operations that are not matrix products or attention
-                cost[[MICRO_BATCH, FORWARD], K_OPERATIONS] = 0.0
-                cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
-            cost[[ONCE, UPDATE], K_MEMORY] *= self.weights[rank]
-            cost[ONCE, K_MEMORY] += self.gradients[rank] / device.memory_bandwidth
+                cost[[MICRO_BATCH, FORWARD], Kind.OPERATIONS] = 0.0
+                cost[[MICRO_BATCH, FORWARD], Kind.MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
+            cost[[ONCE, UPDATE], Kind.MEMORY] *= self.weights[rank]
+            cost[ONCE, Kind.MEMORY] += self.gradients[rank] / device.memory_bandwidth
             times.append(step_time(cost, self.micro_batches, cluster))
         return max(times, key=lambda time: time.total)
 
@@ -263,6 +262,7 @@ def planned(
     text_tokens: Optional[int],
 ) -> tuple["RunConfig", "ParallelDims", int, "Plan"]:
     """Return the settings of a row's recipe, its sizes, the tokens of a sample and its plan, for any device."""
+    from dit.planner.job import Job
     from dit.planner.plan import plan
     from launch.config_file import built
     from launch.planned_sample import planned_sample
@@ -272,7 +272,7 @@ def planned(
     dims, _ = config.check(gpus)
     sample = planned_sample(config.data, config.model, tokens, text_tokens)
     parts = config.model, config.objective, config.optimizer, config.parallel, config.training
-    return config, dims, sample.tokens, plan(*parts, sample.shape(dims), dims)
+    return config, dims, sample.tokens, plan(Job(*parts, sample.shape(dims)), dims)
 
 
 def traced(row: Row) -> Traced:
@@ -371,8 +371,7 @@ def constants(rows: Sequence[Traced]) -> str:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__).parse_args(argv)
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     rows = [traced(row) for row in ROWS]
     echo(table(rows) + "\n\n" + constants(rows))
     return EXIT_OK

@@ -40,6 +40,7 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
         ConfigError: the settings do not fit together.
     """
     from dit.planner.devices import with_fp8
+    from dit.planner.job import Job
     from dit.planner.plan import plan
     from dit.planner.schedule import planned_step
     from dit.planner.time import Cluster
@@ -48,7 +49,8 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     config = step.config_of(step.build_parser().parse_args(list(words)), "runs/planned")
     dims, _ = config.check(ranks)
     shape = planned_sample(config.data, config.model).shape(dims)
-    step_plan = plan(config.model, config.objective, config.optimizer, config.parallel, config.training, shape, dims)
+    parts = config.model, config.objective, config.optimizer, config.parallel, config.training
+    step_plan = plan(Job(*parts, shape), dims)
     device = with_fp8(device, config.training.fp8)
     cluster = Cluster(device, ranks, config.parallel)
     return {

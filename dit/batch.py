@@ -36,6 +36,11 @@ def pixel_values(pixels: Tensor) -> Tensor:
     return pixels.float() / 127.5 - 1
 
 
+def pixel_bytes(images: Tensor) -> Tensor:
+    """Invert `pixel_values`: round values in [-1, 1] to uint8; values outside are clipped."""
+    return ((images.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+
+
 @dataclass
 class PackedBatch:
     """One micro-batch: the samples of one pack (a dense batch is a pack of equally long samples).

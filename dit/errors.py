@@ -85,6 +85,10 @@ class MachineError(UserError):
     exit_code = EXIT_MACHINE
 
 
+class DeviceMemoryError(UserError):
+    """A GPU has too little memory for the run."""
+
+
 class BusyError(UserError):
     """The run folder is in use by processes that will stop; a later start can use it."""
 

@@ -17,7 +17,7 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             "an autoencoder without model.codebook_size, objective=vq_autoencoding one with it, and no other objective "
             "trains autoencoders; select a pair"
         )
-    if objective.augmentation is None and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
+    if not objective.augments and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
         raise ConfigError(
             f"objective {objective} does not add noise to low-resolution pictures, which model.noise_augmentation=True "
             "needs; select objective=edm, or set model.noise_augmentation=False"

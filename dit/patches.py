@@ -6,7 +6,8 @@ versions in the decorator, and widen the bound in pyproject.toml.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import ParamSpec, TypeVar
 
@@ -40,6 +41,19 @@ def patches(
         return checked
 
     return decorate
+
+
+@contextmanager
+def replaced(owner: object, **attributes: object) -> Iterator[None]:
+    """Replace attributes of a module, a class or an object inside this context."""
+    originals = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in originals.items():
+            setattr(owner, name, value)
 
 
 @functools.cache

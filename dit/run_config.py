@@ -98,7 +98,7 @@ class RunConfig:
                 f"{type(self.model).__name__} consists of convolutions, which it does not update; use "
                 "optimizer.algorithm=adamw"
             )
-        self.schedule.check(self.training.num_steps, self.optimizer.lr)
+        self.schedule.check(self.optimizer.lr)
         check_outputs(self.objective, self.model)
         check_alignment(self.objective, self.model)
         check_intervals(self.objective, self.model, self.parallel, self.training, self.sampling)

@@ -120,8 +120,8 @@ class TrainingConfig:
         max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        hang_timeout_s: seconds without progress until a rank ends the run; set more than three times the longest save,
-            validation or sampling.
+        hang_timeout_s: seconds without progress until a rank ends the run; longer than any save, validation or
+            sampling.
     """
 
     run_dir: str = "runs/default"
@@ -157,7 +157,7 @@ class TrainingConfig:
     max_bad_steps: int = 3
     recheck_interval: int = 0
     time_limit: Optional[str] = None
-    hang_timeout_s: Optional[float] = 1800.0
+    hang_timeout_s: Optional[float] = 900.0
 
     def check_time_out(self) -> None:
         """Check the settings that process groups need, before all others."""
@@ -165,8 +165,8 @@ class TrainingConfig:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Wait in a collective that ends the run, in seconds."""
-        return 600.0 if self.hang_timeout_s is None else self.hang_timeout_s / 3
+        """Wait in a collective that ends the run, in seconds; a hang ends it before, with a report of all ranks."""
+        return 2 * (self.hang_timeout_s or 900.0)
 
     def validate(self) -> None:
         """Check every field by itself."""

@@ -64,8 +64,7 @@ def weighted_sum(weights: Sequence[float], tensors: Sequence["Tensor"]) -> "Tens
 
 def run(args: argparse.Namespace) -> str:
     """Write the run folder; return a line with the largest error of the combined profile."""
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     from dit.auxiliary import PREFIXES
     from dit.checkpoint.full_weights import write_imported
     from dit.checkpoint.manifest import read_manifest

@@ -64,6 +64,7 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
     from dit.monitoring.flops import PackFlops
     from dit.parallel.build import count_parameters
+    from dit.planner.job import Job
     from dit.planner.plan import plan
 
     model, training, parallel = config.model, config.training, config.parallel
@@ -73,7 +74,7 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     step = flops * sample.count(1) * training.global_batch_size
     shape = sample.shape(dims)
     announce(f"tracing a step: {counted(dims.world_size, 'rank')} = {_sharing(parallel, dims)}")
-    planned = plan(model, config.objective, config.optimizer, parallel, training, shape, dims)
+    planned = plan(Job(model, config.objective, config.optimizer, parallel, training, shape), dims)
     need = planned.fullest
     count = count_parameters(model)
     added = count_parameters(model, auxiliary=config.objective.auxiliary) - count

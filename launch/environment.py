@@ -10,17 +10,22 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 from dit.heap import keep_freed_memory
-from dit.terminal import quiet_libraries as quiet_libraries
+from dit.terminal import quiet_libraries
 
 if TYPE_CHECKING:
     from dit.parallel.dims import ParallelConfig
 
 
-def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
+def prepare(environ: MutableMapping[str, str] = os.environ, *, quiet: bool = False) -> None:
     """Set the variables of torch, the tokenizers and forked loader workers; call before importing torch.
 
     Freed memory stays with the process, see `dit.heap`.
+
+    Args:
+        quiet: hide warnings that users cannot act on.
     """
+    if quiet:
+        quiet_libraries()
     # Expandable segments: packs of varying length fragment the CUDA cache less.
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")

@@ -140,8 +140,7 @@ def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[s
     """Measure the samples of a cascade after each stage; yields the name of the stage and the result."""
     stages = stages_of(args)
     check_augmentation(args, stages)
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     from dit.inference.cascade import Cascade
     from dit.inference.generator import groups_to_sample
 

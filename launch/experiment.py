@@ -200,8 +200,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = build_parser().parse_intermixed_args(argv)
     of_runs, of_executor = split_overrides(grid.overrides_of(args))
     cells = grid.cells_of(args, of_runs, reserved=["training.run_dir"])
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     executor = executor_of(args.executor, of_executor)
     check(cells, executor)
     tasks = {

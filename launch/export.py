@@ -77,8 +77,7 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--vae and --text-encoder are for --format {PIPELINE}, not {args.format}; leave them out")
     if args.format not in ("diffusers", PIPELINE) and args.max_shard_size:
         raise ConfigError(f"--max-shard-size is for --format diffusers and {PIPELINE}, not {args.format}; leave it out")
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     from dit.checkpoint.reading import find_checkpoint
 
     with ExitStack() as reading:

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Optional
 
 from dit.errors import ConfigError
 from launch.argument_types import split_arguments
@@ -21,9 +20,14 @@ SIZES = {
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
 }
-DATA_PARALLEL = {"ddp": "ddp", "distopt": "distributed_optimizer", "fsdp": "fsdp"}
-_SIZE = rf"(?P<size>{'|'.join(SIZES)})(?P<number>[1-9]\d*)"
-_WORDS = re.compile(rf"{_SIZE}|(?P<sequence>sp)|(?P<data>{'|'.join(DATA_PARALLEL)})|[_+]")
+SWITCHES: dict[str, tuple[str, bool | str]] = {
+    "sp": ("sequence_parallel", True),
+    "ddp": ("data_parallel", "ddp"),
+    "distopt": ("data_parallel", "distributed_optimizer"),
+    "fsdp": ("data_parallel", "fsdp"),
+}
+"""Words of a layout without a number."""
+_WORDS = re.compile(rf"(?P<size>{'|'.join(SIZES)})(?P<number>[1-9]\d*)|{'|'.join(SWITCHES)}|[_+]")
 
 
 @dataclass(frozen=True)
@@ -59,26 +63,18 @@ def layout_overrides(text: str) -> list[str]:
     names, remainder = set[str](), text
     while remainder:
         match = _WORDS.match(remainder)
-        setting = _setting(match) if match else None
-        if match is None or (setting and setting[0] in names):
+        size = None if match is None else match["size"]
+        name, value = (SIZES[size], None) if size else SWITCHES.get("" if match is None else match[0], ("", None))
+        if match is None or name in names:
             raise ConfigError(
                 f"layout {text!r}: {remainder!r} is unknown or repeated; write sizes as {', '.join(SIZES)} with "
-                f"a number, then sp, {', '.join(DATA_PARALLEL)}, such as tp2sp_cp4 or fsdp, or {OWN}"
+                f"a number, then {', '.join(SWITCHES)}, such as tp2sp_cp4 or fsdp, or {OWN}"
             )
-        if setting:
-            names.add(setting[0])
-            settings[setting[0]] = setting[1]
+        if name:  # none for a separator
+            names.add(name)
+            settings[name] = int(match["number"]) if value is None else value
         remainder = remainder[match.end() :]
     return [f"parallel.{key}={value}" for key, value in settings.items()]
-
-
-def _setting(word: re.Match[str]) -> Optional[tuple[str, int | bool | str]]:
-    """Return the setting for a word of a layout; None for a separator."""
-    if size := word["size"]:
-        return SIZES[size], int(word["number"])
-    if word["sequence"]:
-        return "sequence_parallel", True
-    return ("data_parallel", DATA_PARALLEL[word["data"]]) if word["data"] else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -88,11 +88,10 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError("--num-attention-heads is for --format dit; config.json has it")
     if (args.format == LORA) != (args.base is not None):
         raise ConfigError(f"--format {LORA} and --base DIR belong together: adapters change another model")
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     if args.format == LORA:
         return write_adapter_run(source, args)
-    from dit.convert.variance import drop_variance
+    from dit.convert.original_dit import drop_variance
     from dit.encoders.text_config import check_text_encoder
 
     objective = None if args.objective is None else read_objective(args.objective)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -21,41 +21,26 @@ if TYPE_CHECKING:
     from dit.inference.generator import Generator
 
 
+TRAINED = {
+    "reference": ("references", "references", "edit pictures", "on data of `energon_data.prepare --reference`"),
+    "first_frame": ("clean_first_frame", "clean first frames", "continue a picture", "with data.clean_first_frame=0.5"),
+    "inpaint": ("inpaint", "clean regions", "complete a picture", "with data.inpaint=0.5"),
+}
+"""Options that need a setting of the data: the setting, what it trains, what it allows, and how to train with it."""
+
+
 def check_trained(args: "Namespace", generator: "Generator") -> None:
     """Check that the run trained what the picture options of the command require; imported weights have no data."""
     data, spec = generator.config.data, generator.spec
     starts_clips = getattr(data, "frame_levels", 0) or spec.condition(FIRST_FRAMES.name) is not None
-    for option, is_used, setting, missing, task, cure in (
-        (
-            "--reference",
-            bool(args.reference),
-            "references",
-            "references",
-            "edit pictures",
-            "train on data of `energon_data.prepare --reference`",
-        ),
-        (
-            "--first-frame",
-            args.first_frame is not None and not starts_clips,
-            "clean_first_frame",
-            "clean first frames",
-            "continue a picture",
-            "train with data.clean_first_frame=0.5",
-        ),
-        (
-            "--inpaint",
-            args.inpaint is not None,
-            "inpaint",
-            "clean regions",
-            "complete a picture",
-            "train with data.inpaint=0.5",
-        ),
-    ):
+    for name, (setting, missing, task, cure) in TRAINED.items():
+        if name == "first_frame" and starts_clips:
+            continue
         value = getattr(data, setting, None)
-        if is_used and value is not None and not value:
+        if getattr(args, name) and value is not None and not value:
             raise ConfigError(
                 f"--checkpoint {args.checkpoint} was trained without {missing} (data.{setting}={value}), so it cannot "
-                f"{task}; {cure}, or leave {option} out"
+                f"{task}; train {cure}, or leave --{name.replace('_', '-')} out"
             )
     if args.control and spec.condition(CONTROL.name) is None:
         raise ConfigError(
@@ -205,36 +190,19 @@ def _encoded(pixels: "Tensor", decoder: "Decoder") -> "Tensor":
         return load_vae(decoder.name, str(decoder.device)).encode(pixels[None])[0].float().cpu()
 
 
-@dataclass(frozen=True)
-class Inpainting:
-    """A picture of which a region is generated.
-
-    Attributes:
-        settings: `known` and `mask` of `Generator.generate`.
-        pixels: of the picture, `[C, 1, H, W]` in [-1, 1].
-        mask: True for pixels to generate, `[H, W]`.
-    """
-
-    settings: dict[str, "Tensor"]
-    pixels: "Tensor"
-    mask: "Tensor"
-
-    def kept(self, drawn: "Tensor") -> "Tensor":
-        """Return drawn pictures `[N, C, T, H, W]` with the pixels of the picture outside the mask."""
-        import torch
-
-        return torch.where(self.mask, drawn, self.pixels)
-
-
 def read_inpainting(
     paths: Sequence[Path], latent_size: tuple[int, int, int], channels: int, patch: int, decoder: "Decoder"
-) -> Inpainting:
+) -> "tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]":
     """Read a picture and its mask, which is bright where the picture is generated; transparent areas of it are dark.
 
     A patch of the model is generated if a pixel of it is in the mask; other pixels are those of the picture.
 
     Args:
         patch: side of a patch in positions of a latent.
+
+    Returns:
+        `known` and `mask` of `Generator.generate`; and a function that replaces the pixels outside the mask of drawn
+        pictures `[N, C, T, H, W]` by those of the picture.
     """
     import torch
 
@@ -253,7 +221,8 @@ def read_inpainting(
         raise ConfigError(f"{name}: the mask is dark everywhere; paint white what to generate")
     sides = [pixel // (side // patch) for pixel, side in zip(mask_HW.shape, latent_size[1:])]
     patches = torch.nn.functional.max_pool2d(mask_HW[None].float(), sides)[0] > 0
-    return Inpainting({"known": _encoded(pixels, decoder), "mask": patches}, pixels, mask_HW)
+    settings = {"known": _encoded(pixels, decoder), "mask": patches}
+    return settings, lambda drawn: torch.where(mask_HW, drawn, pixels)
 
 
 def check_strength(strength: Optional[float], *, initial: bool) -> float:

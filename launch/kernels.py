@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Optional
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
-from dit.terminal import echo
-from launch import environment
+from dit.terminal import echo, quiet_libraries
 from launch.argument_types import command_parser
 
 
@@ -58,7 +57,7 @@ def verify() -> int:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    environment.quiet_libraries()
+    quiet_libraries()
     code = verify() if args.verify else EXIT_OK
     from dit.backends.device import describe, local_device
     from dit.backends.sharding import in_columns

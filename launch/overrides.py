@@ -179,10 +179,9 @@ def annotation_of(node: Node, name: str, path: str) -> object:
     raise ConfigError(registry.no_such_setting(node.__fn_or_cls__, path, name, annotations))
 
 
-def all_keys(node: Node, path: str = "") -> list[str]:
+def all_keys(node: Node) -> list[str]:
     """Return the dotted paths of all settings below a configuration."""
-    keys = [_join(path, name) for name in parameters(node)]
-    return keys + [_join(key, name) for key, part in _parts(node, path).items() for name in parameters(part)]
+    return [*parameters(node), *(_join(key, name) for key, part in _parts(node).items() for name in parameters(part))]
 
 
 def _parts(node: Node, path: str = "") -> dict[str, Node]:

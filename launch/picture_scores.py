@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional, Protocol, TypeVar
 
@@ -61,17 +62,15 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.evaluation.frechet import Moments, frechet_distance
     from dit.evaluation.reference import read_gaussian
 
-    features = feature_network(args, generator)
-    real, drawn = _both_sides(args, generator, features, Moments, read_gaussian)
+    real, drawn, network = _both_sides(args, generator, Moments, read_gaussian)
     assert drawn.count is not None
     distance = frechet_distance(real, drawn)
-    result, record = f"FID: {distance:.4f}", {"fid": distance}
-    lines, record = _report(args, result, record, real.count, drawn.count, features, drawn.width)
+    result = _measurement(args, f"FID: {distance:.4f}", {"fid": distance}, real, drawn, network)
     if min(drawn.count, real.count or drawn.count) <= drawn.width:
-        lines.insert(
+        result.lines.insert(
             1, f"too few pictures for {drawn.width} features: the distance is biased upwards; measure more, or kid"
         )
-    return Measurement(lines, record)
+    return result
 
 
 def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -79,11 +78,9 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.evaluation.kernel_distance import kernel_distance
     from dit.evaluation.reference import read_features
 
-    features = feature_network(args, generator)
-    real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
+    real, drawn, network = _both_sides(args, generator, FeatureRows, read_features)
     distance = kernel_distance(real, drawn)
-    result, record = f"KID: {distance:.6f}, unbiased", {"kid": distance}
-    return Measurement(*_report(args, result, record, len(real), len(drawn), features, drawn.shape[1]))
+    return _measurement(args, f"KID: {distance:.6f}, unbiased", {"kid": distance}, real, drawn, network)
 
 
 def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -91,37 +88,31 @@ def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Me
     from dit.evaluation.precision_recall import precision_recall
     from dit.evaluation.reference import read_features
 
-    features = feature_network(args, generator)
-    real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
+    real, drawn, network = _both_sides(args, generator, FeatureRows, read_features)
     precision, recall = precision_recall(real, drawn)
-    result = f"precision: {100 * precision:.1f} %, recall: {100 * recall:.1f} %"
-    record = {"precision": precision, "recall": recall}
-    report = _report(args, result, record, len(real), len(drawn), features, drawn.shape[1])
-    return Measurement(*report, _missed(args, "precision", precision))
+    line = f"precision: {100 * precision:.1f} %, recall: {100 * recall:.1f} %"
+    result = _measurement(args, line, {"precision": precision, "recall": recall}, real, drawn, network)
+    return replace(result, missed=_missed(args, "precision", precision))
 
 
-def _report(
+def _measurement(
     args: argparse.Namespace,
     result: str,
     record: dict[str, Any],
-    real: Optional[int],
-    drawn: int,
-    features: "Features",
-    width: int,
-) -> tuple[list[str], dict[str, Any]]:
-    """Return lines and record of a comparison.
-
-    Args:
-        real, drawn: number of pictures; None if the reference does not record it.
-    """
-    record = record | {"pictures": drawn, "features": width, "network": features.network}
+    real: "Gaussian | Tensor",
+    drawn: "Gaussian | Tensor",
+    network: str,
+) -> Measurement:
+    """Return lines and record of a comparison; a reference may not record its number of pictures."""
+    (num_real, _), (count, width) = map(_size, (real, drawn))
+    record = record | {"pictures": count, "features": width, "network": network}
     if args.reference is None:
-        compared = f"{drawn:,} held-out and as many generated pictures"
+        compared = f"{count:,} held-out and as many generated pictures"
     else:
-        count = "" if real is None else f", {real:,} pictures"
-        compared = f"{drawn:,} generated pictures, compared with {args.reference}{count}"
-        record |= {"reference": str(args.reference), "reference_pictures": real}
-    return [f"{result} ({compared}, {width} features, {features.network})"], record
+        of_real = "" if num_real is None else f", {num_real:,} pictures"
+        compared = f"{count:,} generated pictures, compared with {args.reference}{of_real}"
+        record |= {"reference": str(args.reference), "reference_pictures": num_real}
+    return Measurement([f"{result} ({compared}, {width} features, {network})"], record)
 
 
 class FeatureRows:
@@ -150,16 +141,15 @@ class Collector(Protocol[Statistics]):
 def _both_sides(
     args: argparse.Namespace,
     generator: "Generator",
-    features: "Features",
     new: Callable[[], Collector[Statistics]],
     read: Callable[[Path, str], Optional[Statistics]],
-) -> tuple[Statistics, Statistics]:
-    """Return the statistics of the real pictures and of the generated ones.
+) -> tuple[Statistics, Statistics, str]:
+    """Return the statistics of the real pictures and of the generated ones, and the name of the feature network.
 
     Args:
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
     """
-    path, out = args.reference, args.write_statistics
+    path, out, features = args.reference, args.write_statistics, feature_network(args, generator)
     if out is not None:
         check_statistics_path(out, path)
     stored = None if path is None or path.is_dir() else read(path, features.network)
@@ -173,7 +163,7 @@ def _both_sides(
     else:
         for images in reference_pictures(path) if stored is None else ():
             real.add(features(images))
-        width = None if stored is None else _width(stored)
+        width = None if stored is None else _size(stored)[1]
         for _, images in _drawn(args, generator, what_to_draw(args, generator, every_class=True)):
             rows = features(images)
             if width not in (None, rows.shape[1]):
@@ -185,11 +175,14 @@ def _both_sides(
     statistics = real.reduce() if stored is None else stored
     if out is not None:
         write_statistics(out, statistics, features.network)
-    return statistics, drawn.reduce()
+    return statistics, drawn.reduce(), features.network
 
 
-def _width(statistics: "Gaussian | Tensor") -> int:
-    return statistics.shape[1] if isinstance(statistics, Tensor) else statistics.width
+def _size(statistics: "Gaussian | Tensor") -> tuple[Optional[int], int]:
+    """Return the number of pictures, None if unknown, and the size of a feature vector."""
+    if isinstance(statistics, Tensor):
+        return len(statistics), statistics.shape[1]
+    return statistics.count, statistics.width
 
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -204,8 +197,7 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     model = ClipModel(args.clip_model, local_device())
     sums = torch.zeros(2, dtype=torch.float64)
     for indices, images in _drawn(args, generator, requests):
-        shown = [texts[i] for i in indices for _ in range(len(images) // len(indices))]
-        scores = model.scores(images, shown)
+        scores = model.scores(images, [texts[i] for i in indices])
         sums += torch.tensor([float(scores.double().sum()), float(len(scores))], dtype=torch.float64)
     total, count = _of_all_ranks([sums[None]]).sum(0).tolist()
     score = total / count
@@ -229,10 +221,9 @@ def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
     reader = TextReader("--metric ocr")
     sums = torch.zeros(4, dtype=torch.float64)
     for indices, images in _drawn(args, generator, requests):
-        requested = [quoted[i] for i in indices for _ in range(len(images) // len(indices))]
-        for texts, lines in zip(requested, reader.texts(images), strict=True):
-            distances = [edit_distance(text, words_of(lines)) / len(text) for text in texts]
-            sums += torch.tensor([distances.count(0), sum(distances), len(texts), 1], dtype=torch.float64)
+        for i, lines in zip(indices, reader.texts(images), strict=True):
+            distances = [edit_distance(text, words_of(lines)) / len(text) for text in quoted[i]]
+            sums += torch.tensor([distances.count(0), sum(distances), len(distances), 1], dtype=torch.float64)
     correct, distance, count, pictures = _of_all_ranks([sums[None]]).sum(0).tolist()
     share, distance = correct / count, distance / count
     lines = [
@@ -276,7 +267,7 @@ def _feature_pairs(
 def _drawn(
     args: argparse.Namespace, generator: "Generator", requests: "Sequence[Request]"
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Yield this rank's share of the requested samples: the indices of a batch, and its frames `[N T, 3, H, W]`."""
+    """Yield the frames `[N T, 3, H, W]` of this rank's share of the requested samples, with the request of each."""
     from dit.inference.drawing import draw
 
     decode = _decoder(args, generator)
@@ -288,7 +279,8 @@ def _drawn(
         world_size=environment.world_size(),
         **sampling_settings(args),
     ):
-        yield indices, _frames(decode(latents))
+        frames = _frames(decode(latents))
+        yield [i for i in indices for _ in range(len(frames) // len(indices))], frames
 
 
 def _frames(clips: Tensor) -> Tensor:
@@ -328,9 +320,8 @@ def _of_all_ranks(parts: list[Tensor]) -> Tensor:
     """Concatenate tensors of all ranks, rank by rank."""
     import torch.distributed as dist
 
-    by_rank: list[Any] = [parts]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        by_rank = [None] * dist.get_world_size()
-        dist.all_gather_object(by_rank, parts)
+    from dit.backends.process_groups import gather_objects
+
+    by_rank = gather_objects(parts) if dist.is_initialized() else [parts]
     parts = [part for of_rank in by_rank for part in of_rank]
     return torch.cat(parts) if parts else torch.zeros(0, 0)

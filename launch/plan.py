@@ -308,6 +308,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
 
     A layout whose trace does not fit into memory is not the best one.
     """
+    from dit.planner.job import Job
     from dit.planner.layouts import allowed, candidates, shapes
     from dit.planner.plan import plan
     from dit.planner.schedule import planned_step
@@ -335,7 +336,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
             training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
             parts = problem.model, problem.objective, problem.optimizer, layout, training
             show(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
-            full = plan(*parts, sample.shape(dims), dims, tracer=tracers)
+            full = plan(Job(*parts, sample.shape(dims)), dims, tracer=tracers)
             first, *others = verdict.fitting
             verdict = judged(problem, [with_traced_memory(first, full.fullest), *others, *verdict.too_large])
             if verdict.fitting and verdict.fitting[0].candidate == candidate:
@@ -349,8 +350,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_intermixed_args(argv)
     announce(f"{args.factory}: importing torch and Megatron-Core")
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     problem, sample = problem_of(args)
     report = searched(problem, sample)
     echo("\n".join(report.lines(args.top)))

@@ -46,8 +46,11 @@ if TYPE_CHECKING:
 SOLVERS, VARIANCES, THRESHOLDINGS = (
     get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
 )
-METHODS = ("guidance_channels", "guidance_rescale", "guidance_norm", "guidance_interval", "churn")
-"""Sampling settings that are flags of the same name."""
+SETTINGS = (
+    *("solver", "variance", "guidance_scale", "guidance_channels", "guidance_rescale", "guidance_norm"),
+    *("guidance_interval", "churn", "thresholding", "seed", "fps"),
+)
+"""Keyword arguments of `generate` that are flags of the same name."""
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or animation, and as separate files."
 EXAMPLES = """\
 examples
@@ -69,7 +72,8 @@ examples
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select a checkpoint, or a cascade of them, and the sampling settings."""
-    group = parser.add_argument_group("sampling", "defaults are those of the run")
+    flag = parser.add_argument_group("sampling", "defaults are those of the run").add_argument
+    number, count = partial(flag, type=float, metavar="X"), partial(flag, type=at_least_one, metavar="N")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="DIR", help="run folder, or one checkpoint in it")
     source.add_argument(
@@ -77,67 +81,50 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_cascade_arguments(parser)
     parser.add_argument("--raw-weights", action="store_true", help="use the raw weights instead of their average (EMA)")
-    group.add_argument("--solver", choices=SOLVERS, help="integrator of the sampling ODE or SDE")
-    group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
-    group.add_argument("--variance", choices=VARIANCES, help="of the noise in each step of --solver ancestral")
-    group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
-    group.add_argument(
+    flag("--solver", choices=SOLVERS, help="integrator of the sampling ODE or SDE")
+    count("--steps", help="solver steps")
+    flag("--variance", choices=VARIANCES, help="of the noise in each step of --solver ancestral")
+    number("--guidance-scale", help="classifier-free guidance; 1 for none")
+    flag(
         "--guide",
         metavar="DIR",
         help="guide with this weaker checkpoint: a smaller model, or an earlier one (autoguidance)",
     )
-    group.add_argument(
+    flag(
         "--low-noise",
         metavar="DIR",
         help="use this checkpoint below --boundary: the second model of a pair that shares the noise levels",
     )
-    group.add_argument(
-        "--boundary", type=float, metavar="X", help="time of --low-noise (default: objective.min_time of --checkpoint)"
-    )
-    group.add_argument(
-        "--low-noise-guidance-scale", type=float, metavar="X", help="of --low-noise (default: that of --checkpoint)"
-    )
-    group.add_argument(
-        "--guidance-rescale",
-        type=float,
-        metavar="X",
-        help="keep the contrast of this share of a guided prediction, 0 to 1",
-    )
-    group.add_argument(
+    number("--boundary", help="time of --low-noise (default: objective.min_time of --checkpoint)")
+    number("--low-noise-guidance-scale", help="of --low-noise (default: that of --checkpoint)")
+    number("--guidance-rescale", help="keep the contrast of this share of a guided prediction, 0 to 1")
+    flag(
         "--guidance-norm",
         action=argparse.BooleanOptionalAction,
         help="keep the norm of each token of a guided prediction (Qwen-Image)",
     )
-    group.add_argument(
+    number(
         "--guidance-interval",
-        type=float,
         nargs=2,
         metavar=("LOW", "HIGH"),
         help="guide only at noise levels (sigma / alpha) from LOW to HIGH",
     )
-    group.add_argument(
+    number(
         "--churn",
-        type=float,
         nargs=4,
         metavar=("TOTAL", "LOW", "HIGH", "STD"),
         help="noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003",
     )
-    group.add_argument(
-        "--guidance-channels", type=at_least_one, metavar="N", help="guide the first N channels of a latent only"
-    )
-    group.add_argument(
-        "--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels"
-    )
-    group.add_argument(
+    count("--guidance-channels", help="guide the first N channels of a latent only")
+    flag("--thresholding", choices=THRESHOLDINGS, help="of the clean estimate at every step, for models of pixels")
+    count(
         "--tile",
-        type=at_least_one,
-        metavar="N",
         help="draw samples larger than those trained on in overlapping tiles of this side, the side of training; "
         "positions of a latent, pixels of a model of pixels (default: at once)",
     )
-    group.add_argument("--tile-overlap", type=int, metavar="N", help="of neighbouring tiles (a quarter of a tile)")
-    group.add_argument("--seed", type=int, metavar="N", help="addresses the initial noise")
-    group.add_argument("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
+    flag("--tile-overlap", type=int, metavar="N", help="of neighbouring tiles (a quarter of a tile)")
+    flag("--seed", type=int, metavar="N", help="addresses the initial noise")
+    flag("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -145,73 +132,52 @@ def build_parser() -> argparse.ArgumentParser:
     parser = command_parser("launch.sample", DESCRIPTION, EXAMPLES)
     add_sampling_arguments(parser)
     add_request_arguments(parser)
-    parser.add_argument(
+    flag = parser.add_argument
+    picture, count = partial(flag, type=Path, metavar="PICTURE"), partial(flag, type=at_least_one, metavar="N")
+    flag(
         "--size",
         type=height_and_width,
         metavar="HxW",
         help="height and width of each sample: pixels, but positions of a latent where nothing decodes it "
         "(default: those of the largest sample trained on)",
     )
-    parser.add_argument(
-        "--frames",
-        type=at_least_one,
-        metavar="N",
-        help="of each sample, 1 for a still; counted as --size (default: the longest clip's)",
-    )
-    parser.add_argument(
+    count("--frames", help="of each sample, 1 for a still; counted as --size (default: the longest clip's)")
+    flag(
         "--vae",
         metavar="PATH",
         help="autoencoder that decodes latents, a diffusers folder or hub name (default: the one the data set names)",
     )
-    parser.add_argument(
-        "--init", type=Path, metavar="PICTURE", help="start from this picture instead of noise alone (image to image)"
-    )
-    parser.add_argument(
-        "--first-frame",
-        type=Path,
-        metavar="PICTURE",
-        help="start clips with this picture (image to video; train with data.clean_first_frame)",
-    )
-    parser.add_argument(
+    picture("--init", help="start from this picture instead of noise alone (image to image)")
+    picture("--first-frame", help="start clips with this picture (image to video; train with data.clean_first_frame)")
+    picture(
         "--inpaint",
         nargs=2,
-        type=Path,
         metavar=("PICTURE", "MASK"),
         help="draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)",
     )
-    parser.add_argument(
+    picture(
         "--reference",
         action="append",
         nargs="+",
-        type=Path,
         default=[],
-        metavar="PICTURE",
         help="edit this picture, or compose several, as the prompt says; repeat it for each prompt (train with "
         "data.references)",
     )
-    parser.add_argument(
+    picture(
         "--control",
         nargs="+",
-        type=Path,
         default=[],
-        metavar="PICTURE",
         help="follow this depth, edges or pose, or one for each prompt (train with model.control_channels)",
     )
-    parser.add_argument(
-        "--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)"
-    )
-    parser.add_argument(
-        "--low-resolution", type=Path, metavar="FILE", help="pictures that the model or first stage enlarges, as .npy"
-    )
-    parser.add_argument("--batch", type=at_least_one, metavar="N", help="samples at a time (default: by their tokens)")
-    parser.add_argument("--columns", type=at_least_one, metavar="N", help="pictures per row")
-    files = parser.add_argument_group("files")
-    files.add_argument(
-        "--out", default="samples.png", metavar="FILE", help="the grid: .png, .gif or .mp4 (%(default)s)"
-    )
-    files.add_argument("--files", type=Path, metavar="DIR", help="also a file for each sample, and samples.jsonl")
-    files.add_argument("--clips", choices=("mp4", "gif"), help="files of clips (mp4 where PyAV is installed)")
-    files.add_argument("--save-latents", type=Path, metavar="FILE", help="also the latents, as one .safetensors")
+    flag("--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)")
+    picture("--low-resolution", metavar="FILE", help="pictures that the model or first stage enlarges, as .npy")
+    count("--batch", help="samples at a time (default: by their tokens)")
+    count("--columns", help="pictures per row")
+    file = parser.add_argument_group("files").add_argument
+    file("--out", default="samples.png", metavar="FILE", help="the grid: .png, .gif or .mp4 (%(default)s)")
+    file("--files", type=Path, metavar="DIR", help="also a file for each sample, and samples.jsonl")
+    file("--clips", choices=("mp4", "gif"), help="files of clips (mp4 where PyAV is installed)")
+    file("--save-latents", type=Path, metavar="FILE", help="also the latents, as one .safetensors")
     return parser
 
 
@@ -224,8 +190,7 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
             raise CheckpointError(f"{option} {folder} {kind}; give a run folder, or one checkpoint folder in it")
     if args.low_noise is None and (args.boundary is not None or args.low_noise_guidance_scale is not None):
         raise ConfigError("--boundary and --low-noise-guidance-scale belong to a second model; give --low-noise DIR")
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     from dit.inference.generator import groups_to_sample, load_generator
 
     weights: Literal["ema", "raw"] = "raw" if args.raw_weights else "ema"
@@ -241,17 +206,7 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keyword arguments of `generate`; None selects the setting of the run."""
-    return {
-        "solver": args.solver,
-        "num_steps": args.steps,
-        "variance": args.variance,
-        "guidance_scale": args.guidance_scale,
-        **{name: getattr(args, name) for name in METHODS},
-        "thresholding": args.thresholding,
-        "seed": args.seed,
-        "fps": args.fps,
-        **tile_settings(args),
-    }
+    return {"num_steps": args.steps, **{name: getattr(args, name) for name in SETTINGS}, **tile_settings(args)}
 
 
 def note_untrained_guidance(args: argparse.Namespace, generator: "Generator") -> None:
@@ -377,9 +332,9 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     if args.inpaint is not None:
         if args.init is not None or args.first_frame is not None:
             raise ConfigError("--inpaint keeps a part of a picture, --init and --first-frame begin with one; give one")
-        inpainting = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
-        settings |= inpainting.settings
-        init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda x: inpainting.kept(decode(x))
+        inpainting, kept = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
+        settings |= inpainting
+        init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: kept(decode(latents))
     largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
     of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
     of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")

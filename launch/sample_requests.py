@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -51,16 +52,13 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
         help="another condition of the model: a number or a .npy file, for all or for each text or class; "
         "`--condition pooled FILE` for FLUX",
     )
-    parser.add_argument(
+    size = partial(parser.add_argument, type=height_and_width, metavar="HxW")
+    size(
         "--original-size",
-        type=height_and_width,
-        metavar="HxW",
         help="condition of Stable Diffusion XL: size of the original in pixels (default: the target size)",
     )
     parser.add_argument("--crop", type=top_and_left, metavar="TOP,LEFT", help="the same: corner of its crop (0,0)")
-    parser.add_argument(
-        "--target-size", type=height_and_width, metavar="HxW", help="the same: size of the crop (default: that drawn)"
-    )
+    size("--target-size", help="the same: size of the crop (default: that drawn)")
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
 
 

@@ -96,9 +96,7 @@ def _execute(options: cli.Options) -> int:
     _check(options)
     if options.dryrun:
         announce(f"{options.source}: importing torch and Megatron-Core")
-    environment.prepare()
-    if not options.verbose:
-        environment.quiet_libraries()
+    environment.prepare(quiet=not options.verbose)
     from launch import config_file
 
     task = resolve(options)

@@ -211,7 +211,6 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         multiple_of,
         pack_tokens,
         tiny_grids,
-        tiny_layout,
         tiny_model,
         tiny_objective,
         tiny_sides,
@@ -219,7 +218,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     from dit.verify.trial import EMA_DECAY, SEED, Trial
     from energon_data.mock import MockData
 
-    parallel = tiny_layout(config.parallel)
+    parallel = replace(config.parallel, pipeline_layers=None)  # which counts layers of the full model
     model = tiny_model(config.model, parallel, fp8)
     objective = tiny_objective(config.objective, model)
     multiple, total = pack_tokens(model, parallel, fp8)
@@ -314,15 +313,11 @@ def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
     return replace(pair, one=one, many=many, bounds=HALF_BOUNDS[recipe.precision], floor=FLOOR)
 
 
-def with_half(pair: Pair, recipe: "TrainingConfig") -> list[Pair]:
-    """Return the pair, and if the recipe trains in half precision, its pair in that precision."""
-    return [pair] if recipe.precision == "fp32" else [pair, in_half(pair, recipe)]
-
-
-def with_fp8(config: "RunConfig", world_size: int) -> list[Pair]:
-    """Return the pair with quantised products, if the recipe has them."""
-    fp8 = config.training.fp8
-    return [] if fp8 is None else [tiny_pair(config, world_size, fp8)]
+def pairs_of(config: "RunConfig", world_size: int) -> list[Pair]:
+    """Return the pairs to compare: in fp32, in the half precision of the recipe, and with its quantised products."""
+    pair, recipe = tiny_pair(config, world_size), config.training
+    half = [] if recipe.precision == "fp32" else [in_half(pair, recipe)]
+    return [pair, *half, *([] if recipe.fp8 is None else [tiny_pair(config, world_size, recipe.fp8)])]
 
 
 def changed(config: "DataclassInstance") -> str:
@@ -342,39 +337,10 @@ def compare(pair: Pair, one: dict[str, Any], many: dict[str, Any]) -> "Verdict":
     return judge(one, many, model, pair.sizes, pair.bounds, pair.floor)
 
 
-def verify(pairs: Sequence[Pair], folder: Path) -> "list[Verdict]":
-    """Train pairs of one layout on ranks of this machine and compare them.
-
-    Raises:
-        RuntimeError: a rank failed; the message holds the end of its output.
-    """
-    from dit.verify.ranks import run_world
-
-    ones, manys = (
-        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials], folder / name)
-        for name, size, trials in (
-            ("one", 1, [pair.one for pair in pairs]),
-            ("many", pairs[0].world_size, [pair.many for pair in pairs]),
-        )
-    )
-    return [compare(pair, one, many) for pair, one, many in zip(pairs, ones, manys, strict=True)]
-
-
 def check_case(trial: "Trial") -> dict[str, Any]:
     """Return the case of `run_world` that runs the absolute checks of a model."""
     packs = MockPacks(trial.model, of_loss=trial.objective.conditions)
     return {"task": "dit.verify.laws:run_case", "trial": trial, "packs": packs, "square": packs.square()}
-
-
-def check_one_rank(trial: "Trial", folder: Path) -> "dict[str, Check]":
-    """Run the absolute checks of `dit.verify.laws` on one rank of this machine.
-
-    Raises:
-        RuntimeError: the rank failed; the message holds the end of its output.
-    """
-    from dit.verify.ranks import run_world
-
-    return run_world(1, [check_case(trial)], folder)[0]
 
 
 @dataclass(frozen=True)
@@ -421,8 +387,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError("give --factory RECIPE (python -m launch.train --list shows all) or --yaml FILE, one of them")
     if args.factory:
         cli.check_factory(args.factory)
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     from launch.config_file import built
     from launch.train import resolve
 
@@ -445,19 +410,15 @@ def not_verified(config: "RunConfig") -> str:
     from dit.parallel.dims import ParallelConfig
     from dit.settings import TrainingConfig
 
-    parts: dict[str, tuple[DataclassInstance, DataclassInstance, tuple[str, ...]]] = {
-        "training": (
-            config.training,
-            TrainingConfig(),
-            ("attention", "linears", "kernels", "cuda_graph", "deterministic"),
-        ),
-        "parallel": (config.parallel, ParallelConfig(), ("pipeline_layers",)),
+    compared = {
+        "training": (TrainingConfig(), ("attention", "linears", "kernels", "cuda_graph", "deterministic")),
+        "parallel": (ParallelConfig(), ("pipeline_layers",)),
     }
     values = [
-        f"{part}.{name}={getattr(of_recipe, name)}"
-        for part, (of_recipe, default, names) in parts.items()
+        f"{part}.{name}={value}"
+        for part, (default, names) in compared.items()
         for name in names
-        if getattr(of_recipe, name) != getattr(default, name)
+        if (value := getattr(getattr(config, part), name)) != getattr(default, name)
     ]
     return f"settings of the recipe that are not verified: {', '.join(values)}" if values else ""
 
@@ -471,16 +432,23 @@ def adapted_layers(model: "ModelConfig", tiny: "ModelConfig") -> str:
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     """Check the tiny form of a run on one rank, and compare its layout with one rank."""
     from dit.verify.laws import text
+    from dit.verify.ranks import run_world
 
-    pair = tiny_pair(config, world_size)
-    echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        checks = check_one_rank(pair.one, Path(folder) / "checks")
-        remarks = [adapted_layers(config.model, pair.one.model), not_verified(config)]
+    pairs = pairs_of(config, world_size)
+    one, many = pairs[0].one, pairs[0].many
+    echo(f"{changed(many.model)}\n{world_size} ranks against one, {changed(many.parallel)}", flush=True)
+
+    def trained(trials: "list[Trial]", size: int) -> list[Any]:
+        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
+        return run_world(size, cases, folder / str(size))
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (checks,) = run_world(1, [check_case(one)], folder / "checks")
+        remarks = [adapted_layers(config.model, one.model), not_verified(config)]
         echo(text(checks), *filter(None, remarks), sep="\n", flush=True)
-        pairs = with_half(pair, config.training) + with_fp8(config, world_size)
-        verdicts = verify(pairs, Path(folder))
-    return Outcome(checks, {each.precision: verdict for each, verdict in zip(pairs, verdicts)})
+        results = zip(trained([pair.one for pair in pairs], 1), trained([pair.many for pair in pairs], world_size))
+    return Outcome(checks, {pair.precision: compare(pair, *result) for pair, result in zip(pairs, results)})
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""The part that all recipes have in common."""
+"""Parts that recipes have in common: the start of all of them, and the defaults of small and of tiny models."""
 
 import nemo_run as run
 
 from dit.data_api import DataConfig
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
-from dit.optimizer.schedules import Constant
+from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Constant, Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
@@ -32,3 +33,33 @@ def base_run(
         logging=run.Config(LoggingConfig),
         sampling=sampling,
     )
+
+
+def small_run(run_dir: str, model: run.Config[ModelConfig], data: run.Config[DataConfig]) -> run.Partial:
+    """Return a run of a model of a few million parameters, on CPU cores or one GPU: flow matching, AdamW.
+
+    * `optimizer.lr` is ten times that of the large recipes, because small models with small batches stay stable there.
+    * `training.ema_decay` averages about the last 200 steps. The default 0.9999 averages 10,000 steps, and these
+      runs are shorter.
+    * `training.precision` is fp32, which every device supports.
+    """
+    sampling = run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=2.0)
+    recipe = base_run(run_dir, model, data, run.Config(FlowMatching), sampling)
+    recipe.optimizer.lr = 1e-3
+    recipe.schedule = run.Config(Cosine, warmup_steps=100, min_lr=1e-5)
+    recipe.parallel = run.Config(ParallelConfig)
+    training = recipe.training
+    training.num_steps, training.micro_batch_size, training.global_batch_size = 2000, 1, 2
+    training.precision, training.ema_decay = "fp32", 0.995
+    recipe.checkpoint.interval = 250
+    return recipe
+
+
+def short_run(recipe: run.Partial, name: str) -> run.Partial:
+    """Give a recipe of a tiny model the folder `runs/NAME` and 20 steps of 8 samples in fp32."""
+    training = recipe.training
+    training.run_dir, training.num_steps, training.log_interval = f"runs/{name}", 20, 1
+    training.micro_batch_size, training.global_batch_size, training.precision = 4, 8, "fp32"
+    training.validation_interval = training.sample_interval = 0
+    recipe.checkpoint.interval = 10
+    return recipe

@@ -9,9 +9,8 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run
+from recipes.base import base_run, short_run
 from recipes.components import ddpm
-from recipes.small import short_run
 
 CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
 
@@ -23,9 +22,9 @@ def ddpm_cifar10() -> run.Partial:
     `python -m energon_data.prepare huggingface --in uoft-cs/cifar10 --out data/cifar10` writes the data. AdamW with one
     cycle of the learning rate and of beta1, as torch's OneCycleLR; the average starts at step 2000. Held-out loss after
     every epoch, a row of samples for each class after every tenth, by the average and by the raw weights. Deviations
-    from the published run: bf16 instead of fp16 with loss scaling; the gradient norm is clipped; labels are dropped per
-    sample, not per batch; crops of 32 pixels are cut out of pictures enlarged to 34, where random sizes of 80 to 100 %
-    of the area are cut there.
+    from the published run: bf16 instead of fp16 with loss scaling; the gradient norm is clipped; AdamW's epsilon is
+    1e-8, not 1e-5; labels are dropped per sample, not per batch; crops of 32 pixels are cut out of pictures enlarged to
+    34, where random sizes of 80 to 100 % of the area are cut there.
     """
     data = run.Config(EnergonData, path="data/cifar10", bucket_by_shape=True, resize_side=34, crop_size=[32, 32])
     # The published sampler: every step of the table, noise of variance beta.

@@ -96,12 +96,6 @@ class Published:
     data: Mapping[str, Any] = field(default_factory=dict)
     fsdp: bool = False
 
-    def configured_objective(self) -> run.Config[Objective]:
-        """Return the objective of a training."""
-        if callable(self.objective):
-            return self.objective()
-        return run.Config(FlowMatching, time_distribution="logit_normal", **self.objective)
-
 
 _KLEIN: dict[str, Any] = {
     "objective": {"shift_by_tokens": list(FLUX2_SHIFT)},
@@ -199,7 +193,11 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
         recipe.model = published.model()
         if getattr(recipe.model, "null_text", "learned") == "learned":
             recipe.model.null_text = "empty"
-        recipe.objective = published.configured_objective()
+        recipe.objective = (
+            published.objective()
+            if callable(published.objective)
+            else run.Config(FlowMatching, time_distribution="logit_normal", **published.objective)
+        )
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 5.0, **published.sampling}
         recipe.sampling = run.Config(SamplingConfig, **sampling)
         recipe.data = run.Config(EnergonData, path="data/mine", **published.data)

@@ -21,11 +21,9 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run
-from recipes.small import short_run
+from recipes.base import base_run, short_run
 
 TEXT_TOKENS = 128
-WITH_COMMON_LEVELS = {"hidden_size": 128, "channel_multipliers": [1, 2, 4, 6, 6]}
 
 
 @run.cli.factory(target=ModelConfig)
@@ -48,7 +46,8 @@ def imagen_sr_400m() -> run.Config[UNetConfig]:
     """Imagen's regular UNet from 64 to 256 px (408,350,468): 128 to 768 channels, fused attention at 16 and 32 px."""
     return run.Config(
         UNetConfig,
-        **WITH_COMMON_LEVELS,
+        hidden_size=128,
+        channel_multipliers=[1, 2, 4, 6, 6],
         num_res_blocks=[2, 2, 3, 4, 3],
         attention_levels=[3, 4],
         low_resolution_factor=4,

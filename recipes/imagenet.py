@@ -26,10 +26,12 @@ def _imagenet(
     """Return the published training setting of DiT at patch 2, which other recipes change, on `data/imagenet_DATA`.
 
     Latents 4 x 32 x 32 (256 px through the Stable Diffusion VAE, times 0.18215), 256 tokens, AdamW at a constant 1e-4,
-    EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations: the network
-    predicts the noise only, the original also learns the variance. Pictures are not flipped at random, because the
-    latent of a mirrored picture is not the mirrored latent. The original flips with probability 0.5, which needs every
-    picture twice in the data, encoded as it is and mirrored (energon_data/README.md).
+    no clipping, EMA 0.9999, label dropout 0.1, batch 256, noise prediction on the linear 1000-step table. Deviations:
+    the network predicts the noise only, the original also learns the variance. A latent is the mean of the VAE's
+    distribution, the original draws from the distribution in every step. Pictures are not flipped at random, because
+    the latent of a mirrored picture is not the mirrored latent. The original flips with probability 0.5, which needs
+    every picture twice in the data, encoded as it is and mirrored (energon_data/README.md). Samples are drawn by 50
+    steps of DDIM, guided in all channels; the original draws them by 250 ancestral steps, guided in three of four.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, Section 4; facebookresearch/DiT for the constants.
     """
@@ -37,6 +39,7 @@ def _imagenet(
     sampling = run.Config(SamplingConfig, solver="ddim", num_steps=50, guidance_scale=4.0)
     latents = run.Config(EnergonData, path=f"data/imagenet_{data}")
     recipe = base_run(f"runs/{name}", model, latents, objective, sampling)
+    recipe.optimizer.clip_grad = 0.0
     training = recipe.training
     training.num_steps, training.micro_batch_size, training.global_batch_size = steps, 32, batch
     training.log_interval, training.validation_interval, training.sample_interval = 100, 5_000, 10_000
@@ -48,9 +51,10 @@ def _imagenet(
 def dit_s2_imagenet() -> run.Partial:
     """DiT-S/2 (33 M) on ImageNet 256 px latents: one GPU or more.
 
-    Deviations of all four sizes: noise prediction without the learned variance, and random flips only if the data hold
-    every picture twice, encoded as it is and mirrored. The smallest published size; the paper reports FID 68.4 after
-    400 k steps without guidance.
+    Deviations of all four sizes: noise prediction without the learned variance; latents that are the mean of the VAE's
+    distribution; random flips only if the data hold every picture twice, encoded as it is and mirrored; samples by 50
+    steps of DDIM, guided in all channels. The smallest published size; the paper reports FID 68.4 after 400 k steps
+    without guidance.
     """
     return _imagenet("dit_s2_imagenet", dit_s())
 
@@ -94,12 +98,14 @@ def sit_xl2_imagenet() -> run.Partial:
     """SiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
     DiT-XL/2 with flow matching. REPA's paper quotes FID 8.61 for it after 7 M steps (1,400 epochs), without guidance.
-    The published samples are of 250 Euler-Maruyama steps; those here are of 50 steps of Heun's method. Flips: see
-    dit_s2_imagenet. An epoch takes 912 PFLOP, or 350 s on 8 H100 (planned: `--dryrun --world-size 8 --device h100`).
+    The published samples are of 250 Euler-Maruyama steps; those here are of 50 steps of Heun's method. The published
+    time is 1 minus the time here. Latents and flips: see dit_s2_imagenet. An epoch takes 912 PFLOP, or 350 s on 8 H100
+    (planned: `--dryrun --world-size 8 --device h100`).
 
-    Source: Ma et al. 2024, arXiv:2401.08740.
+    Source: Ma et al. 2024, arXiv:2401.08740, and the published code, which embeds the time without a factor of 1000.
     """
     recipe = _imagenet("sit_xl2_imagenet", dit_xl())
+    recipe.model.time_scale = 1.0
     recipe.objective = run.Config(FlowMatching)
     recipe.sampling.solver = "heun"
     return recipe
@@ -110,12 +116,13 @@ def sit_xl2_repa() -> run.Partial:
     """SiT-XL/2 (675 M) aligned with DINOv2-B (REPA) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
     The samples need features of the teacher (`energon_data.prepare --teacher`, 384 KiB each). The paper reports FID 7.9
-    after 400 k steps (80 epochs) without guidance, which take 7.8 hours on 8 H100 (planned, 70 ms per step).
+    after 400 k steps (80 epochs) without guidance, which take 7.8 hours on 8 H100 (planned, 70 ms per step). Time and
+    clipping (1.0) are those of the published code.
 
-    Source: Yu et al. 2024, arXiv:2410.06940.
+    Source: Yu et al. 2024, arXiv:2410.06940, and the published code.
     """
     recipe = sit_xl2_imagenet()
-    recipe.objective.alignment = repa()
+    recipe.objective.alignment, recipe.optimizer.clip_grad = repa(), 1.0
     recipe.training.run_dir = "runs/sit_xl2_repa"
     return recipe
 
@@ -128,7 +135,8 @@ def lightningdit_xl_imagenet() -> run.Partial:
     guidance 2.11 and 1.35. The steps take 8.6 hours on 8 H100 (planned, 386 ms each); the authors report about 10 on 8
     H800. Deviations: the published network has sine-cosine positions in addition to the rotary ones, its time is 1
     minus the time here, its sampling has a shift of 0.3, and its guidance of 10 or 6.7 changes only three channels.
-    Samples here are drawn without guidance.
+    Gate and value of its MLPs start as one matrix, so with standard deviations 1.3 times smaller. Samples here are
+    drawn without guidance.
 
     Source: Yao and Wang 2025, arXiv:2501.01423, and the published code.
     """
@@ -145,11 +153,14 @@ def jit_b16_imagenet() -> run.Partial:
 
     The network predicts the clean picture, and the loss is the error of the velocity. The paper reports FID 4.37 after
     200 epochs and 3.66 after 600, with guidance. Deviations: the published network has sine-cosine positions in
-    addition to the rotary ones; the time here is 1 minus that of the paper, also as input of the network.
+    addition to the rotary ones; the time here is 1 minus that of the paper, also as input of the network; gate and
+    value: see lightningdit_xl_imagenet. The published sampler divides by at least 0.05, so its last step ends before
+    the clean picture that the network predicts; here it ends there.
 
     Source: Li and He 2025, arXiv:2511.13720, and its published code.
     """
     recipe = _imagenet("jit_b16_imagenet", jit_b16(), "pixels_256", 750_600, 1024)
+    recipe.data.flip = 0.5
     recipe.objective = run.Config(
         FlowMatching, prediction="x0", time_distribution="logit_normal", logit_mean=0.8, logit_std=0.8
     )
@@ -167,8 +178,11 @@ def rit_xl_imagenet() -> run.Partial:
 
     The network predicts the clean features, and the loss is the error of the velocity. The authors report FID 1.45
     after 800 epochs without guidance, and 1.14 with. The 667,200 steps take 117 hours on 8 H100 (planned, 631 ms each).
-    The network also predicts the noised class token of DINOv2-S, which the samples store. Deviations: the published
-    network has sine-cosine positions in addition to the rotary ones; its time is 1 minus the time here.
+    The network also predicts the noised class token of DINOv2-S, which the samples store, normalised as the features.
+    Deviations: the published network has sine-cosine positions in addition to the rotary ones; its time is 1 minus the
+    time here; its class token passes no LayerNorm, its output layer for that token starts with random weights, and in
+    sampling that token starts at the mean of the patches' noise. Gate and value, and the end of sampling: see
+    jit_b16_imagenet.
 
     Source: Zhang et al. 2026, arXiv:2605.21981, and the published code.
     """
@@ -190,7 +204,8 @@ def dit_dh_xl_imagenet() -> run.Partial:
     The latents are those of RAE. The authors report FID 2.16 after 80 epochs (100,000 steps) and 1.51 after 800,
     without guidance. 80 epochs take 13 hours on 8 H100 (planned, 473 ms per step). Deviations: the published network
     has sine-cosine positions in addition to the rotary ones, embeds the time by random Fourier features, and applies
-    SiLU twice to the conditioning vector of its blocks; the inner width of the MLPs in its head is 5461, here 5504.
+    SiLU twice to the conditioning vector of its blocks; its linear layers start with torch's default weights; the inner
+    width of the MLPs in its head is 5461, here 5504.
 
     Source: Zheng et al. 2025, arXiv:2510.11690, and the published code.
     """
@@ -212,8 +227,9 @@ def sr_dit_b1_imagenet() -> run.Partial:
     without guidance and about 15 hours on 8 H100, in which the teacher also runs; here the steps take 2.9 hours
     (planned, 26 ms each). The network also predicts the noised class token of DINOv2-B (REG), and mixes the values of
     the first attention into later ones. Deviations: the published network (140 M with its projection) has sine-cosine
-    positions in addition to the rotary ones, and RMSNorms without weights; the class token of some samples skips the
-    middle layers, and the path of a whole batch is dropped. Samples here are drawn by Heun's method instead of 250
+    positions in addition to the rotary ones, and RMSNorms without weights, one of them on the class token instead of
+    a LayerNorm; the class token of some samples skips the middle layers, and the path of a whole batch is dropped; the
+    vector in place of dropped tokens starts at zero. Samples here are drawn by Heun's method instead of 250
     Euler-Maruyama steps.
 
     Source: Bhanded 2025, arXiv:2512.12386, and the published code.
@@ -222,7 +238,7 @@ def sr_dit_b1_imagenet() -> run.Partial:
     recipe.objective = run.Config(
         ContrastiveFlowMatching, shift_dimension=4096, alignment=repa(), teacher_token_weight=0.03
     )
-    recipe.objective.alignment.layer = 2
+    recipe.objective.alignment.layer, recipe.optimizer.clip_grad = 2, 1.0
     recipe.sampling = run.Config(SamplingConfig, solver="heun", num_steps=50, guidance_scale=1.0)
     return recipe
 
@@ -233,9 +249,10 @@ def edm2_s_imagenet() -> run.Partial:
 
     The paper reports FID 2.56 without guidance, drawn with the average of relative length 0.13 (`launch.average`), and
     2.23 with guidance by a smaller unconditional network, which is not available here. An epoch takes 775 PFLOP, or 350
-    s on 8 H100, and the 1,048,576 steps (2,147.5 M pictures) take 162 hours (planned, 557 ms each). Deviations: bf16
-    instead of fp16; the frequencies of the noise level are not random, and the weights of its uncertainty start at zero
-    and are not normalised; pictures during training are drawn with an average of decay 0.9999.
+    s on 8 H100, and the 1,048,576 steps (2,147.5 M pictures) take 162 hours (planned, 557 ms each). A checkpoint
+    follows after every 8 Mi pictures, every eighth is retained. Deviations: bf16 instead of fp16; latents are the mean
+    of the VAE's distribution; the frequencies of the noise level are not random, and the weights of its uncertainty
+    start at zero and are not normalised; pictures during training are drawn with an average of decay 0.9999.
 
     Source: Karras et al. 2024, arXiv:2312.02696, config G and its settings for EDM2-S.
     """
@@ -248,6 +265,6 @@ def edm2_s_imagenet() -> run.Partial:
     recipe.schedule = run.Config(InverseSqrt, warmup_steps=10_000_000 // batch, reference_steps=70_000)
     recipe.training.num_steps, recipe.training.global_batch_size = 2**31 // batch, batch
     recipe.training.micro_batch_size, recipe.training.ema_sigma_rel = 128, [0.05, 0.1]
-    recipe.checkpoint.keep_every = 2**26 // batch
+    recipe.checkpoint.interval, recipe.checkpoint.keep_every = 2**23 // batch, 2**26 // batch
     recipe.sampling = run.Config(SamplingConfig, solver="heun", num_steps=32, guidance_scale=1.0)
     return recipe

@@ -13,10 +13,9 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.base import base_run
+from recipes.base import base_run, short_run
 from recipes.components import ddpm_latent
 from recipes.models import ldm_unet, sdxl_unet
-from recipes.small import short_run
 
 LATENT_SIDE = 256 // 8
 CLIP_TOKENS = 77

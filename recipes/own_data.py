@@ -24,7 +24,7 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.contents import Contents
 from energon_data.dataset import EnergonData
-from recipes.small import small_run
+from recipes.base import small_run
 
 ABSENT = Contents(
     shapes=((16, 1, 32, 32),),

@@ -9,9 +9,9 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
+from recipes.base import short_run, small_run
 from recipes.imagenet import edm2_s_imagenet
 from recipes.models import sprint
-from recipes.small import short_run, small_run
 
 
 @run.cli.factory(target=pretrain)

@@ -74,6 +74,16 @@ def one_rank_world() -> Iterator[ProcessGroups]:
         process_groups.destroy()
 
 
+@pytest.fixture(scope="module")
+def one_tracer() -> Iterator[None]:
+    """Trace all plans of a module in one process, which keeps the results of operations."""
+    from dit.planner.trace import Tracer
+
+    with Tracer() as tracer, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dit.planner.plan.trace", tracer)
+        yield
+
+
 @pytest.fixture
 def provider_of(one_rank_world: ProcessGroups) -> Callable[..., LayerProvider]:
     """Return the layers of one rank in fp32, from sizes of a `TransformerConfig`."""

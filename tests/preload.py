@@ -50,9 +50,9 @@ from dit.monitoring import flops  # noqa: E402
 from dit.tracing.forward import ForwardCost, ForwardFlops  # noqa: E402
 from dit.tracing.packs import PackShape  # noqa: E402
 
-for backbone in BACKBONES.values():
-    for path in (backbone.config, backbone.model):
-        import_module(path.partition(":")[0])
+for paths in BACKBONES.values():
+    for path in paths:
+        import_module(f"dit.models.{path.partition(':')[0]}")
 
 COUNTS = Path(os.environ["COUNTED_OPERATIONS"])
 

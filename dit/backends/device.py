@@ -4,11 +4,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, Optional
+from weakref import WeakSet
 
 import torch
 from torch.cuda import nccl
+
+from dit.errors import DeviceMemoryError
 
 ACCELERATOR = torch.device("cuda")
 """The device that the planner assumes, even on machines without it."""
@@ -138,12 +142,37 @@ class StepTimer:
 
 
 @contextmanager
-def side_stream() -> Iterator[None]:
-    """Use another CUDA stream than the default one in this context, if there is a GPU."""
+def explained_out_of_memory() -> Iterator[None]:
+    """Raise errors of a GPU without free memory with their sizes and the cure."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and "out of memory" not in text.lower():  # cuBLAS's and NCCL's
+            raise
+        raise DeviceMemoryError(
+            f"{text.partition(' If reserved')[0].rstrip('.')}; lower training.micro_batch_size or "
+            "data.max_tokens_per_pack, set training.recompute=full or optimizer.offload=True, or split the model over "
+            "more ranks (docs/parallelism.md); launch.train --dryrun prints the memory of a rank"
+        ) from error
+
+
+@cache
+def _stream_of_graphs() -> Any:
+    return torch.cuda.Stream()
+
+
+@contextmanager
+def graph_stream() -> Iterator[None]:
+    """Use the stream on which graphs are captured in this context, if there is a GPU.
+
+    Autograd accumulates gradients on the stream on which the wrapper of the model was built. If a graph were captured
+    on another one, the memory of no gradient could be reused before the end of the capture.
+    """
     if not use_cuda():
         yield
         return
-    stream = torch.cuda.Stream()
+    stream = _stream_of_graphs()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         yield
@@ -173,13 +202,24 @@ class Stream:
             return torch.cuda.current_stream().record_event() if use_cuda() else None
 
 
+_graphs = WeakSet[Any]()
+
+
 @contextmanager
 def capture_graph() -> Iterator[Callable[[], None]]:
     """Record the work of this context as a CUDA graph instead of doing it; yields the function that does it."""
     graph = torch.cuda.CUDAGraph()
     # Other threads of the process, such as those that pin memory, may use CUDA during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=_stream_of_graphs(), capture_error_mode="thread_local"):
         yield graph.replay
+    _graphs.add(graph)
+
+
+def destroy_graphs() -> None:
+    """Destroy all CUDA graphs. NCCL waits for those with collectives of a group before it destroys the group."""
+    for graph in _graphs:
+        graph.reset()
+    _graphs.clear()
 
 
 def synchronize() -> None:

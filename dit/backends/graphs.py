@@ -3,15 +3,16 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Optional, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dit.backends.device import capture_graph
+from dit.backends.device import capture_graph, graph_stream
 from dit.errors import BatchError
-from dit.kernels.graph_tables import Tables, graph_tables
+from dit.kernels.graph_tables import graph_tables
 
 WARM_UP = 2
 """Runs before the capture, in which kernels are compiled, and tables and states are created on the device."""
@@ -29,7 +30,15 @@ def call(compute: Callable[..., T], *inputs: Tensor) -> T:
     return compute(*inputs)
 
 
-class NoCopiesFromHost(TorchDispatchMode):
+class _CaptureMode(TorchDispatchMode):
+    """A mode in whose context compiled functions are not run eagerly."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class NoCopiesFromHost(_CaptureMode):
     """Raises an error for copies from host memory, which may have been freed when the graph is replayed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,15 +53,33 @@ class NoCopiesFromHost(TorchDispatchMode):
         return result
 
 
+class UsedMemory(_CaptureMode):
+    """Lists the memory that operations in its context use, until it is freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages = WeakValueDictionary[int, torch.UntypedStorage]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.storages[storage._cdata] = storage
+        return func(*args, **(kwargs or {}))
+
+
 def capture_on_gpu(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     """Capture a function as a CUDA graph."""
-    with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost():
+    with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost(), UsedMemory() as used:
         result = compute()
+    # A graph has only addresses. Memory that exists after the capture, such as a table in a cache, could be freed.
+    # Replays would then read other values, or overwrite them.
+    memory = tables, list(used.storages.values())
 
-    def replay_with_tables(_tables: Tables = tables) -> None:  # the default keeps them allocated
+    def replay_with_memory(_memory: object = memory) -> None:  # the default keeps it allocated
         replay()
 
-    return result, replay_with_tables
+    return result, replay_with_memory
 
 
 class Graphed:
@@ -80,7 +107,8 @@ class Graphed:
             fixed.copy_(x)
         if self._runs < WARM_UP:
             self._runs += 1
-            return compute(*self._inputs)
+            with graph_stream():
+                return compute(*self._inputs)
         if self._replay is None:
             self._result, self._replay = self._capture(partial(compute, *self._inputs))
         self._replay()

@@ -46,6 +46,3 @@ class MegatronOptimizer(Protocol):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients."""
-
-    def step_with_ready_grads(self) -> bool:
-        """Update the weights."""

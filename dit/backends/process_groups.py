@@ -1,8 +1,10 @@
 """Process groups: torch.distributed and Megatron-Core's parallel state, from one `ParallelConfig`."""
 
 import os
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
 import torch
@@ -17,6 +19,9 @@ from dit.patches import patches
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
+
+START_S = 600.0
+"""Longest wait of a rank for the others at the start."""
 
 
 class GroupSizes(Protocol):
@@ -137,20 +142,23 @@ def connect(*, timeout_s: float = 600.0) -> None:
     """Initialise torch.distributed (NCCL on CUDA, gloo on CPU) if it is not initialised yet.
 
     Without torchrun, the process becomes a world of one rank, so no other code checks whether it runs distributed.
+
+    Args:
+        timeout_s: longest wait in a collective.
+
+    Raises:
+        DistStoreError, DistNetworkError: the other ranks did not respond within `START_S`.
     """
     if dist.is_initialized():
         return
-    kwargs: dict[str, Any] = {}
-    if "RANK" not in os.environ:
-        kwargs = {"rank": 0, "world_size": 1, "store": dist.HashStore()}
     if use_cuda():
         check_gpus(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         torch.cuda.set_device(local_device())
+    # Torch waits for the other ranks in C++, where Python runs no handlers of signals; this thread runs them.
+    result = Future[None]()
+    Thread(target=_connect, args=(timeout_s, result), name="connect", daemon=True).start()
     try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "RANK" in os.environ:
-            shared, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-            kwargs = {"rank": rank, "world_size": size, "store": store_of_attempt(shared, rank, size, timeout_s)}
-        dist.init_process_group("nccl" if use_cuda() else "gloo", timeout=timedelta(seconds=timeout_s), **kwargs)
+        result.result()
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -159,6 +167,22 @@ def connect(*, timeout_s: float = 600.0) -> None:
             "or program; use torchrun --standalone for a free port, or set one with torchrun --master-port=N or "
             "MASTER_PORT=N"
         ) from error
+
+
+def _connect(timeout_s: float, result: "Future[None]") -> None:
+    """Connect to the other ranks, and store that it is done, or the error."""
+    try:
+        store: dist.Store = dist.HashStore()
+        rank, size = 0, 1
+        if "RANK" in os.environ:
+            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=START_S)))
+            if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                store = store_of_attempt(store, rank, size, START_S)
+        backend, timeout = "nccl" if use_cuda() else "gloo", timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        result.set_result(None)
+    except BaseException as error:
+        result.set_exception(error)
 
 
 def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGroups:
@@ -202,8 +226,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """
     if dist.get_backend(group) == "gloo":
         return group
-    groups: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+    groups = gather_objects(tuple(dist.get_process_group_ranks(group)))
     own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(set(groups))], backend="gloo")
     assert own is not None  # every rank is in one of them
     return own
@@ -219,6 +242,13 @@ def any_rank_each(*flags: bool) -> list[bool]:
     maxima = torch.tensor(flags, dtype=torch.float32, device=local_device())
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     return [bool(value) for value in maxima.tolist()]
+
+
+def gather_objects(value: Any, group: Optional[dist.ProcessGroup] = None) -> list[Any]:
+    """Return the values of all ranks of a group, by default of all ranks; every rank of it calls this."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:

@@ -39,7 +39,6 @@ class WithAddedInputs:
         note: description of the added inputs.
 
     Attributes:
-        stored: the stored weights.
         shapes: of all parameters of the model that starts.
     """
 

@@ -10,9 +10,9 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional, TypeAlias
+from typing import Optional, TypeAlias
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.added_inputs import WithAddedInputs, with_added_inputs
 from dit.checkpoint.diffusers_folder import NOT_SIZES, FolderWeights, Network, is_network, local_path, read_network
 from dit.checkpoint.full_weights import read_all, read_full_weights
-from dit.checkpoint.manifest import Manifest, check_same_model, fingerprint_of, model_fingerprint, read_manifest
+from dit.checkpoint.manifest import check_same_model, read_manifest, stored_shapes
 from dit.checkpoint.reading import candidates, find_checkpoint, read_settings
 from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
@@ -72,27 +72,27 @@ class CheckpointStart:
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
         """Return a digest of the files; with `groups`, every rank calls this."""
-        return digest_of(read_manifest(self.folder))
+        files = sorted((name, record.sha256) for name, record in read_manifest(self.folder).files.items())
+        return hashlib.sha256(repr(files).encode()).hexdigest()
 
     def weights(
-        self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
+        self, model: ModelConfig, shapes: Optional[Mapping[str, Sequence[int]]] = None, *, adapters: bool = False
     ) -> Weights:
         """Open the weights for a run.
 
         Args:
             model: settings of the run.
-            fingerprint: see `check_start`; None for no check of the shapes.
+            shapes: see `check_start`; None for no check.
             adapters: whether to open adapters, not the weights that they belong to.
         """
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
         stored = SlotWeights(self.folder, "ema" if averaged else "weight")
         weights = stored if adapters else with_added_inputs(stored, model)
-        if fingerprint is not None:
+        if shapes is not None:
             narrower = {name: shape for name, shape in stored.shapes.items() if shape != weights.shapes[name]}
             added = weights.shapes.keys() - stored.shapes.keys()
-            expected = {name: shape for name, shape in fingerprint["parameters"].items() if name not in added}
-            fingerprint = model_fingerprint(expected | narrower)
-            check_start(self.folder, fingerprint, adapters=adapters)
+            expected = {name: shape for name, shape in shapes.items() if name not in added}
+            check_start(self.folder, expected | narrower, adapters=adapters)
         return weights
 
 
@@ -129,11 +129,11 @@ def find_start(
     return CheckpointStart(find_checkpoint(folder, reading, groups, setting)[0])
 
 
-def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = False) -> None:
+def check_start(folder: Path, shapes: Mapping[str, Sequence[int]], *, adapters: bool = False) -> None:
     """Check that a run can start from a checkpoint.
 
     Args:
-        fingerprint: fingerprint of the model without adapters and without auxiliary networks, or of the adapters.
+        shapes: unsharded shapes of the model without adapters and without auxiliary networks, or of the adapters.
     """
     manifest = read_manifest(folder)
     if manifest.base is not None and not adapters:
@@ -142,8 +142,7 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
             f"{manifest.base['folder']}; start from those, or from the merged model in the folder that "
             "launch.export --format diffusers writes"
         )
-    network = model_fingerprint(stored_parameters(folder))
-    check_same_model(replace(manifest, meta={**manifest.meta, "fingerprint": network}), fingerprint)
+    check_same_model(stored_parameters(folder), shapes, manifest.step)
 
 
 def check_settings(start: Start, config: RunConfig) -> None:
@@ -167,7 +166,7 @@ def check_settings(start: Start, config: RunConfig) -> None:
 
 def stored_parameters(folder: Path) -> dict[str, list[int]]:
     """Return the shape of every parameter of a checkpoint, except those of auxiliary networks."""
-    stored = fingerprint_of(read_manifest(folder))["parameters"]
+    stored = stored_shapes(read_manifest(folder))
     return {name: shape for name, shape in stored.items() if not name.startswith(PREFIXES)}
 
 
@@ -195,9 +194,9 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
                 f"{config.checkpoint.start_from} were trained on it; restore its files"
             )
         frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
-        fingerprint = model_fingerprint(global_shapes(frozen, groups))
+        shapes = global_shapes(frozen, groups)
         with reads_together(groups):
-            weights = start.weights(config.model, fingerprint)
+            weights = start.weights(config.model, shapes)
             check_settings(start, config)
             log_start(weights, groups)
             load_weights(weights, chunks, groups, frozen=True)
@@ -236,12 +235,6 @@ def log_start(weights: Weights, groups: ProcessGroups) -> None:
         logger.info("checkpoint.start_from reads %s", weights)
         for note in getattr(stored, "notes", ()):
             logger.info("%s", note)
-
-
-def digest_of(manifest: Manifest) -> str:
-    """Return a digest of a checkpoint's files."""
-    files = sorted((name, record.sha256) for name, record in manifest.files.items())
-    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def find_base(

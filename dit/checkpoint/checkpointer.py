@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from dit.backends.process_groups import gather_objects
 from dit.checkpoint.manifest import (
     BASE,
     CURE,
@@ -27,6 +28,7 @@ from dit.checkpoint.manifest import (
     hash_file,
     model_fingerprint,
     read_manifest,
+    stored_shapes,
 )
 from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
@@ -169,7 +171,7 @@ class Checkpointer:
         with usable(folder / CONFIG_FILE):
             of_model = [str(change) for change in changes(saved, self.config) if change.path.startswith("model")]
         shapes = global_shapes(parameters_of(state.shards), state.groups)
-        check_same_model(manifest, model_fingerprint(shapes), of_model)
+        check_same_model(stored_shapes(manifest), shapes, manifest.step, of_model)
         check_same_base(folder, manifest, state.base)
         if state.ema is not None and saved["training"]["ema_decay"] is None:
             raise CheckpointError(
@@ -195,9 +197,7 @@ class Checkpointer:
             with usable(folder / "loader"):
                 position = read_loader_state(folder, state.groups.dp_rank, state.groups.dp_size)
                 state.stream.load_state_dict(position)
-                resumed: list[Any] = [None] * state.groups.world_size
-                dist.all_gather_object(resumed, list(state.stream.state_dict().get("streams", {})))
-                check_resumed_streams(position, resumed)
+                check_resumed_streams(position, gather_objects(list(state.stream.state_dict().get("streams", {}))))
         self.resumed_metadata = read_metadata(folder)
         if any(change.is_refused for change in differences):
             self.resumed_metadata.pop("guard", None)  # losses of another experiment show no spikes of this one

@@ -15,10 +15,9 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Optional
 
-import torch.distributed as dist
 from torch import Tensor
 
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.boxes import Box
 from dit.checkpoint.added_inputs import with_added_inputs
 from dit.checkpoint.manifest import hash_file
@@ -29,9 +28,8 @@ from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.pipeline_import import PARTS, check_single, complete, network_folder
 from dit.convert.rules import RuleBook, some_of
 from dit.convert.run_record import CONFIG_KEY, from_record
-from dit.convert.sliced_weights import SlicedWeights
+from dit.convert.sliced_weights import SlicedWeights, StoredTensors
 from dit.convert.state_files import CONFIG, STEM, VARIANT, VARIANT_INDEX, read_json
-from dit.convert.stored_tensors import StoredTensors
 from dit.errors import CheckpointError, ConfigError
 from dit.hub import PREFIX, download
 from dit.models.base import ModelConfig
@@ -87,19 +85,17 @@ class Network:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
         with reads_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
         with reads_together(groups):  # hashing takes long, so all files must exist first
             share = files if groups is None else files[groups.rank :: groups.world_size]
-            parts[0] = {path.name: hash_file(path.resolve()).sha256 for path in share}
-        if groups is not None:
-            dist.all_gather_object(parts, parts[0])
+            local = {path.name: hash_file(path.resolve()).sha256 for path in share}
+        parts = [local] if groups is None else gather_objects(local)
         digests = {name: digest for part in parts for name, digest in part.items()}
         return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
 
     def weights(
-        self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
+        self, model: ModelConfig, shapes: Optional[Mapping[str, Sequence[int]]] = None, *, adapters: bool = False
     ) -> Weights:
         """Open the weights for a model of the same sizes; see `CheckpointStart.weights`."""
         stored = model

@@ -74,8 +74,7 @@ def write_imported(
     metadata |= {name: value for name in optional if (value := getattr(trained, name))}
     folder = store.begin(0)
     with store.writing(0):
-        shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}
-        records = write_full_state(folder, shapes, (x.float().contiguous() for x in weights.values()), {})
+        records = write_full_state(folder, {f"weight.{name}": tensor for name, tensor in weights.items()})
         (folder / CONFIG_FILE).write_text(yaml.safe_dump(to_record(settings), sort_keys=False))
         (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=1))
     meta = {

@@ -28,7 +28,6 @@ RUN = "run"
 """Entry of the metadata: id of the run that saved it, see `dit.checkpoint.run_identity`."""
 DATA = "data"
 """Entry of the metadata: identity of the data, see `DataConfig.identity`."""
-CHUNK_BYTES = 1 << 20
 FLUSH_BYTES = 256 << 20
 MOST_FILES = 100_000  # a checkpoint has two files per rank
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
@@ -160,34 +159,39 @@ def model_fingerprint(parameters: Mapping[str, Sequence[int]]) -> dict[str, Any]
     return {"digest": hashlib.sha256(strict_json(table).encode()).hexdigest(), "parameters": table}
 
 
-def fingerprint_of(manifest: Manifest) -> dict[str, Any]:
-    """Return the stored result of `model_fingerprint`."""
+def stored_shapes(manifest: Manifest) -> dict[str, list[int]]:
+    """Return the shapes in the stored result of `model_fingerprint`."""
     stored = manifest.meta.get("fingerprint")
-    kinds = {"digest": str, "parameters": dict}
-    if not isinstance(stored, dict) or any(not isinstance(stored.get(name), kind) for name, kind in kinds.items()):
+    if not isinstance(stored, dict) or not isinstance(stored.get("parameters"), dict):
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} has no model fingerprint, so its model is unknown; "
             "start from another checkpoint, or in a new training.run_dir"
         )
-    return stored
+    return stored["parameters"]
 
 
-def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any], settings: Sequence[str] = ()) -> None:
+def check_same_model(
+    saved: Mapping[str, Sequence[int]],
+    expected: Mapping[str, Sequence[int]],
+    step: int,
+    settings: Sequence[str] = (),
+) -> None:
     """Check that a checkpoint belongs to the model about to be trained.
 
     Args:
+        saved, expected: unsharded shape of each parameter of the checkpoint, and of the model.
+        step: of the checkpoint.
         settings: changes of the model's settings since the checkpoint; the message lists them.
     """
-    stored = fingerprint_of(manifest)
-    if stored["digest"] == fingerprint["digest"]:
+    expected = {name: list(shape) for name, shape in expected.items()}
+    if saved == expected:
         return
-    saved, expected = stored["parameters"], fingerprint["parameters"]
     unshared = saved.keys() ^ expected.keys()
     if unshared and all(name.startswith(PREFIXES) for name in unshared):
         has = "has" if unshared <= saved.keys() else "lacks"
         networks = " and ".join(sorted({name.partition(".")[0] for name in unshared}))
         raise ConfigError(
-            f"the checkpoint of step {manifest.step} {has} the {networks} that the objective adds "
+            f"the checkpoint of step {step} {has} the {networks} that the objective adds "
             f"({len(unshared)} parameters); set the objective back, or give another training.run_dir with "
             "checkpoint.start_from=this run folder, which loads the model without it"
         )
@@ -197,11 +201,11 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any], setting
             differences.append(f"{name} {saved[name]} is only in the checkpoint")
         elif name not in saved:
             differences.append(f"{name} {expected[name]} is only in the model")
-        elif saved[name] != list(expected[name]):
+        elif saved[name] != expected[name]:
             differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
     changed = f" ({'; '.join(settings)})" if settings else ""
     raise ConfigError(
-        f"checkpoint of another model at step {manifest.step}{changed}: {len(differences)} of "
+        f"checkpoint of another model at step {step}{changed}: {len(differences)} of "
         f"{len(saved.keys() | expected.keys())} parameters differ: "
         f"{first_few(differences, NUM_DIFFERENCES, '; ')}; use the settings it was trained with, or another "
         "training.run_dir"
@@ -239,9 +243,6 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
 
     Args:
         hashed: records of files that their writers already flushed and hashed; they are not read again.
-
-    Raises:
-        OSError: reading or flushing failed.
     """
     names = {name for name in tree_files(folder) if name != MANIFEST}
     for name, record in hashed.items():
@@ -257,18 +258,12 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
 
 
 def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
-    """Read a file in chunks and return its size and SHA-256; `flush` first flushes it to the disk."""
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
+    """Read a file and return its size and SHA-256; `flush` first flushes it to the disk."""
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
         if flush:
-            os.fsync(descriptor)
-        while chunk := os.read(descriptor, CHUNK_BYTES):
-            digest.update(chunk)
-            size += len(chunk)
-    finally:
-        os.close(descriptor)
-    return FileRecord(size, digest.hexdigest())
+            os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256")
+        return FileRecord(file.tell(), digest.hexdigest())
 
 
 def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:

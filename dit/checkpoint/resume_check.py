@@ -116,21 +116,14 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    new, defaults = to_record(part), to_record(_defaults(part))
+    missing, fields = dataclasses.MISSING, dataclasses.fields(part)
+    plain = {field.name: field.default for field in fields if field.default is not missing}
+    made = {field.name: field.default_factory() for field in fields if field.default_factory is not missing}
+    new, defaults = to_record(part), to_record(plain | made)
     for key in dict.fromkeys([*new, *saved]):
         old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
         if key != CLASS_KEY and old != now:
             yield Change(f"{name}.{key}", old, now)
-
-
-def _defaults(part: "DataclassInstance") -> dict[str, Any]:
-    defaults = {}
-    for field in dataclasses.fields(part):
-        if field.default is not dataclasses.MISSING:
-            defaults[field.name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[field.name] = field.default_factory()
-    return defaults
 
 
 def replaced_data(

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
@@ -65,11 +66,8 @@ class SaveReports(Protocol):
     def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
         """Report a finished checkpoint, with the entries of the held-out loss in its manifest."""
 
-    def save_failed(self, step: int, error: str, in_a_row: int) -> None:
-        """Report a checkpoint that was not written, and the number of failures in a row."""
-
-    def copy_failed(self, step: int, error: str) -> None:
-        """Report a checkpoint that was not copied to `checkpoint.copy_to`."""
+    def incident(self, name: str, step: int, **details: Any) -> None:
+        """Record a failed save or a failed copy to `checkpoint.copy_to`."""
 
 
 class Saves:
@@ -110,7 +108,7 @@ class Saves:
             self.writer = WriterProcess(self.store.root, self.groups.rank, self.groups.world_size, self.config, lock)
         if self.config.copy_to is not None and self.groups.rank == 0:
             owner = Owner(state.run, checkpointer.config.to_record())
-            self.copies = Copies(self.store.root, self.config, owner, reports.copy_failed)
+            self.copies = Copies(self.store.root, self.config, owner, partial(reports.incident, "copy_failed"))
             if (newest := self._newest()) is not None:
                 self.copies.copy(newest)  # the previous attempt may have ended before copying it
 
@@ -277,7 +275,7 @@ class Saves:
         self.failures += 1
         self._error = error
         with suppress(CheckpointError):  # the record may fail on the same disk; the error is logged below
-            self.reports.save_failed(step, error, self.failures)
+            self.reports.incident("save_failed", step, error=error, in_a_row=self.failures)
         if self.failures > FAILED_SAVES_ALLOWED:
             raise SaveError(f"{error.removesuffix('.')}. This is failure {self.failures} in a row.")
         most = FAILED_SAVES_ALLOWED + 1

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device, synchronize
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import ProcessGroups, raise_together
+from dit.backends.process_groups import ProcessGroups, gather_objects, raise_together
 from dit.backends.sharding import sharding_of
 from dit.boxes import Box, Part
 from dit.checkpoint.manifest import FileRecord
@@ -58,8 +58,7 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
         name: list(sharding_of(parameter, name).global_shape(parameter.shape, groups.tp.size()))
         for name, parameter in parameters
     }
-    parts: list[Any] = [None] * groups.different_parameters.size()
-    dist.all_gather_object(parts, shapes, group=groups.different_parameters)
+    parts = gather_objects(shapes, groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
 
 
@@ -170,9 +169,6 @@ def save_state(
 
     Returns:
         Size and SHA-256 of the file that this rank wrote, by its name.
-
-    Raises:
-        OSError: this rank could not write its part.
     """
     local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}

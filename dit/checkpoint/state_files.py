@@ -54,15 +54,11 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
     """Write a safetensors file of float32 boxes, flushed to the disk.
 
     Args:
-        boxes: boxes of the file.
         values: the tensor of each box in the same order, contiguous, on any device. They are read one by one, so an
             iterator may compute them; device tensors are copied to the host in pieces of `STAGING_BYTES`.
 
     Returns:
         Size and SHA-256, computed while writing.
-
-    Raises:
-        OSError: writing failed.
     """
     head, end = head_of(boxes)
     record = write_hashed(path, _pieces(head, values))
@@ -99,11 +95,7 @@ def _pieces(head: bytes, values: Iterable[Tensor]) -> Iterable[memoryview]:
 def write_index(
     folder: Path, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes], scalars: Mapping[str, float]
 ) -> None:
-    """Write the index of a finished state.
-
-    Raises:
-        OSError: writing failed.
-    """
+    """Write the index of a finished state."""
     write_atomic(folder / INDEX, index_text(tensors_text(shapes, parts), scalars))
 
 
@@ -125,20 +117,15 @@ def index_text(tensors: str, scalars: Mapping[str, float]) -> str:
     return f'{{"format":{FORMAT},"scalars":{named},"tensors":{tensors}}}'
 
 
-def write_full_state(
-    folder: Path, shapes: Mapping[str, Sequence[int]], values: Iterable[Tensor], scalars: Mapping[str, float]
-) -> dict[str, FileRecord]:
+def write_full_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
     """Write full tensors, one by one, as the state of a single process.
-
-    Args:
-        values: the tensors in the same order, float32 and contiguous.
 
     Returns:
         Size and SHA-256 of the file, by its name.
     """
-    file, boxes = file_of_rank(0), {name: [Box.of(shape)] for name, shape in shapes.items()}
-    record = write_boxes(folder / file, boxes, values)
-    write_index(folder, shapes, {file: boxes}, scalars)
+    file, boxes = file_of_rank(0), {name: [Box.of(tensor.shape)] for name, tensor in tensors.items()}
+    record = write_boxes(folder / file, boxes, (tensor.float().contiguous() for tensor in tensors.values()))
+    write_index(folder, {name: tensor.shape for name, tensor in tensors.items()}, {file: boxes}, {})
     return {file: record}
 
 

@@ -139,7 +139,6 @@ class CheckpointStore:
                     f"{partial} is empty, because no rank wrote a file; earlier checkpoints are intact"
                 )
             self._put_in_place(manifest)
-        self._discard(self._replaced_path(step))
         self.prune(up_to=step, verified=step)
         return manifest
 
@@ -164,11 +163,11 @@ class CheckpointStore:
                 if records.get(name) != manifest.files.get(name):
                     raise DamagedError(f"file {name} does not match its {MANIFEST}")
             self._put_in_place(manifest)
-        self._discard(self._replaced_path(step))
 
     def _put_in_place(self, manifest: Manifest) -> None:
-        """Write the manifest into the unfinished folder, and publish the folder by one rename."""
-        partial, final, replaced = (f(manifest.step) for f in (self.partial_path, self.path, self._replaced_path))
+        """Write the manifest into the unfinished folder, publish it by one rename, and delete the replaced folder."""
+        partial, final = self.partial_path(manifest.step), self.path(manifest.step)
+        replaced = final.with_suffix(REPLACED)
         write_atomic(partial / MANIFEST, manifest.to_text())
         for folder, _, _ in os.walk(partial, topdown=False):
             fsync(Path(folder))
@@ -177,6 +176,7 @@ class CheckpointStore:
             os.rename(final, replaced)
         os.rename(partial, final)
         fsync(self.root)
+        self._discard(replaced)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
         """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
@@ -265,9 +265,6 @@ class CheckpointStore:
                 step = step_of_folder(folder.name)
                 if step is not None and folder.is_dir():
                     yield step, folder
-
-    def _replaced_path(self, step: int) -> Path:
-        return self.root / f"iter_{step:07d}{REPLACED}"
 
     def _manifest_if_valid(self, step: int, *, hashes: bool = True) -> Optional[Manifest]:
         """Return the manifest if the hashes of all files match it, or only their sizes, because hashing is slow."""

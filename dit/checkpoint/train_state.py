@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from dit.backends.device import side_stream
+from dit.backends.device import graph_stream
 from dit.backends.graphs import runner
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
@@ -17,7 +17,7 @@ from dit.data_api import BatchSpec, DataStream
 from dit.models.base import Backbone
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import MasterShard, master_shards
-from dit.optimizer.update import Update, build_update
+from dit.optimizer.update import Update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
@@ -70,8 +70,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)
     target = target_of(config.model, training.precision)
-    # Autograd accumulates gradients on the stream of the wrapper's constructor. A graph cannot use the default stream.
-    with side_stream() if training.cuda_graph else nullcontext():
+    with graph_stream() if training.cuda_graph else nullcontext():
         wrapped = wrap(chunks, config.parallel, groups, target, training.kernels)
     optimizer = build_optimizer(
         wrapped, config.optimizer, config.parallel, training, groups, auxiliary=config.objective.auxiliary
@@ -90,7 +89,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
     run = runner(graphed=training.cuda_graph)
-    update = build_update(optimizer, shards, ema, config.optimizer, groups, target, training.kernels, run)
+    update = Update(optimizer, shards, ema, config.optimizer, groups, target, training.kernels, run)
     data = on_first_rank(config.data.identity, groups)
     if data is None and groups.rank == 0:
         logger.info(

@@ -8,7 +8,7 @@ from typing import Any, Optional, TypeVar
 
 import torch.distributed as dist
 
-from dit.backends.process_groups import ProcessGroups, raise_together
+from dit.backends.process_groups import ProcessGroups, gather_objects, raise_together
 from dit.checkpoint.manifest import Manifest, verify_folder
 from dit.checkpoint.reader_lock import being_read
 from dit.errors import CheckpointError, UserError
@@ -82,9 +82,7 @@ def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Op
             manifest = verify_folder(folder, share=share)
         except CheckpointError as error:
             problem = str(error)
-        problems: list[Any] = [problem] * share[1]
-        if groups is not None:
-            dist.all_gather_object(problems, problem)
+        problems = [problem] if groups is None else gather_objects(problem)
         if (reason := next((problem for problem in problems if problem is not None), None)) is not None:
             raise CheckpointError(reason)
         if reading is not None:

@@ -7,7 +7,6 @@ import torch
 
 from dit.auxiliary import DISCRIMINATOR, PREFIXES
 from dit.checkpoint.base_model import check_settings, find_start, log_start
-from dit.checkpoint.manifest import model_fingerprint
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.verify_together import reads_together
@@ -45,9 +44,9 @@ def start_from(config: RunConfig, state: TrainState) -> None:
         if adapters and start.base is None:
             return
         shards = [shard for shard in state.shards if not shard.name.startswith(PREFIXES)]
-        fingerprint = model_fingerprint(global_shapes(parameters_of(shards), groups))
+        shapes = global_shapes(parameters_of(shards), groups)
         with reads_together(groups):
-            weights = start.weights(config.model, fingerprint, adapters=adapters)
+            weights = start.weights(config.model, shapes, adapters=adapters)
             check_settings(start, config)
             log_start(weights, groups)
             load_masters(weights, shards, groups)

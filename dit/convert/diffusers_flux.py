@@ -1,24 +1,28 @@
-"""Convert diffusers' `FluxTransformer2DModel` (FLUX.1) and `ChromaTransformer2DModel` to and from our models.
+"""Convert diffusers' models of FLUX's kind, whose tokens are patches of 2 x 2, to and from ours.
 
-The output projection of a single-stream block has all inputs of attention first, then all of the MLP; ours are ordered
-by head. The guidance scale of a distilled network is an argument there, and a setting (`guidance`) here. A network with
-twice as many input as output channels reads a control picture (FLUX.1 Canny and Depth) after the latent.
+FLUX.1, Chroma, FLUX.2 and Qwen-Image. The guidance scale of a distilled network is an argument there, and a setting
+(`guidance`) here.
 
-Source: diffusers 0.38, `models/transformers/transformer_flux.py` and `transformer_chroma.py`, names and settings;
-black-forest-labs/flux.
+Source: diffusers 0.38, `models/transformers/transformer_flux.py`, `transformer_chroma.py`, `transformer_flux2.py` and
+`transformer_qwenimage.py`, `pipelines/flux2` and `pipelines/qwenimage`, names and settings; black-forest-labs/flux.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Optional
 
-from dit.convert.diffusers_format import LatentSize
+from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.diffusers_streams import COMFYUI_ATTENTION, FEED_FORWARD, JOINT, DiffusersTokens, Model, embedder_names
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Form
+from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Form
 from dit.errors import ConfigError
 from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.flux2.config import Flux2Config
+from dit.models.qwen_image.config import QwenImageConfig
 
 DEV_GUIDANCE = 3.5
+FLUX2_DEV_GUIDANCE = 4.0
+KLEIN_GUIDANCE = 4.0  # of the models without distillation
 BLOCKS = {
     **JOINT,
     **FEED_FORWARD,
@@ -30,7 +34,11 @@ BLOCKS = {
 
 
 class Flux1Blocks(DiffusersTokens[Model]):
-    """A class with the blocks of FLUX.1."""
+    """A class with the blocks of FLUX.1.
+
+    The output projection of a single-stream block has all inputs of attention first, then all of the MLP; ours are
+    ordered by head.
+    """
 
     fixed = ("patch_size",)
     same: Mapping[str, str] = {**DiffusersTokens.same, "num_single_layers": "num_single_layers"}
@@ -57,7 +65,11 @@ class Flux1Blocks(DiffusersTokens[Model]):
 
 
 class DiffusersFlux(Flux1Blocks[FluxConfig]):
-    """`FluxTransformer2DModel`."""
+    """`FluxTransformer2DModel`.
+
+    A network with twice as many input as output channels reads a control picture (FLUX.1 Canny and Depth) after the
+    latent.
+    """
 
     class_name = "FluxTransformer2DModel"
     config_class = FluxConfig
@@ -118,3 +130,101 @@ class DiffusersChroma(Flux1Blocks[ChromaConfig]):
 
     def write_sizes(self, model: ChromaConfig, latent_size: LatentSize) -> dict[str, Any]:
         return super().write_sizes(model, latent_size) | dict(zip(APPROXIMATOR, model.approximator))
+
+
+class DiffusersFlux2(DiffusersTokens[Flux2Config]):
+    """`Flux2Transformer2DModel`.
+
+    A single block has one input matrix with q, k, v, gates and values in turn, and one output matrix with all inputs of
+    attention first; ours are ordered by head. All gates of a SwiGLU come first; ours alternate with the values.
+    """
+
+    class_name = "Flux2Transformer2DModel"
+    config_class = Flux2Config
+    fixed = ("patch_size", "out_channels", "timestep_guidance_channels")
+    same: Mapping[str, str] = {
+        **DiffusersTokens.same,
+        "num_single_layers": "num_single_layers",
+        "rope_theta": "rope_theta",
+        "layernorm_epsilon": "eps",
+    }
+    free = ("in_channels", "guidance")
+    names: Mapping[str, str] = {
+        **JOINT,
+        **embedder_names("time_guidance_embed", time="timestep", guidance="guidance"),
+        "modulation.linear": "(double_stream_modulation_txt|double_stream_modulation_img|single_stream_modulation)"
+        ".linear",
+        "layers.#.image.mlp.linear_fc(1|2)": "transformer_blocks.#.ff.linear_(in|out)",
+        "layers.#.text.mlp.linear_fc(1|2)": "transformer_blocks.#.ff_context.linear_(in|out)",
+        "single.#.linear_in": "single_transformer_blocks.#.attn.to_qkv_mlp_proj",
+        "single.#.linear_out": "single_transformer_blocks.#.attn.to_out",
+        "single.#.(q|k)_layernorm": "single_transformer_blocks.#.attn.norm_(q|k)",
+    }
+    time_shift = 7.5  # of the pipeline at 50 steps and 4096 tokens (exp(2.02))
+    sampling: Mapping[str, Any] = {"num_steps": 50, "guidance_scale": 1.0}
+    comfyui: Mapping[str, str] = {
+        **COMFYUI_ATTENTION,
+        "double_blocks.#.img_mlp.(0|2)": "transformer_blocks.#.ff.linear_(in|out)",
+        "double_blocks.#.txt_mlp.(0|2)": "transformer_blocks.#.ff_context.linear_(in|out)",
+        "single_blocks.#.linear1": "single_transformer_blocks.#.attn.to_qkv_mlp_proj",
+        "single_blocks.#.linear2": "single_transformer_blocks.#.attn.to_out",
+    }
+
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        guidance, null_text = (FLUX2_DEV_GUIDANCE, "learned") if published["guidance_embeds"] else (None, "empty")
+        return super().read_sizes(published) | {"guidance": guidance, "null_text": null_text}
+
+    def trained(self, model: Flux2Config, published: Mapping[str, Any]) -> TrainedModel:
+        trained = super().trained(model, published)
+        if model.guidance is not None:
+            return trained
+        return replace(trained, sampling={**trained.sampling, "guidance_scale": KLEIN_GUIDANCE})
+
+    def write_sizes(self, model: Flux2Config, latent_size: LatentSize) -> dict[str, Any]:
+        return super().write_sizes(model, latent_size) | {"guidance_embeds": model.guidance is not None}
+
+    def forms(self, model: Flux2Config) -> Mapping[str, Form]:
+        heads, size, share = model.num_attention_heads, model.head_size, model.ffn_size // model.num_attention_heads
+        return {
+            **super().forms(model),
+            "modulation.linear": ByHead(1, tuple(n * 3 * model.hidden_size for n in (2, 2, 1))),
+            "layers.#.(image|text).mlp.linear_fc1": Axes("(two f) ... -> (f two) ...", {"two": 2}),
+            "single.#.linear_in": ByHead(
+                heads, (size, size, size, share, share), turned=(0, 1), alternate=True, fused=True
+            ),
+            "single.#.linear_out": ByHead(heads, (size, share), fused=True, dim=1),
+        }
+
+
+class DiffusersQwenImage(DiffusersTokens[QwenImageConfig]):
+    """`QwenImageTransformer2DModel`, without the further inputs of its layered models."""
+
+    class_name = "QwenImageTransformer2DModel"
+    config_class = QwenImageConfig
+    fixed = ("patch_size", "guidance_embeds", "use_additional_t_cond", "use_layer3d_rope")
+    same: Mapping[str, str] = {**DiffusersTokens.same, "clean_reference_time": "zero_cond_t"}
+    free = ("in_channels",)
+    names: Mapping[str, str] = {
+        **JOINT,
+        **embedder_names("time_text_embed", time="timestep"),
+        "embed.linear": "img_in",
+        "embed_text": "txt_in",
+        "text_norm": "txt_norm",
+        "layers.#.(image|text).modulation.linear": "transformer_blocks.#.(img|txt)_mod.1",
+        "layers.#.image.mlp.linear_fc(1|2)": "transformer_blocks.#.img_mlp.net.(0.proj|2)",
+        "layers.#.text.mlp.linear_fc(1|2)": "transformer_blocks.#.txt_mlp.net.(0.proj|2)",
+    }
+    time_shift = 3.0
+    sampling: Mapping[str, Any] = {"num_steps": 50, "guidance_scale": 4.0, "guidance_norm": True}
+
+    def comfyui_name(self, layer: str) -> Optional[str]:
+        return f"diffusion_model.{layer}" if layer.startswith("transformer_blocks.") else None
+
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        # `out_channels` counts the channels of a position; None means as many as those of a token.
+        sizes = super().read_sizes({**published, "out_channels": None})
+        channels = published["out_channels"] or published["in_channels"]
+        return sizes | {"out_channels": None if channels == sizes["in_channels"] else channels}
+
+    def write_sizes(self, model: QwenImageConfig, latent_size: LatentSize) -> dict[str, Any]:
+        return super().write_sizes(model, latent_size) | {"out_channels": model.out_channels or model.in_channels}

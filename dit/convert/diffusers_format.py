@@ -115,17 +115,6 @@ def arguments_of(class_name: str) -> Mapping[str, Any]:
     return classes[class_name]
 
 
-CROSS_ATTENTION = {
-    "layers.#.attention.linear_qkv": "transformer_blocks.#.attn1.to_(q|k|v)",
-    "layers.#.attention.linear_proj": "transformer_blocks.#.attn1.to_out.0",
-    "layers.#.cross_attention.linear_q": "transformer_blocks.#.attn2.to_q",
-    "layers.#.cross_attention.linear_kv": "transformer_blocks.#.attn2.to_(k|v)",
-    "layers.#.cross_attention.linear_proj": "transformer_blocks.#.attn2.to_out.0",
-    "layers.#.modulation.table": "transformer_blocks.#.scale_shift_table",
-    "head.table": "scale_shift_table",
-    "head.linear": "proj_out",
-}
-"""Names of attention, modulation and head in PixArt, SANA and Wan."""
 TRAINING_SETTINGS = {"context_dropout", "class_dropout", "rope_scaling", "lora", "base_width", "null_text"}
 """Our settings that do not change the network of an export. `rope_scaling` has an effect only with `rope_factors`."""
 HEAD_SETTINGS = {"hidden_size", "num_attention_heads"}

@@ -19,7 +19,7 @@ the original code; for UNets `lora_unet_` and diffusers' name with underscores, 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -77,36 +77,22 @@ def _split(layer: str, rule: Rule, a: Tensor, b: Tensor) -> dict[str, Adapter]:
     return {name: Adapter(part, b) for name, part in zip(names, rule.form.to_external(a), strict=True)}
 
 
-def diffusers_tensors(layers: Mapping[str, Adapter], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors of a file for diffusers or peft.
-
-    Args:
-        prefix: of every name: the part of a diffusers pipeline, or `PEFT_PREFIX`.
-    """
-    tensors = {}
-    for name, adapter in layers.items():
-        tensors[f"{prefix}.{name}.lora_A.weight"] = adapter.a.contiguous().clone()
-        tensors[f"{prefix}.{name}.lora_B.weight"] = adapter.b.contiguous().clone()
-    return tensors
-
-
-def adapter_config(layers: Mapping[str, Adapter]) -> dict[str, Any]:
-    """Return peft's `adapter_config.json`."""
-    rank = len(next(iter(layers.values())).a)
-    return {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(layers)}
-
-
 def write_adapter_folder(
     layers: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, out: Path
 ) -> None:
     """Write adapter files for diffusers and peft, and a page with loading instructions, to a new folder."""
-    texts = {PEFT_CONFIG: to_json(adapter_config(layers)), PAGE: adapter_page(form, model)}
+    rank = len(next(iter(layers.values())).a)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": sorted(layers)}
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)
         for name, prefix in ((DIFFUSERS_FILE, form.part), (PEFT_FILE, PEFT_PREFIX)):
-            write_tensors(diffusers_tensors(layers, prefix), part / name)
-        for name, text in texts.items():
-            (part / name).write_text(text, encoding="utf-8")
+            tensors = {}
+            for layer, adapter in layers.items():
+                tensors[f"{prefix}.{layer}.lora_A.weight"] = adapter.a.contiguous().clone()
+                tensors[f"{prefix}.{layer}.lora_B.weight"] = adapter.b.contiguous().clone()
+            write_tensors(tensors, part / name)
+        (part / PEFT_CONFIG).write_text(to_json(config), encoding="utf-8")
+        (part / PAGE).write_text(adapter_page(form, model), encoding="utf-8")
 
 
 def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Optional[str]]) -> dict[str, Tensor]:

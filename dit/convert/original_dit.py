@@ -10,17 +10,18 @@ Source: Peebles and Xie 2023, arXiv:2212.09748; names of the public `models.py`.
 import math
 import re
 from collections.abc import Mapping
-from typing import Optional
+from dataclasses import replace
+from typing import Optional, TypeGuard
 
 from torch import Tensor
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel, check_settings, patches
 from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Form, RuleBook, Shape, layer_rules, require
-from dit.convert.variance import predicts_variance
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
+from dit.models.transformer_config import TransformerModelConfig
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.patchify import grid_positions
 
@@ -45,6 +46,11 @@ _NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final
 
 GUIDED_CHANNELS = 3
 """Channels of a latent, out of 4, that facebookresearch/DiT guides; diffusers' pipeline guides all."""
+
+
+def predicts_variance(model: ModelConfig) -> TypeGuard[TransformerModelConfig]:
+    """Return whether a network has a second output per channel, the variance of a reverse step."""
+    return isinstance(model, TransformerModelConfig) and model.output_features == 2 * model.token_channels
 
 
 def trained_objective(model: ModelConfig) -> DDPM:
@@ -138,3 +144,30 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
     }
     tables = {"pos_embed": position_table(model, height // model.patch_spatial)}
     return RuleBook(shapes, layer_rules(shapes, NAMES, forms), tables, stored_tables=True)
+
+
+def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
+    """Remove a learned variance, the second half of the channels at every position of a patch, from the head.
+
+    Returns:
+        The model with settings for training and sampling without a learned variance, and its weights.
+    """
+    model = trained.model
+    positions = model.token_channels // model.in_channels
+    if not predicts_variance(model):
+        raise ConfigError(
+            f"--drop-variance: the model predicts {model.output_features // positions} channels for latents of "
+            f"{model.in_channels}, so there is no variance to drop; leave the flag out"
+        )
+    cut = {
+        name: weights[name].unflatten(0, (positions, -1))[:, : model.in_channels].flatten(0, 1)
+        for name in ("head.linear.weight", "head.linear.bias")
+    }
+    objective = trained.objective
+    mean = replace(
+        trained,
+        model=replace(model, out_channels=None),
+        objective=replace(objective, variance=None) if isinstance(objective, DDPM) else objective,
+        sampling={name: value for name, value in trained.sampling.items() if name != "variance"},
+    )
+    return mean, {**weights, **cut}

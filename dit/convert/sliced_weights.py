@@ -9,23 +9,86 @@ each index of each external tensor. A box then needs these slices (q, k and v of
 
 Indices with a small gap between them are read as one slice. If a form changes several axes (`Form.axis` is None, as for
 the convolution that embeds patches), its tensors are read in full, rearranged and dropped: they are small.
+
+A file is mapped while one tensor of it is read, without a copy in memory. Its pages count as memory of the process only
+until then.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from einops import EinopsError
 from torch import Tensor
 
+from dit import safe_files
 from dit.convert.rules import Copies, Form, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
-from dit.convert.stored_tensors import StoredTensors
+from dit.convert.state_files import CONFIG, INDEX, PICKLES, check_index, index_of, reading, shard_names, weights_file
 from dit.errors import CheckpointError, ConfigError
 
 PIECE_ELEMENTS = 1 << 20  # copied at once
 LARGEST_GAP = 64  # unused indices between two used ones that are read, too
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types by their names in safetensors files; quantised weights have others."""
 
 Block = tuple[slice, ...]
+
+
+class StoredTensors:
+    """The tensors of a folder with `config.json` and safetensors files; the constructor reads only headers."""
+
+    def __init__(self, folder: Path) -> None:
+        weight_map = shard_names(folder) if index_of(folder).exists() else {}
+        names = sorted(set(weight_map.values())) or [weights_file(folder).with_suffix(".safetensors").name]
+        self.folder, self.files = folder, [folder / name for name in names]
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: set[str] = set()
+        self._file_of: dict[str, Path] = {}
+        if not weight_map:
+            self._check_exists()
+        for path in self.files:
+            with reading(path), safe_files.open_safetensors(path) as file:
+                for name in file.keys():  # noqa: SIM118
+                    entry = file.get_slice(name)
+                    self.shapes[name], self._file_of[name] = tuple(entry.get_shape()), path
+                    self.dtypes.add(entry.get_dtype())
+        if weight_map:
+            check_index(folder, weight_map, self.shapes)
+        if quantised := sorted(self.dtypes - DTYPES.keys()):
+            raise ConfigError(
+                f"{folder} has weights of {', '.join(quantised)}; quantised weights are not read, only "
+                f"{', '.join(DTYPES)}: download the weights in bf16"
+            )
+
+    def _check_exists(self) -> None:
+        path = self.files[0]
+        if not path.exists():
+            pickles = sorted(entry.name for entry in self.folder.iterdir() if entry.suffix in PICKLES)
+            fault = f"{CONFIG} but no {path.name} or {INDEX}"
+            if pickles:
+                fault = f"its weights as a pickle ({pickles[0]}), which cannot be read in slices and can run code"
+            raise ConfigError(
+                f"{self.folder} has {fault}; download the folder with .safetensors, or import a pickle: python -m "
+                f"launch.import_weights --from {self.folder} --format diffusers --out RUN_DIR"
+            )
+
+    @contextmanager
+    def slices(self, names: Sequence[str]) -> Iterator[list[Any]]:
+        """Yield objects that return a part of a tensor when they are indexed, as views of the mapped file."""
+        with ExitStack() as opened:
+            entries = []
+            for name in names:
+                path = self._file_of[name]
+                opened.enter_context(reading(path))
+                entries.append(opened.enter_context(safe_files.open_safetensors(path)).get_slice(name))
+            yield entries
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor in full."""
+        with self.slices([name]) as (entry,):
+            return entry[:].clone()
 
 
 class SlicedWeights:
@@ -51,55 +114,45 @@ class SlicedWeights:
         rule = self._rules[name]
         try:
             with self._stored.slices(rule.external_names) as sources:
-                is_full = rule.form.axis is None
-                reader = _FullSource(rule, sources) if is_full else _AxisSource(rule, self.shapes[name], sources)
+                if rule.form.axis is None:
+                    tensors = [source[:] for source in sources]
+                    _check(rule, tensors)
+                    parameter = rule.form.from_external(tensors)
+                    for block, target in blocks:
+                        target.copy_(parameter[block])
+                    return
+                positions = positions_of(rule.form, self.shapes[name])
+                # Copies of one tensor are compared, so they are read together.
+                together = [sources] if isinstance(rule.form, Copies) else [[source] for source in sources]
                 for block, target in blocks:
-                    reader.copy(block, target)
+                    for piece, part in _pieces(block, target):
+                        for some, places in zip(together, positions):
+                            _copy(rule, piece, part, some, places)
         except (ConfigError, EinopsError) as error:
             raise CheckpointError(f"{name} cannot be read from {self._stored.folder}: {error}") from error
 
 
-class _FullSource:
-    """A parameter whose form changes several axes."""
+def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
+    """Copy the part of a block of a parameter, whose form permutes one axis, that an external tensor has.
 
-    def __init__(self, rule: Rule, sources: Sequence[Any]) -> None:
-        tensors = [source[:] for source in sources]
+    Args:
+        copies: the tensor and its copies.
+        positions: result of `positions_of` for it.
+    """
+    axis = rule.form.axis
+    assert axis is not None
+    for span, used, places in _spans(positions, block[axis]):
+        index = (*block[:axis], span, *block[axis + 1 :])
+        tensors = [source[index] for source in copies]
         _check(rule, tensors)
-        self._parameter = rule.form.from_external(tensors)
-
-    def copy(self, block: Block, target: Tensor) -> None:
-        target.copy_(self._parameter[block])
-
-
-class _AxisSource:
-    """A parameter whose form permutes one axis."""
-
-    def __init__(self, rule: Rule, shape: Shape, sources: Sequence[Any]) -> None:
-        self._rule, self._sources, self._positions = rule, sources, positions_of(rule.form, shape)
-
-    def copy(self, block: Block, target: Tensor) -> None:
-        for piece, part in _pieces(block, target):
-            if isinstance(self._rule.form, Copies):
-                self._copy(piece, part, self._sources, self._positions[0])
-                continue
-            for source, positions in zip(self._sources, self._positions, strict=True):
-                self._copy(piece, part, [source], positions)
-
-    def _copy(self, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
-        axis = self._rule.form.axis
-        assert axis is not None
-        for span, used, places in _spans(positions, block[axis]):
-            index = (*block[:axis], span, *block[axis + 1 :])
-            tensors = [source[index] for source in copies]
-            _check(self._rule, tensors)
-            values = tensors[0] if len(tensors) == 1 else self._rule.form.from_external(tensors)
-            values = values.reshape([s.stop - s.start for s in index])  # without the axes of a 1 x 1 convolution
-            if len(used) < values.shape[axis]:
-                values = values.index_select(axis, used)
-            if bool((places.diff() == 1).all()):
-                target.narrow(axis, int(places[0]), len(places)).copy_(values)
-            else:
-                target.index_copy_(axis, places.to(target.device), values.to(target))
+        values = tensors[0] if len(tensors) == 1 else rule.form.from_external(tensors)
+        values = values.reshape([s.stop - s.start for s in index])  # without the axes of a 1 x 1 convolution
+        if len(used) < values.shape[axis]:
+            values = values.index_select(axis, used)
+        if bool((places.diff() == 1).all()):
+            target.narrow(axis, int(places[0]), len(places)).copy_(values)
+        else:
+            target.index_copy_(axis, places.to(target.device), values.to(target))
 
 
 def positions_of(form: Form, shape: Shape) -> list[Tensor]:

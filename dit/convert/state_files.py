@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Optional
+from typing import Any, Optional
 
 import torch
 from safetensors import SafetensorError
@@ -31,21 +31,16 @@ VARIANT = f"{STEM}.*.safetensors"
 """Pattern of the weights of a variant, such as `fp16`."""
 VARIANT_INDEX = f"{STEM}.safetensors.index.*.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-PLAIN = "save plain tensors by name, best as .safetensors"
 MAX_SHARD_BYTES = 10 * 1000**3  # as in diffusers
 
 
-def read_tensors(path: Path, cure: str = PLAIN) -> dict[str, Tensor]:
-    """Read the tensors of a file by name; from a training checkpoint, the first of `ema`, `model` and `state_dict`.
-
-    Args:
-        cure: end of the message for a pickle with other objects than tensors.
-    """
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a file by name; from a training checkpoint, the first of `ema`, `model` and `state_dict`."""
     if path.suffix not in (".safetensors", *PICKLES):
         raise ConfigError(f"{path} is not a supported file of weights; use .safetensors, {', '.join(PICKLES)}")
     with reading(path):
         if path.suffix != ".safetensors":
-            return _tensors_of(_read_pickle(path, path, cure), path)
+            return _tensors_of(_read_pickle(path), path)
         with safe_files.open_safetensors(path) as file:
             return _tensors_of({name: file.get_tensor(name) for name in file.keys()}, path)  # noqa: SIM118
 
@@ -82,11 +77,11 @@ def read_metadata(path: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def _read_pickle(source: Path | IO[bytes], path: Path, cure: str) -> Any:
+def _read_pickle(path: Path) -> Any:
     # The published training script stores its command line, a Namespace of plain values, with the weights.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            return safe_files.read_torch(source)
+            return safe_files.read_torch(path)
         except OSError:
             raise
         except Exception as error:  # a damaged or hostile pickle can raise anything
@@ -95,7 +90,7 @@ def _read_pickle(source: Path | IO[bytes], path: Path, cure: str) -> Any:
             reason = reason.partition(" was not an allowed")[0].strip()  # torch then recommends to allow it
             raise ConfigError(
                 f"{path} is damaged or has other objects than tensors, and is not loaded because a pickle can run code "
-                f"({reason}); {cure}"
+                f"({reason}); save plain tensors by name, best as .safetensors"
             ) from error
 
 
@@ -117,7 +112,12 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ConfigError(message)
     settings = read_json(folder / CONFIG)
     if index_of(folder).exists():
-        return settings, _read_shards(folder)
+        weight_map = shard_names(folder)
+        tensors: dict[str, Tensor] = {}
+        for name in sorted(set(weight_map.values())):
+            tensors |= read_tensors(folder / name)
+        check_index(folder, weight_map, tensors)
+        return settings, tensors
     if (file := weights_file(folder)).exists():
         return settings, read_tensors(file)
     raise ConfigError(f"{folder} has no {STEM}.safetensors, {INDEX} or {STEM}.bin")
@@ -140,15 +140,6 @@ def weights_file(folder: Path) -> Path:
         names = ", ".join(path.name for path in variants)
         raise ConfigError(f"{folder} has only variants of the weights ({names}); rename one to {STEM}.safetensors")
     return variants[0] if variants else folder / f"{STEM}.safetensors"
-
-
-def _read_shards(folder: Path) -> dict[str, Tensor]:
-    weight_map = shard_names(folder)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(set(weight_map.values())):
-        tensors |= read_tensors(folder / file)
-    check_index(folder, weight_map, tensors)
-    return tensors
 
 
 def shard_names(folder: Path) -> dict[str, str]:
@@ -179,7 +170,8 @@ def written_atomically(out: Path) -> Iterator[Path]:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         yield part
-        _flush(part)
+        for entry in (*part.rglob("*"), part):
+            fsync(entry)
         os.rename(part, out)
         fsync(out.parent)
     except (OSError, SafetensorError) as error:
@@ -191,11 +183,6 @@ def written_atomically(out: Path) -> Iterator[Path]:
             shutil.rmtree(part)
         else:
             part.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    for entry in (*path.rglob("*"), path):
-        fsync(entry)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:

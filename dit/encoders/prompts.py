@@ -17,10 +17,6 @@ from typing import Any, Optional
 Chat = list[dict[str, Any]]
 
 
-def _nothing(tokens: int) -> slice:
-    return slice(0, 0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """The text around a caption.
@@ -44,7 +40,7 @@ class Prompt:
     after: str = ""
     chat: Optional[Callable[[str], Chat]] = None
     template: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    dropped: Callable[[int], slice] = _nothing
+    dropped: Callable[[int], slice] = lambda tokens: slice(0, 0)
     negative: Optional[str] = None
     may_be_empty: bool = False
 

@@ -281,12 +281,7 @@ def _near(name: str, part: str, file: str) -> dict[str, Any]:
 
 
 class TextEncoders:
-    """The encoders of one line.
-
-    Args:
-        line: as in `dit.encoders.text_config`.
-        device, precision: as in `TextEncoder`.
-    """
+    """The encoders of one line, see `dit.encoders.text_config`."""
 
     def __init__(self, line: str, device: str = "cpu", *, precision: Precision = "fp32") -> None:
         configs = check_text_encoder(line).encoders
@@ -295,11 +290,7 @@ class TextEncoders:
     def encode(
         self, texts: Sequence[str], pictures: Optional[Sequence[Sequence["Image"]]] = None, *, negative: bool = False
     ) -> dict[str, list[Tensor]]:
-        """Embed texts by every encoder, as `TextEncoder.encode`.
-
-        Args:
-            negative: whether these are negative prompts.
-        """
+        """Embed texts, or negative prompts, by every encoder, as `TextEncoder.encode`."""
         encoders = [encoder.of_negatives() if negative else encoder for encoder in self.encoders]
         return join_entries(encoders, [encoder.encode(texts, pictures) for encoder in encoders])
 

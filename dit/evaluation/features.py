@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dit.batch import pixel_bytes
 from dit.convert.state_files import read_tensors
 from dit.encoders.efficientnet import EFFICIENTNET, load_efficientnet
 from dit.errors import ConfigError
@@ -69,7 +70,7 @@ def load_features(path: str | Path, device: torch.device) -> Features:
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
-        return network(_bytes(images, device))
+        return network(pixel_bytes(images.to(device)))
 
     return Features(features, "Inception of FID")
 
@@ -80,7 +81,7 @@ def _efficientnet(device: torch.device) -> Features:
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
-        pixels = _bytes(images, device).float()
+        pixels = pixel_bytes(images.to(device)).float()
         pixels = nn.functional.interpolate(pixels, size=224, mode="bicubic", antialias=True)
         maps_NCHW: Tensor = network.extract_features((pixels - 127) / 128)  # as in its training
         return maps_NCHW.mean((2, 3))
@@ -122,7 +123,7 @@ def _program(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
-        features_ND = module(_bytes(images, device), **options)
+        features_ND = module(pixel_bytes(images.to(device)), **options)
         if not isinstance(features_ND, Tensor) or features_ND.dim() != 2 or len(features_ND) != len(images):
             shape = list(features_ND.shape) if isinstance(features_ND, Tensor) else type(features_ND).__name__
             raise ConfigError(
@@ -131,8 +132,3 @@ def _program(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
         return features_ND.float()
 
     return features
-
-
-def _bytes(images: Tensor, device: torch.device) -> Tensor:
-    """Return pictures in [-1, 1] as uint8, as image files store them."""
-    return ((images.to(device).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

@@ -66,12 +66,11 @@ def _block_a(pooled: int) -> Branches:
     )
 
 
-def _block_b() -> Branches:
-    return (
-        (Conv("branch3x3", 384, (3, 3), 2, False),),
-        _double(channels=64, last_stride=2),
-        (Pool("max", 2),),
-    )
+BLOCK_B: Branches = (
+    (Conv("branch3x3", 384, (3, 3), 2, False),),
+    _double(channels=64, last_stride=2),
+    (Pool("max", 2),),
+)
 
 
 def _block_c(narrow: int) -> Branches:
@@ -90,17 +89,16 @@ def _block_c(narrow: int) -> Branches:
     )
 
 
-def _block_d() -> Branches:
-    return (
-        (Conv("branch3x3_1", 192), Conv("branch3x3_2", 320, (3, 3), 2, False)),
-        (
-            Conv("branch7x7x3_1", 192),
-            Conv("branch7x7x3_2", 192, (1, 7)),
-            Conv("branch7x7x3_3", 192, (7, 1)),
-            Conv("branch7x7x3_4", 192, (3, 3), 2, False),
-        ),
-        (Pool("max", 2),),
-    )
+BLOCK_D: Branches = (
+    (Conv("branch3x3_1", 192), Conv("branch3x3_2", 320, (3, 3), 2, False)),
+    (
+        Conv("branch7x7x3_1", 192),
+        Conv("branch7x7x3_2", 192, (1, 7)),
+        Conv("branch7x7x3_3", 192, (7, 1)),
+        Conv("branch7x7x3_4", 192, (3, 3), 2, False),
+    ),
+    (Pool("max", 2),),
+)
 
 
 def _block_e(pool: Literal["average", "max"]) -> Branches:
@@ -115,32 +113,28 @@ def _block_e(pool: Literal["average", "max"]) -> Branches:
     )
 
 
-def _stem() -> tuple[Step, ...]:
-    return (
-        Conv("Conv2d_1a_3x3", 32, (3, 3), 2, False),
-        Conv("Conv2d_2a_3x3", 32, (3, 3), padded=False),
-        Conv("Conv2d_2b_3x3", 64, (3, 3)),
-        Pool("max", 2),
-        Conv("Conv2d_3b_1x1", 80),
-        Conv("Conv2d_4a_3x3", 192, (3, 3), padded=False),
-        Pool("max", 2),
-    )
-
-
-def _blocks() -> dict[str, Branches]:
-    return {
-        "Mixed_5b": _block_a(32),
-        "Mixed_5c": _block_a(64),
-        "Mixed_5d": _block_a(64),
-        "Mixed_6a": _block_b(),
-        "Mixed_6b": _block_c(128),
-        "Mixed_6c": _block_c(160),
-        "Mixed_6d": _block_c(160),
-        "Mixed_6e": _block_c(192),
-        "Mixed_7a": _block_d(),
-        "Mixed_7b": _block_e("average"),
-        "Mixed_7c": _block_e("max"),
-    }
+STEM: tuple[Step, ...] = (
+    Conv("Conv2d_1a_3x3", 32, (3, 3), 2, False),
+    Conv("Conv2d_2a_3x3", 32, (3, 3), padded=False),
+    Conv("Conv2d_2b_3x3", 64, (3, 3)),
+    Pool("max", 2),
+    Conv("Conv2d_3b_1x1", 80),
+    Conv("Conv2d_4a_3x3", 192, (3, 3), padded=False),
+    Pool("max", 2),
+)
+BLOCKS: dict[str, Branches] = {
+    "Mixed_5b": _block_a(32),
+    "Mixed_5c": _block_a(64),
+    "Mixed_5d": _block_a(64),
+    "Mixed_6a": BLOCK_B,
+    "Mixed_6b": _block_c(128),
+    "Mixed_6c": _block_c(160),
+    "Mixed_6d": _block_c(160),
+    "Mixed_6e": _block_c(192),
+    "Mixed_7a": BLOCK_D,
+    "Mixed_7b": _block_e("average"),
+    "Mixed_7c": _block_e("max"),
+}
 
 
 class _Normalised(nn.Module):
@@ -198,9 +192,8 @@ class InceptionV3(_Block):
     """The trunk of Inception v3, frozen: maps uint8 images to the 2,048 channel means of the last block."""
 
     def __init__(self) -> None:
-        super().__init__(3, (_stem(),))
-        self.blocks = tuple(_blocks())
-        for name, branches in _blocks().items():
+        super().__init__(3, (STEM,))
+        for name, branches in BLOCKS.items():
             block = _Block(self.width, branches)
             self.add_module(name, block)
             self.width = block.width
@@ -210,7 +203,7 @@ class InceptionV3(_Block):
         """Return the features `[N, 2048]`, float32, of pictures uint8 `[N, 3, H, W]`."""
         x = (resize(pictures.float(), SIDE) - 128) / 128
         x = super().forward(x)
-        for name in self.blocks:
+        for name in BLOCKS:
             x = self.get_submodule(name)(x)
         return x.mean((2, 3))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dit.batch import pixel_bytes
 from dit.errors import ConfigError
 
 LINE_HEIGHT = 48
@@ -88,5 +89,4 @@ def _pixels(images: Tensor) -> Iterator[Any]:
     """Yield pictures as arrays `[H, W, 3]`, uint8, in the order blue, green, red."""
     if images.shape[2] < LINE_HEIGHT:
         images = nn.functional.interpolate(images, scale_factor=LINE_HEIGHT / images.shape[2], mode="bicubic")
-    bytes_N3HW = ((images.float().clamp(-1, 1) + 1) * 127.5).round().byte()
-    yield from bytes_N3HW.flip(1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
+    yield from pixel_bytes(images).flip(1).permute(0, 2, 3, 1).contiguous().cpu().numpy()

@@ -14,14 +14,12 @@ from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.checkpoint.base_model import download_base, load_run
-from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.records import METADATA_FILE, usable
-from dit.checkpoint.verify_together import on_first_rank
 from dit.condition_table import DEFAULT_FPS, FIRST_FRAMES, FPS, LABEL
 from dit.conditions import Value, pack_conditions
 from dit.encoders.text import empty_texts, load_text_encoders
-from dit.errors import CheckpointError, ConfigError
+from dit.errors import ConfigError
 from dit.inference.sizes import check_size
 from dit.levels import first_frames_clean, unmasked_clean, with_levels
 from dit.objectives.flow_matching import FlowMatching
@@ -425,13 +423,7 @@ def load_generator(
     """
     groups = groups or groups_to_sample(path)
     with ExitStack() as reading:
-        # The run may still save newer checkpoints and delete older ones, so only rank 0 selects one.
-        checkpoint = on_first_rank(lambda: _find(path, reading), groups)
-        if isinstance(checkpoint, CheckpointError):
-            raise checkpoint
-        folder, step = checkpoint
-        if groups.rank:
-            reading.enter_context(being_read(folder))
+        folder, step = find_checkpoint(path, reading, groups)
         config, metadata = read_settings(folder)
         slot = slot_of(folder, config, weights)
         chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
@@ -451,10 +443,3 @@ def groups_to_sample(*paths: Path | str) -> ProcessGroups:
     for path in paths:
         download_base(path)
     return process_groups.initialize(ParallelConfig(data_parallel="ddp"))
-
-
-def _find(path: Path | str, reading: ExitStack) -> tuple[Path, int] | CheckpointError:
-    try:
-        return find_checkpoint(path, reading)
-    except CheckpointError as error:
-        return error

@@ -125,7 +125,6 @@ class PictureWriter:
         network: Callable[..., Tensor],
         latent_size: tuple[int, int, int],
         fps: float,
-        device: torch.device,
         *,
         lay_out: bool = True,
     ) -> list["Image"]:
@@ -154,31 +153,18 @@ class PictureWriter:
         conditions = {FPS.name: [fps] * count, **empty, **conditions, **self._encoded_prompts()}
         frames, height, width = latent_size
         padded = frames_to_patch(frames, self.spec.patch_temporal), height, width
-        batch = empty_pack(self.spec, padded, count, device, conditions)
-        latents = generate(
-            network,
-            self.objective,
-            batch,
-            self.spec,
-            self.sampling,
-            negative=empty,
-        )
+        batch = empty_pack(self.spec, padded, count, local_device(), conditions)
+        latents = generate(network, self.objective, batch, self.spec, self.sampling, negative=empty)
         return clip_grid(self._decoder(latents[:, :, :frames]), captions, columns) if lay_out else []
 
-    def redraw(
-        self, network: Callable[..., Tensor], batch: PackedBatch, device: torch.device, *, lay_out: bool = True
-    ) -> list["Image"]:
-        """Generate samples with the conditions, references and sizes of the samples of a pack.
-
-        Args:
-            batch: a full pack.
-            lay_out: as in `draw`.
+    def redraw(self, network: Callable[..., Tensor], batch: PackedBatch, *, lay_out: bool = True) -> list["Image"]:
+        """Generate samples with the conditions, references and sizes of the samples of a full pack; see `draw`.
 
         Returns:
             The samples of the pack in the first row, the generated ones in the second, once per frame; those with
             another size than the first sample are left out.
         """
-        batch = batch.to(device)
+        batch = batch.to(local_device())
         empty = {name: [null] * batch.layout.num_samples for name, null in self.nulls.items()}
         # The noise levels may depend on the size; those of the first sample are those of all that are shown.
         objective = self.objective.at_size(math.prod(batch.grids[0]), batch.latents_TC.shape[1])
@@ -210,12 +196,13 @@ class PictureWriter:
         network: Callable[..., Tensor],
         latent_size: tuple[int, int, int],
         fps: float,
-        device: torch.device,
         folder: Optional[Path],
         averaged: Optional[Callable[[], AbstractContextManager[None]]] = None,
         held_out: Optional[PackedBatch] = None,
     ) -> dict[str, Path]:
         """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
+
+        A grid of several frames is a GIF of at most `MAX_GIF_FPS`.
 
         Args:
             averaged: context in which the model has its averaged weights; None if there is no average.
@@ -234,19 +221,13 @@ class PictureWriter:
             with averaged() if averaged is not None and weights == "ema" else nullcontext():
                 lay_out = folder is not None
                 if held_out is None:
-                    frames = self.draw(network, latent_size, fps, device, lay_out=lay_out)
+                    frames = self.draw(network, latent_size, fps, lay_out=lay_out)
                 else:
-                    frames = self.redraw(network, held_out, device, lay_out=lay_out)
+                    frames = self.redraw(network, held_out, lay_out=lay_out)
             if folder is not None:
-                paths[name] = self.save(frames, make_folder(folder) / f"{weights}.png", fps)
+                path = make_folder(folder) / f"{weights}.png"
+                if len(frames) == 1:
+                    paths[name] = save_png(frames[0], path)
+                else:
+                    paths[name] = save_gif(frames, path.with_suffix(".gif"), min(fps, MAX_GIF_FPS))
         return paths
-
-    def save(self, frames: list["Image"], path: Path, fps: float) -> Path:
-        """Write the grid atomically as PNG, or as GIF if it has several frames.
-
-        Args:
-            fps: frames per second of a GIF, limited to `MAX_GIF_FPS`.
-        """
-        if len(frames) == 1:
-            return save_png(frames[0], path)
-        return save_gif(frames, path.with_suffix(".gif"), min(fps, MAX_GIF_FPS))

@@ -44,10 +44,11 @@ class Rates:
     """Hyperparameters of one update of a group of parameters.
 
     Attributes:
-        clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`, float32; NaN if
-            nothing may change.
+        clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`; NaN if nothing may
+            change.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
         table: the result of `values` on the device, `[9]`, float32; None to copy it when it is needed.
+        repeated: whether a CUDA graph repeats the update with other values in `table`.
     """
 
     lr: float
@@ -59,6 +60,7 @@ class Rates:
     clip: Tensor
     average: float = 1.0
     table: Optional[Tensor] = None
+    repeated: bool = False
 
     def values(self) -> list[float]:
         """Return the arguments of the fused kernel, then the learning rate and the step.
@@ -112,14 +114,14 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
         [p.exp_avg_sq for p in parameters],
         [],
         [values[STEP]] * len(parameters),
-        lr=values[RATE],
+        lr=values[RATE] if rates.repeated else rates.lr,
         beta1=rates.beta1,
         beta2=rates.beta2,
         weight_decay=rates.weight_decay,
         eps=rates.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=rates.clip.reciprocal(),
+        grad_scale=rates.clip.reciprocal().float(),
         found_inf=1 - rates.changes,
     )
     store(parameters, rates)

@@ -23,6 +23,14 @@ from dit.kernels.segment_groups import groups_of
 from dit.layout import SequenceLayout
 
 Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], Tensor]
+MOST_SEGMENTS = 65535
+"""Segments of one call: CUDA's limit for the dimensions y and z of a grid, in which attention kernels count them."""
+MOST_SUMS = 2**31
+"""Sums of dq in one call, which FlashAttention up to 2.8.3 numbers with 32 bits.
+
+Each head of each segment has the queries rounded up to 128, times the features rounded up to 64. Source: `dq_accum` in
+flash_bwd_preprocess_kernel.h of Dao-AILab/flash-attention 2.8.3, which its pull request 2260 corrects.
+"""
 
 
 def reference_attention(
@@ -96,7 +104,19 @@ def attend_densely(
 def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
     """Attend inside `batch` segments of equal length; return `[batch * n, N, H]`."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+    if batch > (most := _most_segments(*q.shape[1:])):
+        parts = zip(*(x.split(most) for x in (q, k, v)))
+        return torch.cat([kernel(*part).transpose(1, 2).flatten(0, 1) for part in parts])
     return kernel(q, k, v).transpose(1, 2).flatten(0, 1)
+
+
+def _most_segments(heads: int, queries: int, features: int) -> int:
+    """Return the largest number of segments that a kernel supports in one call, at least 1."""
+    return max(1, min(MOST_SEGMENTS, MOST_SUMS // _sums(heads, queries, features)))
+
+
+def _sums(heads: int, queries: int, features: int) -> int:
+    return heads * (-(-queries // 128) * 128) * (-(-features // 64) * 64)
 
 
 def varlen_attention(
@@ -146,12 +166,15 @@ def _packed(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Call a kernel for packed segments; dense batches use `segment_sdpa`."""
+    """Call a kernel for packed segments; dense batches, and packs that it does not support, use `segment_sdpa`."""
     if layout_q.uniform_length and layout_k.uniform_length:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     if nothing_attends(layout_q, layout_k):  # kernels may not support zero queries
         return zeros_of(q_TNH, k_KNH, v_KNH)
     cu_q, cu_k, max_q, max_k = _segments_with_padding(layout_q, layout_k)
+    tokens, heads, features = q_TNH.shape
+    if len(cu_q) > MOST_SEGMENTS + 1 or _sums(heads, tokens, features) > MOST_SUMS:
+        return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     return kernel(q_TNH, k_KNH, v_KNH, cu_q, cu_k, max_q, max_k)
 
 

@@ -4,11 +4,9 @@ Each op has an eager implementation, the reference on every device, and may have
 torch, and other kernels on machines where `tests/gpu` has passed with them (`dit.parallel.verified_kernels`).
 """
 
-from typing import Optional
-
 import torch
 
-from dit.kernels.adamw import AdamW, AddGradients
+from dit.kernels.adamw import AdamW, AddGradients, adamw
 from dit.kernels.attention import Attention, flash_attention, segment_sdpa, torch_flash, varlen_attention
 from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.choice import (
@@ -19,6 +17,7 @@ from dit.kernels.choice import (
     Op,
     Target,
     capability,
+    capability_from,
     choose,
     code_generator,
     half_on_cuda,
@@ -31,8 +30,9 @@ from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
 from dit.kernels.te_attention import TEAttention
 from dit.objectives.addressed_noise import NoiseMixer, mix_eagerly
 
+AMPERE = capability_from(8, 0, "FlashAttention")
 # torch's flash kernels are called directly, without the padding of head sizes that torch otherwise adds.
-TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
+TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256), AMPERE)
 FLASH = "https://github.com/Dao-AILab/flash-attention says how"
 
 ATTENTION = Op[Attention](
@@ -41,13 +41,14 @@ ATTENTION = Op[Attention](
         Implementation(
             "transformer_engine",
             TEAttention,
-            (half_on_cuda, installed("transformer_engine"), not_deterministic),
+            (half_on_cuda, installed("transformer_engine"), not_deterministic, head_sizes(8, 256)),
             UNVERIFIED,
         ),
         Implementation(
             "flash_attn_4",
             torch_flash("FA4"),
-            (*TORCH_FLASH, installed("flash_attn.cute", FLASH), capability(9, 10)),
+            # Blackwell has no kernels for most larger heads.
+            (*TORCH_FLASH, head_sizes(8, 128), installed("flash_attn.cute", FLASH), capability(9, 10)),
             UNVERIFIED,
         ),
         Implementation(
@@ -56,7 +57,12 @@ ATTENTION = Op[Attention](
             (*TORCH_FLASH, installed("flash_attn_interface", FLASH), capability(9)),
             UNVERIFIED,
         ),
-        Implementation("flash_attn", lambda: flash_attention, (half_on_cuda, installed("flash_attn")), UNVERIFIED),
+        Implementation(
+            "flash_attn",
+            lambda: flash_attention,
+            (half_on_cuda, installed("flash_attn"), head_sizes(1, 256), AMPERE),
+            UNVERIFIED,
+        ),
         Implementation("varlen", lambda: varlen_attention, TORCH_FLASH),
         Implementation("sdpa", lambda: segment_sdpa),
     ),
@@ -108,16 +114,16 @@ def _fused_adamw() -> AdamW:
     return adamw
 
 
-OPTIMIZER = Op[Optional[AdamW]](
+OPTIMIZER = Op[AdamW](
     "optimizer",
     (
         Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
-        Implementation("compile", lambda: None, (), LAYERS_ONLY),
-        Implementation("eager", lambda: None),
+        Implementation("compile", lambda: adamw, (), LAYERS_ONLY),
+        Implementation("eager", lambda: adamw),
     ),
     setting="training.kernels",
 )
-"""AdamW, weight average and model copy in one pass, see `dit.kernels.adamw`; None for Megatron-Core with torch's."""
+"""AdamW, weight average and model copy, see `dit.kernels.adamw`."""
 
 
 def add_gradients(target: Target, requested: str) -> AddGradients:

@@ -5,7 +5,6 @@ This project has not run it yet: Transformer Engine has no CPU wheel, and no GPU
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dit.kernels.attention import nothing_attends, zeros_of
@@ -31,10 +30,11 @@ class TEAttention:
             self._modules[key] = DotProductAttention(
                 key[0], key[2], num_gqa_groups=key[1], attention_dropout=0.0, qkv_format="thd", attn_mask_type="padding"
             )
+        # The kernels do not write outputs and gradients of padding, and may multiply its values by 0.
         out_TD = self._modules[key](
-            q_TNH,
-            k_KNH,
-            v_KNH,
+            _without_padding(q_TNH, layout_q),
+            _without_padding(k_KNH, layout_k),
+            _without_padding(v_KNH, layout_k),
             qkv_format="thd",
             attn_mask_type="padding",
             cu_seqlens_q=layout_q.cu_seqlens,
@@ -43,7 +43,16 @@ class TEAttention:
             cu_seqlens_kv_padded=layout_k.cu_seqlens_padded,
             max_seqlen_q=layout_q.max_seqlen,
             max_seqlen_kv=layout_k.max_seqlen,
+            pad_between_seqs=_has_padding_between(layout_q) or _has_padding_between(layout_k),
         )
-        # The kernel does not write the outputs of padding.
-        out_TNH = out_TD.view_as(q_TNH)
-        return torch.where(layout_q.valid_T[:, None, None], out_TNH, torch.zeros_like(out_TNH))
+        return _without_padding(out_TD.view_as(q_TNH), layout_q)
+
+
+def _without_padding(x_TNH: Tensor, layout: SequenceLayout) -> Tensor:
+    """Replace padding by zeros, and its gradient too."""
+    return x_TNH.masked_fill(~layout.valid_T[:, None, None], 0.0) if layout.has_padding else x_TNH
+
+
+def _has_padding_between(layout: SequenceLayout) -> bool:
+    """Return whether a token may follow the padding of a sample; Transformer Engine would compare tensors."""
+    return layout.is_fixed or layout.lengths[:-1] != layout.padded_lengths[:-1]

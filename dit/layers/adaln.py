@@ -10,7 +10,7 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from dit.backends.init import ONES, ZEROS, xavier_uniform
+from dit.backends.init import ONES, ZEROS, Init, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import GradientCovers, replicate_on_all_stages
@@ -26,6 +26,7 @@ class RMSNorm(nn.Module):
 
     Args:
         gradient_covers: see `ParameterSharding`.
+        init: initial weights.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class RMSNorm(nn.Module):
         *,
         eps: float,
         gradient_covers: GradientCovers = "sequence_shard",
+        init: Init = ONES,
     ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = provider.parameter((hidden_size,), ONES, gradient_covers=gradient_covers)
+        self.weight = provider.parameter((hidden_size,), init, gradient_covers=gradient_covers)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return nn.functional.rms_norm(x_TD, x_TD.shape[-1:], self.weight, self.eps)

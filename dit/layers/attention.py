@@ -1,6 +1,6 @@
 """Self-attention and cross-attention with heads split over tensor-parallel ranks."""
 
-from typing import Optional, TypedDict
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +15,6 @@ from dit.kernels.recompute import recomputable
 from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layers.pre_hooks import run_pre_hooks
 from dit.layout import SequenceLayout
-
-
-class AttentionOptions(TypedDict, total=False):
-    """Options common to the self- and cross-attention of a layer, see `SelfAttention`."""
-
-    num_query_groups: Optional[int]
-    bias: bool
-    qk_layernorm: bool
-    norm_full_width: bool
-    eps: float
 
 
 class HeadRMSNorm(nn.Module):

@@ -157,8 +157,7 @@ class VectorEmbedder(nn.Module):
         super().__init__()
         self.condition = condition
         self.null = provider.parameter((width,), ZEROS) if learned_null else None
-        init = xavier_uniform(width, hidden_size)
-        self.linear_1 = provider.replicated_linear(width, hidden_size, bias=bias, init=init)
+        self.linear_1 = provider.replicated_linear(width, hidden_size, bias=bias, init=normal(0.02))
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=bias, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from dit.backends.init import normal, xavier_uniform
+from dit.backends.init import Init, normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import GradientCovers, replicate_on_all_stages
 from dit.batch import PackedBatch
@@ -89,9 +89,9 @@ class TextProjection(nn.Module):
     Args:
         context_size: width of the text embeddings.
         hidden_size: width of the tokens.
-        norm_eps: epsilon of an RMSNorm after them; None for no norm.
+        norm_eps: epsilon of an RMSNorm after them, whose weights start at 0.01; None for no norm.
 
-    Source: the caption embedder of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426.
+    Source: the caption embedder of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426; the norm is that of SANA.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class TextProjection(nn.Module):
         )
         self.norm: nn.Module = nn.Identity()
         if norm_eps is not None:
-            self.norm = RMSNorm(hidden_size, provider, eps=norm_eps, gradient_covers=covers)
+            start = Init("constant", 0.01)
+            self.norm = RMSNorm(hidden_size, provider, eps=norm_eps, gradient_covers=covers, init=start)
         replicate_on_all_stages(self.parameters())
 
     def forward(self, context_KD: Tensor) -> Tensor:

@@ -80,33 +80,16 @@ class Ability(Enum):
     BF16 = "bf16"
     FP16 = "fp16"
     MIXED_SHAPES = "samples of different shapes in one micro-batch"
-    LEVELS = "several noise levels in a sample"
-    SPLIT_TEXTS = "context parallelism of all tokens"
-    ALIGNED = "alignment of hidden states"
-    COMPILED = "compiled layers"
-    FIXED_PACKS = "CUDA graphs of packs"
+    LEVELS = "several noise levels in a sample"  # see `dit.levels`
+    SPLIT_TEXTS = "context parallelism of all tokens"  # no stream of tokens is replicated
+    ALIGNED = "alignment of hidden states"  # with features of a teacher (`objective.alignment`)
+    COMPILED = "compiled layers"  # by torch.compile (`training.kernels=compile`)
+    FIXED_PACKS = "CUDA graphs of packs"  # passes read no lengths of samples (`dit.fixed_packs`)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """Features of a backbone other than data parallelism in fp32; settings that need a False feature raise an error.
-
-    Attributes:
-        tensor: linear layers and heads split over tensor-parallel ranks.
-        sequence: activations between the linear layers split over the tensor-parallel ranks.
-        pipeline: layers split over pipeline stages.
-        context: tokens of a sample split over context-parallel ranks.
-        expert: experts split over expert-parallel ranks, if the backbone has experts.
-        fsdp: weights, gradients and optimizer sharded by Megatron-FSDP.
-        bf16: bf16 weights with fp32 masters.
-        fp16: fp16 weights with fp32 masters and a loss scale.
-        mixed_shapes: samples of different shapes in one micro-batch, packed or not.
-        levels: several noise levels in a sample (`dit.levels`).
-        split_texts: context parallelism splits every stream of tokens of the blocks; False if it replicates a text.
-        aligned: hidden states aligned with features of a teacher (`objective.alignment`).
-        compiled: layers compiled by torch.compile (`training.kernels=compile`).
-        fixed_packs: passes that read no lengths of samples, so that a CUDA graph repeats packs (`dit.fixed_packs`).
-    """
+    """Whether a backbone has each `Ability`; settings that need a False one raise an error."""
 
     tensor: bool = True
     sequence: bool = True

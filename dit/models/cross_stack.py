@@ -1,7 +1,7 @@
 """Backbones with one token stream, whose blocks attend to the text of their sample."""
 
 from collections.abc import Callable
-from typing import Any, Optional, TypeVar
+from typing import Any, Optional, TypedDict, TypeVar, Unpack
 
 from torch import Tensor, nn
 
@@ -19,6 +19,22 @@ from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.token_stack import TokenStack
 
 Config = TypeVar("Config", bound=CrossAttentionModelConfig)
+
+
+class AttentionOptions(TypedDict, total=False):
+    """Options common to the self- and cross-attention of a block, see `SelfAttention`."""
+
+    num_query_groups: Optional[int]
+    bias: bool
+    qk_layernorm: bool
+    norm_full_width: bool
+    eps: float
+
+
+def attention_options(config: CrossAttentionModelConfig, **others: Unpack[AttentionOptions]) -> AttentionOptions:
+    """Return the options that follow from the settings, and others, which take precedence."""
+    groups, eps = config.num_query_groups, config.layernorm_epsilon
+    return {"num_query_groups": groups, "qk_layernorm": config.qk_layernorm, "eps": eps, **others}
 
 
 class CrossStack(TokenStack[Config]):

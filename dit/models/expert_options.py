@@ -1,20 +1,21 @@
 """Settings of a mixture of experts, for backbones whose layers may have one."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Optional
 
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
 from dit.models.base import TransformerSizes
+from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import check_unused
 
 Router = Literal["expert_choice", "top_k"]
 
 
 @dataclass(kw_only=True)
-class ExpertOptions:
-    """A mixture of experts in place of the MLP of every layer.
+class ExpertOptions(TransformerModelConfig):
+    """A transformer with a mixture of experts in place of the MLP of every layer, if `num_experts` is set.
 
     Attributes:
         num_experts: experts of each layer; None for a dense MLP.
@@ -31,19 +32,18 @@ class ExpertOptions:
     moe_top_k: int = 2
     moe_aux_loss_coeff: float = 0.01
 
-    def validate_experts(self) -> None:
-        """Check the settings; raise `ConfigError` with the numbers."""
+    def validate(self) -> None:
+        super().validate()
         experts = self.num_experts
         if experts is None:
-            names = [field.name for field in fields(ExpertOptions)]
+            names = [name for name in vars(self) if name.startswith("moe_")]
             check_unused("model", self, names, "without experts", "set model.num_experts too")
             return
+        names, other = ["moe_capacity_factor"], "expert_choice"
         if self.moe_router == "expert_choice":
-            names = ["moe_top_k", "moe_aux_loss_coeff"]
-            check_unused("model", self, names, "with model.moe_router=expert_choice", "use model.moe_router=top_k")
-        else:
-            names = ["moe_capacity_factor"]
-            check_unused("model", self, names, "with model.moe_router=top_k", "use model.moe_router=expert_choice")
+            names, other = ["moe_top_k", "moe_aux_loss_coeff"], "top_k"
+        where = f"with model.moe_router={self.moe_router}"
+        check_unused("model", self, names, where, f"use model.moe_router={other}")
         if self.moe_router == "expert_choice" and self.moe_capacity_factor > experts:
             raise ConfigError(
                 f"model.moe_capacity_factor={self.moe_capacity_factor} is the mean number of experts per token "
@@ -55,27 +55,19 @@ class ExpertOptions:
                 f"(model.num_experts={experts}); use a value from 1 to {experts}"
             )
 
-    def expert_size(self, dense_size: int) -> int:
-        """Return the inner width of one expert.
+    @property
+    def expert_size(self) -> int:
+        """Inner width of one expert."""
+        return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
-        Args:
-            dense_size: inner width of the dense MLP.
-        """
-        return dense_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
-
-    def with_experts(self, sizes: TransformerSizes, dense_size: int) -> TransformerSizes:
-        """Add the sizes of the experts, if any, to the sizes for Megatron-Core.
-
-        Args:
-            sizes: sizes of the backbone with a dense MLP.
-            dense_size: inner width of the dense MLP.
-        """
+    def megatron_sizes(self) -> TransformerSizes:
+        sizes = super().megatron_sizes()
         if self.num_experts is None:
             return sizes
         return replace(
             sizes,
             num_moe_experts=self.num_experts,
-            moe_ffn_hidden_size=self.expert_size(dense_size),
+            moe_ffn_hidden_size=self.expert_size,
             moe_router_topk=self.moe_top_k,
             moe_router_pre_softmax=True,
             moe_router_dtype="fp32",
@@ -84,10 +76,10 @@ class ExpertOptions:
             moe_expert_capacity_factor=self.moe_capacity_factor,
         )
 
-    def moe_arguments(self, dense_size: int) -> dict[str, Any]:
+    def moe_arguments(self) -> dict[str, Any]:
         """Return the sizes and the routing arguments of `dit.layers.moe.MoE`."""
         return {
-            "ffn_hidden_size": self.expert_size(dense_size),
+            "ffn_hidden_size": self.expert_size,
             "num_experts": self.num_experts,
             "router": self.moe_router,
             "capacity_factor": self.moe_capacity_factor,
@@ -96,11 +88,7 @@ class ExpertOptions:
         }
 
     def routed_pairs(self, lengths: Sequence[int]) -> int:
-        """Count the (token, expert) pairs that one layer computes.
-
-        Args:
-            lengths: tokens of each sample.
-        """
+        """Count the (token, expert) pairs that one layer computes for samples of these lengths."""
         assert self.num_experts is not None
         if self.moe_router == "top_k":
             return sum(lengths) * self.moe_top_k

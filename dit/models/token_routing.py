@@ -78,7 +78,6 @@ class TokenRouting(nn.Module):
     """Runs the middle layers of a stage on some of the tokens.
 
     Args:
-        config: settings of the model, with `routing`.
         attention: the attention of the model, which has the context-parallel group.
     """
 

@@ -72,7 +72,7 @@ class TokenStack(Backbone, Generic[Config]):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        self.rotary = config.rotary() if config.position_embedding == "rope_3d" else None
+        self.rotary = config.rotary()
         self.middle, self.routing = range(0), None
         self.class_tokens: Optional[ClassTokens] = None
         self.teacher_token: Optional[TeacherToken] = None
@@ -98,9 +98,7 @@ class TokenStack(Backbone, Generic[Config]):
         """Return the inputs of every block after the tokens.
 
         Args:
-            cond_SD: conditioning vector of each sample.
             positions_T3: (t, h, w) patch index of each local token.
-            layout: layout of the local tokens.
             batch: the micro-batch, with the positions before sequence parallelism splits them.
         """
 

@@ -184,35 +184,35 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         if base is not None:
             base.validate()
 
-    def check_positions(self, axes: Optional[list[int]] = None, *, turns_in_time: bool = False) -> None:
+    def check_positions(self, *, turns_in_time: bool = False) -> None:
         """Check the kind of positions, the sizes for it, and that every changed rotary setting has an effect.
 
         Args:
-            axes: features of a head that rotate with each of `position_axes`; None for a third each.
             turns_in_time: whether temporal attention is rotary for any kind of positions.
         """
         from dit.layers.positions import check_size
 
         kind = self.position_embedding
         if kind != "rope_3d" and not turns_in_time:
-            names = [field.name for field in fields(RotarySettings)]
+            names = [field.name for field in fields(RotarySettings)] + ["rope_axes"] * hasattr(self, "rope_axes")
             check_unused("model", self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")
         elif set(self.rope_factors or [1.0]) == {1.0}:
             check_unused("model", self, ["rope_scaling"], "without model.rope_factors", "set model.rope_factors")
-        if kind == "rope_3d":
-            self.rotary(axes)
-        elif kind in ("sincos_2d", "sincos_3d"):
+        self.rotary()
+        if kind in ("sincos_2d", "sincos_3d"):
             check_size(self.hidden_size, kind)
 
-    def rotary(self, axes: Optional[list[int]] = None, *, time_only: bool = False) -> "RotaryPositions":
-        """Return the validated rotary embedding of these settings.
+    def rotary(self, *, time_only: bool = False) -> "Optional[RotaryPositions]":
+        """Return the validated rotary embedding of these settings; None for other positions.
 
         Args:
-            axes: features of each of `position_axes`; None for a third each.
             time_only: whether all features of a head rotate with t, for temporal attention.
         """
         from dit.layers.positions import RotaryPositions, check_rope
 
+        if self.position_embedding != "rope_3d" and not time_only:
+            return None
+        axes: Optional[list[int]] = getattr(self, "rope_axes", None)  # features of each of `position_axes`
         factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
         positions = RotaryPositions(
             self.head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes, self.position_axes

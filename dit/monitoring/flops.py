@@ -14,6 +14,7 @@ counted. Counts are for the full pack: divide by the ranks that share it.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from math import prod
 from typing import Literal, Optional
 
@@ -45,7 +46,6 @@ class PackFlops:
     def __init__(self, model: ModelConfig, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> None:
         self.model, self._discriminator, self._passes = model, auxiliary.discriminator, auxiliary.extra_passes
         self._cost = forward_cost(model)
-        self._nemo_weights: Optional[int] = None
 
     def forward(
         self,
@@ -54,55 +54,19 @@ class PackFlops:
         context_layout: Optional[SequenceLayout] = None,
         *,
         convention: Convention = "model",
+        recomputed: float = 0.0,
     ) -> int:
         """Count one forward pass over a pack.
 
         Args:
             grids: (t, h, w) in patches of its samples; zeros for a sample without tokens.
             context_layout: layout of its texts; None counts the null text of each sample.
+            recomputed: share of the layers that run once more; counted only in the `hardware` convention.
         """
-        return self._forward(layout, grids, context_layout, convention, 0.0)
-
-    def training(
-        self,
-        layout: SequenceLayout,
-        grids: Sequence[Grid],
-        context_layout: Optional[SequenceLayout] = None,
-        *,
-        convention: Convention = "model",
-        recomputed: float = 0.0,
-    ) -> int:
-        """Count a forward and a backward pass over a pack, and the extra passes of the objective.
-
-        Args:
-            recomputed: share of the layers that run once more in the backward pass; counted only in the `hardware`
-                convention.
-        """
-        forward = self._forward(layout, grids, context_layout, convention, recomputed)
-        backward = 2 if self.model.adapters is None else 1
-        total = (backward + self._passes) * self.forward(layout, grids, context_layout, convention=convention) + forward
-        if self._discriminator is not None:
-            channels, patch = self.model.in_channels, self.model.patch_spatial
-            pictures = ((t, h * patch, w * patch) for t, h, w in grids)
-            total += sum(t * self._discriminator.training_flops(channels, h, w) for t, h, w in pictures)
-        return total
-
-    def of_pack(self, pack: PackedBatch) -> int:
-        """Count a forward and a backward pass over a pack of the training data."""
-        return self.training(*shape_of(pack))
-
-    def _forward(
-        self,
-        layout: SequenceLayout,
-        grids: Sequence[Grid],
-        context_layout: Optional[SequenceLayout],
-        convention: Convention,
-        recomputed: float,
-    ) -> int:
         if convention == "nemo":
             sizes = self.model.megatron_sizes()
             pairs = sum(n * n for n in layout.lengths)
-            return 2 * self._weights() * layout.valid_tokens + 4 * sizes.num_layers * sizes.hidden_size * pairs
+            return 2 * self._weights * layout.valid_tokens + 4 * sizes.num_layers * sizes.hidden_size * pairs
         texts = [1] * len(grids) if context_layout is None else context_layout.lengths
         total = layers = 0
         for grid, text in zip(grids, texts, strict=True):
@@ -116,11 +80,34 @@ class PackFlops:
             total, layers = total + padding * row.total, layers + padding * row.layers
         return total + round(recomputed * layers)
 
+    def training(
+        self,
+        layout: SequenceLayout,
+        grids: Sequence[Grid],
+        context_layout: Optional[SequenceLayout] = None,
+        *,
+        convention: Convention = "model",
+        recomputed: float = 0.0,
+    ) -> int:
+        """Count a forward and a backward pass over a pack, and the extra passes of the objective; see `forward`."""
+        pack = layout, grids, context_layout
+        backward = 2 if self.model.adapters is None else 1
+        total = self.forward(*pack, convention=convention, recomputed=recomputed)
+        total += (backward + self._passes) * self.forward(*pack, convention=convention)
+        if self._discriminator is not None:
+            channels, patch = self.model.in_channels, self.model.patch_spatial
+            pictures = ((t, h * patch, w * patch) for t, h, w in grids)
+            total += sum(t * self._discriminator.training_flops(channels, h, w) for t, h, w in pictures)
+        return total
+
+    def of_pack(self, pack: PackedBatch) -> int:
+        """Count a forward and a backward pass over a pack of the training data."""
+        return self.training(*shape_of(pack))
+
+    @cached_property
     def _weights(self) -> int:
-        """Count the weights that NeMo multiplies with every token: all except those of the text's keys and values."""
-        if self._nemo_weights is None:
-            shapes = parameter_shapes(self.model)
-            self._nemo_weights = sum(
-                prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
-            )
-        return self._nemo_weights
+        """Number of weights that NeMo multiplies with every token: all except those of the text's keys and values."""
+        shapes = parameter_shapes(self.model)
+        return sum(
+            prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
+        )

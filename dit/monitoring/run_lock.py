@@ -47,13 +47,16 @@ class RunLock:
 
     Args:
         setting: name of the setting that selects the folder, for messages.
+
+    Attributes:
+        descriptor: file descriptor with the lock, -1 without; a process that inherits it keeps the lock until it ends.
     """
 
     def __init__(self, run_dir: Path | str, rank: int = 0, setting: str = "training.run_dir") -> None:
         self.run_dir, self.rank = Path(run_dir), rank
         self._named = f"{setting}={run_dir}"
         self.path = self.run_dir / LOCK_FILE
-        self._descriptor = -1
+        self.descriptor = -1
         self._holder: Optional[dict[str, Any]] = None
         self._refusal: Optional[str] = None
         self._is_busy = False
@@ -67,14 +70,9 @@ class RunLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    @property
-    def descriptor(self) -> int:
-        """File descriptor with the lock, -1 without; a process that inherits it keeps the lock until it ends."""
-        return self._descriptor
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
     def agree(self) -> None:
         """Broadcast the result of rank 0 (collective, once per world).
@@ -114,14 +112,14 @@ class RunLock:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             refuse_links(self.run_dir, allowed=LINKS)
-            self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT, follow=False)
+            self.descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT, follow=False)
             self._wait()
             started = datetime.now(UTC).isoformat(sep=" ")
             self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job_id()}
             text = json.dumps(self._holder).encode()
-            os.pwrite(self._descriptor, text, 0)
-            os.ftruncate(self._descriptor, len(text))
-            os.fsync(self._descriptor)  # else ranks on other nodes read the previous owner
+            os.pwrite(self.descriptor, text, 0)
+            os.ftruncate(self.descriptor, len(text))
+            os.fsync(self.descriptor)  # else ranks on other nodes read the previous owner
         except UserError:
             raise
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
@@ -139,7 +137,7 @@ class RunLock:
         began, reported = time.monotonic(), ""
         while True:
             try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 in_use, ends = self._in_use()

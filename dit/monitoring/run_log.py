@@ -40,66 +40,54 @@ HELD_OUT = "held_out/loss"
 
 
 class RunLog:
-    """The log of a run; ranks without sinks report nothing."""
+    """The log of a run; without sinks and progress, it reports nothing."""
 
-    def __init__(self, sinks: Optional[Sink] = None, progress: Optional[ConsoleProgress] = None) -> None:
-        self._sinks, self._progress = sinks, progress
+    def __init__(self, sinks: Optional[FanOut] = None, progress: Optional[ConsoleProgress] = None) -> None:
+        self._sinks, self._progress = sinks or FanOut(None, {}), progress
 
     @property
     def is_silent(self) -> bool:
         """Whether this rank does not report."""
-        return self._sinks is None
+        return self._progress is None
 
     def start(self, step: int) -> None:
         """Record that this attempt begins after `step`, and start the clock of the console."""
-        if self._sinks is not None and self._progress is not None:
-            self._sinks.start(step)
+        self._sinks.each(lambda sink: sink.start(step))
+        if self._progress is not None:
             self._progress.start(step)
 
     def scalars(self, state: TrainState, values: Mapping[str, float]) -> None:
         """Report the numbers of a step."""
-        if self._sinks is not None and self._progress is not None:
-            self._sinks.scalars(state.step, values, state.consumed_samples)
+        self._sinks.each(lambda sink: sink.scalars(state.step, values, state.consumed_samples))
+        if self._progress is not None:
             self._progress.update(state.step, values)
 
     def held_out(self, state: TrainState, losses: Mapping[str, float]) -> None:
         """Report the held-out losses of a step, and flush them to the disk."""
-        if self._sinks is not None:
-            scalars = {f"held_out/{name}": value for name, value in losses.items()}
-            self._sinks.scalars(state.step, scalars, state.consumed_samples)
-            self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}")
-            self._sinks.sync()
+        scalars = {f"held_out/{name}": value for name, value in losses.items()}
+        self._sinks.each(lambda sink: sink.scalars(state.step, scalars, state.consumed_samples))
+        self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}")
+        self.sync()
 
     def samples(self, state: TrainState, path: Path, name: str = "samples") -> None:
         """Report a file of samples."""
-        if self._sinks is not None:
-            self._sinks.image(name, state.step, path, "one sample per class or prompt")
-            self.message(f"step {state.step}: samples {path}")
+        self._sinks.each(lambda sink: sink.image(name, state.step, path, "one sample per class or prompt"))
+        self.message(f"step {state.step}: samples {path}")
 
     def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
         """Report a checkpoint, with the held-out loss in its manifest."""
-        if self._sinks is not None:
-            self._sinks.artifact(path, {"step": step, **held_out})
-            self.message(f"step {step}: checkpoint {path}")
+        self._sinks.each(lambda sink: sink.artifact(path, {"step": step, **held_out}))
+        self.message(f"step {step}: checkpoint {path}")
 
     def incident(self, name: str, step: int, **details: Any) -> None:
         """Record an incident, and flush it to the disk because the run may end next."""
-        if self._sinks is not None:
-            self._sinks.incident(name, step, details)
-            self._sinks.sync()
+        self._sinks.each(lambda sink: sink.incident(name, step, details))
+        self.sync()
 
     def stops(self, step: int, reason: str) -> None:
         """Report that the run stops early."""
         self.incident("signal", step, signal=reason)
         self.message(f"step {step}: stops for {reason}")
-
-    def save_failed(self, step: int, error: str, in_a_row: int) -> None:
-        """Report a checkpoint that was not written."""
-        self.incident("save_failed", step, error=error, in_a_row=in_a_row)
-
-    def copy_failed(self, step: int, error: str) -> None:
-        """Report a checkpoint that was not copied to another place."""
-        self.incident("copy_failed", step, error=error)
 
     def message(self, text: str) -> None:
         """Print a line."""
@@ -108,8 +96,7 @@ class RunLog:
 
     def sync(self) -> None:
         """Flush all records to the disk, so that they survive a power loss."""
-        if self._sinks is not None:
-            self._sinks.sync()
+        self._sinks.each(lambda sink: sink.sync())
 
     def summarize(
         self, config: RunConfig, state: TrainState, *, seconds: float, frames: int, text_encoder: Optional[str]
@@ -123,7 +110,8 @@ class RunLog:
         self.message(how_it_went(Path(run_dir) / METRICS_FILE, *steps, seconds, training.stop_at_step))
         trust = trust_prefix(config.to_record())
         if config.objective.reconstructs:
-            self.message(f"export it: {trust}{exporting_command(run_dir)}")
+            export = ("launch.export", "--checkpoint", run_dir, "--format", "diffusers", "--out", f"{run_dir}_vae")
+            self.message(f"export it: {trust}{shlex.join(['python', '-m', *export])}")
             return
         pictures = [] if config.data.references_setting() is None else ["--reference"]
         pictures += ["--control"] if config.model.condition("control") is not None else []
@@ -134,8 +122,7 @@ class RunLog:
         """Stop the progress line and flush all outputs."""
         if self._progress is not None:
             self._progress.close()
-        if self._sinks is not None:
-            self._sinks.close()
+        self._sinks.each(lambda sink: sink.close())
 
 
 def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> RunLog:
@@ -236,13 +223,6 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_a
         command = "a later training.stop_at_step, or none," if is_reached else "the same command"
         parts.append(f"{command} continues the run")
     return ", ".join(parts)
-
-
-def exporting_command(run_dir: str) -> str:
-    """Return the shell command that writes a run's weights for other programs."""
-    return shlex.join(
-        ["python", "-m", "launch.export", "--checkpoint", run_dir, "--format", "diffusers", "--out", f"{run_dir}_vae"]
-    )
 
 
 def drawing_command(

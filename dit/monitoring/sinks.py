@@ -11,9 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Optional, Union
-
-import numpy as np
+from typing import Any, Optional
 
 from dit.durable_files import strict_json, write_all
 from dit.errors import CheckpointError, on_a_screen
@@ -28,9 +26,6 @@ RECORD_FIELDS = ("kind", "step", "consumed_samples", "time", "attempt", "loss_he
 TAIL_BYTES = 1 << 16
 LONGEST_LINE = 16 << 20  # bytes
 
-Picture = Union[Path, str, np.ndarray]
-"""A picture file, uint8 `[height, width, 3]`, or an animated `.gif`."""
-
 
 class Sink(ABC):
     """One output of a run's records."""
@@ -40,8 +35,8 @@ class Sink(ABC):
         """Record numbers of one optimizer step."""
 
     @abstractmethod
-    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        """Record a picture."""
+    def image(self, name: str, step: int, picture: Path, caption: str = "") -> None:
+        """Record a picture file, or an animated `.gif`."""
 
     @abstractmethod
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -101,9 +96,8 @@ class JsonlSink(Sink):
             numbers["loss_hex"] = float(values[LOSS]).hex()
         self._write("scalars", step, {"consumed_samples": int(consumed_samples), **numbers})
 
-    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        path = None if isinstance(picture, np.ndarray) else str(picture)
-        self._write("image", step, {"image": name, "path": path, "caption": caption})
+    def image(self, name: str, step: int, picture: Path, caption: str = "") -> None:
+        self._write("image", step, {"image": name, "path": str(picture), "caption": caption})
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._write("artifact", metadata.get("step"), {"path": str(path), "metadata": dict(metadata)})
@@ -163,17 +157,13 @@ class TensorBoardSink(Sink):
             if not isinstance(value, str):
                 self._writer.add_scalar(name, float(value), step)
 
-    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        clip = clip_file(picture)
-        if clip is None:
-            self._writer.add_image(name, pixels_of(picture), step, dataformats="HWC")
-            return
-        # TensorBoard shows the file unchanged; `add_video` would encode it again with MoviePy.
+    def image(self, name: str, step: int, picture: Path, caption: str = "") -> None:
+        # TensorBoard shows the file unchanged; `add_image` and `add_video` would encode it again.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        with open_image(clip) as image:
+        with open_image(picture) as image:
             width, height = image.size
-        record = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=read_bytes(clip))
+        record = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=read_bytes(picture))
         self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=record)]), step)
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -189,15 +179,15 @@ class TensorBoardSink(Sink):
         self._writer.close()
 
 
-class FanOut(Sink):
+class FanOut:
     """Sends everything to the reference record, then to mirrors; a mirror that fails is dropped with one warning.
 
     Args:
-        record: its errors are raised.
+        record: its errors are raised; None on ranks that report nothing.
         mirrors: by name, functions that build the sinks, because building may fail too.
     """
 
-    def __init__(self, record: Sink, mirrors: Mapping[str, Callable[[], Sink]]) -> None:
+    def __init__(self, record: Optional[Sink], mirrors: Mapping[str, Callable[[], Sink]]) -> None:
         self.record = record
         self.mirrors: dict[str, Sink] = {}
         for name, build in mirrors.items():
@@ -206,30 +196,10 @@ class FanOut(Sink):
             except Exception as error:
                 self._warn(name, error)
 
-    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
-        self._for_each_sink(lambda sink: sink.scalars(step, values, consumed_samples))
-
-    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        self._for_each_sink(lambda sink: sink.image(name, step, picture, caption))
-
-    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        self._for_each_sink(lambda sink: sink.artifact(path, metadata))
-
-    def start(self, step: int) -> None:
-        self._for_each_sink(lambda sink: sink.start(step))
-
-    def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:
-        self._for_each_sink(lambda sink: sink.incident(name, step, details))
-
-    def sync(self) -> None:
-        self._for_each_sink(lambda sink: sink.sync())
-
-    def close(self) -> None:
-        self._for_each_sink(lambda sink: sink.close())
-        self.mirrors.clear()
-
-    def _for_each_sink(self, call: Callable[[Sink], None]) -> None:
-        call(self.record)
+    def each(self, call: Callable[[Sink], None]) -> None:
+        """Call a method of the record, then of each mirror."""
+        if self.record is not None:
+            call(self.record)
         for name, sink in list(self.mirrors.items()):
             try:
                 call(sink)
@@ -248,11 +218,7 @@ class FanOut(Sink):
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Read all records of a `metrics.jsonl`; a line that is damaged or not yet complete is skipped.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Read all records of a `metrics.jsonl`; a line that is damaged or not yet complete is skipped."""
     records, num_lines = [], 0
     with open_binary(Path(path), follow=False) as file:
         while line := file.readline(LONGEST_LINE):
@@ -335,18 +301,3 @@ def _cut_torn_line(descriptor: int) -> bytes:
     if complete < len(tail):
         os.ftruncate(descriptor, start + complete)
     return tail[:complete]
-
-
-def clip_file(picture: Picture) -> Optional[Path]:
-    """Return the file of an animated picture, or None."""
-    if isinstance(picture, np.ndarray) or Path(picture).suffix.lower() != ".gif":
-        return None
-    return Path(picture)
-
-
-def pixels_of(picture: Picture) -> np.ndarray:
-    """Return the pixels of a picture, uint8 `[height, width, 3]`."""
-    if isinstance(picture, np.ndarray):
-        return picture
-    with open_image(Path(picture)) as image:
-        return np.asarray(image.convert("RGB"))

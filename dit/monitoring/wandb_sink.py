@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from dit.checkpoint.manifest import read_manifest
 from dit.durable_files import write_atomic
 from dit.errors import on_a_screen
-from dit.monitoring.sinks import Picture, Sink, clip_file, pixels_of
+from dit.media import open_image
+from dit.monitoring.sinks import Sink
 from dit.safe_files import make_folder, read_bytes
 
 logger = logging.getLogger(__name__)
@@ -80,14 +81,12 @@ class WandbSink(Sink):
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
         self._log(step, {**values, "consumed_samples": consumed_samples})
 
-    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        clip = clip_file(picture)
-        media = (
-            self._wandb.Image(pixels_of(picture), caption=caption)
-            if clip is None
-            else self._wandb.Video(str(clip), caption=caption, format="gif")
-        )
-        self._log(step, {name: media})
+    def image(self, name: str, step: int, picture: Path, caption: str = "") -> None:
+        if picture.suffix == ".gif":
+            self._log(step, {name: self._wandb.Video(str(picture), caption=caption, format="gif")})
+        else:
+            with open_image(picture) as image:
+                self._log(step, {name: self._wandb.Image(image.convert("RGB"), caption=caption)})
 
     def _log(self, step: int, values: Mapping[str, Any]) -> None:
         self._next_step = max(step, self._next_step)

@@ -39,7 +39,6 @@ class AddressedNoise:
     Args:
         step: optimizer step, counted from 0; a tensor, int64 `[]`, in a step that a CUDA graph repeats.
         sample_ids_S: address of each sample, int64.
-        layout: of the local tokens.
         draws_S: number of each sample's draw from the data, int64; None for draw 0 of every sample.
         mixer: implementation of `mix`; None for `mix_eagerly`.
         latent_channels: channels of a latent. The features of a token are those of its positions in order; None if a

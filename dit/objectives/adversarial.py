@@ -18,17 +18,6 @@ MAX_ADAPTIVE_WEIGHT = 1e4
 TINY = 1e-6  # delta of Eq. 7
 
 
-@dataclass(frozen=True)
-class PreparedAdversarial(Prepared):
-    """Pictures for the adversarial loss.
-
-    Attributes:
-        started_S: 1 if the adversarial terms count in this step, else 0.
-    """
-
-    started_S: Tensor
-
-
 @dataclass(kw_only=True)
 class Adversarial:
     """Train the autoencoder against a discriminator D that scores patches of pictures ("VQGAN loss").
@@ -78,10 +67,9 @@ class Adversarial:
         """Sizes of the discriminator."""
         return PatchGAN(self.num_layers, self.hidden_size)
 
-    def prepare(self, prepared: Prepared, step_1: Tensor) -> PreparedAdversarial:
-        """Add whether the terms count after the number of completed steps, int64 `[1]`."""
-        started_S = (step_1 >= self.start_step).to(prepared.weight_S.dtype).expand_as(prepared.weight_S)
-        return PreparedAdversarial(**vars(prepared), started_S=started_S)
+    def weight_S(self, sample_weight_S: Tensor, step_1: Tensor) -> Tensor:
+        """Return the weight of each sample's terms after the number of completed steps, int64 `[1]`."""
+        return sample_weight_S * (step_1 >= self.start_step)
 
     def loss_terms(
         self, scores_TC: Tensor, reconstruction_TC: Tensor, prepared: Prepared, layout: SequenceLayout, kind: LossKind
@@ -92,13 +80,13 @@ class Adversarial:
             scores_TC: -D'(y), the hinge terms, and |d D'(y) / d y| of each token's sample, `[T, NUM_SCORES]`.
             reconstruction_TC: y of the local tokens.
         """
-        assert isinstance(prepared, PreparedAdversarial)
+        weight_S = prepared.adversarial_weight_S
+        assert weight_S is not None
         # Every token has the values of its sample, so that a sample counts as often as in the mean error of tokens.
         generator_T, hinge_T, slope_T = torch.where(layout.valid_T[:, None], scores_TC, 0.0).unbind(1)
         slope_S = layout.sum_per_sample(slope_T.detach()) / layout.lengths_S
         error_slope_S = error_slope(reconstruction_TC, prepared.target_TC, layout, kind)
         adaptive_S = (error_slope_S / (slope_S + TINY)).clamp(max=MAX_ADAPTIVE_WEIGHT)
-        weight_S = prepared.weight_S * prepared.started_S
         return {
             "generator": Term(generator_T, weight_S * self.weight * adaptive_S),
             "discriminator": Term(hinge_T, weight_S),

@@ -9,7 +9,8 @@ scaled like EDM's inputs, as in NVIDIA NeMo.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -23,40 +24,36 @@ from dit.patchify import patchify_all
 from dit.resize import LowResolution
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """Noise levels of low-resolution pictures, and the scale of a noised picture."""
+def with_noised_pictures(
+    batch: PackedBatch,
+    required: Sequence[Condition],
+    noise: AddressedNoise,
+    level: Optional[Callable[[Tensor], Tensor]],
+    scale: Callable[[Tensor], Tensor],
+) -> PackedBatch:
+    """Return a pack of pictures of one size with noised low-resolution pictures, and their noise levels.
 
-    level: Callable[[Tensor], Tensor]
-    scale: Callable[[Tensor], Tensor]
-
-    def apply(
-        self, batch: PackedBatch, wanted: Sequence[Condition], noise: AddressedNoise, *, draw: bool
-    ) -> PackedBatch:
-        """Return a pack of pictures of one size with noised low-resolution pictures, and their noise levels.
-
-        Args:
-            wanted: conditions of the model; without `augmentation` among them the batch is returned unchanged.
-            draw: draw the noise levels; otherwise use those in the batch.
-        """
-        by_name = {condition.name: condition for condition in wanted}
-        if AUGMENTATION.name not in by_name:
-            return batch
-        low, resize = by_name[LOW_RESOLUTION.name], by_name[LOW_RESOLUTION.name].derive
-        assert low.shape is not None
-        assert isinstance(resize, LowResolution)
-        values_TC = batch.conditions[low.name].values.float()
-        sigma_S = (
-            self.level(noise.uniform_S("augmentation")) if draw else batch.conditions[AUGMENTATION.name].values.float()
-        )
-        patch = math.isqrt(values_TC.shape[1] // low.shape[0])
-        eps_TC = batch.layout.insert_padding(_enlarged_noise(batch, noise, low.shape[0], patch, resize))
-        sigma_T1 = batch.layout.per_token(sigma_S)
-        noised = {
-            low.name: per_latent_token(self.scale(sigma_T1) * (values_TC + sigma_T1 * eps_TC)),
-            AUGMENTATION.name: per_sample(sigma_S),
-        }
-        return replace(batch, conditions=batch.conditions | noised)
+    Args:
+        required: conditions of the model; without `augmentation` among them the batch is returned unchanged.
+        level: returns the noise level at a quantile; None for the levels in the batch.
+        scale: returns the factor of a noised picture for its noise level.
+    """
+    by_name = {condition.name: condition for condition in required}
+    if AUGMENTATION.name not in by_name:
+        return batch
+    low, resize = by_name[LOW_RESOLUTION.name], by_name[LOW_RESOLUTION.name].derive
+    assert low.shape is not None
+    assert isinstance(resize, LowResolution)
+    values_TC = batch.conditions[low.name].values.float()
+    sigma_S = level(noise.uniform_S("augmentation")) if level else batch.conditions[AUGMENTATION.name].values.float()
+    patch = math.isqrt(values_TC.shape[1] // low.shape[0])
+    eps_TC = batch.layout.insert_padding(_enlarged_noise(batch, noise, low.shape[0], patch, resize))
+    sigma_T1 = batch.layout.per_token(sigma_S)
+    noised = {
+        low.name: per_latent_token(scale(sigma_T1) * (values_TC + sigma_T1 * eps_TC)),
+        AUGMENTATION.name: per_sample(sigma_S),
+    }
+    return replace(batch, conditions=batch.conditions | noised)
 
 
 def _enlarged_noise(

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NoReturn, Optional
+from typing import ClassVar, NoReturn, Optional
 
 import torch
 from torch import Tensor
@@ -23,20 +23,15 @@ class Reconstruction(Objective):
 
     Attributes:
         adversarial: adversarial loss (`adversarial`).
+        base_terms, base_logged: summands of the loss and other logged terms, without those of the adversarial loss.
     """
+
+    reconstructs: ClassVar[bool] = True
+    base_terms: ClassVar[tuple[str, ...]]
+    base_logged: ClassVar[tuple[str, ...]] = ()
 
     loss_kind: LossKind = "l1"
     adversarial: Optional[Adversarial] = None
-
-    @property
-    @abstractmethod
-    def base_terms(self) -> tuple[str, ...]:
-        """Summands of the loss without the adversarial loss."""
-
-    @property
-    def base_logged(self) -> tuple[str, ...]:
-        """Other logged terms."""
-        return ()
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -45,10 +40,6 @@ class Reconstruction(Objective):
     @property
     def logged(self) -> tuple[str, ...]:
         return (*self.terms, *self.base_logged, *(() if self.adversarial is None else self.adversarial.logged))
-
-    @property
-    def reconstructs(self) -> bool:
-        return True
 
     @property
     def auxiliary(self) -> AuxiliaryNetworks:
@@ -64,10 +55,14 @@ class Reconstruction(Objective):
             Prepared, all float32: inputs_TC, the pixels, followed by noise in a KL autoencoder; time_S, zeros;
             target_TC, the pixels; and the batch's loss weights.
         """
-        x_TC, weight_S = batch.latents_TC.float(), sample_weights(batch)
-        inputs_TC = self.inputs(x_TC, noise)
-        prepared = Prepared(inputs_TC=inputs_TC, time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S)
-        return prepared if self.adversarial is None else self.adversarial.prepare(prepared, noise.step_1)
+        x_TC, weight_S, part = batch.latents_TC.float(), sample_weights(batch), self.adversarial
+        return Prepared(
+            inputs_TC=self.inputs(x_TC, noise),
+            time_S=torch.zeros_like(weight_S),
+            target_TC=x_TC,
+            weight_S=weight_S,
+            adversarial_weight_S=None if part is None else part.weight_S(weight_S, noise.step_1),
+        )
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
         """Return the inputs of the network."""
@@ -123,16 +118,14 @@ class Autoencoding(Reconstruction):
     section 3.1 and appendix G, "KL-reg".
     """
 
+    base_terms: ClassVar[tuple[str, ...]] = ("error", "kl")
+
     loss_kind: LossKind = "l1"
     kl_weight: float = 1e-6
     adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
         check_ranges("objective", self, {"kl_weight": NOT_NEGATIVE})
-
-    @property
-    def base_terms(self) -> tuple[str, ...]:
-        return ("error", "kl")
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
         """Return the pixels followed by noise of the same width, of which the network reads the width of its latent."""
@@ -147,14 +140,6 @@ class Autoencoding(Reconstruction):
         channels = prepared.target_TC.shape[1]
         reconstruction_TC, posterior_TC = prediction_TC[:, :channels], prediction_TC[:, channels:]
         error_T = token_error(reconstruction_TC, prepared.target_TC, layout, self.loss_kind)
-        posterior_TC = torch.where(layout.valid_T[:, None], posterior_TC.float(), 0.0)
-        kl_T = self.kl_weight / channels * kl_to_standard_normal(*posterior_TC.chunk(2, 1))
+        mean_TC, logvar_TC = torch.where(layout.valid_T[:, None], posterior_TC.float(), 0.0).chunk(2, 1)
+        kl_T = self.kl_weight / channels * (0.5 * (mean_TC.square() + logvar_TC.exp() - 1 - logvar_TC).sum(1))
         return {"error": Term(error_T, prepared.weight_S), "kl": Term(kl_T, prepared.weight_S)}
-
-
-def kl_to_standard_normal(mean_TC: Tensor, log_variance_TC: Tensor) -> Tensor:
-    """Return the KL divergence of N(mean, exp(log_variance)) from N(0, 1), summed over the channels, `[T]`.
-
-    Source: Kingma and Welling 2014, arXiv:1312.6114, appendix B.
-    """
-    return 0.5 * (mean_TC.square() + log_variance_TC.exp() - 1 - log_variance_TC).sum(1)

@@ -18,7 +18,6 @@ from dit.conditions import Condition, per_sample
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.augmentation import Augmentation
 from dit.objectives.losses import Term, TokenLossKind, UncertaintyWeighting, token_error
 
 Network = Callable[[Tensor, Tensor], Tensor]
@@ -35,7 +34,9 @@ class Prepared:
             `[S, 2]` with the length of each sample's time interval (`mean_flow`).
         target_TC: correct output of the network.
         weight_S: weight of each sample's error, or of the errors at each of its noise levels.
-        alignment_weight_S: the same for `objective.alignment`; None without it.
+        alignment_weight_S, adversarial_weight_S, bound_weight_S: the same for `objective.alignment`,
+            `objective.adversarial`, and the bound of `objective.variance`; None without it.
+        table_time_S: time of each noise level in the table of steps, float64, for the bound.
         teacher_token_SF: noised class token of the teacher, and `teacher_target_SF`, the correct output for it; None
             without `objective.teacher_token_weight`.
         negative_TC: target of another sample (`contrastive_flow_matching`); None without one.
@@ -47,6 +48,9 @@ class Prepared:
     target_TC: Tensor
     weight_S: Tensor
     alignment_weight_S: Optional[Tensor] = None
+    adversarial_weight_S: Optional[Tensor] = None
+    bound_weight_S: Optional[Tensor] = None
+    table_time_S: Optional[Tensor] = None
     teacher_token_SF: Optional[Tensor] = None
     teacher_target_SF: Optional[Tensor] = None
     negative_TC: Optional[Tensor] = None
@@ -87,6 +91,9 @@ class Objective(ABC):
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         compares_pairs: whether the loss of a sample depends on another one of its micro-batch.
         takes_intervals: whether the network receives the length of a time interval.
+        reconstructs: whether the network is an autoencoder, which also outputs a posterior and draws no samples.
+        quantizes: whether its latents are entries of a codebook.
+        augments: whether the objective adds noise to low-resolution pictures.
     """
 
     path: Path
@@ -95,6 +102,9 @@ class Objective(ABC):
     takes_levels: ClassVar[bool] = False
     compares_pairs: ClassVar[bool] = False
     takes_intervals: ClassVar[bool] = False
+    reconstructs: ClassVar[bool] = False
+    quantizes: ClassVar[bool] = False
+    augments: ClassVar[bool] = False
 
     @property
     def trained_times(self) -> tuple[float, float]:
@@ -126,21 +136,6 @@ class Objective(ABC):
         """Values of a sample that the loss reads in training, in addition to the conditions of the model."""
         return ()
 
-    @property
-    def reconstructs(self) -> bool:
-        """Whether the network is an autoencoder, which also outputs a posterior and draws no samples."""
-        return False
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether the objective trains an autoencoder whose latents are entries of a codebook."""
-        return False
-
-    @property
-    def augmentation(self) -> Optional[Augmentation]:
-        """Noise that the objective adds to low-resolution pictures; None if it does not support them."""
-        return None
-
     def augment(
         self, batch: PackedBatch, required: Sequence[Condition], noise: AddressedNoise, *, draw: bool
     ) -> PackedBatch:
@@ -150,7 +145,7 @@ class Objective(ABC):
             required: conditions of the model; without `augmentation` among them the batch is returned unchanged.
             draw: draw the level of each sample, as in training; otherwise use the level in the batch.
         """
-        return batch if self.augmentation is None else self.augmentation.apply(batch, required, noise, draw=draw)
+        return batch
 
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
         """Add what a sample needs of the others, to a full pack of training, before its tokens are split over ranks."""

@@ -59,19 +59,6 @@ class LearnedVariance:
         check_ranges("objective.variance", self, {"vlb_weight": NOT_NEGATIVE})
 
 
-@dataclass(frozen=True)
-class PreparedBound(Prepared):
-    """A corrupted micro-batch for the variational bound.
-
-    Attributes:
-        t_L: time of each noise level in the table of steps, float64.
-        bound_weight_L: weight of its bound.
-    """
-
-    t_L: Tensor
-    bound_weight_L: Tensor
-
-
 @dataclass(kw_only=True)
 class DDPM(Objective):
     """DDPM with the simple (unweighted) loss, one time per packed sample, or several (`dit.levels`).
@@ -154,41 +141,37 @@ class DDPM(Objective):
         t_L = self.noise_schedule.training_time(noise.level_L().double())
         angle_L = clean_at_0(self.noise_schedule.angle(t_L), batch.layout)
         alpha_L, sigma_L = self.path.alpha_sigma(angle_L)
-        mixtures = self._mixtures(alpha_L.float(), sigma_L.float())
-        inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=self._offset(batch, noise))
+        a_L, b_L = alpha_L.float(), sigma_L.float()
+        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-b_L, a_L)}
+        offset_SC = None
+        if self.noise_offset:
+            offset_SC = self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1])
+        mixtures = (a_L, b_L), targets[self.prediction]
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=offset_SC)
         weight_L = sample_weights(batch)
         if self.min_snr_gamma is not None:
             slope_L = self._slope(alpha_L, sigma_L)
             weight_L = weight_L * min_snr_weight(alpha_L, sigma_L, slope_L, self.min_snr_gamma).float()
-        prepared = Prepared(
+        return Prepared(
             inputs_TC=inputs_TC,
             time_S=self._network_time(t_L, angle_L).float(),
             target_TC=target_TC,
             weight_S=weight_L,
+            bound_weight_S=None if self.variance is None else self.variance.vlb_weight * sample_weights(batch),
+            table_time_S=t_L,
         )
-        if self.variance is None:
-            return prepared
-        return PreparedBound(**vars(prepared), t_L=t_L, bound_weight_L=self.variance.vlb_weight * sample_weights(batch))
-
-    def _mixtures(self, alpha_L: Tensor, sigma_L: Tensor) -> tuple[Mixture, Mixture]:
-        """Return the coefficients of x_t and of the target."""
-        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-sigma_L, alpha_L)}
-        return (alpha_L, sigma_L), targets[self.prediction]
-
-    def _offset(self, batch: PackedBatch, noise: AddressedNoise) -> Optional[Tensor]:
-        if not self.noise_offset:
-            return None
-        return self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1])
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the prediction with its target and, for a learned variance, the reverse step with the true one."""
         if self._bound is None:
             return super().loss_terms(prediction_TC, prepared, layout)
-        assert isinstance(prepared, PreparedBound)
+        t_L, bound_weight_L = prepared.table_time_S, prepared.bound_weight_S
+        assert t_L is not None
+        assert bound_weight_L is not None
         noised_T1, per_token = layout.noised_T[:, None], layout.level_layout.per_token
         output_TC, v_TC = prediction_TC.chunk(2, dim=-1)
         simple_T = token_error(output_TC, prepared.target_TC, layout, self.loss_kind)
-        alpha_L, sigma_L = self.path.alpha_sigma(self.noise_schedule.angle(prepared.t_L))
+        alpha_L, sigma_L = self.path.alpha_sigma(self.noise_schedule.angle(t_L))
         alpha_T1, sigma_T1, slope_T1 = (
             per_token(x_L.float()) for x_L in (alpha_L, sigma_L, self._slope(alpha_L, sigma_L))
         )
@@ -197,13 +180,13 @@ class DDPM(Objective):
             for part_TC in (prepared.inputs_TC, prepared.target_TC, output_TC.detach(), v_TC)
         )
         bound_T = self._bound.bits(
-            step_T1=per_token(self._bound.table.step(prepared.t_L)),
+            step_T1=per_token(self._bound.table.step(t_L)),
             x0_TC=self._clean(x_TC, target_TC, alpha_T1, sigma_T1),
             difference_TC=slope_T1 * (target_TC - output_TC),
             v_TC=v_TC,
         )
         bound_T = torch.where(layout.noised_T, bound_T, 0.0)
-        return {"simple": Term(simple_T, prepared.weight_S), "vlb": Term(bound_T, prepared.bound_weight_L)}
+        return {"simple": Term(simple_T, prepared.weight_S), "vlb": Term(bound_T, bound_weight_L)}
 
     def _clean(self, x_TC: Tensor, output_TC: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
         """Return x0 from the noised latents and the predicted noise, x0 or v."""

@@ -1,17 +1,20 @@
 """EDM: a preconditioner scales input and target of the network to unit variance."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.augmentation import Augmentation
+from dit.objectives.augmentation import with_noised_pictures
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import LossKind, UncertaintyWeighting
 from dit.objectives.noise_levels import log_normal
@@ -49,6 +52,7 @@ class EDM(Objective):
     """
 
     takes_levels: ClassVar[bool] = True
+    augments: ClassVar[bool] = True
 
     sigma_data: float = 0.5
     p_mean: float = -1.2
@@ -70,15 +74,13 @@ class EDM(Objective):
                 "the paper's are 0.002 and 80"
             )
 
-    @property
-    def augmentation(self) -> Augmentation:
-        """Noise at level sigma'; noised pictures are scaled by c_in(sigma')."""
-        return Augmentation(self.augmentation_level, lambda sigma: self.scalings(sigma)[2])
-
-    def augmentation_level(self, quantile_S: Tensor) -> Tensor:
-        """Return sigma' at each quantile."""
+    def augment(
+        self, batch: PackedBatch, required: Sequence[Condition], noise: AddressedNoise, *, draw: bool
+    ) -> PackedBatch:
+        """Add noise of a level sigma' of each sample; noised pictures are scaled by c_in(sigma')."""
         mean = self.p_mean if self.augmentation_p_mean is None else self.augmentation_p_mean
-        return log_normal(quantile_S, mean, self.p_std)
+        level = partial(log_normal, mean=mean, std=self.p_std) if draw else None
+        return with_noised_pictures(batch, required, noise, level, lambda sigma: self.scalings(sigma)[2])
 
     def level(self, quantile_S: Tensor) -> Tensor:
         """Return sigma at each quantile."""

@@ -52,10 +52,6 @@ class Schedule(ABC):
     """A variance-preserving noise schedule: the angle phi = atan2(sigma, alpha) as a function of time t in [0, 1]."""
 
     @abstractmethod
-    def training_time(self, quantile: Tensor) -> Tensor:
-        """Return the time at a quantile of the uniform distribution of times."""
-
-    @abstractmethod
     def angle(self, t: Tensor) -> Tensor:
         """Return phi at time `t`, in the dtype of `t`."""
 
@@ -63,23 +59,17 @@ class Schedule(ABC):
     def time(self, angle: Tensor) -> Tensor:
         """Return the time of a network's input at `angle`; angles outside the schedule give its ends."""
 
-    @abstractmethod
-    def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
-        """Return `num_steps` decreasing angles, float64, evenly spaced in time from at most `max_angle`, without 0."""
-
-
-class ContinuousSchedule(Schedule):
-    """A schedule with continuous time in [0, 1]."""
-
     def training_time(self, quantile: Tensor) -> Tensor:
+        """Return the time at a quantile of the uniform distribution of times."""
         return quantile
 
     def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
+        """Return `num_steps` decreasing angles, float64, evenly spaced in time from at most `max_angle`, without 0."""
         last = self.time(torch.tensor(max_angle, dtype=torch.float64))
         return self.angle(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)[:-1] * last)
 
 
-class CosineSchedule(ContinuousSchedule):
+class CosineSchedule(Schedule):
     """The angle increases linearly, from just above 0 to pi / 2.
 
     Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17. Imagen writes it as
@@ -93,7 +83,7 @@ class CosineSchedule(ContinuousSchedule):
         return (angle * (2 / math.pi) * (1 + COSINE_OFFSET) - COSINE_OFFSET).clamp(0, 1)
 
 
-class LinearSchedule(ContinuousSchedule):
+class LinearSchedule(Schedule):
     """beta increases linearly with time: -ln(alpha**2) = 1e-4 + 10 t**2.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, log-SNR = -ln(expm1(1e-4 + 10 t**2)), within 0.015 rad of
@@ -107,7 +97,7 @@ class LinearSchedule(ContinuousSchedule):
         return ((_decay_of_angle(angle) - 1e-4).clamp(min=0) / 10).sqrt().clamp(0, 1)
 
 
-class PowerSchedule(ContinuousSchedule):
+class PowerSchedule(Schedule):
     """beta ** (1 / power) increases linearly with time; the limit of a table with infinitely many steps.
 
     -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**power, with a**power and b**power the two betas.

@@ -1,7 +1,7 @@
 """Autoencoding with a codebook: reconstruct pixels from the nearest entries of a learned codebook (VQ autoencoder)."""
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -35,24 +35,16 @@ class VQAutoencoding(Reconstruction):
     appendix G, "VQ-reg". Some public code multiplies the other term by beta.
     """
 
+    quantizes: ClassVar[bool] = True
+    base_terms: ClassVar[tuple[str, ...]] = ("error", "codebook", "commitment")
+    base_logged: ClassVar[tuple[str, ...]] = ("code_entropy",)
+
     loss_kind: LossKind = "l1"
     beta: float = 0.25
     adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
         check_ranges("objective", self, {"beta": NOT_NEGATIVE})
-
-    @property
-    def base_terms(self) -> tuple[str, ...]:
-        return ("error", "codebook", "commitment")
-
-    @property
-    def base_logged(self) -> tuple[str, ...]:
-        return ("code_entropy",)
-
-    @property
-    def quantizes(self) -> bool:
-        return True
 
     def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the latents with their entries.

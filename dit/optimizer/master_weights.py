@@ -9,7 +9,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim import Optimizer
 
 from dit.backends.device import host_zeros, local_device
 from dit.backends.gradients import GradientFactor
@@ -74,7 +73,7 @@ class MasterShard:
         return local(self.state[name]) if name in self.state else torch.zeros_like(self.main)
 
     def ensure_state(self) -> None:
-        """Create the moments as zeros; Adam then also needs its step count (`set_step_count`)."""
+        """Create the moments as zeros."""
         for slot in self.slots:
             if slot not in self.state:
                 self.state[slot] = torch.zeros_like(self.owner) if self.host is None else self.host[slot]
@@ -126,7 +125,6 @@ def master_shards(
     """List this rank's master shards in the order of the model's parameters, without frozen ones.
 
     Args:
-        optimizer: Megatron-Core's optimizer over `chunks`.
         chunks: this rank's unwrapped model chunks. Their parameter names are global; a parameter of every pipeline
             stage is listed once per chunk, under the same name.
         settings: determine the parameters that Muon updates, and whether moments are in host memory; None for neither.
@@ -217,28 +215,13 @@ def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
 
 def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Return Adam's step count (for its bias correction), 0 before the first step."""
-    for part in sub_optimizers(optimizer):
-        for group in part.optimizer.param_groups:
-            if "step" in group:
-                return int(group["step"])
-        for state in part.optimizer.state.values():
-            if "step" in state:
-                return int(state["step"])
-    return 0
+    return next((int(group["step"]) for group in optimizer.param_groups if "step" in group), 0)
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set Adam's step count, where the installed implementation stores it."""
-    for part in sub_optimizers(optimizer):
-        per_group = type(part.optimizer).__module__.startswith(("transformer_engine", "apex"))
-        for group in part.optimizer.param_groups:
-            if per_group:
-                group["step"] = step
-                continue
-            for parameter in group["params"]:
-                if local(parameter).numel():  # updates skip others, and `get_step_count` reads the first count
-                    device = parameter.device if group["fused"] else "cpu"  # torch's fused kernel counts on its device
-                    part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
+    """Set Adam's step count, one for each parameter group."""
+    for group in optimizer.param_groups:
+        group["step"] = step
 
 
 @patches(
@@ -284,33 +267,3 @@ def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
 def factor_of_update(factor: Tensor, grad_norm: Tensor, clip_grad: float) -> Tensor:
     """Return the gradient factor times that which clips the norm to `clip_grad`; `clip_grad=0` disables clipping."""
     return factor * (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0) if clip_grad else factor  # as in Megatron-Core
-
-
-@patches(
-    "torch 2.11-2.14",
-    "torch/optim/adam.py: grad_scale, found_inf of the fused kernel",
-    why="it then scales the gradients, or changes nothing, without another pass over memory",
-)
-def apply_update(optimizer: MegatronOptimizer, factor: Tensor, is_good: Tensor) -> None:
-    """Multiply the gradients by a factor and update the weights, if the step is good.
-
-    torch's fused AdamW does both itself. Others need an additional pass, and update always (`is_fused`).
-
-    Args:
-        factor: result of `factor_of_update`.
-        is_good: whether to update, `[]`, bool.
-    """
-    for adam in (part.optimizer for part in sub_optimizers(optimizer)):
-        if is_fused(adam):
-            adam.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
-            adam.found_inf = (~is_good).float()  # type: ignore[attr-defined]
-            continue
-        gradients = [local(p.grad) for group in adam.param_groups for p in group["params"] if p.grad is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor.float())
-    optimizer.step_with_ready_grads()
-
-
-def is_fused(adam: Optimizer) -> bool:
-    """Return whether an optimizer is torch's fused AdamW, which can omit an update on the device."""
-    return all(group.get("fused") for group in adam.param_groups)

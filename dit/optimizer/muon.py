@@ -97,7 +97,6 @@ class Muon:
     """Update of the local parts of the weights of blocks; every rank creates and calls it.
 
     Args:
-        shards: this rank's master shards.
         decay: decay of the momentum.
         dtype: precision of exchanged updates and of directions.
     """

@@ -27,8 +27,6 @@ class PartNorms:
     """Measures the gradient norm of each part; every rank creates it and calls it.
 
     Args:
-        optimizer: of the model.
-        shards: this rank's master shards.
         interval: steps between two measurements, because each one reads all gradients; 0 for none.
 
     Attributes:

@@ -40,21 +40,13 @@ class Schedule(ABC):
         """Return Adam's beta1 for an update: `optimizer.beta1` unless the schedule changes it."""
         return beta1
 
-    def validate(self) -> None:
-        """Check each field separately; raises `ConfigError` with the value and its range."""
-        check_ranges("schedule", self, self.ranges)
-
-    def check(self, num_steps: int, peak: float) -> None:
-        """Check that the schedule fits a run, before anything is built.
+    def check(self, peak: float) -> None:
+        """Check the settings, before anything is built.
 
         Raises:
-            ConfigError: a number is outside its range, or does not fit the run or the peak.
+            ConfigError: a number is outside its range, or does not fit the peak.
         """
-        if num_steps < 1:
-            raise ConfigError(f"training.num_steps={num_steps} must be at least 1")
-        if peak not in NOT_NEGATIVE:
-            raise ConfigError(f"optimizer.lr={peak} must be {NOT_NEGATIVE}")
-        self.validate()
+        check_ranges("schedule", self, self.ranges)
 
     def adapted(self, num_steps: int) -> list[str]:
         """Describe the settings that were adapted to the length of the run, one line each."""
@@ -112,8 +104,8 @@ class Falling(WarmUp):
 
     min_lr: float = 0.0
 
-    def check(self, num_steps: int, peak: float) -> None:
-        super().check(num_steps, peak)
+    def check(self, peak: float) -> None:
+        super().check(peak)
         if self.min_lr > peak:
             raise ConfigError(
                 f"schedule.min_lr={self.min_lr} must be between 0 and the peak, optimizer.lr={peak}; change one"

@@ -61,8 +61,6 @@ class StepNumbers:
 
     Attributes:
         on_device: loss, gradient norm, requests, 1 or NaN if the update is omitted, gradient factor, `[5]`, float64.
-        grad_norm: gradient norm before clipping, `[]`, float64.
-        is_good: whether the update is applied, `[]`, bool; see `HostNumbers`.
     """
 
     @torch.no_grad()
@@ -80,8 +78,7 @@ class StepNumbers:
         optimizer.prepare_grads()
         host = device.device_numbers([limits.loss, limits.grad_norm, float(stop)], torch.float64)
         self.on_device = run(partial(_reduce, optimizer, groups, num_terms), torch.cat([host, sums.double()]))
-        _, self.grad_norm, _, is_good, optimizer.gradient_factor.value = self.on_device.unbind()
-        self.is_good = is_good > 0
+        optimizer.gradient_factor.value = self.on_device[4]
         self._read = device.begin_copy_to_host(self.on_device[:4])
 
     @cached_property

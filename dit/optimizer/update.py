@@ -1,23 +1,22 @@
-"""One update of the weights and their average: by Megatron-Core and torch, or by one fused kernel.
+"""One update of the weights and their average, in place of the optimizer step of Megatron-Core.
 
-    eager   AdamW | copy to the model | average      one pass over all elements each
-    triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gather of weights
-    muon    the weights of blocks by `Muon`, all others by the fused kernel or torch's
+    eager   AdamW by torch's fused kernel | copy to the model | average      one pass over all elements each
+    triton  all of them in one pass (`dit.kernels.fused.adamw`)
+    muon    the weights of blocks by `Muon`, all others as above
 
-The first two have the same state, so that a run may continue with the other one. If `can_be_omitted`, the device omits
-the update of a bad step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the
-step. `FusedUpdate`, by a kernel of Triton or of torch, can be repeated as a CUDA graph, whose inputs are the numbers of
-the step and the rates of each group of parameters. Before the average, it can scale the rows of weights
-(`dit.optimizer.unit_rows`).
+The state does not depend on the kernel, so that a run may continue with the other one. The device omits the update of a
+bad step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step. A CUDA graph
+can repeat the update; its inputs are the numbers of the step and the rates of each group of parameters. Before the
+average, rows of weights can be scaled (`dit.optimizer.unit_rows`).
 
-With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or torch's in eager mode, updates them in
-parts that are copied to the device.
+With `optimizer.offload`, Adam's moments are in host memory; the kernel updates them in parts that are copied to the
+device.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Optional, TypeAlias
+from typing import Any, Optional
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -34,7 +33,7 @@ from dit.kernels.muon import iteration_dtype
 from dit.kernels.resolve import OPTIMIZER
 from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
+from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, set_step_count, sub_optimizers
 from dit.optimizer.muon import Muon
 from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.unit_rows import UnitRows
@@ -44,39 +43,6 @@ from dit.settings import OptimizerConfig
 
 PART = 1 << 23
 """Elements whose moments fit into one of two buffers on the device, of 64 MiB each."""
-
-
-def build_update(
-    optimizer: MegatronOptimizer,
-    shards: Sequence[MasterShard],
-    ema: Optional[EMA],
-    settings: OptimizerConfig,
-    groups: ProcessGroups,
-    target: Target,
-    kernels: str,
-    run: Runner = call,
-) -> "Update":
-    """Return the update of a run; every rank calls this.
-
-    Args:
-        shards: master shards of `optimizer`.
-        ema: weight average; None for no average.
-        settings: clipping, and the algorithm.
-        target: target for which the kernel is selected.
-        kernels: `training.kernels`.
-        run: calls the operations of an update; a `Graphed` repeats them.
-    """
-    adamw = choose(OPTIMIZER, target, kernels).load()
-    muon = None
-    if settings.algorithm == "muon":
-        muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
-    if muon is not None or UnitRows(shards).shards or isinstance(run, Graphed):
-        adamw = adamw or reference.adamw
-    if settings.offload:
-        adamw = with_moments_on_the_host(adamw or reference.adamw)
-    if adamw is not None:
-        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon, run)
-    return EagerUpdate(optimizer, ema, settings.clip_grad)
 
 
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
@@ -144,36 +110,21 @@ def parts(elements: Elements, size: int) -> Iterator[Elements]:
         yield replace(elements, **{name: values[start : start + size] for name, values in flat.items()})
 
 
-class EagerUpdate:
-    """Update by Megatron-Core and torch; arguments as in `FusedUpdate`."""
+class Update:
+    """Update of the weights after the backward pass of a step, counted from 1; every rank creates and calls it.
 
-    def __init__(self, optimizer: MegatronOptimizer, ema: Optional[EMA], clip_grad: float) -> None:
-        self.optimizer, self.ema, self.clip_grad = optimizer, ema, clip_grad
-        adams = [part.optimizer for part in sub_optimizers(optimizer)]
-        # An average in host memory is copied while the host waits.
-        self.can_be_omitted = all(map(master_weights.is_fused, adams)) and not (ema is not None and ema.offload)
-
-    def __call__(self, numbers: StepNumbers, step: int) -> None:
-        factor = self.optimizer.gradient_factor.value
-        factor = master_weights.factor_of_update(factor, numbers.grad_norm, self.clip_grad)
-        master_weights.apply_update(self.optimizer, factor, numbers.is_good)
-
-    def end(self, step: int, *, is_good: bool) -> None:
-        if is_good and self.ema is not None:
-            self.ema.update(step)
-
-
-class FusedUpdate:
-    """Update of all parameters, one call per group with the same weight decay and learning rate.
-
-    Triton's kernel does not change the gradients; torch's multiplies them by the factor for clipping and division by
-    tokens.
+    Parameters with the same weight decay and learning rate have one call of the kernel. Triton's kernel does not change
+    the gradients; torch's multiplies them by the factor for clipping and division by tokens.
 
     Args:
-        clip_grad: largest norm of the gradients; 0 for no clipping.
-        adamw: the kernel.
-        muon: update of the weights of blocks; None if AdamW updates them.
-        run: calls the operations of an update. Other arguments as in `build_update`.
+        ema: weight average; None for no average.
+        settings: clipping, and the algorithm.
+        target: device for which the kernel is selected.
+        kernels: `training.kernels`.
+        run: calls the operations of an update; a `Graphed` repeats them.
+
+    Attributes:
+        can_be_omitted: the device omits the update of a bad step; otherwise the host must not call it.
     """
 
     def __init__(
@@ -181,22 +132,28 @@ class FusedUpdate:
         optimizer: MegatronOptimizer,
         shards: Sequence[MasterShard],
         ema: Optional[EMA],
-        clip_grad: float,
-        adamw: AdamW,
-        muon: Optional[Muon] = None,
+        settings: OptimizerConfig,
+        process_groups: ProcessGroups,
+        target: Target,
+        kernels: str,
         run: Runner = call,
     ) -> None:
         self.optimizer, self.shards, self.ema = optimizer, shards, ema
-        self.clip_grad, self.adamw, self.muon, self.run = clip_grad, adamw, muon, run
+        self.clip_grad, self.run, self.repeated = settings.clip_grad, run, isinstance(run, Graphed)
+        self.adamw = choose(OPTIMIZER, target, kernels).load()
+        self.muon: Optional[Muon] = None
+        if settings.algorithm == "muon":
+            self.muon = Muon(shards, process_groups, settings.muon_momentum, iteration_dtype(target.device))
         self.unit_rows = UnitRows(shards)
-        # The kernel can update the average only if the new weights are final, and in device memory.
-        self.averages = ema is not None and not ema.offload and not self.unit_rows.shards
+        # The kernel can update the average only if the new weights are final, and in device memory. In eager mode, one
+        # operation on all parameters after the update is faster; a graph contains all operations.
+        is_separate = self.adamw is reference.adamw and not self.repeated
+        self.averages = not is_separate and ema is not None and not ema.offload and not self.unit_rows.shards
         self.can_be_omitted = ema is None or not ema.offload  # otherwise, the host waits for copies
+        if any(shard.host is not None for shard in shards):
+            self.adamw = with_moments_on_the_host(self.adamw)
         self.sub_optimizers = sub_optimizers(optimizer)
         groups = [group for part in self.sub_optimizers for group in part.optimizer.param_groups]
-        for group in groups:
-            if "fused" in group:
-                group["fused"] = False  # Adam's step count stays on the host, so nothing waits for the device
         owners = {id(owner): i for i, group in enumerate(groups) for owner in group["params"]}
         self.groups: list[tuple[Any, list[int]]] = [(group, []) for group in groups]  # and indices of their shards
         for i, shard in enumerate(shards):
@@ -217,12 +174,12 @@ class FusedUpdate:
                 step=count,
                 clip=self.optimizer.gradient_factor.value,  # `_apply` replaces it
                 average=weight,
+                repeated=self.repeated,
             )
             for group, _ in self.groups
         ]
         table = device_numbers([row.values() for row in rates])
         self.run(partial(self._apply, rates), numbers.on_device, table)
-        self._set_step_count(count)
 
     def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
         """Queue the operations of an update.
@@ -232,7 +189,7 @@ class FusedUpdate:
             table: `Rates.values` of each group of parameters, on the device.
         """
         _, grad_norm, _, guard, factor = numbers.unbind()
-        factor = (master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard).float()
+        factor = master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard
         of_muon: dict[str, tuple[Elements, Rates]] = {}
         for host_rates, row, (_, members) in zip(rates, table, self.groups, strict=True):
             group_rates = replace(host_rates, clip=factor, table=row)
@@ -259,9 +216,11 @@ class FusedUpdate:
         self._gather()
 
     def end(self, step: int, *, is_good: bool) -> None:
+        """Finish the update before the next step, when the host knows whether the device applied it."""
         if not is_good:
-            self._set_step_count(get_step_count(self.optimizer) - 1)
-        elif self.ema is not None:
+            return
+        set_step_count(self.optimizer, get_step_count(self.optimizer) + 1)
+        if self.ema is not None:
             (self.ema.update_powers if self.averages else self.ema.update)(step)
 
     def _elements(self, i: int) -> Elements:
@@ -281,16 +240,6 @@ class FusedUpdate:
             return None  # shares memory with the master weights, or Megatron-FSDP copies them
         return parameter.detach().view(-1)[shard.start : shard.stop]
 
-    def _set_step_count(self, count: int) -> None:
-        """Set Adam's step count; the parameters share one tensor, because no kernel increments it."""
-        step = torch.tensor(float(count))
-        for group, members in self.groups:
-            if "fused" not in group:  # those of Transformer Engine and Apex
-                group["step"] = count
-                continue
-            for i in members:
-                self.shards[i].state["step"] = step
-
     @patches(
         "megatron-core 0.16",
         "core/optimizer/optimizer.py: _copy_main_params_to_model_params",
@@ -305,11 +254,3 @@ class FusedUpdate:
         for chunk in {id(chunk): chunk for part in sharded for chunk in part.model_chunks}.values():
             if fsdp or not chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync()
-
-
-Update: TypeAlias = EagerUpdate | FusedUpdate
-"""Update of the weights after the backward pass of a step, counted from 1.
-
-`end` finishes it before the next step, once the host knows whether the device applied it. If `can_be_omitted` is False,
-the host must not call the update of a bad step.
-"""

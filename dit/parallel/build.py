@@ -30,7 +30,7 @@ from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS, add_gradien
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
-from dit.parallel.fsdp import finalize_shards, reduces_in_backward, update_locally, wrap_fsdp
+from dit.parallel.fsdp import finalize_shards, reduces_in_backward, wrap_fsdp
 from dit.parallel.implementations import DTYPES, target_of
 from dit.parallel.loss_scale import share_loss_scale
 from dit.parallel.pipeline import split_layers, stages
@@ -349,8 +349,6 @@ def build_optimizer(
             part.tp_group = groups.collection.expt_tp
         if groups.shard_copies is not None:
             part.grad_stats_parallel_group = dist.group.WORLD
-        if parallel.data_parallel == "fsdp" and isinstance(part.optimizer, torch.optim.Adam):
-            update_locally(part.optimizer)
         if parallel.data_parallel == "distributed_optimizer":
             share_main_gradients(part)
         if parallel.data_parallel == "distributed_optimizer" and precision == "fp32":
@@ -360,8 +358,6 @@ def build_optimizer(
         # Megatron-Core sets `wd_mult` and `lr_mult` of parameters, but only its scheduler applies them.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         group["lr"] = settings.lr * group["lr_mult"]
-        if "fused" in group:  # torch's AdamW (without Transformer Engine): one kernel instead of nine
-            group["fused"], group["foreach"] = True, False
     if precision == "fp16":
         share_loss_scale(optimizer, wrapped, training.micro_batch_size)
     optimizer.gradient_copies = 1 if groups.shard_copies is None else groups.shard_copies.size()

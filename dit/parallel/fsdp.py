@@ -21,7 +21,6 @@ from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataPa
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.optim import Adam
 
 from dit.backends.gradients import finalize_gradients
 from dit.backends.process_groups import ProcessGroups
@@ -191,28 +190,6 @@ def local(tensor: Tensor) -> Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
-
-
-@patches(
-    "torch 2.11-2.14",
-    "torch/optim/adam.py: Adam._init_group",
-    why="its time is quadratic in the number of DTensors",
-)
-def update_locally(optimizer: Adam) -> None:
-    """Make torch's Adam update the local shards of DTensors.
-
-    The update is elementwise. As one operation on DTensors, its dispatch takes time quadratic in their number, minutes
-    for thousands of experts.
-    """
-    init_group = optimizer._init_group
-
-    def init_local_group(group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex = init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = map(local, tensors)
-        return has_complex
-
-    optimizer._init_group = init_local_group  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)

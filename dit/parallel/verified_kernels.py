@@ -1,7 +1,7 @@
 """Kernels that have passed tests/gpu on this kind of device; `auto` selects them there.
 
 tests/gpu writes the record, a file in the user's cache. An entry is valid for one device name, one version of the
-driver, torch and triton, and unchanged sources of `dit.kernels`. After a change of any of them, tests/gpu must pass
+driver, torch and `PACKAGES`, and unchanged sources of `dit.kernels`. After a change of any of them, tests/gpu must pass
 again.
 """
 
@@ -23,6 +23,7 @@ from dit.errors import UserError
 from dit.safe_files import read_bytes, read_json
 
 RECORD = "verified_kernels.json"
+PACKAGES = ("triton", "transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4")
 KNOWN_MACHINES = 16  # entries in the record; the oldest ones are removed
 
 
@@ -34,15 +35,19 @@ def record_path() -> Path:
 
 def machine() -> str:
     """Return device, versions and a digest of the kernels' sources, the name of an entry in the record."""
-    try:
-        triton = version("triton")
-    except PackageNotFoundError:
-        triton = "none"
+    packages = "".join(f", {name} {_version(name)}" for name in PACKAGES)
     digest = sha256()
     for path in sorted(Path(kernels.__file__).parent.rglob("*.py")):
         digest.update(read_bytes(path))
     driver = accelerator_versions()["driver"]
-    return f"{describe()}, driver {driver}, torch {torch.__version__}, triton {triton}, {digest.hexdigest()[:12]}"
+    return f"{describe()}, driver {driver}, torch {torch.__version__}{packages}, {digest.hexdigest()[:12]}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _entries() -> dict[str, Any]:

@@ -19,7 +19,6 @@ class Device:
         memory_bandwidth: bytes read and written per second by an element-wise kernel.
         nvlink, nic: bytes per second that a GPU sends inside its node, and to other nodes.
         fp8_speedup: rate of matrix products in MXFP8 divided by that in bf16.
-        quantises: whether the program quantises matrix products.
         operation_seconds: time of an operation in addition to its work: launch, start and end of its kernels.
         interference: share of a hidden exchange by which it slows down the computation.
         jitter: standard deviation of a rank's time for a step, relative to its mean; see `slowest_of`.

@@ -12,19 +12,15 @@ from itertools import islice
 from typing import Optional
 
 import numpy as np
-import torch
 
-from dit.backends.device import ACCELERATOR
 from dit.models.base import ModelConfig, Stage
-from dit.objectives.base import Objective
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
 from dit.planner.job import Job
 from dit.planner.trace import trace
-from dit.settings import OptimizerConfig, TrainingConfig
+from dit.settings import TrainingConfig
 from dit.tracing.counter import StepTrace, combined
-from dit.tracing.packs import PackShape
 
 FEWEST_LAYERS = 2
 """Number of layers above which memory grows linearly, if no weights are prefetched."""
@@ -58,24 +54,14 @@ class Probe:
     weight: float
 
 
-def plan(
-    model: ModelConfig,
-    objective: Objective,
-    optimizer: OptimizerConfig,
-    parallel: ParallelConfig,
-    training: TrainingConfig,
-    pack: PackShape,
-    dims: ParallelDims,
-    *,
-    kernels: torch.device = ACCELERATOR,
-    tracer: Optional[Callable[[Sequence[Job]], list[StepTrace]]] = None,
-) -> Plan:
+def plan(job: Job, dims: ParallelDims, *, tracer: Optional[Callable[[Sequence[Job]], list[StepTrace]]] = None) -> Plan:
     """Trace a step of a run on every kind of rank, without ranks, data or memory.
 
     Args:
-        pack: shape of every micro-batch.
+        job: the step on any rank; its ranks and micro-batches are those of `dims`.
         tracer: returns the traces of jobs; None for a new process.
     """
+    model, parallel, training = job.model, job.parallel, job.training
     sizes = model.megatron_sizes().num_layers
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     stages_of_rank = [tuple(stages(sizes, pp, rank, vpp, parallel.pipeline_layers)) for rank in range(pp)]
@@ -83,26 +69,16 @@ def plan(
     jobs: list[Job] = []
     probes: dict[int, list[Probe]] = {}
     fewest = fewest_layers(model, parallel, dims)
+    job = replace(job, world_size=dims.world_size, micro_batches=dims.micro_batches)
     for rank in sorted({0, between, pp - 1}):
         probes[rank] = shallower(model, stages_of_rank[rank], training, fewest)
-        job = Job(
-            model,
-            objective,
-            optimizer,
-            parallel,
-            training,
-            pack,
-            dims.world_size,
-            rank * dims.world_size // pp,
-            dims.micro_batches,
-            kernels=kernels,
-        )
-        jobs += probing(job, stages_of_rank[rank], probes[rank])
+        of_rank = replace(job, rank=rank * dims.world_size // pp)
+        jobs += probing(of_rank, stages_of_rank[rank], probes[rank])
     traced = iter((tracer or trace)(jobs))
     return Plan(
         {
-            rank: combined(list(islice(traced, 1, 1 + len(of_rank))), [probe.weight for probe in of_rank])
-            for rank, of_rank in probes.items()
+            rank: combined(list(islice(traced, 1, 1 + len(parts))), [probe.weight for probe in parts])
+            for rank, parts in probes.items()
         }
     )
 

@@ -17,11 +17,12 @@ from dit.models.base import Backbone, Stage
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards
 from dit.optimizer.step_numbers import StepNumbers
-from dit.optimizer.update import Update, build_update
+from dit.optimizer.update import Update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
 from dit.parallel.fsdp import gathered_bytes
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
+from dit.patches import replaced
 from dit.planner.job import Job, steady_state
 from dit.step.device_batches import PackCopy
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
@@ -152,7 +153,7 @@ class Program:
         ema = None if decay is None else EMA(shards, decay, sigma_rel=training.ema_sigma_rel or ())
         average = counter.live - before
         self.mix = noise_kernel(job.model, training, job.kernels)
-        update = build_update(optimizer, shards, ema, job.optimizer, self.groups, target, training.kernels)
+        update = Update(optimizer, shards, ema, job.optimizer, self.groups, target, training.kernels)
         self._create_optimizer_state(wrapped, optimizer, update)
         if job.optimizer.offload:
             counter.live -= sum(master.slot(name).nbytes for master in shards for name in master.slots)
@@ -248,14 +249,13 @@ class Program:
             exchange(*args, **kwargs)
 
         counter.peak = counter.live
-        config = wrapped[0].config
-        exchange, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize
+        exchange = wrapped[0].config.finalize_model_grads_func
         rates = job.optimizer.lr, job.optimizer.beta1
         functions = StepFunctions(job.objective, forward_step, lambda _: rates, micro_batches)
         batches = (self._batch() for _ in range(micro_batches))
-        step = train_step(self.state, batches, functions, phases, self._previous, late=self.late)
+        with replaced(wrapped[0].config, finalize_model_grads_func=finalize):
+            step = train_step(self.state, batches, functions, phases, self._previous, late=self.late)
         self._previous = step if step.is_pending else None
-        config.finalize_model_grads_func = exchange
         return phases
 
     def _batch(self) -> PackedBatch:

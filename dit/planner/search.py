@@ -41,17 +41,12 @@ from dit.planner.layouts import Candidate, DataParallel, Problem, Shape, shapes
 from dit.planner.plan import fewest_layers, probing, shallower
 from dit.planner.time import (
     FORWARD,
-    K_EXPERT,
-    K_GATHER,
-    K_MATMUL,
-    K_MEMORY,
-    K_REDUCE,
-    K_SEND,
     MICRO_BATCH,
     ONCE,
     PARTS,
     UPDATE,
     Cluster,
+    Kind,
     StepTime,
     cost_of,
     pass_parts,
@@ -228,7 +223,7 @@ class Prices:
             self._share_stage(candidate.pipeline, cluster, seconds, nbytes)
         else:
             self._share_state(candidate, seconds, nbytes, costs.shards, shards)
-            seconds[ONCE, [K_GATHER, K_REDUCE]] = [
+            seconds[ONCE, [Kind.GATHER, Kind.REDUCE]] = [
                 cluster.seconds("dp_cp", nbytes[i], 1 + nbytes[i] / BUCKET_BYTES) if shards > 1 else 0.0
                 for i in (B_GATHERED, B_REDUCED)
             ]
@@ -257,7 +252,7 @@ class Prices:
         cluster, times = self.problem.cluster(_traced_layout(self.problem, shape)), []
         for size in {samples, min(samples, self.traced[shape].sizes[-1])}:
             seconds = self.traced[shape].of(self._sizes.num_layers, size)[0][MICRO_BATCH]
-            seconds[[K_GATHER, K_REDUCE]] = 0.0
+            seconds[[Kind.GATHER, Kind.REDUCE]] = 0.0
             times.append(sum(pass_parts(seconds, cluster).values()) / size)
         delay = slowest_of(self.problem.world_size, self.problem.device.jitter)
         return (1 + delay) * shape.tensor * shape.context * min(times)
@@ -299,8 +294,8 @@ class Prices:
         else:
             times = traced_shards / shards
         nbytes[[B_OPTIMIZER, B_AVERAGE]] *= times
-        seconds[UPDATE, [K_MEMORY, K_EXPERT]] *= times
-        seconds[UPDATE, K_MATMUL] *= traced_shards / shards  # Muon's, shared also by ranks with copies
+        seconds[UPDATE, [Kind.MEMORY, Kind.EXPERT]] *= times
+        seconds[UPDATE, Kind.MATMUL] *= traced_shards / shards  # Muon's, shared also by ranks with copies
 
     def _share_stage(self, pipeline: int, cluster: Cluster, seconds: Numbers, nbytes: Numbers) -> None:
         """Adjust, in place, the costs of FSDP inside a stage, whose state fewer ranks share than that of one stage.
@@ -308,16 +303,16 @@ class Prices:
         Every micro-batch gathers the weights of its stage in both passes and reduces its gradients, as traced.
         """
         nbytes[[B_WEIGHTS, B_OPTIMIZER, B_AVERAGE]] *= pipeline
-        seconds[UPDATE, [K_MEMORY, K_EXPERT, K_MATMUL]] *= pipeline
+        seconds[UPDATE, [Kind.MEMORY, Kind.EXPERT, Kind.MATMUL]] *= pipeline
         of_all = replace(cluster, parallel=replace(cluster.parallel, pipeline_model_parallel_size=1))
-        seconds[:UPDATE, [K_GATHER, K_REDUCE]] *= of_all.bandwidth("dp_cp") / cluster.bandwidth("dp_cp")
+        seconds[:UPDATE, [Kind.GATHER, Kind.REDUCE]] *= of_all.bandwidth("dp_cp") / cluster.bandwidth("dp_cp")
 
     def _add_sends(self, candidate: Candidate, cluster: Cluster, seconds: Numbers) -> None:
         """Add pipeline traffic: each chunk's output, and the gradient of its input."""
         chunks = candidate.chunks or 1
         one_way = cluster.seconds("pp", chunks * candidate.micro_batch_size * self._passed_on(candidate), chunks)
-        seconds[MICRO_BATCH, K_SEND] = 2 * one_way
-        seconds[FORWARD, K_SEND] = one_way
+        seconds[MICRO_BATCH, Kind.SEND] = 2 * one_way
+        seconds[FORWARD, Kind.SEND] = one_way
 
     def _memory(self, candidate: Candidate, costs: Costs, nbytes: Numbers, in_flight: float) -> dict[str, float]:
         """Return the bytes of the fullest rank, the first of a pipeline."""

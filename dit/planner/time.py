@@ -22,6 +22,7 @@ docs/planner.md lists comparisons with published measurements.
 import functools
 import math
 from dataclasses import dataclass
+from enum import IntEnum
 from statistics import NormalDist
 from typing import Optional
 
@@ -42,23 +43,9 @@ from dit.tracing.counter import ATTENTION, OPS, Product, StepTrace, combined
 from dit.tracing.counter import ATTENTION_BACKWARD as BACKWARD
 
 Seconds = npt.NDArray[np.float64]
-"""Seconds by kind, in the order of `KINDS`."""
-KINDS = (
-    *("matmul", "attention", "memory", "operations", "tensor", "ring", "context", "expert", "send", "gather", "reduce"),
-)
-(
-    K_MATMUL,
-    K_ATTENTION,
-    K_MEMORY,
-    K_OPERATIONS,
-    K_TENSOR,
-    K_RING,
-    K_CONTEXT,
-    K_EXPERT,
-    K_SEND,
-    K_GATHER,
-    K_REDUCE,
-) = range(len(KINDS))
+"""Seconds by `Kind`."""
+Kind = IntEnum("Kind", "MATMUL ATTENTION MEMORY OPERATIONS TENSOR RING CONTEXT EXPERT SEND GATHER REDUCE", start=0)
+"""Kinds of time: of the computation, and of the communication in each group."""
 PARTS = (
     *("matmul", "attention", "memory-bound", "tensor parallel", "context parallel", "expert parallel"),
     *("pipeline sends", "pipeline bubble", "data parallel", "optimizer", "other"),
@@ -125,14 +112,14 @@ class Cluster:
 def _kind(collective: str, group: str) -> int:
     """Return the kind of time that a collective inside a micro-batch counts as."""
     if group == "pp":
-        return K_SEND
+        return Kind.SEND
     if group == "cp":
-        return K_RING if collective == "send" else K_CONTEXT
+        return Kind.RING if collective == "send" else Kind.CONTEXT
     if collective == "all_to_all" or group in ("ep", "tp_ep"):
-        return K_EXPERT
+        return Kind.EXPERT
     if group == "tp":
-        return K_TENSOR
-    return K_GATHER if collective == "all_gather" else K_REDUCE
+        return Kind.TENSOR
+    return Kind.GATHER if collective == "all_gather" else Kind.REDUCE
 
 
 def quantised_bytes(product: Product, device: Device) -> float:
@@ -179,12 +166,12 @@ def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Sec
             gradients that are shared by tensor-parallel ranks stay in their group.
     """
     device, work = cluster.device, trace.work
-    seconds = np.zeros(len(KINDS))
-    seconds[K_MATMUL] = sum(count * product_seconds(product, device) for product, count in trace.products.items())
-    seconds[K_ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
+    seconds = np.zeros(len(Kind))
+    seconds[Kind.MATMUL] = sum(count * product_seconds(product, device) for product, count in trace.products.items())
+    seconds[Kind.ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
     quantised = sum(count * quantised_bytes(product, device) for product, count in trace.products.items())
-    seconds[K_MEMORY] = (trace.moved_bytes + quantised) / device.memory_bandwidth
-    seconds[K_OPERATIONS] = work[OPS] * device.operation_seconds
+    seconds[Kind.MEMORY] = (trace.moved_bytes + quantised) / device.memory_bandwidth
+    seconds[Kind.OPERATIONS] = work[OPS] * device.operation_seconds
     for (collective, group), sent in trace.sent_bytes.items():
         kind = _kind(collective, "dp" if once and group != "tp" else group)
         seconds[kind] += cluster.seconds(group, sent, trace.calls[collective, group])
@@ -192,7 +179,7 @@ def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Sec
 
 
 Cost = npt.NDArray[np.float64]
-"""Seconds of one rank: rows `ROWS`, columns `KINDS`. Costs of layers and micro-batches are additive."""
+"""Seconds of one rank: rows `ROWS`, columns `Kind`. Costs of layers and micro-batches are additive."""
 MICRO_BATCH, FORWARD, ONCE, UPDATE = range(4)
 """Rows of a cost: a micro-batch; its forward pass; work once per step, during the micro-batches; work after them."""
 
@@ -204,9 +191,9 @@ def cost_of(trace: StepTrace, micro_batches: int, cluster: Cluster) -> Cost:
     micro_batch = trace.parts.get("micro-batch")
     if micro_batch is None:  # all gradients and weights are exchanged once, except by FSDP
         traffic = seconds_of(rest, cluster)
-        once = np.zeros(len(KINDS))
+        once = np.zeros(len(Kind))
         if cluster.parallel.data_parallel != "fsdp":
-            once[[K_GATHER, K_REDUCE]] = traffic[[K_GATHER, K_REDUCE]]
+            once[[Kind.GATHER, Kind.REDUCE]] = traffic[[Kind.GATHER, Kind.REDUCE]]
         micro = (traffic - once) / micro_batches
     else:
         micro = seconds_of(micro_batch, cluster)
@@ -219,20 +206,20 @@ def pass_parts(seconds: Seconds, cluster: Cluster) -> dict[str, float]:
     """Return the parts of one micro-batch, or of one pass of it, on one rank."""
     layout = cluster.parallel
     cp = layout.context_parallel_size
-    hidden = seconds[K_ATTENTION] * (cp - 1) / cp  # the first block of keys and values is local
+    hidden = seconds[Kind.ATTENTION] * (cp - 1) / cp  # the first block of keys and values is local
     tp = layout.tensor_model_parallel_size
-    products = seconds[K_MATMUL] * (tp - 1) / tp if cluster.overlaps_tensor else 0.0  # the first tokens are local
+    products = seconds[Kind.MATMUL] * (tp - 1) / tp if cluster.overlaps_tensor else 0.0  # the first tokens are local
     parts = {
-        "matmul": seconds[K_MATMUL],
-        "attention": seconds[K_ATTENTION],
-        "memory-bound": seconds[K_MEMORY] + seconds[K_OPERATIONS],
-        "tensor parallel": max(0.0, seconds[K_TENSOR] - products),
-        "context parallel": seconds[K_CONTEXT] + max(0.0, seconds[K_RING] - hidden),
-        "expert parallel": seconds[K_EXPERT],
-        "pipeline sends": 0.0 if layout.virtual_pipeline_model_parallel_size else seconds[K_SEND],
+        "matmul": seconds[Kind.MATMUL],
+        "attention": seconds[Kind.ATTENTION],
+        "memory-bound": seconds[Kind.MEMORY] + seconds[Kind.OPERATIONS],
+        "tensor parallel": max(0.0, seconds[Kind.TENSOR] - products),
+        "context parallel": seconds[Kind.CONTEXT] + max(0.0, seconds[Kind.RING] - hidden),
+        "expert parallel": seconds[Kind.EXPERT],
+        "pipeline sends": 0.0 if layout.virtual_pipeline_model_parallel_size else seconds[Kind.SEND],
     }
     busy = sum(parts.values())
-    exchanged = seconds[K_GATHER] + seconds[K_REDUCE]  # FSDP's
+    exchanged = seconds[Kind.GATHER] + seconds[Kind.REDUCE]  # FSDP's
     parts["data parallel"] = exposed(exchanged, busy, cluster)
     return parts
 
@@ -294,18 +281,18 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     parts = {name: micro_batches * each.get(name, 0.0) for name in PARTS}
     bubble = bubble_passes(layout) * (forward + backward)
     parts["pipeline bubble"] = bubble if waits is None else waits
-    reduce, gather = cost[ONCE, K_REDUCE], cost[ONCE, K_GATHER]
+    reduce, gather = cost[ONCE, Kind.REDUCE], cost[ONCE, Kind.GATHER]
     # FSDP always overlaps the reduction.
     overlaps = layout.overlap_grad_reduce or (layout.data_parallel == "fsdp" and layout.fsdp_sharding != "optim")
     parts["data parallel"] += exposed(reduce, backward if overlaps else 0.0, cluster)
     parts["data parallel"] += exposed(gather, forward if layout.overlap_param_gather else 0.0, cluster)
-    parts["tensor parallel"] += cost[ONCE, K_TENSOR]
-    computed = float(cost[ONCE:, [K_MEMORY, K_OPERATIONS]].sum()) + float(cost[UPDATE, K_MATMUL])  # Muon has products
-    parts["optimizer"] = computed + _sent(cost[UPDATE])
+    parts["tensor parallel"] += cost[ONCE, Kind.TENSOR]
+    computed = cost[ONCE:, [Kind.MEMORY, Kind.OPERATIONS]].sum() + cost[UPDATE, Kind.MATMUL]  # Muon has products
+    parts["optimizer"] = float(computed) + _sent(cost[UPDATE])
     parts["other"] = slowest_of(cluster.world_size, cluster.device.jitter) * sum(parts.values())
     return StepTime({name: float(seconds) for name, seconds in parts.items()}, (float(forward), float(backward)))
 
 
 def _sent(seconds: Seconds) -> float:
     """Return the seconds of exchanges after the micro-batches; Muon exchanges weights by all-to-all."""
-    return float(seconds[K_GATHER] + seconds[K_REDUCE] + seconds[K_EXPERT])
+    return float(seconds[Kind.GATHER] + seconds[Kind.REDUCE] + seconds[Kind.EXPERT])

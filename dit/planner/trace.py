@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
-from dit.patches import patches
+from dit.patches import patches, replaced
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
@@ -247,7 +247,6 @@ class TracedRank:
     def trace(self, job: Job) -> StepTrace:
         """Trace a job's step."""
         from dit.backends import process_groups
-        from dit.optimizer.update import FusedUpdate
         from dit.planner import muon
         from dit.planner.program import Program
 
@@ -276,7 +275,7 @@ class TracedRank:
             with counter:
                 step = program.run() if is_new else program.run_with(job)
             update = program.state.update
-            if job.micro_batches and isinstance(update, FusedUpdate) and update.muon is not None:
+            if job.micro_batches and update.muon is not None:
                 muon.average(step, update.muon, update.shards, self._groups)
         return step
 
@@ -305,13 +304,11 @@ def _without_values() -> Iterator[None]:
     Megatron-FSDP moves the model to the device, which torch implements by swapping parameters and fake tensors do not
     support; they are all on the device already.
     """
-    copy, device.begin_copy_to_host = device.begin_copy_to_host, lambda values: ([1.0] * len(values)).copy
-    move, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
-    try:
+    with (
+        replaced(device, begin_copy_to_host=lambda values: ([1.0] * len(values)).copy),
+        replaced(nn.Module, to=lambda module, *_, **__: module),
+    ):
         yield
-    finally:
-        device.begin_copy_to_host = copy
-        nn.Module.to = move  # type: ignore[method-assign]
 
 
 class _Shards:
@@ -329,16 +326,11 @@ class _Shards:
     "core/distributed/param_and_grad_buffer.py: shard_buffer",
     why="it slices the shards of all ranks, and one is used",
 )
-@contextlib.contextmanager
-def _local_shards() -> Iterator[None]:
+def _local_shards() -> contextlib.AbstractContextManager[None]:
     """Slice only those shards of data-parallel buffers that are used."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    original, buffers.shard_buffer = buffers.shard_buffer, _Shards
-    try:
-        yield
-    finally:
-        buffers.shard_buffer = original
+    return replaced(buffers, shard_buffer=_Shards)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -363,11 +355,11 @@ class _FusedRMSNorm(torch.autograd.Function):
     "torch/nn/functional.py: rms_norm",
     why="torch's CPU norm saves three copies of its input, CUDA's none",
 )
-@contextlib.contextmanager
-def fused_rms_norm(function: type[torch.autograd.Function] = _FusedRMSNorm) -> Iterator[None]:
+def fused_rms_norm(
+    function: type[torch.autograd.Function] = _FusedRMSNorm,
+) -> contextlib.AbstractContextManager[None]:
     """Replace RMS norms with a weight by a function that saves the tensors of CUDA's kernel."""
-    functional = torch.nn.functional
-    original = functional.rms_norm
+    original = nn.functional.rms_norm
 
     def rms_norm(
         input: Tensor,
@@ -379,11 +371,7 @@ def fused_rms_norm(function: type[torch.autograd.Function] = _FusedRMSNorm) -> I
             return original(input, list(normalized_shape), weight, eps)
         return function.apply(input, weight)
 
-    functional.rms_norm = rms_norm
-    try:
-        yield
-    finally:
-        functional.rms_norm = original
+    return replaced(nn.functional, rms_norm=rms_norm)
 
 
 @patches(
@@ -391,18 +379,13 @@ def fused_rms_norm(function: type[torch.autograd.Function] = _FusedRMSNorm) -> I
     "torch/storage.py: UntypedStorage.resize_",
     why="a dispatch mode does not see it",
 )
-@contextlib.contextmanager
-def _watching_resizes(counter: StepCounter) -> Iterator[None]:
+def _watching_resizes(counter: StepCounter) -> contextlib.AbstractContextManager[None]:
     """Notify the counter when a storage is freed or reallocated without an operation (in pipelines)."""
-    base = torch.UntypedStorage.__mro__[1].resize_  # type: ignore[attr-defined]
+    original = torch.UntypedStorage.resize_
 
     def resize_(storage: Any, size: int) -> Any:
-        result = base(storage, size)
+        result = original(storage, size)
         counter.watch(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        del torch.UntypedStorage.resize_
+    return replaced(torch.UntypedStorage, resize_=resize_)

@@ -6,9 +6,9 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-import torch
 from torch import Tensor
 
+from dit.batch import pixel_bytes
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError
 
@@ -38,7 +38,7 @@ def to_bytes(images: Tensor) -> Tensor:
     channels = images.shape[-3]
     if channels not in PIXEL_CHANNELS:
         raise ConfigError(f"a picture has 1 or 3 channels, got {channels}; decode latents, or show 3 of their channels")
-    pixels = ((images.detach().float().cpu().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    pixels = pixel_bytes(images.detach().cpu())
     return pixels.expand(*pixels.shape[:-3], 3, *pixels.shape[-2:]).movedim(-3, -1)
 
 

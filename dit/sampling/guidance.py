@@ -121,7 +121,6 @@ def guided_pair(
 
     Args:
         network: bound to the doubled pack, conditional samples first.
-        combined: combines the two halves, as `guided_prediction`.
     """
 
     def call(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
@@ -134,12 +133,7 @@ def guided_pair(
 def guided_by(
     network: Network, guide: Network, scale: float, combined: Callable[[Tensor, Tensor, float], Tensor]
 ) -> Network:
-    """Guide a network by another one at the same inputs.
-
-    Args:
-        guide: network of the unconditional branch.
-        combined: combines the two predictions, as `guided_prediction`.
-    """
+    """Guide a network at the same inputs by `guide`, the network of the unconditional branch."""
     return lambda inputs_TC, time_S: combined(network(inputs_TC, time_S), guide(inputs_TC, time_S), scale)
 
 

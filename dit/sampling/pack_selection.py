@@ -14,11 +14,7 @@ from dit.levels import with_levels
 
 
 def select_samples(batch: PackedBatch, samples: Sequence[int]) -> PackedBatch:
-    """Return a pack of some samples of a pack with all tokens, in the order of `samples`.
-
-    Args:
-        samples: indices in the pack.
-    """
+    """Return a pack of some samples of a pack with all tokens, in the order of their indices `samples`."""
     layout, tokens_T = _select(batch.layout, samples)
     samples_S = layout.tensor(samples)
     per_sample = ("sample_ids_S", "loss_weight_S", "draws_S", "draw_keys_S", "grids_S3")

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
 from dit.checkpoint.train_state import TrainState
@@ -91,7 +90,7 @@ class BadSteps:
         compiled = self.config.training.kernels == "compile"
         # The hooks of the probe would cause a recompilation, or would not run.
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            first, report = find_first(probe, step.forward_step, batches, step.sums, self.groups)
+            first, report = find_first(probe, step.forward_step, batches, step.sums)
         if compiled:
             report["repeats"] = None  # the eager computation rounds differently
         suspects = find_suspects(step.sums[:-1].sum().item(), keys)
@@ -139,9 +138,7 @@ class BadSteps:
 
     def _all_keys(self, keys: Sequence[str]) -> dict[str, list[str]]:
         """Return the samples of every rank, if the local loss of each rank is finite."""
-        gathered: list[Any] = [None] * self.groups.world_size
-        dist.all_gather_object(gathered, list(keys)[:NUM_KEYS])
-        return {str(rank): samples for rank, samples in enumerate(gathered)}
+        return {str(rank): samples for rank, samples in enumerate(gather_objects(list(keys)[:NUM_KEYS]))}
 
     @staticmethod
     def _where(bad: Bad, report: dict[str, Any], first: str | None) -> str:
@@ -185,6 +182,5 @@ def suspicion(suspects: Mapping[int, Sequence[str]]) -> str:
 
 def find_suspects(local_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
     """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all."""
-    samples: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(samples, None if math.isfinite(local_loss) else list(sample_keys))
+    samples = gather_objects(None if math.isfinite(local_loss) else list(sample_keys))
     return {rank: keys for rank, keys in enumerate(samples) if keys is not None}

@@ -6,7 +6,9 @@ repeats the first one bitwise. If it does not, the machine made an error in one 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dit.backends.pending_bias import PendingBias
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import gather_objects
 from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.kernels.recompute import first_run
@@ -66,32 +68,24 @@ class MicroBatch:
     batch: PackedBatch
 
 
-@dataclass
-class ProbeResult:
-    """Results of one rank in the second computation of a step.
-
-    Attributes:
-        first: location of the first number that is not finite; None if all are finite.
-        worst: samples of this rank with the largest mean loss per token, largest first.
-        layers: by "phase module", the largest absolute value and the number of values that are not finite.
-    """
-
-    first: Optional[Location] = None
-    worst: list[tuple[str, float]] = field(default_factory=list)
-    layers: dict[str, tuple[float, int]] = field(default_factory=dict)
-
-
 class Probe:
     """Checks every tensor between the data and the gradients of one step.
 
     Args:
         channels: channels of a latent token and of the model's latents, see `split_outputs`.
+
+    Attributes:
+        first: location of the first number of this rank that is not finite; None if all are finite.
+        worst: samples of this rank with the largest mean loss per token, largest first.
+        layers: by "phase module", the largest absolute value and the number of values that are not finite.
     """
 
     def __init__(self, state: TrainState, objective: Objective, channels: tuple[int, int]) -> None:
         self._state, self._chunks, self._groups = state, state.chunks, state.groups
         self._objective, self._channels = objective, channels
-        self.result = ProbeResult()
+        self.first: Optional[Location] = None
+        self.worst: list[tuple[str, float]] = []
+        self.layers: dict[str, tuple[float, int]] = {}
         self._checks = 0
         # For each chunk, the newest micro-batch of a forward pass and of a backward pass: in a pipeline, forward passes
         # of other micro-batches lie between the two.
@@ -102,17 +96,16 @@ class Probe:
     def run(self, forward_step: ForwardStep, batches: Sequence[PackedBatch]) -> Logs:
         """Compute the step again, which overwrites the gradients; every rank calls this."""
         device = next(self._chunks[0].parameters()).device
-        handles = [handle for i, chunk in enumerate(self._chunks) for handle in self._hooks(i, chunk)]
-        try:
+        with ExitStack() as hooks:
+            for i, chunk in enumerate(self._chunks):
+                for handle in self._hooks(i, chunk):
+                    hooks.enter_context(handle)
             on_device = (batch.to(device) for batch in batches)
             logs = compute_gradients(self._state, self._checked(forward_step), len(batches), on_device)
-        finally:
-            for handle in handles:
-                handle.remove()
         ranked = sorted(
             self._mean_losses(device).items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1]
         )
-        self.result.worst = ranked[:NUM_WORST]
+        self.worst = ranked[:NUM_WORST]
         return logs
 
     def _checked(self, forward_step: ForwardStep) -> ForwardStep:
@@ -166,54 +159,44 @@ class Probe:
     def _hooks(self, chunk: int, model: nn.Module) -> Iterator[Any]:
         for name, module in model.named_modules():
             if name:
-                yield module.register_forward_hook(self._forward_hook(chunk, name), with_kwargs=True)
+                yield module.register_forward_hook(partial(self._check_output, chunk, name), with_kwargs=True)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 # Between steps, Megatron-FSDP's parameters are shards; hooks belong to the original parameters.
                 parameter = getattr(parameter, "orig_param", parameter)
-                yield parameter.register_hook(self._weight_hook(chunk, name))
+                yield parameter.register_hook(partial(self._check_weight_gradient, chunk, name))
 
-    def _weight_hook(self, chunk: int, name: str) -> Callable[[Tensor], None]:
-        """Return a hook that checks the local gradient of a micro-batch, before it is accumulated and reduced."""
+    def _check_weight_gradient(self, chunk: int, name: str, gradient: Tensor) -> None:
+        """Check the local gradient of a micro-batch, before it is accumulated and reduced."""
+        now = self._backward[chunk] or self._forward[chunk]
+        assert now is not None
+        self._check("weight gradient", name, gradient, chunk, None, now)
 
-        def hook(gradient: Tensor) -> None:
-            now = self._backward[chunk] or self._forward[chunk]
-            assert now is not None
-            self._check("weight gradient", name, gradient, chunk, None, now)
+    def _check_output(self, chunk: int, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs = [*args, *kwargs.values()]
+        # A backward pass recomputes activations of its own micro-batch.
+        now = self._forward[chunk] if first_run() else self._backward[chunk] or self._forward[chunk]
+        assert now is not None
+        layout = next((x for x in inputs if isinstance(x, SequenceLayout)), now.batch.layout)
+        for tensor in _tensors(inputs):
+            if tensor.requires_grad:
+                _readers(tensor).append(name)
+        for tensor in _tensors(output):
+            self._check("forward", name, tensor.detach(), chunk, layout, now)
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(partial(self._check_gradient, chunk, name, _readers(tensor), layout, now))
+        if isinstance(output, PendingBias) and output.bias is not None:
+            self._check("forward", name, output.bias, chunk, None, now)
 
-        return hook
-
-    def _forward_hook(self, chunk: int, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            inputs = [*args, *kwargs.values()]
-            # A backward pass recomputes activations of its own micro-batch.
-            now = self._forward[chunk] if first_run() else self._backward[chunk] or self._forward[chunk]
-            assert now is not None
-            layout = next((x for x in inputs if isinstance(x, SequenceLayout)), now.batch.layout)
-            for tensor in _tensors(inputs):
-                if tensor.requires_grad:
-                    _readers(tensor).append(name)
-            for tensor in _tensors(output):
-                self._check("forward", name, tensor.detach(), chunk, layout, now)
-                if tensor.requires_grad and not tensor.is_leaf:
-                    tensor.register_hook(self._gradient_hook(chunk, name, _readers(tensor), layout, now))
-            if isinstance(output, PendingBias) and output.bias is not None:
-                self._check("forward", name, output.bias, chunk, None, now)
-
-        return hook
-
-    def _gradient_hook(
-        self, chunk: int, name: str, readers: list[str], layout: SequenceLayout, of: MicroBatch
-    ) -> Callable[[Tensor], None]:
-        def hook(gradient: Tensor) -> None:
-            self._backward[chunk] = of
-            # The gradient of an output comes from the backward passes of the modules that read it.
-            innermost = [r for r in readers if not any(other.startswith(f"{r}.") for other in readers)]
-            innermost = [r for r in innermost if not f"{name}.".startswith(f"{r}.")]
-            layer = " or ".join(dict.fromkeys(innermost)) or f"the reader of {name}"
-            self._check("backward", layer, gradient.detach(), chunk, layout, of)
-
-        return hook
+    def _check_gradient(
+        self, chunk: int, name: str, readers: list[str], layout: SequenceLayout, of: MicroBatch, gradient: Tensor
+    ) -> None:
+        """Check the gradient of an output, which comes from the backward passes of the modules that read it."""
+        self._backward[chunk] = of
+        innermost = [r for r in readers if not any(other.startswith(f"{r}.") for other in readers)]
+        innermost = [r for r in innermost if not f"{name}.".startswith(f"{r}.")]
+        layer = " or ".join(dict.fromkeys(innermost)) or f"the reader of {name}"
+        self._check("backward", layer, gradient.detach(), chunk, layout, of)
 
     def _check(
         self,
@@ -231,17 +214,17 @@ class Probe:
         bad = ~values.isfinite()
         count = int(bad.sum())
         largest = float(torch.where(bad, 0.0, values.abs().float()).max())
-        before = self.result.layers.get(f"{phase} {layer}", (0.0, 0))
-        self.result.layers[f"{phase} {layer}"] = max(before[0], largest), before[1] + count
+        before = self.layers.get(f"{phase} {layer}", (0.0, 0))
+        self.layers[f"{phase} {layer}"] = max(before[0], largest), before[1] + count
         if not count:
             return
         pp = self._groups.pp
         stage = chunk * pp.size() + pp.rank()
         stage = -stage if phase == "backward" else stage
         order = (of.number, PHASES.index(phase), stage, self._checks)
-        if self.result.first is None or order < self.result.first.order:
+        if self.first is None or order < self.first.order:
             samples = () if layout is None else _samples(bad, layout, of.batch)
-            self.result.first = Location(order, self._groups.rank, phase, layer, samples)
+            self.first = Location(order, self._groups.rank, phase, layer, samples)
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -274,11 +257,7 @@ def _samples(bad: Tensor, layout: SequenceLayout, batch: PackedBatch) -> tuple[s
 
 
 def find_first(
-    probe: Probe,
-    forward_step: ForwardStep,
-    batches: Sequence[PackedBatch],
-    first_sums: Tensor,
-    groups: ProcessGroups,
+    probe: Probe, forward_step: ForwardStep, batches: Sequence[PackedBatch], first_sums: Tensor
 ) -> tuple[Optional[Location], dict[str, Any]]:
     """Compute a step again and find its first number that is not finite; every rank calls this and gets the same.
 
@@ -291,13 +270,12 @@ def find_first(
         location (of rank 0 without one).
     """
     sums = sum((log["sums"] for log in probe.run(forward_step, batches)), torch.zeros_like(first_sums))
-    repeats, result = bool(torch.equal(sums.nan_to_num(), first_sums.nan_to_num())), probe.result
-    gathered: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(gathered, (result.first, repeats, result.worst))
+    repeats = bool(torch.equal(sums.nan_to_num(), first_sums.nan_to_num()))
+    gathered = gather_objects((probe.first, repeats, probe.worst))
     locations = [location for location, _, _ in gathered if location is not None]
     first = min(locations, key=lambda location: location.order, default=None)
     reporting_rank = 0 if first is None else first.rank
-    table = [result.layers]
+    table = [probe.layers]
     dist.broadcast_object_list(table, src=reporting_rank)
     report = {
         "first": None if first is None else {**asdict(first), "text": str(first)},

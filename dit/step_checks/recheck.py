@@ -10,7 +10,8 @@ too, before they are summed over ranks, so that the rank is known.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.errors import MachineError
 from dit.monitoring.run_log import RunLog
+from dit.patches import replaced
 from dit.settings import TrainingConfig
 from dit.step.device_batches import DeviceBatches
 from dit.step.intervals import is_due
@@ -103,11 +105,8 @@ class Recheck:
                 mark.add_(_checksum(gradient) * _factor(i))
             reduce(*args, **kwargs)
 
-        config.finalize_model_grads_func = add_and_reduce
-        try:
+        with replaced(config, finalize_model_grads_func=add_and_reduce):
             yield mark
-        finally:
-            config.finalize_model_grads_func = reduce
 
     @contextmanager
     def _marked_gradients(self, device: torch.device) -> Iterator[Tensor]:
@@ -116,19 +115,13 @@ class Recheck:
         parameters = [getattr(p, "orig_param", p) for chunk in self._state.chunks for p in chunk.parameters()]
         mark = torch.zeros((), dtype=torch.int64, device=device)
 
-        def adder(factor: int) -> Callable[[Tensor], None]:
-            def add(gradient: Tensor) -> None:
-                mark.add_(_checksum(gradient) * factor)
+        def add(factor: int, gradient: Tensor) -> None:
+            mark.add_(_checksum(gradient) * factor)
 
-            return add
-
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        handles = [parameter.register_hook(adder(_factor(i))) for i, parameter in enumerate(trained)]
-        try:
+        with ExitStack() as hooks:
+            for i, parameter in enumerate(parameter for parameter in parameters if parameter.requires_grad):
+                hooks.enter_context(parameter.register_hook(partial(add, _factor(i))))
             yield mark
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _named(ranks: Sequence[int]) -> str:

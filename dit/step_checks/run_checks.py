@@ -26,7 +26,6 @@ class RunChecks(StepObserver):
     Args:
         learning_rate: returns the learning rate of the update that follows a number of completed steps.
         timer: measures the time until the gradients are reduced.
-        phase: phase of this rank, for its heartbeat.
 
     Attributes:
         asks_to_stop: returns whether this rank asks to stop after the current step; None for never.

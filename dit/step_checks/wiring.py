@@ -11,12 +11,11 @@ until each parameter had one, and at the end of a shorter run.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Optional
+from typing import Optional
 
 import torch
-import torch.distributed as dist
 
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.batch import PackedBatch
 from dit.errors import DataError, first_few
 from dit.monitoring.run_log import RunLog
@@ -30,11 +29,7 @@ MAX_STD = 5.0
 
 
 class FirstSteps:
-    """Checks of the first steps after a start, until all pass or the last report.
-
-    Args:
-        shards: master shards of this rank.
-    """
+    """Checks of the first steps after a start, until all pass or the last report."""
 
     def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
         self._shards, self._groups = shards, groups
@@ -54,8 +49,7 @@ class FirstSteps:
                 f"first steps: the latents have a standard deviation of {std:.3g}, training expects about 1; scale "
                 "pixels to [-1, 1] (x / 127.5 - 1), or latents by the scaling factor of their autoencoder"
             )
-        gathered: list[Any] = [None] * self._groups.world_size
-        dist.all_gather_object(gathered, (self._groups.dp_rank, _digest(batch)))
+        gathered = gather_objects((self._groups.dp_rank, _digest(batch)))
         by_replica: dict[int, list[int]] = {}
         for rank, (replica, _) in enumerate(gathered):
             by_replica.setdefault(replica, []).append(rank)
@@ -117,8 +111,7 @@ class FirstSteps:
         names = [shard.name for shard in self._shards]
         seen = dict(zip(names, [] if self._seen is None else self._seen.tolist()))
         # Stages and expert-parallel ranks have different parameters.
-        ranks: list[Any] = [None] * self._groups.world_size
-        dist.all_gather_object(ranks, (names, [name for name in names if seen.get(name)]))
+        ranks = gather_objects((names, [name for name in names if seen.get(name)]))
         parameters = {name for rank_names, _ in ranks for name in rank_names}
         return len(parameters), sorted(parameters - {name for _, rank_seen in ranks for name in rank_seen})
 

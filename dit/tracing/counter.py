@@ -4,9 +4,9 @@ import gc
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Optional, TypeVar
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_iter
 from dit.backends.process_groups import ProcessGroups
 from dit.tracing.repeats import CPU, fake_op_cache, tensors_in
 
-Key = TypeVar("Key", bound=Hashable)
 REAL_ELEMENTS = 1 << 23
 REAL_FLOATS = 1 << 12
 """Operations on integers of up to `REAL_ELEMENTS`, and on floats of up to `REAL_FLOATS`, compute real values."""
@@ -31,6 +30,9 @@ ATTENTION, ATTENTION_BACKWARD, OPS = WORK = "attention flops", "attention backwa
 """Kinds of counted work, in addition to matrix products, moved and sent bytes."""
 PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
 """Matrix products, with the index of their first factor in the arguments."""
+COUNTS = ("flops", "moved_bytes", "host_syncs")
+TABLES = ("state_bytes", "peak_bytes", "sent_bytes", "calls", "work")
+"""Fields of `StepTrace`: numbers, and tables of integers."""
 KINDS = {
     "allgather": "all_gather",
     "allgather_base": "all_gather",
@@ -112,36 +114,20 @@ class StepTrace:
 
 
 def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
-    """Return the weighted sum of steps."""
+    """Return the weighted sum of steps; numbers of products may be fractions, other counts are rounded."""
 
-    def exact(values: Sequence[float]) -> float:
+    def total(values: Iterable[float]) -> float:
         return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
-    def exact_table(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
-        return {key: exact([t.get(key, 0) for t in tables]) for key in dict.fromkeys(k for t in tables for k in t)}
+    def table(name: str) -> dict[Any, float]:
+        tables = [getattr(step, name) for step in steps]
+        return {key: total(t.get(key, 0) for t in tables) for key in dict.fromkeys(k for t in tables for k in t)}
 
-    def total(values: Sequence[float]) -> int:
-        return round(exact(values))
-
-    def table(tables: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
-        return {key: round(value) for key, value in exact_table(tables).items()}
-
-    return StepTrace(
-        table([step.state_bytes for step in steps]),
-        table([step.peak_bytes for step in steps]),
-        total([step.flops for step in steps]),
-        total([step.moved_bytes for step in steps]),
-        Counter(table([step.sent_bytes for step in steps])),
-        Counter(table([step.calls for step in steps])),
-        total([step.host_syncs for step in steps]),
-        exact_table([step.products for step in steps]),
-        Counter(table([step.work for step in steps])),
-        {name: combined([step.parts[name] for step in steps], weights) for name in _common_parts(steps)},
-    )
-
-
-def _common_parts(steps: Sequence[StepTrace]) -> list[str]:
-    return [name for name in steps[0].parts if all(name in step.parts for step in steps)]
+    parts = [name for name in steps[0].parts if all(name in step.parts for step in steps)]
+    counts: dict[str, Any] = {name: round(total(getattr(step, name) for step in steps)) for name in COUNTS}
+    counts |= {name: Counter({key: round(value) for key, value in table(name).items()}) for name in TABLES}
+    counts["parts"] = {name: combined([step.parts[name] for step in steps], weights) for name in parts}
+    return StepTrace(products=table("products"), **counts)
 
 
 class StepCounter(TorchDispatchMode):

@@ -13,8 +13,9 @@ If a backbone's cost is not such a form, these checks fail, and each of its shap
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Optional
@@ -226,14 +227,11 @@ class _Shortened:
         ]
         self._flops = [0] * len(layers)
         for i, layer in enumerate(layers):
-            layer.register_forward_pre_hook(self._note(i, -1))
-            layer.register_forward_hook(self._note(i, 1))
+            layer.register_forward_pre_hook(functools.partial(self._note, i, -1))
+            layer.register_forward_hook(functools.partial(self._note, i, 1))
 
-    def _note(self, i: int, sign: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self._flops[i] += sign * self._counter.flops
-
-        return hook
+    def _note(self, i: int, sign: int, *_: Any) -> None:
+        self._flops[i] += sign * self._counter.flops
 
     def count(self, pack: PackShape) -> ForwardFlops:
         """Run a forward pass, and multiply the cost of each kind of layer by its number in the model."""

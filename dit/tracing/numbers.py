@@ -1,20 +1,19 @@
 """Random numbers without values: drawing them for all tokens takes seconds, and a trace does not use them."""
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 
 from dit import philox
+from dit.patches import replaced
 from dit.philox import Words
 
 FEW_NUMBERS = 1 << 12
 """Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
 
 
-@contextlib.contextmanager
-def numbers_without_values(fakes: Any) -> Iterator[None]:
+def numbers_without_values(fakes: Any) -> AbstractContextManager[None]:
     """Replace large random draws by fake tensors in this context."""
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,8 +26,4 @@ def numbers_without_values(fakes: Any) -> Iterator[None]:
             counter = c0, c1, c2, c3
         return original(counter, key)
 
-    philox.ten_rounds = ten_rounds
-    try:
-        yield
-    finally:
-        philox.ten_rounds = original
+    return replaced(philox, ten_rounds=ten_rounds)

@@ -37,12 +37,7 @@ class PackShape:
 
 
 def batch_of(model: ModelConfig, pack: PackShape, of_loss: tuple[Condition, ...] = ()) -> PackedBatch:
-    """Return a micro-batch of a shape, with all conditions of a model.
-
-    Args:
-        pack: shape of the micro-batch.
-        of_loss: conditions that the objective reads.
-    """
+    """Return a micro-batch of a shape, with all conditions of a model and of a loss."""
     layout = pack.layout()
     samples, rows = layout.num_samples, layout.total_tokens
     positions = torch.zeros(rows, 3, dtype=torch.int64)

@@ -1,26 +1,21 @@
 """Even MoE routing for traces, in which router scores have no values."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dit.patches import replaced
 
-@contextlib.contextmanager
-def experts_evenly_full() -> Iterator[None]:
+
+def experts_evenly_full() -> AbstractContextManager[None]:
     """Route tokens evenly to all experts in this context; capacities are those of the program's routing."""
     from dit.layers import moe
 
-    originals = {name: getattr(moe, name) for name in ("select_tokens", "select_experts")}
-    for name, select in originals.items():
-        setattr(moe, name, _evenly(select))
-    try:
-        yield
-    finally:
-        for name, select in originals.items():
-            setattr(moe, name, select)
+    names = ("select_tokens", "select_experts")
+    return replaced(moe, **{name: _evenly(getattr(moe, name)) for name in names})
 
 
 def _evenly(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:

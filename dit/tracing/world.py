@@ -11,7 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from dit.backends.provider import LayerProvider
-from dit.patches import patches
+from dit.patches import patches, replaced
 
 
 @patches(
@@ -33,15 +33,13 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
         empty = {"params": [], "is_expert_parallel": False, "lr_mult": 1.0, "wd_mult": 1.0}
         return param_groups(chunks, config, overrides) or [empty]
 
-    param_groups, optimizer._get_param_groups = optimizer._get_param_groups, groups_of_stage
+    param_groups = optimizer._get_param_groups
+    objects = {"all_gather_object": all_gather_object, "broadcast_object_list": lambda *_, **__: None}
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
-    gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
-    broadcast, dist.broadcast_object_list = dist.broadcast_object_list, lambda *_, **__: None
     try:
-        yield
+        with replaced(optimizer, _get_param_groups=groups_of_stage), replaced(dist, **objects):
+            yield
     finally:
-        dist.all_gather_object, dist.broadcast_object_list = gather, broadcast
-        optimizer._get_param_groups = param_groups
         dist.destroy_process_group()
 
 

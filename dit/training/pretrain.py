@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Optional
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from dit.backends import process_groups
 from dit.backends.deterministic import deterministic
-from dit.backends.device import StepTimer, local_device
+from dit.backends.device import StepTimer, explained_out_of_memory, local_device
 from dit.backends.graphs import runner
 from dit.backends.process_groups import ProcessGroups, any_rank
 from dit.batch import PackedBatch
@@ -118,6 +119,7 @@ def pretrain(
         PreemptionFlag() as preemption,
         RunLock(training.run_dir, rank) as lock,
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
+        explained_out_of_memory(),
     ):
         with preemption.exit_immediately():
             download_start(config)  # may take longer than a collective may
@@ -138,11 +140,9 @@ def pretrain(
                 record.step = run.state.step
                 preemption.defer_signals()
                 dist.barrier()  # from here on all ranks stop together
-            try:
+            with closing(run):
                 record.preempted = train(run, record, preemption, watchdog.beat)
                 run.summarize()
-            finally:
-                run.close()
             process_groups.destroy()
     if record.preempted:
         sys.exit(EXIT_PREEMPTED)
@@ -483,7 +483,7 @@ class Run:
         averaged = self.state.averaged if self.state.ema else None
         folder = None if self.log.is_silent else make_folder(self.samples_folder.parent) / self.samples_folder.name
         held_out = held_out_pictures(self.config, self.spec, self.encode)
-        paths = self.pictures.write(network, *largest, self.device, folder, averaged, held_out)
+        paths = self.pictures.write(network, *largest, folder, averaged, held_out)
         for name, path in paths.items():
             self.log.samples(self.state, path, name)
 

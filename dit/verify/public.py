@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
@@ -21,36 +22,34 @@ STEP = 875
 The time is exact in fp32, and the step is not exact in bf16, which has 8 bits: a rounded step changes the output.
 """
 
-Call = Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor]], Sequence[Tensor]]
+Tensors = Mapping[str, Tensor]
+Call = Callable[[nn.Module, Tensor, Tensor, Tensors], Sequence[Tensor]]
 """From (module, latents `[1, C, T, H, W]`, step `[1]`, conditions by name) to predictions `[1, C, T, H, W]`."""
 
 
-def _of_pictures(call: Callable[[nn.Module, Tensor, Tensor, Mapping[str, Tensor]], Any]) -> Call:
+def _of_pictures(call: Callable[[nn.Module, Tensor, Tensor, Tensors], Any]) -> Call:
     """Return the call of a module of pictures, whose latents have no time axis."""
 
-    def called(module: nn.Module, latents: Tensor, step: Tensor, given: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    def called(module: nn.Module, latents: Tensor, step: Tensor, given: Tensors) -> Sequence[Tensor]:
         return [call(module, latents[:, :, 0], step, given).sample[:, :, None]]
 
     return called
 
 
-def _texts(latents: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
+def _texts(latents: Tensor, conditions: Tensors) -> Tensor:
     """Return the embeddings of the texts, which have equal lengths: `[1, text tokens, width]`."""
     return conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
 
 
 def _tokens(latents: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """Split latents into patches of 2 x 2, channels slowest; return also the numbers of patches along h and w."""
-    count, channels, _, height, width = latents.shape
-    h, w = height // 2, width // 2
-    tokens = latents.view(count, channels, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5)
-    return tokens.reshape(count, h * w, channels * 4), (h, w)
+    tokens = rearrange(latents, "n c 1 (h i) (w j) -> n (h w) (c i j)", i=2, j=2)
+    return tokens, (latents.shape[3] // 2, latents.shape[4] // 2)
 
 
 def _latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
     """Invert `_tokens`."""
-    (h, w), count = grid, len(tokens)
-    return tokens.view(count, h, w, -1, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(count, -1, 1, 2 * h, 2 * w)
+    return rearrange(tokens, "n (h w) (c i j) -> n c 1 (h i) (w j)", h=grid[0], i=2, j=2)
 
 
 def _position_ids(grid: tuple[int, int], num_texts: int, axes: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -63,7 +62,7 @@ def _position_ids(grid: tuple[int, int], num_texts: int, axes: int, device: torc
     return ids.flatten(0, 1), text_ids
 
 
-def call_flux(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+def call_flux(module: Any, latents: Tensor, step: Tensor, conditions: Tensors) -> Sequence[Tensor]:
     """Call FLUX.1, FLUX.2 or Chroma as the pipelines do."""
     tokens, grid = _tokens(latents)
     texts = _texts(latents, conditions)
@@ -73,9 +72,7 @@ def call_flux(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[st
     return [_latents(module(tokens, texts, timestep=step / 1000, img_ids=ids, txt_ids=text_ids, **others).sample, grid)]
 
 
-def call_qwen_image(
-    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
-) -> Sequence[Tensor]:
+def call_qwen_image(module: nn.Module, latents: Tensor, step: Tensor, conditions: Tensors) -> Sequence[Tensor]:
     """Call Qwen-Image as the pipeline does."""
     tokens, grid = _tokens(latents)
     texts = _texts(latents, conditions)
@@ -83,25 +80,19 @@ def call_qwen_image(
     return [_latents(module(tokens, texts, timestep=step / 1000, img_shapes=shapes).sample, grid)]
 
 
-def call_lumina2(
-    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
-) -> Sequence[Tensor]:
+def call_lumina2(module: nn.Module, latents: Tensor, step: Tensor, conditions: Tensors) -> Sequence[Tensor]:
     """Call Lumina 2 as the pipeline does: from the time of the data, with a negated output."""
     texts = _texts(latents, conditions)
     mask = torch.ones(texts.shape[:2], dtype=torch.int64, device=texts.device)
     return [-module(latents[:, :, 0], 1 - step / 1000, texts, mask).sample[:, :, None]]
 
 
-def call_z_image(
-    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
-) -> Sequence[Tensor]:
+def call_z_image(module: nn.Module, latents: Tensor, step: Tensor, conditions: Tensors) -> Sequence[Tensor]:
     """Call Z-Image as the pipeline does: from the time of the data, with a negated output."""
     return [-torch.stack(module(list(latents), 1 - step / 1000, [conditions["context"]]).sample)]
 
 
-def call_hunyuan_video(
-    module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
-) -> Sequence[Tensor]:
+def call_hunyuan_video(module: Any, latents: Tensor, step: Tensor, conditions: Tensors) -> Sequence[Tensor]:
     """Call HunyuanVideo 1.5 as the pipelines do; zeros, masked out, are a missing picture or shown text."""
     config = module.config
     first = torch.cat([torch.zeros_like(latents), torch.zeros_like(latents[:, :1])], 1)
@@ -124,18 +115,18 @@ def call_hunyuan_video(
     return [module(inputs, step.float(), texts, masks[0], None, glyphs, masks[1], images).sample]
 
 
-def _unet(module: nn.Module, latents: Tensor, step: Tensor, given: Mapping[str, Tensor]) -> Any:
+def _unet(module: nn.Module, latents: Tensor, step: Tensor, given: Tensors) -> Any:
     added = {"text_embeds": given["pooled"], "time_ids": given["size_and_crop"]} if "pooled" in given else None
     return module(latents, step, given["context"][None], added_cond_kwargs=added)
 
 
-def call_autoencoder(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+def call_autoencoder(module: Any, latents: Tensor, step: Tensor, conditions: Tensors) -> Sequence[Tensor]:
     """Return the decoded mean, then mean and log variance of the posterior."""
     posterior = module.encode(latents[:, :, 0]).latent_dist
     return [x[:, :, None] for x in (module.decode(posterior.mean).sample, posterior.mean, posterior.logvar)]
 
 
-def call_vq(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+def call_vq(module: Any, latents: Tensor, step: Tensor, conditions: Tensors) -> Sequence[Tensor]:
     """Return the decoded entries, then the latent, its entries and their indices."""
     z = module.encode(latents[:, :, 0]).latents
     code = module.quantize(z)[2][2].view(len(z), *z.shape[2:])

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -36,7 +36,6 @@ class WrongGradient:
         ratio: norm under the layout, relative to `norm`.
         error: norm of the difference, relative to `norm`.
         by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
-        sharding: declaration of the parameter.
         row: its row of the sharding table.
     """
 
@@ -170,7 +169,10 @@ def judge(
     expected: Mapping[str, Tensor] = one["gradients"]
     actual: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]
-    of_one, of_many = ({**side, "gradients": _without(side["gradients"], idle)} for side in (one, many))
+    of_one, of_many = (
+        {**side, "gradients": {name: grad for name, grad in side["gradients"].items() if name not in idle}}
+        for side in (one, many)
+    )
     comparison = compare_training(of_one, of_many, bounds, floor)
     parameters = dict(model.named_parameters())
     wrong = [
@@ -194,10 +196,6 @@ def judge(
 def _listed(errors: Mapping[str, Optional[float]]) -> str:
     """List the first few names, with their relative errors."""
     return first_few([name if error is None else f"{name} ({error:.1e})" for name, error in errors.items()], MOST_NAMES)
-
-
-def _without(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-    return {name: value for name, value in values.items() if name not in names}
 
 
 def _by_rank(name: str, expected: Tensor, ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

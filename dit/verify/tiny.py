@@ -71,6 +71,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
     is_fourfold = settings.get("ffn_hidden_size") == 4 * settings.get("hidden_size", 0)
     groups = multiple_of(unit, 2)
     heads = 2 * groups if grouped else multiple_of(unit, 4)
+    experts = multiple_of(parallel.expert_model_parallel_size, 4)
     sizes: dict[str, Any] = {
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
@@ -95,12 +96,18 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         "wide_head": [2, 2 * heads * HEAD_SIZE, heads],
         **{name: [HEAD_SIZE] * len(settings.get(name) or ()) for name in ("block_out_channels", "mid_out_channels")},
         "norm_num_groups": HEAD_SIZE // 2,
-        **_levels(),
+        "channel_multipliers": [1, 2],  # of UNets: two levels, with attention at the lower one
+        "num_res_blocks": [1, 1],
+        "attention_levels": [1],
+        "head_size": HEAD_SIZE,
+        "condition_size": 2 * HEAD_SIZE,
+        "low_resolution_factor": 2,
         "adaln_lora_rank": 4,
         "class_dropout": settings.get("class_dropout") if settings.get("num_classes") is None else 0.3,
         "context_dropout": settings.get("context_dropout") if settings.get("context_size") is None else 0.5,
         **_depth(settings, parallel),
-        **_experts(settings, parallel),
+        "num_experts": experts,
+        **{name: min(settings.get(name) or experts, experts) for name in ("moe_top_k", "moe_capacity_factor")},
     }
     if settings.get("lora") is not None:
         total = model.megatron_sizes().num_layers
@@ -149,11 +156,6 @@ def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
         part = replace(part, num_layers=part.num_layers - 1)
     part = replace(part, start_step=0, hidden_size=min(part.hidden_size, HEAD_SIZE))
     return replace(objective, adversarial=part)
-
-
-def tiny_layout(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the layout without `pipeline_layers`, which counts layers of the full model."""
-    return replace(parallel, pipeline_layers=None)
 
 
 def pack_tokens(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] = None) -> tuple[int, int]:
@@ -205,27 +207,6 @@ def _depth(settings: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]
 
 def _stages(parallel: ParallelConfig) -> int:
     return parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
-
-
-def _levels() -> dict[str, Any]:
-    """Return UNet settings: two levels, with attention at the lower one."""
-    return {
-        "channel_multipliers": [1, 2],
-        "num_res_blocks": [1, 1],
-        "attention_levels": [1],
-        "head_size": HEAD_SIZE,
-        "condition_size": 2 * HEAD_SIZE,
-        "low_resolution_factor": 2,
-    }
-
-
-def _experts(settings: dict[str, Any], parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the number of experts, and MoE settings limited to it."""
-    experts = multiple_of(parallel.expert_model_parallel_size, 4)
-    return {
-        "num_experts": experts,
-        **{name: min(settings[name], experts) for name in ("moe_top_k", "moe_capacity_factor") if name in settings},
-    }
 
 
 def multiple_of(unit: int, at_least: int) -> int:

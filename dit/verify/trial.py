@@ -18,7 +18,7 @@ from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.backends.init import init_of
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
@@ -31,7 +31,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import MasterShard, copy_masters_to_model, master_shards
 from dit.optimizer.part_norms import PartNorms
-from dit.optimizer.update import Update, build_update
+from dit.optimizer.update import Update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
@@ -277,7 +277,7 @@ def build(trial: Trial) -> Built:
         optimizer=optimizer,
         shards=shards,
         ema=ema,
-        update=build_update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
+        update=Update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
         loss_scale=loss_scale_of(optimizer),
         mix=noise_kernel(model, training),
     )
@@ -426,9 +426,7 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
         for chunk in session.wrapped:  # gather all weights, to see what a forward pass would use
             chunk.start_param_sync(force_sync=True)
         exactness.check_weights()
-    inexact: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(inexact, list(exactness.faults))
-    result["inexact"] = list(dict.fromkeys(itertools.chain(*inexact)))
+    result["inexact"] = list(dict.fromkeys(itertools.chain(*gather_objects(list(exactness.faults)))))
     result |= weights_of(session)
     if then is not None:
         then(session)

@@ -32,11 +32,7 @@ class Message(NamedTuple):
 def work(
     connection: Connection, open_source: Callable[[], Source], position: Position, position_every: int, ahead: Ahead
 ) -> None:
-    """Main function of a worker; returns when the stream ends or the training process closes the connection.
-
-    Args:
-        position_every: number of items between two positions.
-    """
+    """Main function of a worker; returns when the stream ends or the training process closes the connection."""
     signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)  # the training process decides when its workers exit
     Thread(target=_exit_with_training, args=(connection,), daemon=True).start()
     keep_freed_memory()

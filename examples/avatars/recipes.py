@@ -6,8 +6,9 @@ from dit.settings import OptimizerConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from examples.avatars.drawings import caption, choose
+from examples.letters.recipes import text_dit
 from examples.pictograms.recipes import pictogram_autoencoder
-from recipes.small import small_run, small_text_dit
+from recipes.base import small_run
 
 
 @run.cli.factory(target=pretrain)
@@ -59,7 +60,7 @@ def avatars_latent() -> run.Partial:
 
 
 def _by_text(*, run_dir: str, data: str, in_channels: int, patch_spatial: int) -> run.Partial:
-    model = small_text_dit(in_channels=in_channels, patch_spatial=patch_spatial)
+    model = text_dit(in_channels=in_channels, patch_spatial=patch_spatial)
     recipe = small_run(run_dir, model, run.Config(EnergonData, path=data, num_streams=2))
     recipe.objective.prediction = "x0"
     recipe.schedule.warmup_steps = 50

@@ -80,8 +80,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--guidance-scale", type=float, default=3.0, metavar="X")
     parser.add_argument("--out", type=Path, required=True, metavar="PNG", help="launch.sample above, diffusers below")
     args = parser.parse_args(argv)
-    environment.prepare()
-    environment.quiet_libraries()
+    environment.prepare(quiet=True)
     ours, theirs = draw_both(args.checkpoint, args.pipeline, args.prompt, args.steps, args.guidance_scale)
     pairs = torch.cat([ours, theirs]) * 2 - 1
     save_png(image_grid(pairs, [*args.prompt, *args.prompt], columns=len(args.prompt)), args.out)

@@ -3,15 +3,35 @@
 import nemo_run as run
 
 from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from examples.letters.moving import DIRECTIONS, SPEEDS, caption, still_caption
+from recipes.base import small_run
 from recipes.ddpm import ddpm_cifar10
-from recipes.small import small_run, small_text_dit
 
 STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
+
+
+def text_dit(
+    in_channels: int, patch_spatial: int, *, hidden_size: int = 128, num_attention_heads: int = 4
+) -> run.Config[DiTCrossConfig]:
+    """Return a DiT of six layers with cross-attention to a text of width 384 (all-minilm-l6-v2), for pictures."""
+    return run.Config(
+        DiTCrossConfig,
+        hidden_size=hidden_size,
+        num_layers=6,
+        num_attention_heads=num_attention_heads,
+        in_channels=in_channels,
+        patch_spatial=patch_spatial,
+        context_size=384,
+        context_dropout=0.1,
+        add_bias=True,
+        position_embedding="sincos_2d",
+        fps_conditioning=False,
+    )
 
 
 def letters_run() -> run.Partial:
@@ -68,7 +88,7 @@ def letters_text() -> run.Partial:
     effect of style words.
     """
     recipe = letters_run()
-    recipe.model = small_text_dit(in_channels=1, patch_spatial=4)
+    recipe.model = text_dit(in_channels=1, patch_spatial=4)
     recipe.data = run.Config(EnergonData, path="data/letters_text", num_streams=2)
     recipe.training.run_dir = "runs/letters_text"
     recipe.sampling.prompts = [f"the letter {letter} in {style} font" for style in STYLES for letter in "AGQS"]

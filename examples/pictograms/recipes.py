@@ -7,8 +7,7 @@ from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from examples.letters.recipes import letters_run
-from recipes.small import small_text_dit
+from examples.letters.recipes import letters_run, text_dit
 
 
 @run.cli.factory(target=pretrain)
@@ -75,7 +74,7 @@ def pictograms_latent() -> run.Partial:
     --metric pictograms` decodes a sample for each of 200 names and ranks all drawings by their distance to it.
     """
     recipe = letters_run()
-    recipe.model = small_text_dit(in_channels=16, patch_spatial=2, hidden_size=192, num_attention_heads=6)
+    recipe.model = text_dit(in_channels=16, patch_spatial=2, hidden_size=192, num_attention_heads=6)
     recipe.data = run.Config(EnergonData, path="data/pictograms_latent", num_streams=2)
     recipe.optimizer.lr = 1.5e-3
     recipe.training.run_dir = "runs/pictograms_latent"

@@ -7,6 +7,7 @@ from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_ke
 from dit.kernels.attention import Attention, segment_sdpa, varlen_attention
 from dit.kernels.choice import Implementation, Target, choose
 from dit.kernels.resolve import ATTENTION
+from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 # by about one ulp (2**-8 and 2**-11) each.
 RTOL = {torch.bfloat16: 1e-2, torch.float16: 1.5e-3, torch.float32: 2e-5}
 HALF = [torch.bfloat16, torch.float16]
+DEVICE = torch.device("cuda")
 
 # Head sizes of the published models: DiT 64, DiT-XL 72, the 7B and MovieGen 128.
 LARGE_CASES = [
@@ -38,7 +40,7 @@ def full_precision_reference(monkeypatch: pytest.MonkeyPatch):
 
 
 def check_on_cuda(attention: Attention, case: AttentionCase, dtype: torch.dtype) -> None:
-    check(attention, case, case.qkv(dtype, torch.device("cuda")), rtol=RTOL[dtype])
+    check(attention, case, case.qkv(dtype, DEVICE), rtol=RTOL[dtype])
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -80,7 +82,7 @@ def test_every_sdpa_backend_equals_the_reference(backend: SDPBackend, case: Atte
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_automatic_implementation_equals_the_reference(case: AttentionCase, dtype: torch.dtype):
     """The implementation that training uses on this machine."""
-    target = Target(torch.device("cuda"), dtype, frozenset({case.head_size}))
+    target = Target(DEVICE, dtype, frozenset({case.head_size}))
     check_on_cuda(choose(ATTENTION, target).load(), case, dtype)
 
 
@@ -95,19 +97,33 @@ def test_the_automatic_implementation_equals_the_reference(case: AttentionCase, 
 )
 def test_a_requested_implementation_equals_the_reference(one: Implementation[Attention], case: AttentionCase):
     """After this test has passed, `auto` may select the implementation."""
-    reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, frozenset({case.head_size})))
+    reason = one.unmet_requirement(Target(DEVICE, torch.bfloat16, frozenset({case.head_size})))
     if reason:
         pytest.skip(f"{one.name} {reason}")
     check_on_cuda(one.load(), case, torch.bfloat16)
 
 
+@pytest.mark.parametrize("longer", [(), (2,)], ids=["dense", "ragged"])
+@pytest.mark.parametrize(("segments", "heads", "head_size"), [(70_000, 2, 64), (24_576, 16, 72)])
+def test_attention_to_one_token_in_each_of_many_segments_is_its_value(segments, heads, head_size, longer):
+    """As in temporal attention to a pack of images; the second is that of `pretrain_stdit_xl`."""
+    layout = SequenceLayout.from_lengths([1] * segments + [*longer], device=DEVICE)
+    shape = layout.total_tokens, heads, head_size
+    q, k, v = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    out = varlen_attention(q, k, v, layout, layout)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    torch.testing.assert_close(out[:segments], v[:segments])
+    torch.testing.assert_close(v.grad[:segments], grad[:segments])
+    assert all(x.grad[:segments].abs().max() < 1e-2 for x in (q, k))
+
+
 def test_varlen_attention_ignores_padding_values():
     """NaN in padding rows must not reach any output row or the gradient of a real row."""
     case = AttentionCase("padded", (50, 3, 17), multiple_of_q=16, tail_q=32, head_size=64)
-    device = torch.device("cuda")
-    layout, _ = case.layouts(device)
+    layout, _ = case.layouts(DEVICE)
     padding = ~layout.valid_T[:, None, None]
-    leaves = [x.masked_fill(padding, float("nan")).requires_grad_() for x in case.qkv(torch.bfloat16, device)]
+    leaves = [x.masked_fill(padding, float("nan")).requires_grad_() for x in case.qkv(torch.bfloat16, DEVICE)]
     out = varlen_attention(*leaves, layout, layout)
     assert out.isfinite().all()
     out.float().square().sum().backward()

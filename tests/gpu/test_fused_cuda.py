@@ -19,6 +19,7 @@ pytestmark = [
 ]
 CUDA = torch.device("cuda")
 PACK = SequenceLayout.from_lengths([1000, 77, 2048, 300], multiple_of=64, total_tokens=3584, device=CUDA)
+LARGE, WIDTH = 2**31, 12288
 # Euclidean error of a full tensor compared with float64: about half an ulp of bf16, and sums in float32.
 RTOL = {torch.bfloat16: 4e-3, torch.float32: 5e-6}
 
@@ -73,6 +74,37 @@ def test_heads(heads, size, dtype):
 @pytest.mark.parametrize("name", ["gelu_tanh", "swiglu", "geglu_tanh"])
 def test_activations(name, dtype):
     check(lambda kernels, x, bias: [getattr(kernels, name)(x, bias)], draws((3584, 4608), (4608,)), dtype)
+
+
+def operations(tokens, last):
+    """Return functions of a pack of tokens, whose last sample has `last` tokens."""
+    layout = SequenceLayout.from_lengths([n for n in (tokens - last, last) if n], device=CUDA)
+    samples, fused = layout.num_samples, layer_kernels.fused()
+    shift, scale, gate, weight, bias = (x.bfloat16() for x in draws(*[(2, WIDTH)] * 3, (128,), (WIDTH,)))
+    into, norm = NormModulation(shift[-samples:], scale[-samples:], 1e-6), HeadNorm(weight, weight, 1e-6)
+    return {
+        "residual_norm": lambda x: fused.residual_norm_modulate(x, x, gate[-samples:], None, into, layout),
+        "gelu": lambda x: [fused.gelu_tanh(x, bias)],
+        "swiglu": lambda x: [fused.swiglu(x, None)],
+        "heads": lambda x: fused.split_heads(x.view(tokens, -1, 3, 128), Heads(1), norm),
+    }
+
+
+@pytest.mark.parametrize("name", ["residual_norm", "gelu", "swiglu", "heads"])
+def test_tokens_after_2_31_elements_equal_those_of_a_short_pack(name):
+    """Offsets have 64 bits: results and gradients of the last sample are equal to the bit."""
+    if torch.cuda.get_device_properties(CUDA).total_memory < 70e9:
+        pytest.skip("needs 70 GB of memory")
+    last, results = 64, []
+    of_last = draws((last, WIDTH))[0].bfloat16()
+    for tokens in (last, LARGE // WIDTH + last):
+        x = torch.zeros(tokens, WIDTH, dtype=torch.bfloat16, device=CUDA)
+        x[-last:] = of_last
+        out = operations(tokens, last)[name](x.requires_grad_())
+        torch.autograd.backward(out, [part.detach() for part in out])
+        results.append([part.detach()[-last:].clone() for part in (*out, x.grad)])
+        del x, out
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("dtype", RTOL, ids=str)

@@ -8,6 +8,7 @@ import torch
 from dit.kernels import adamw as eager
 from dit.kernels.adamw import Elements, Rates
 from dit.kernels.fused import adamw as fused
+from dit.kernels.fused.gpu import adamw as gpu
 from dit.kernels.fused.gpu.adamw import BLOCK, CHUNK
 from tests.interpreted.formulas import ULP
 
@@ -116,6 +117,19 @@ def test_neighbours_in_one_buffer_do_not_change():
     fused.adamw([inner], RATES)
     changed = (buffers != before).any(0)
     assert changed.nonzero().flatten().tolist() == list(range(7, 190))
+
+
+def test_offsets_have_64_bits():
+    """The chunk after 2**31 elements of a parameter, whose addresses are chosen so that this chunk is in memory."""
+    found, number = parameters((CHUNK,)), 2**31 // CHUNK + 1
+    before = copied(found)
+    p, first = found[0], number * CHUNK
+    tensors = p.gradient, p.main, p.exp_avg, p.exp_avg_sq, p.average, p.model
+    row = [*(x.data_ptr() - first * x.element_size() for x in tensors), first + CHUNK]
+    chunks = torch.tensor([[0, number]], dtype=torch.int32)
+    flags = {"average": True, "model": True, "half": False, "aligned": False}
+    gpu.adamw(torch.tensor([row]), chunks, RATES.clip, RATES.on_device, **flags)
+    assert_is_the_formula(found, before, RATES)
 
 
 def test_a_weight_of_one_copies_the_weights_into_the_average():

@@ -35,6 +35,17 @@ def test_the_sums_are_bitwise_equal_to_torch(dtype, shift):
         assert torch.equal(got, exact)
 
 
+def test_offsets_have_64_bits():
+    """The chunk after 2**31 elements of a parameter, whose addresses are chosen so that this chunk is in memory."""
+    (main,), (gradient,) = drawn(torch.bfloat16, sizes=(CHUNK,))
+    want, number = main[:-1] + gradient, 2**31 // CHUNK + 1
+    first = number * CHUNK
+    row = [*(x.data_ptr() - first * x.element_size() for x in (gradient, main)), first + CHUNK]
+    chunks = torch.tensor([[0, number]], dtype=torch.int32)
+    gpu.add_gradients(torch.tensor([row]), chunks, half=False, aligned=False)
+    assert torch.equal(main[:-1], want)
+
+
 def test_a_graph_contains_one_kernel_for_all_parameters_and_keeps_its_tables():
     """A capture launches no kernel and keeps no tensor allocated."""
     launches, launch = [], gpu.add_gradients

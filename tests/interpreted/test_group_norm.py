@@ -5,6 +5,7 @@ import torch
 
 from dit.kernels import group_norm as eager
 from dit.kernels.fused import group_norm as fused
+from dit.kernels.fused import picture_ops
 from dit.kernels.group_norm import Groups
 from tests.interpreted import formulas
 
@@ -77,6 +78,19 @@ def test_a_large_mean_cancels_no_digits():
     got = fused.norm_groups(x, Groups(ones, zeros, groups, EPS)).double()
     want = formula(x.double(), ones.double(), zeros.double(), None, None, groups, False)[0]
     assert float((got - want).abs().max()) <= 1000 * 2.0**-23
+
+
+def test_the_numbers_of_a_group_may_exceed_32_bits():
+    """One group of 64 channels and 2**27 positions, in one block with a mean of 3 and a variance of 2."""
+    positions, channels = 2**27, 64
+    ones, zeros = torch.ones(channels), torch.zeros(channels)
+    sums = torch.tensor([3.0, 2.0 * positions]).repeat_interleave(channels).view(1, 2, channels)
+    factors = picture_ops.group_factors(sums, ones, zeros, None, None, 1, positions, 1, positions, 0.0)
+    assert torch.allclose(factors[0, :, 0], torch.tensor([3.0, 0.5**0.5, 0.0, 0.5**0.5]))
+    gradients = picture_ops.group_gradients(
+        positions * torch.ones(1, 2, channels), torch.ones(1, 4, channels), ones, zeros, None, positions, 1, ones.dtype
+    )
+    assert torch.allclose(gradients[0], torch.ones(1, 2, channels))
 
 
 def test_the_scale_may_be_a_part_of_a_wider_tensor():

@@ -3,7 +3,7 @@
 import torch
 
 from dit.backends import process_groups
-from dit.optimizer.update import build_update
+from dit.optimizer.update import Update
 from dit.parallel.implementations import target_of
 from tests.parallel.fsdp_worker import start, state_of
 
@@ -13,7 +13,7 @@ def train(case: dict) -> dict:
     run = start(case)
     state, config = run.state, run.config
     target, built = target_of(config.model, config.training.precision), (state.optimizer, state.shards, state.ema)
-    state.update = build_update(*built, config.optimizer, run.groups, target, case["kernels"])
+    state.update = Update(*built, config.optimizer, run.groups, target, case["kernels"])
     loss_sums = torch.zeros(2)
     resumed_at = state.step
     norms = [run.step(loss_sums) for _ in range(case["steps"])]

@@ -159,7 +159,7 @@ def worst_samples(case: dict) -> list:
         batches = [shard(pack, cp.rank(), cp.size(), it.trial.parallel.context_split) for pack in packs]
         probe = Probe(it, it.trial.objective, (it.model.token_channels, it.model.in_channels))
         probe.run(training_forward_step(it.trial.objective, it.model, SEED, it.step, it.mix), batches)
-        dist.all_gather_object(worst, probe.result.worst)
+        dist.all_gather_object(worst, probe.worst)
 
     parallel_training.train({**case, "packed": True, "then": then})
     return worst

@@ -11,7 +11,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.verify.compare import FLOOR, FP8_BOUNDS, HALF_BOUNDS, compare_training, relative_errors
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Pair, compare, with_fp8
+from launch.verify import Pair, compare, pairs_of, tiny_pair
 from tests.parallel.fp8_worker import forget_other_ranks
 from tests.support.ranks import rows, selected
 
@@ -67,8 +67,7 @@ def verified(recipe: str, parallel: dict) -> Pair:
     """Return the pair that `launch.verify` compares for a recipe with quantised products."""
     config = built(call_recipe(recipe))
     config = replace(config, parallel=ParallelConfig(**parallel), training=replace(config.training, fp8="tensorwise"))
-    (pair,) = with_fp8(config, 2)
-    return pair
+    return tiny_pair(config, 2, config.training.fp8)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +185,7 @@ def test_the_command_verifies_quantised_products(verifications, case):
     assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
     assert compare(pair, one, many).is_equal
     assert not compare(pair, one, broken).is_equal
-    assert with_fp8(built(call_recipe("tiny_dit_cross")), 2) == []
+    assert [pair.precision for pair in pairs_of(built(call_recipe("tiny_dit_cross")), 2)] == ["fp32"]
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from dit.convert.diffusers_cross import DiffusersPixArt, DiffusersWan
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_hunyuan_video import DiffusersHunyuanVideo
 from dit.convert.diffusers_pipeline import pipeline_class
-from dit.convert.diffusers_pixart import DiffusersPixArt
 from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.convert.diffusers_unet import DiffusersUNet
-from dit.convert.diffusers_wan import DiffusersWan
 from dit.convert.lora import (
     Adapter,
     comfyui_tensors,

@@ -8,11 +8,10 @@ import torch
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder, DiffusersVQModel
+from dit.convert.diffusers_cross import DiffusersPixArt, DiffusersSana
 from dit.convert.diffusers_dit import DiffusersDiT
 from dit.convert.diffusers_format import DiffusersFormat, format_of_model, format_of_settings
 from dit.convert.diffusers_hunyuan_video import DiffusersHunyuanVideo
-from dit.convert.diffusers_pixart import DiffusersPixArt
-from dit.convert.diffusers_sana import DiffusersSana
 from dit.convert.diffusers_unet import DiffusersUNet
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig

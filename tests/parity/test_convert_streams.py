@@ -29,17 +29,13 @@ from torch.nn.functional import pad
 
 from dit.batch import PackedBatch
 from dit.conditions import per_sample
-from dit.convert.diffusers_flux import DiffusersChroma, DiffusersFlux
-from dit.convert.diffusers_flux2 import DiffusersFlux2
+from dit.convert.diffusers_cross import DiffusersPixArt, DiffusersSana, DiffusersWan
+from dit.convert.diffusers_flux import DiffusersChroma, DiffusersFlux, DiffusersFlux2, DiffusersQwenImage
 from dit.convert.diffusers_format import DiffusersFormat
-from dit.convert.diffusers_pixart import DiffusersPixArt
 from dit.convert.diffusers_prx import DiffusersPRX
-from dit.convert.diffusers_qwen_image import DiffusersQwenImage
 from dit.convert.diffusers_sampling import how_to_sample
-from dit.convert.diffusers_sana import DiffusersSana
 from dit.convert.diffusers_sandwich import DiffusersLumina2, DiffusersZImage
 from dit.convert.diffusers_sd3 import DiffusersSD3
-from dit.convert.diffusers_wan import DiffusersWan
 from dit.objectives.base import shared_level
 from dit.parallel.build import parameter_shapes
 from dit.patchify import grid_positions, patchify, unpatchify

@@ -248,6 +248,19 @@ def test_blocks_start_as_the_identity(build_model: BuildModel, name: str, change
     assert torch.equal(out, torch.zeros_like(out))
 
 
+def test_texts_of_sana_start_at_a_hundredth(build_model: BuildModel) -> None:
+    """Source: NVlabs/Sana, `y_norm_scale_factor: 0.01` of its configurations; weights of the norm after the texts."""
+    weight = build_model(small("sana")).text_projection.norm.weight
+    assert torch.equal(weight, torch.full_like(weight, 0.01))
+
+
+def test_pooled_texts_of_flux_start_with_weights_of_deviation_0_02(build_model: BuildModel) -> None:
+    """Source: pytorch/torchtitan at 9603aa83, `vector_in.init_weights(init_std=0.02)` in experiments/flux/model."""
+    embedder = build_model(small("flux")).conditioner.pooled
+    for weight in (embedder.linear_1.weight, embedder.linear_2.weight):
+        assert weight.pow(2).mean().sqrt().item() == pytest.approx(0.02, rel=0.3)
+
+
 def test_missing_frame_rate_is_thirty(build_model: BuildModel) -> None:
     config = small("dit_cross", size_conditioning=True)
     model = build_model(config, perturb=0.1)

@@ -6,7 +6,7 @@ import torch
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
 from dit.backends.process_groups import ProcessGroups
-from dit.convert.diffusers_wan import DiffusersWan
+from dit.convert.diffusers_cross import DiffusersWan
 from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.parallel.build import parameter_shapes

@@ -92,7 +92,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
         *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal", "dit.pipeline_folder", "dit.hub"),
     },
-    "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
+    "dit.evaluation": {"dit.errors", "dit.batch", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
         "dit.errors",
         "dit.config_record",
@@ -132,7 +132,7 @@ MAY_IMPORT = {
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),
         *("dit.patchify", "dit.objectives", "dit.kernels", "dit.backends", "dit.optimizer", "dit.run_config"),
-        *("dit.checkpoint", "dit.monitoring", "dit.step"),
+        *("dit.checkpoint", "dit.monitoring", "dit.patches", "dit.step"),
     },
     "dit.training": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.safe_files", "dit.config_record", "dit.batch"),

@@ -22,7 +22,7 @@ from tests.support.generated_page import write_or_print
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 PARTS = {
-    "model": [entry.config for entry in BACKBONES.values()],
+    "model": [f"dit.models.{settings}" for settings, _ in BACKBONES.values()],
     "model.lora": ["dit.models.lora_config:LoRAConfig"],
     "model.routing": ["dit.models.routing_config:RoutingConfig"],
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],

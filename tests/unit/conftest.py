@@ -1,7 +1,7 @@
-"""A small data set of letters, a copy of a folder to damage, and one tracing process for many plans."""
+"""A small data set of letters, and a copy of a folder to damage."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,16 +25,6 @@ def letters(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> "L
 
     out = tmp_path_factory.mktemp("letters") / "letters"
     return prepare_letters(out, fonts=[bundled_fonts], variations=2, samples_per_shard=200)
-
-
-@pytest.fixture(scope="module")
-def one_tracer() -> Iterator[None]:
-    """Trace all plans of a module in one process, which keeps the results of operations."""
-    from dit.planner.trace import Tracer
-
-    with Tracer() as tracer, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dit.planner.plan.trace", tracer)
-        yield
 
 
 @pytest.fixture

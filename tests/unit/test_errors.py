@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+import torch
 
+from dit.backends.device import explained_out_of_memory
 from dit.errors import (
     DISK_ERRORS,
     EXIT_BROKEN_PIPE,
@@ -19,6 +21,7 @@ from dit.errors import (
     LONGEST_MESSAGE,
     LONGEST_WORD,
     ConfigError,
+    DeviceMemoryError,
     name_root_cause,
     on_a_screen,
     one_line_errors,
@@ -125,3 +128,21 @@ def test_a_reader_that_ends_early_ends_the_command_silently(command: tuple[str, 
         process = ended(command, output)
     assert process.stderr == ""
     assert process.returncode == EXIT_BROKEN_PIPE
+
+
+SIZES = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB of which 1 GiB is free"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (torch.OutOfMemoryError(f"{SIZES}. If reserved but unallocated memory is large try setting X=Y"), SIZES),
+        (RuntimeError("NCCL error\nCuda failure 2 'out of memory'"), "NCCL error\nCuda failure 2 'out of memory'"),
+    ],
+)
+def test_an_error_of_a_full_gpu_has_sizes_and_cure(error: RuntimeError, message: str):
+    with pytest.raises(DeviceMemoryError) as raised, explained_out_of_memory():
+        raise error
+    assert str(raised.value).startswith(f"{message}; lower training.micro_batch_size or ")
+    with pytest.raises(RuntimeError, match="of another kind"), explained_out_of_memory():
+        raise RuntimeError("of another kind")

@@ -156,9 +156,9 @@ def test_a_setting_without_effect_is_refused(unused, needs):
     changed(RUN, unused | needs).check()
 
 
-def test_a_collective_may_take_a_third_of_the_time_until_a_hang():
-    times = [TrainingConfig(hang_timeout_s=seconds).collective_timeout_s for seconds in (1800, 5400, None)]
-    assert times == [600, 1800, 600]
+def test_a_hang_is_reported_before_a_collective_times_out():
+    times = [TrainingConfig(hang_timeout_s=seconds).collective_timeout_s for seconds in (12, 900, None)]
+    assert times == [24, 1800, 1800]
 
 
 def test_a_guidance_scale_of_one_is_accepted_for_a_model_without_guidance():

@@ -39,16 +39,14 @@ class Copies:
     """Copies of one run's checkpoints.
 
     Args:
-        report_failure: called with step and error of a copy that failed.
+        report_failure: called with the step of a copy that failed, and `error`.
 
     Attributes:
         error: why the newest copy failed; None if it did not.
         longest_s: duration of the longest copy so far; 0 before the first.
     """
 
-    def __init__(
-        self, root: Path, config: CheckpointConfig, owner: Owner, report_failure: Callable[[int, str], None]
-    ) -> None:
+    def __init__(self, root: Path, config: CheckpointConfig, owner: Owner, report_failure: Callable[..., None]) -> None:
         self.config, self.report_failure = config, report_failure
         self.error: Optional[str] = None
         self.longest_s = 0.0
@@ -98,7 +96,7 @@ class Copies:
         if self._ordered is None and self.error is not None:
             logger.error("COPY FAILED of checkpoint of step %d: %s", step, self.error)
             with suppress(CheckpointError):  # the record may fail on a full disk; the error is logged above
-                self.report_failure(step, self.error)
+                self.report_failure(step, error=self.error)
 
 
 def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:

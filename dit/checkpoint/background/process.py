@@ -28,7 +28,6 @@ class BackgroundProcess:
 
     Args:
         module: module to run; it calls `connection_and_settings`, then `serve`.
-        inherited: file descriptors that it inherits.
         purpose: name of the process in messages, such as `writer process on rank 0`.
     """
 

@@ -50,7 +50,6 @@ class Owner:
     """The run that an address belongs to.
 
     Attributes:
-        run: id of the run.
         settings: see `RunConfig.to_record`.
     """
 

@@ -88,7 +88,7 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
         [p.exp_avg_sq for p in parameters],
         _present([p.average for p in parameters]),
         _present([p.model for p in parameters]),
-        rates.clip,
+        rates.clip.float(),
         rates.on_device,
     )
 

@@ -39,7 +39,6 @@ class Discriminator(nn.Module):
     the picture one pixel smaller.
 
     Args:
-        channels: channels of a picture.
         token_side: height and width of a token in pixels.
 
     Source: Isola et al. 2017, arXiv:1611.07004, appendix 6.1.2. Deviations: group norms instead of batch norms, whose

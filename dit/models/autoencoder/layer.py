@@ -104,13 +104,7 @@ class Resolution(nn.Module):
 def resolutions(
     channels: Sequence[int], layers: int, groups: int, provider: LayerProvider, resample: Resample
 ) -> nn.ModuleList:
-    """Build the resolutions of an encoder or a decoder.
-
-    Args:
-        channels: channels of each resolution, in order.
-        layers: residual blocks of each resolution.
-        resample: direction of resampling between two resolutions.
-    """
+    """Build the resolutions of an encoder or a decoder, in the order of `channels`, with resampling between them."""
     steps = [(channels[0], channels[0]), *pairwise(channels)]
     last = len(steps) - 1
     return nn.ModuleList(

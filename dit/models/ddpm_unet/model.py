@@ -78,9 +78,7 @@ class Block(nn.Module):
     """Two pairs of convolutions, addition of the conditioning vector, and attention.
 
     Args:
-        condition_size: width of the conditioning vector.
         middle: channels inside the second pair. Default: `outputs`.
-        heads: attention heads.
     """
 
     def __init__(
@@ -103,11 +101,6 @@ class Block(nn.Module):
     def forward(self, x_NCHW: Tensor, cond_ND: Tensor) -> Tensor:
         y_NCHW = self.convolutions(self.residual(x_NCHW))
         return self.attention(y_NCHW + self.condition(silu(cond_ND))[:, :, None, None])
-
-
-def halved(x_NCHW: Tensor) -> Tensor:
-    """Return 2 x 2 max pooling of pictures; odd sides are rounded up."""
-    return max_pool2d(x_NCHW, 2, ceil_mode=True)
 
 
 def concat_skip(x_NCHW: Tensor, skip_NCHW: Tensor) -> Tensor:
@@ -146,20 +139,12 @@ class DDPMUNet(Backbone):
         self.condition_size = config.hidden_size
         channels, middle = config.block_out_channels, config.mid_out_channels
 
-        def block(inputs: int, outputs: int, inner: int) -> Block:
-            return Block(
-                inputs,
-                outputs,
-                config.hidden_size,
-                config.num_attention_heads,
-                provider,
-                attention,
-                middle=inner,
-            )
+        size, heads = config.hidden_size, config.num_attention_heads
 
-        self.label = (
-            None if config.num_classes is None else LabelEmbedder(config.num_classes, config.hidden_size, provider)
-        )
+        def block(inputs: int, outputs: int, inner: int) -> Block:
+            return Block(inputs, outputs, size, heads, provider, attention, middle=inner)
+
+        self.label = None if config.num_classes is None else LabelEmbedder(config.num_classes, size, provider)
         self.first = DoubleConvolution(config.token_channels, channels[0], provider)
         self.down_blocks = nn.ModuleList(block(before, after, after) for before, after in pairwise(channels))
         self.mid_blocks = nn.ModuleList(
@@ -181,7 +166,7 @@ class DDPMUNet(Backbone):
         x_NCHW, skips = self.first(x_NCHW), []
         for block in self.down_blocks:
             skips.append(x_NCHW)
-            x_NCHW = block(halved(x_NCHW), cond_ND)
+            x_NCHW = block(max_pool2d(x_NCHW, 2, ceil_mode=True), cond_ND)
         for block in self.mid_blocks:
             x_NCHW = block(x_NCHW)
         for block in self.up_blocks:

@@ -69,9 +69,9 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         aligned = self.class_tokens is None
         alike = aligned and self.teacher_token_size is None
         compiled = alike and self.wide_head is None
-        supports = replace(super().supports, levels=alike, split_texts=alike, aligned=aligned, compiled=compiled)
-        supports = replace(supports, pipeline=supports.pipeline and not self.value_residual)
-        return replace(supports, fixed_packs=supports.fixed_packs and self.teacher_token_size is None)
+        fixed_packs = super().supports.fixed_packs and self.teacher_token_size is None
+        supports = replace(super().supports, pipeline=not self.value_residual, fixed_packs=fixed_packs)
+        return replace(supports, levels=alike, split_texts=alike, aligned=aligned, compiled=compiled)
 
     def conditions(self) -> tuple[Condition, ...]:
         if self.teacher_token_size is None:
@@ -84,12 +84,6 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
 
     def validate(self) -> None:
         super().validate()
-        self.validate_experts()
-        if self.position_embedding == "rope_3d":
-            self.rotary(self.rope_axes)
-        else:
-            where = f"with model.position_embedding={self.position_embedding!r}"
-            check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
         for name, others in EXCLUDED.items():
             if value := getattr(self, name):
                 where, cure = f"with model.{name}={value}", f"leave model.{name} out"
@@ -138,5 +132,4 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
             )
 
     def megatron_sizes(self) -> TransformerSizes:
-        sizes = replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=self.qk_layernorm)
-        return self.with_experts(sizes, self.ffn_size)
+        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=self.qk_layernorm)

@@ -54,8 +54,8 @@ class DiTLayer(nn.Module):
         if config.num_experts is None:
             self.mlp: nn.Module = MLPS[config.activation](config.hidden_size, config.ffn_size, provider, bias=bias)
         else:
-            sizes = config.moe_arguments(config.ffn_size)
-            self.mlp = MoE(config.hidden_size, provider, bias=bias, gated=config.activation == "swiglu", **sizes)
+            gated = config.activation == "swiglu"
+            self.mlp = MoE(config.hidden_size, provider, bias=bias, gated=gated, **config.moe_arguments())
 
     def forward(
         self,

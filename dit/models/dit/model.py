@@ -48,8 +48,6 @@ class DiT(TokenStack[DiTConfig]):
             context_size=config.context_size,
             interval=config.interval_conditioning,
         )
-        if self.rotary is not None:
-            self.rotary = config.rotary(config.rope_axes)
         if config.class_tokens is not None:
             count, first_layer = config.class_tokens
             self.middle = range(first_layer, config.num_layers)

@@ -26,9 +26,6 @@ class WideHead(nn.Module):
     The last pipeline stage has the head; every stage receives the noised latent. Under sequence parallelism each rank
     modulates its local tokens, so the weights of the modulations are replicated.
 
-    Args:
-        config: settings of the model, with `wide_head`.
-
     Source: Zheng et al. 2025 (RAE), arXiv:2510.11690, section 5, after Wang et al. 2025 (DDT), arXiv:2504.05741, and
     the published code. Deviation: the inner width of the MLPs is rounded up to a multiple of 64.
     """
@@ -37,7 +34,7 @@ class WideHead(nn.Module):
         super().__init__()
         wide, eps = config.head_layers(), config.layernorm_epsilon
         size, init = wide.hidden_size, xavier_uniform(config.hidden_size, wide.hidden_size)
-        self.rotary = wide.rotary(wide.rope_axes) if wide.position_embedding == "rope_3d" else None
+        self.rotary = wide.rotary()
         self.condition = provider.replicated_linear(config.hidden_size, size, bias=True, init=init)
         self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict(

@@ -8,12 +8,12 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation
-from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
+from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.heads import FinalLayer
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.cross_stack import CrossStack
+from dit.models.cross_stack import CrossStack, attention_options
 from dit.models.dit_cross.config import DiTCrossConfig
 
 
@@ -29,12 +29,7 @@ class DiTCrossLayer(nn.Module):
         bias, eps = config.add_bias, config.layernorm_epsilon
         size, heads = config.hidden_size, config.num_attention_heads
         assert config.context_size is not None
-        options: AttentionOptions = {
-            "num_query_groups": config.num_query_groups,
-            "bias": bias,
-            "qk_layernorm": config.qk_layernorm,
-            "eps": eps,
-        }
+        options = attention_options(config, bias=bias)
         self.modulation = Modulation(size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_attention = CrossAttention(size, config.context_size, heads, provider, attention, **options)
@@ -63,8 +58,9 @@ class DiTCross(CrossStack[DiTCrossConfig]):
 
     Source: Peebles and Xie 2023, arXiv:2212.09748; sizes and cross-attention of NeMo's diffusion collection. Deviations
     from NeMo: the head is modulated and zero-initialised, as in the paper; the conditioning vector is not normalised;
-    positions are computed instead of read from a table that can alias; texts have their true lengths; a learned null
-    token instead of zeros replaces dropped texts; each sample of a pack has its own time, frame rate and size.
+    the sinusoid of the time has 256 features instead of `hidden_size`; positions are computed instead of read from a
+    table that can alias; texts have their true lengths; a learned null token instead of zeros replaces dropped texts;
+    each sample of a pack has its own time, frame rate and size.
     """
 
     fsdp_units = (DiTCrossLayer,)

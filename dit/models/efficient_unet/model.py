@@ -70,26 +70,13 @@ class Level(nn.Module):
         return x_NCHW if self.after is None else self.after(x_NCHW)
 
 
-def down_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
-    """Build a level on the way down, which first downsamples by a 4 x 4 convolution, except at the last level."""
-    inputs = config.channels[max(level - 1, 0)]
-    last = level + 1 == len(config.channels)
-    before = None if last else Convolution(inputs, inputs, provider, size=4, stride=2)
-    return Level(inputs, config.channels[level], level, config, provider, attention, before=before)
-
-
-def up_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
-    """Build a level on the way up, which ends with a transposed convolution, except at the last level."""
-    outputs, last = config.outputs_up[level], level + 1 == len(config.channels)
-    after = None if last else TransposedConvolution(outputs, outputs, provider)
-    return Level(config.channels[level], outputs, level, config, provider, attention, after=after)
-
-
 class EfficientUNet(ImagenNetwork):
     """Imagen's Efficient UNet, for super-resolution.
 
     first --> downsample, blocks (level 0) --> ... --> last level --> blocks, upsample (level 0) --> last
                         '------ the output is added to the input of the same level -----'
+
+    The last level has no resampling.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.5 and figures A.28 to A.30; sizes and modules as
     in NVIDIA NeMo's Imagen.
@@ -102,9 +89,14 @@ class EfficientUNet(ImagenNetwork):
         self, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention, stage: Stage
     ) -> None:
         super().__init__(config, config.text_width or 0, provider, stage)
-        selected, levels = select_attention(config, attention), range(len(config.channels))
-        self.down = nn.ModuleList(down_level(level, config, provider, selected) for level in levels)
-        self.up = nn.ModuleList(up_level(level, config, provider, selected) for level in levels)
+        shared = config, provider, select_attention(config, attention)
+        self.down, self.up = nn.ModuleList(), nn.ModuleList()
+        for level, (channels, outputs_up) in enumerate(zip(config.channels, config.outputs_up)):
+            inputs, is_last = config.channels[max(level - 1, 0)], level + 1 == len(config.channels)
+            before = None if is_last else Convolution(inputs, inputs, provider, size=4, stride=2)
+            after = None if is_last else TransposedConvolution(outputs_up, outputs_up, provider)
+            self.down.append(Level(inputs, channels, level, *shared, before=before))
+            self.up.append(Level(channels, outputs_up, level, *shared, after=after))
         self.last = Convolution(config.channels[0], config.output_features, provider, size=1)
 
     def predict(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:

@@ -182,8 +182,6 @@ class Blocks(nn.Module):
 
     Args:
         inputs: input channels of each residual block.
-        outputs: output channels of all blocks.
-        transformer_layers: layers of each transformer.
         transformers: number of blocks, from the first, with a transformer; None for all.
     """
 

@@ -25,6 +25,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
 
     supports = Supports(aligned=True, compiled=True, fixed_packs=True)
 
+    in_channels: int = 16
     hidden_size: int = 2048
     num_layers: int = 16
     num_attention_heads: int = 32
@@ -41,7 +42,6 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.validate_experts()
         if len(self.max_grid) != 3 or min(self.max_grid) < 1:
             raise ConfigError(
                 f"model.max_grid={self.max_grid} must be three numbers of at least 1: the largest t, h and w in patches"
@@ -58,5 +58,4 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         return t, h, w
 
     def megatron_sizes(self) -> TransformerSizes:
-        sizes = replace(super().megatron_sizes(), add_bias_linear=False)
-        return self.with_experts(sizes, self.ffn_size)
+        return replace(super().megatron_sizes(), add_bias_linear=False)

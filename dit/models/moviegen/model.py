@@ -9,14 +9,14 @@ from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import Modulation, RMSNorm
-from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
+from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.heads import FinalLayer
 from dit.layers.mlp import SwiGLU
 from dit.layers.moe import MoE
 from dit.layers.positions import LearnedPositions
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.cross_stack import CrossStack
+from dit.models.cross_stack import CrossStack, attention_options
 from dit.models.moviegen.config import MovieGenConfig
 
 
@@ -35,12 +35,7 @@ class MovieGenLayer(nn.Module):
         size, eps = config.hidden_size, config.layernorm_epsilon
         heads, context_size = config.num_attention_heads, config.context_size
         assert context_size is not None
-        options: AttentionOptions = {
-            "num_query_groups": config.num_query_groups,
-            "bias": False,
-            "qk_layernorm": config.qk_layernorm,
-            "eps": eps,
-        }
+        options = attention_options(config, bias=False)
         self.modulation = Modulation(size, 2, provider, bias=False, eps=eps)
         self.attention_norm = RMSNorm(size, provider, eps=eps)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
@@ -53,7 +48,7 @@ class MovieGenLayer(nn.Module):
         if config.num_experts is None:
             self.mlp = SwiGLU(size, config.ffn_size, provider)
         else:
-            self.mlp = MoE(size, provider, bias=False, gated=True, **config.moe_arguments(config.ffn_size))
+            self.mlp = MoE(size, provider, bias=False, gated=True, **config.moe_arguments())
 
     def forward(
         self,

@@ -7,7 +7,6 @@ from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig
-from dit.ranges import check_unused
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 
@@ -35,13 +34,9 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
     rope_axes: list[int] = field(default_factory=lambda: [0, 32, 32])
 
     def validate(self) -> None:
-        self.check_sizes()
+        super().validate()
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but PRX needs text; set it to the width of the embeddings")
-        self.check_positions(self.rope_axes)
-        if self.position_embedding != "rope_3d":
-            where = f"with model.position_embedding={self.position_embedding!r}"
-            check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
 
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), add_bias_linear=False, qk_layernorm=True)

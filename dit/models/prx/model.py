@@ -101,8 +101,6 @@ class PRX(TokenStack[PRXConfig]):
         super().__init__(config, provider, stage)
         size, context_size = config.hidden_size, config.context_size
         assert context_size is not None
-        if self.rotary is not None:
-            self.rotary = config.rotary(config.rope_axes)
         self.conditioner = Conditioner(size, provider, time_scale=config.time_scale)
         self.text = TextTokens(context_size, provider, learned_null=config.null_text == "learned")
         # Like the null token, replicated over tensor-parallel ranks and pipeline stages.

@@ -15,12 +15,12 @@ from dit.kernels.attention import Attention
 from dit.kernels.linear_attention import linear_attention
 from dit.kernels.recompute import recomputable
 from dit.layers.adaln import TableModulation
-from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
+from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.convolution import torch_init
 from dit.layers.mlp import GATED
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.cross_stack import SharedModulationStack
+from dit.models.cross_stack import SharedModulationStack, attention_options
 from dit.models.sana.config import SanaConfig
 
 NORM_EPSILON = 1e-5
@@ -76,11 +76,7 @@ class SanaLayer(nn.Module):
     def __init__(self, config: SanaConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size = config.hidden_size
-        options: AttentionOptions = {
-            "qk_layernorm": config.qk_layernorm,
-            "norm_full_width": True,
-            "eps": NORM_EPSILON,
-        }
+        options = attention_options(config, norm_full_width=True, eps=NORM_EPSILON)
         self.modulation = TableModulation(size, 2, provider, eps=config.layernorm_epsilon)
         self.attention = SelfAttention(
             size, config.num_attention_heads, provider, partial(_attend, provider), qkv_bias=False, **options

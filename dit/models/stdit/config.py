@@ -32,10 +32,6 @@ class STDiTConfig(CrossAttentionModelConfig):
         return tuple(self.layer_pattern[layer % len(self.layer_pattern)].split("+"))  # type: ignore[arg-type]
 
     @property
-    def attentions_per_layer(self) -> int:
-        return len(self.kinds(0))
-
-    @property
     def has_temporal(self) -> bool:
         """True if a layer has temporal attention. Its positions are always rotary."""
         return any("temporal" in pattern for pattern in self.layer_pattern)

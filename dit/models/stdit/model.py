@@ -13,12 +13,12 @@ from dit.context_parallel.segments import AttentionKind
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import TableModulation
-from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
+from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
 from dit.layers.positions import spanning
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.cross_stack import SharedModulationStack
+from dit.models.cross_stack import SharedModulationStack, attention_options
 from dit.models.stdit.config import STDiTConfig
 
 
@@ -50,12 +50,7 @@ class STDiTLayer(nn.Module):
     ) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        options: AttentionOptions = {
-            "num_query_groups": config.num_query_groups,
-            "bias": config.add_bias,
-            "qk_layernorm": config.qk_layernorm,
-            "eps": eps,
-        }
+        options = attention_options(config, bias=config.add_bias)
         self.modulation = TableModulation(size, len(kinds) + 1, provider, eps=eps)
         self.attentions = nn.ModuleDict(
             {kind: SelfAttention(size, heads, provider, attention, **options) for kind in kinds}
@@ -101,7 +96,7 @@ class STDiT(SharedModulationStack[STDiTConfig]):
         def build_layer(layer: int) -> STDiTLayer:
             return STDiTLayer(config, config.kinds(layer), provider, attention)
 
-        super().__init__(config, provider, stage, build_layer, num_sublayers=config.attentions_per_layer + 1)
+        super().__init__(config, provider, stage, build_layer, num_sublayers=len(config.kinds(0)) + 1)
         self.attention = attention
         self.rotary_time = config.rotary(time_only=True) if config.has_temporal else self.rotary
 

@@ -12,7 +12,6 @@ from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import NULLS, NullTextConditioned
 from dit.models.transformer_config import Activation, TransformerModelConfig, check_query_groups
-from dit.ranges import check_unused
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 TextPositions = Literal["origin", "own_axis", "after_image", "before_image"]
@@ -133,11 +132,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         return self.learned_padding
 
     @property
-    def outer_bias(self) -> bool:
-        """Whether linear layers outside attention and MLPs have biases."""
-        return self.add_bias or self.block == "sandwich"
-
-    @property
     def mlp_inputs(self) -> int:
         """Output features of the first linear layer of an MLP."""
         return self.ffn_size * (2 if self.activation == "swiglu" else 1)
@@ -165,7 +159,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         return (*super().position_axes, *(["text index"] if self.text_positions == "own_axis" else []))
 
     def validate(self) -> None:
-        self.check_sizes()
+        super().validate()
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
         if self.block == "sandwich":
@@ -183,11 +177,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"the heads; use {nearest}"
             )
         self._check_blocks()
-        self.check_positions(self.rope_axes)
-        if self.position_embedding != "rope_3d":
-            where = f"with model.position_embedding={self.position_embedding!r}"
-            check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
-        elif self.position_crop is not None:
+        if self.position_embedding == "rope_3d" and self.position_crop is not None:
             raise ConfigError(
                 f"model.position_crop={self.position_crop} has no effect with model.position_embedding='rope_3d'; use "
                 "'sincos_2d' or 'sincos_3d', or model.position_crop=None"

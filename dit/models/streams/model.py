@@ -59,11 +59,11 @@ class Streams(Backbone):
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        size, bias, eps, width = config.hidden_size, config.outer_bias, config.layernorm_epsilon, config.condition_width
+        size, eps, width = config.hidden_size, config.layernorm_epsilon, config.condition_width
+        bias = config.add_bias or config.block == "sandwich"
         assert config.context_size is not None
         learned_null = config.null_text == "learned"
-        rope = config.position_embedding == "rope_3d"
-        self.rotary = config.rotary(config.rope_axes) if rope else None
+        self.rotary = config.rotary()
         self.modulation: nn.Module = nn.Identity()
         if config.approximator_sizes is None:
             self.conditioner = Conditioner(

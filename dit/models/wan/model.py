@@ -8,11 +8,11 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.adaln import LayerNorm, TableModulation
-from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
+from dit.layers.attention import CrossAttention, SelfAttention
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
-from dit.models.cross_stack import SharedModulationStack
+from dit.models.cross_stack import SharedModulationStack, attention_options
 from dit.models.wan.config import WanConfig
 
 
@@ -26,12 +26,7 @@ class WanLayer(nn.Module):
     def __init__(self, config: WanConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        options: AttentionOptions = {
-            "num_query_groups": config.num_query_groups,
-            "qk_layernorm": config.qk_layernorm,
-            "norm_full_width": True,
-            "eps": eps,
-        }
+        options = attention_options(config, norm_full_width=True)
         self.modulation = TableModulation(size, 2, provider, eps=eps)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_norm = LayerNorm(size, provider, eps=eps)

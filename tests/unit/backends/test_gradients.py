@@ -16,12 +16,13 @@ from torch.utils._pytree import tree_iter
 from dit.backends import gradients
 from dit.backends.gradients import finalize_gradients
 from dit.backends.process_groups import ProcessGroups
+from dit.kernels.choice import Target
 from dit.models.base import Backbone, ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import set_rates, squared_gradient_norm
+from dit.optimizer.master_weights import master_shards, set_rates, squared_gradient_norm
 from dit.optimizer.step_numbers import StepNumbers
-from dit.optimizer.update import EagerUpdate
+from dit.optimizer.update import Update
 from dit.parallel import build
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
@@ -242,6 +243,8 @@ def test_the_update_divides_by_the_tokens_and_clips(data_parallel: str, clip: fl
     plain = [p.detach().clone().requires_grad_() for p in chunk.parameters()]
     adamw = torch.optim.AdamW(plain, lr=1e-2, betas=(settings.beta1, settings.beta2), eps=1e-2, weight_decay=0.0)
     set_rates(optimizer, 1e-2, settings.beta1)
+    shards, target = master_shards(optimizer, [chunk]), Target(torch.device("cpu"), torch.float32)
+    update = Update(optimizer, shards, None, settings, one_rank_world, target, "eager")
     for seed, tokens in ((0, 7), (1, 300), (2, 1)):
         found = torch.autograd.grad(loss_of(chunk, seed), list(chunk.parameters()), allow_unused=True)
         for parameter, grad in zip(plain, found, strict=True):
@@ -254,6 +257,7 @@ def test_the_update_divides_by_the_tokens_and_clips(data_parallel: str, clip: fl
         finalize_gradients([wrapped], None, one_rank_world.collection)
         numbers = StepNumbers(optimizer, one_rank_world, torch.tensor([1.0, tokens]), 1)
         assert numbers.host.grad_norm == pytest.approx(expected, rel=1e-5)
-        EagerUpdate(optimizer, None, clip)(numbers, seed + 1)
+        update(numbers, seed + 1)
+        update.end(seed + 1, is_good=True)
         for parameter, reference in zip(chunk.parameters(), plain, strict=True):
             torch.testing.assert_close(parameter, reference, rtol=1e-5, atol=1e-6)

@@ -1,10 +1,16 @@
-"""The number of ranks with and without a launcher, and of GPUs for them."""
+"""The number of ranks with and without a launcher, of GPUs for them, and signals while ranks wait for each other."""
+
+import os
+import subprocess
+import sys
 
 import pytest
 
 from dit.backends import process_groups
 from dit.backends.process_groups import world_size_from_environment
 from dit.errors import ConfigError
+from dit.verify.ranks import free_port
+from tests.support.repository import REPOSITORY
 
 SRUN = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}
 
@@ -49,6 +55,30 @@ def test_a_launcher_may_show_one_gpu_to_each_rank(gpus, visible, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     set_environment(visible, monkeypatch)
     process_groups.check_gpus(local_ranks=8)
+
+
+CONNECT = """
+import signal, sys
+from dit.backends import process_groups
+signal.signal(signal.SIGALRM, lambda *_: sys.exit(75))
+signal.setitimer(signal.ITIMER_REAL, 0.5)
+process_groups.connect(timeout_s=100)
+"""
+
+
+def test_a_signal_ends_a_rank_that_waits_for_its_peers():
+    """Its peers were killed before they connected; torch waits in C++, where Python runs no handlers of signals."""
+    processes = []
+    for rank in (0, 1):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "DIT_DEVICE": "cpu"}
+        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **world, **address}
+        processes.append(subprocess.Popen([sys.executable, "-c", CONNECT], env=environ))
+    try:
+        assert [process.wait(60) for process in processes] == [75, 75]
+    finally:
+        for process in processes:
+            process.kill()
 
 
 def set_environment(environ, monkeypatch):

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from dit.checkpoint import manifest, reader_lock
-from dit.checkpoint.manifest import MANIFEST, Manifest, check_same_model, model_fingerprint, verify_folder
+from dit.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check_same_model,
+    model_fingerprint,
+    stored_shapes,
+    verify_folder,
+)
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.reading import candidates, find_checkpoint
 from dit.errors import CheckpointError, ConfigError
@@ -293,19 +300,18 @@ def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
     shapes = {"layers.0.weight": (4, 8), "layers.0.bias": (8,), "head.weight": (8, 2)}
     store = make_store(tmp_path)
     save(store, 1, fingerprint=model_fingerprint(shapes))
-    manifest = newest_valid(store)[1]
-    check_same_model(manifest, model_fingerprint({k: list(v) for k, v in reversed(shapes.items())}))
+    saved = stored_shapes(newest_valid(store)[1])
+    check_same_model(saved, {k: list(v) for k, v in reversed(shapes.items())}, 1)
     other = {"layers.0.weight": (4, 16), "layers.0.bias": (8,), "tail.weight": (8, 2)}
     with pytest.raises(ConfigError) as raised:
-        check_same_model(manifest, model_fingerprint(other))
+        check_same_model(saved, other, 1)
     message = str(raised.value)
     assert "checkpoint of another model at step 1: 3 of 4 parameters differ" in message
     assert "layers.0.weight is [4, 8] in the checkpoint and [4, 16] in the model" in message
     assert "head.weight [8, 2] is only in the checkpoint" in message
     assert "tail.weight [8, 2] is only in the model" in message
-    many = model_fingerprint({f"p{i}": (i,) for i in range(100)})
     with pytest.raises(ConfigError, match="and 98 more"):
-        check_same_model(manifest, many)
+        check_same_model(saved, {f"p{i}": (i,) for i in range(100)}, 1)
 
 
 def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkeypatch):

@@ -84,7 +84,7 @@ def test_any_box_of_any_tensor_is_read_separately(tmp_path, seed):
 
 def test_any_tool_reads_the_files(tmp_path):
     """The files are plain safetensors; a box has the name and offsets of its tensor as the key."""
-    write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
+    write_full_state(tmp_path, {name: values_of(name) for name in SHAPES})
     found = load_file(tmp_path / "rank_00000.safetensors")
     assert {name.partition("@")[0]: tuple(tensor.shape) for name, tensor in found.items()} == SHAPES
     assert torch.equal(found["weight.a@0,0"], values_of("weight.a"))
@@ -95,7 +95,7 @@ def test_large_values_pass_through_in_pieces(tmp_path, monkeypatch):
     pieces = [len(piece) for piece in state_files._pieces(b"head", [torch.zeros(5, 7), torch.zeros(3)])]
     assert pieces == [4, 64, 64, 12, 12]
     assert STAGING_BYTES == 64 << 20
-    write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
+    write_full_state(tmp_path, {name: values_of(name) for name in SHAPES})
     assert torch.equal(read_full(StateReader(tmp_path), "weight.c"), values_of("weight.c"))
 
 
@@ -147,7 +147,7 @@ def edited(folder, change):
     ],
 )
 def test_an_incorrect_index_is_refused(tmp_path, change, message):
-    write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {"adam_step": 1})
+    write_full_state(tmp_path, {name: values_of(name) for name in SHAPES})
     edited(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
         read_full(StateReader(tmp_path), "weight.a")
@@ -162,14 +162,14 @@ def test_an_invalid_index_is_refused(tmp_path, text):
 
 @pytest.mark.parametrize("data", [b"", b"\xff" * 64, b"\x02\0\0\0\0\0\0\0{}"])
 def test_an_invalid_file_is_refused(tmp_path, data):
-    write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
+    write_full_state(tmp_path, {name: values_of(name) for name in SHAPES})
     (tmp_path / "rank_00000.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"rank_00000.safetensors cannot be read"):
         read_full(StateReader(tmp_path), "weight.a")
 
 
 def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path):
-    write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
+    write_full_state(tmp_path, {name: values_of(name) for name in SHAPES})
     reader = StateReader(tmp_path)
     with pytest.raises(CheckpointError, match=r"\[6, 5\].*\[5, 6\] in the model"):
         reader.read("weight.a", (5, 6), [])

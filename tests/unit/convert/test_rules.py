@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dit.convert import DIFFUSERS
 from dit.convert.diffusers_format import TrainedModel, arguments_of
+from dit.convert.original_dit import drop_variance
 from dit.convert.rules import (
     TURNED_HEAD,
     Axes,
@@ -23,7 +24,6 @@ from dit.convert.rules import (
     Same,
     layer_rules,
 )
-from dit.convert.variance import drop_variance
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objective_checks import check_outputs

@@ -94,10 +94,10 @@ def test_the_grid_while_training_shows_decoded_samples(autoencoders: dict[str, s
     network, spec = build_model(model, perturb=0.1), model.batch_spec()
     asked, size = SamplingConfig(num_steps=2, guidance_scale=1.0), (1, 4, 4)
     writer = PictureWriter(model, FlowMatching(), spec, asked, None, None, autoencoders["image"])
-    (grid,) = writer.draw(network, size, 1.0, CPU)
+    (grid,) = writer.draw(network, size, 1.0)
     plain = PictureWriter(model, FlowMatching(), spec, asked, None)
     assert (writer.note, plain.note is None) == (None, False)
-    assert plain.draw(network, size, 1.0, CPU, lay_out=False) == []
+    assert plain.draw(network, size, 1.0, lay_out=False) == []
 
     batch = empty_pack(spec, size, 2, CPU, {"label": [0, 1], "fps": [1.0] * 2})
     settings: dict[str, Any] = {"solver": "euler", "num_steps": 2, "guidance_scale": 1.0, "seed": asked.seed}
@@ -124,7 +124,7 @@ def test_the_grid_while_training_shows_the_classes_that_have_names(build_model: 
     sampling = SamplingConfig(num_steps=1, guidance_scale=1.0)
     for names, shown in ((["a", "b"], [0, 1]), (None, list(range(7)))):
         labels.clear()
-        PictureWriter(model, FlowMatching(), model.batch_spec(), sampling, names).draw(recording, (1, 4, 4), 1.0, CPU)
+        PictureWriter(model, FlowMatching(), model.batch_spec(), sampling, names).draw(recording, (1, 4, 4), 1.0)
         assert labels == shown
 
 
@@ -167,7 +167,7 @@ def test_a_model_of_pictures_redraws_held_out_samples(kind: str) -> None:
         return batch.layout.insert_padding(torch.cat(last))
 
     sampling = SamplingConfig(num_steps=2, guidance_scale=1.0)
-    (grid,) = PictureWriter(model, objective, spec, sampling, None).redraw(network, batch, CPU)
+    (grid,) = PictureWriter(model, objective, spec, sampling, None).redraw(network, batch)
     rows = [*batch.unpatchified(batch.latents_TC, *spec.patch), *batch.unpatchified(read_TC, *spec.patch)]
     (expected,) = clip_grid(torch.stack(rows), ["held out"] * 3 + ["drawn"] * 3, 3)
     assert np.abs(np.array(grid).astype(int) - np.array(expected)).max() <= 1
@@ -177,11 +177,11 @@ def test_stills_of_a_patch_of_two_frames_are_drawn_as_one(build_model: BuildMode
     model = DiTConfig(hidden_size=32, num_layers=1, num_attention_heads=2, in_channels=3, patch_temporal=2)
     spec, sampling = model.batch_spec(), SamplingConfig(num_steps=1, guidance_scale=1.0)
     writer, network = PictureWriter(model, FlowMatching(), spec, sampling, None), build_model(model, perturb=0.1)
-    assert [len(writer.draw(network, (frames, 4, 4), 1.0, CPU)) for frames in (1, 2)] == [1, 2]
+    assert [len(writer.draw(network, (frames, 4, 4), 1.0)) for frames in (1, 2)] == [1, 2]
     held_out = empty_pack(spec, (2, 4, 4), 2, CPU)
-    assert len(writer.redraw(network, held_out, CPU)) == 1
+    assert len(writer.redraw(network, held_out)) == 1
     held_out.latents_TC = torch.randn_like(held_out.latents_TC)
-    assert len(writer.redraw(network, held_out, CPU)) == 2
+    assert len(writer.redraw(network, held_out)) == 2
 
 
 def test_redrawn_clips_play_at_their_own_rate(build_model: BuildModel, tmp_path: Path) -> None:
@@ -189,6 +189,6 @@ def test_redrawn_clips_play_at_their_own_rate(build_model: BuildModel, tmp_path:
     spec, sampling = model.batch_spec(), SamplingConfig(num_steps=1, guidance_scale=1.0)
     held_out = empty_pack(spec, (2, 4, 4), 2, CPU, {"fps": [5.0, 5.0]})
     writer = PictureWriter(model, FlowMatching(), spec, sampling, None)
-    paths = writer.write(build_model(model, perturb=0.1), (9, 8, 8), 30.0, CPU, tmp_path, held_out=held_out)
+    paths = writer.write(build_model(model, perturb=0.1), (9, 8, 8), 30.0, tmp_path, held_out=held_out)
     with Image.open(paths["samples"]) as film:
         assert (film.n_frames, film.info["duration"]) == (2, 200)

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from inspect import signature
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dit.kernels.attention import _packed, attend_densely, reference_attention, segment_sdpa
+from dit.kernels.attention import _most_segments, _packed, attend_densely, reference_attention, segment_sdpa
 from dit.kernels.te_attention import TEAttention
 from dit.layout import SequenceLayout
 from tests.support.calls import CallCounter
@@ -118,6 +119,39 @@ def test_samples_of_equal_lengths_share_a_call(lengths_q, lengths_k, calls):
     assert sorted(batches) == calls
 
 
+def test_a_call_has_no_more_segments_than_a_gpu_supports(monkeypatch: pytest.MonkeyPatch):
+    """More segments, such as the columns of large images in temporal attention, are split over calls."""
+    batches = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: object) -> torch.Tensor:
+        batches.append(len(q))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    def packed(*_: object) -> torch.Tensor:
+        raise AssertionError("more segments than the kernel supports")
+
+    monkeypatch.setattr("dit.kernels.attention.sdpa", kernel)
+    heads, many = 4, 2**31
+    for lengths, segments, sums, calls in (
+        ((2,) * 7, 3, many, [3, 3, 1]),
+        ((2, 2, 5, 2, 2), 3, many, [3, 1, 1]),
+        ((2,) * 7, 9, heads * 2 * 128 * 64, [2, 2, 2, 1]),
+        ((2, 2, 129, 2, 2), 9, heads * 2 * 128 * 64 - 1, [1, 1, 1, 1, 1]),
+    ):
+        monkeypatch.setattr("dit.kernels.attention.MOST_SEGMENTS", segments)
+        monkeypatch.setattr("dit.kernels.attention.MOST_SUMS", sums)
+        case = AttentionCase("many", lengths, heads=heads)
+        check(partial(_packed, packed), case, case.qkv(), rtol=RTOL)
+        assert batches == calls
+        batches.clear()
+    monkeypatch.undo()
+    # ST-DiT-XL: 16 heads of 72 features, rounded up to 128, and one frame, rounded up to 128 queries.
+    assert _most_segments(16, 1, 72) * 16 * 128 * 128 <= 2**31
+    assert _most_segments(16, 1, 72) == 8192
+    assert _most_segments(1, 1, 8) == 65535
+    assert _most_segments(64, 10**6, 128) == 1
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -202,20 +236,43 @@ def test_transformer_engine_gets_all_segments_by_arguments_that_it_has(monkeypat
 
         def __call__(self, *qkv, **options):
             calls["forward"] = qkv, options
-            return torch.ones_like(qkv[0]).flatten(1)
+            return Unwritten.apply(*qkv).flatten(1)
+
+    class Unwritten(torch.autograd.Function):
+        """Outputs and gradients of padding are memory that nothing has written."""
+
+        @staticmethod
+        def forward(ctx, q, k, v):
+            return torch.ones_like(q).masked_fill_(padding, float("nan"))
+
+        @staticmethod
+        def backward(ctx, grad):
+            assert not grad.masked_select(padding).any()
+            of_keys = torch.ones_like(k).masked_fill_(padding_k, float("nan"))
+            return torch.ones_like(grad).masked_fill_(padding, float("nan")), of_keys, of_keys
 
     monkeypatch.setitem(sys.modules, "transformer_engine", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", SimpleNamespace(DotProductAttention=Recorded))
-    case = AttentionCase("ragged", (4, 6), (5, 3), multiple_of_q=4)
-    (q, k, v), (layout_q, layout_k) = case.qkv(), case.layouts()
+    case = AttentionCase("ragged", (4, 6), (5, 3), multiple_of_q=4, tail_k=2)
+    layout_q, layout_k = case.layouts()
+    padding, padding_k = (~layout.valid_T[:, None, None] for layout in (layout_q, layout_k))
+    dirty = zip(case.qkv(), (padding, padding_k, padding_k))
+    q, k, v = (x.masked_fill(mask, float("nan")).requires_grad_() for x, mask in dirty)
     out = TEAttention()(q, k, v, layout_q, layout_k)
-    assert torch.equal(out, layout_q.valid_T[:, None, None].expand_as(q).to(q.dtype))
+    out.sum().backward()
+    assert all(x.isfinite().all() for x in calls["forward"][0])
+    for x, mask in ((out, padding), (q.grad, padding), (k.grad, padding_k), (v.grad, padding_k)):
+        assert torch.equal(x, (~mask).expand_as(x).to(x.dtype))
     sizes, _ = calls["__init__"]
     options = calls["forward"][1]
     assert sizes == (q.shape[1], q.shape[2])
     assert [options[f"cu_seqlens_{of}"].tolist() for of in ("q", "kv")] == [[0, 4, 10], [0, 5, 8]]
     assert options["cu_seqlens_q_padded"].tolist() == [0, 4, 12]
     assert (options["max_seqlen_q"], options["max_seqlen_kv"]) == (6, 5)
+    assert options["pad_between_seqs"] is False  # all padding is after the last token
+    between = replace(case, lengths_k=(3, 5), multiple_of_k=5, tail_k=0)
+    TEAttention()(*between.qkv(), *between.layouts())
+    assert calls["forward"][1]["pad_between_seqs"] is True
     if installed is not None:
         (folder,) = installed.submodule_search_locations
         tree = ast.parse(next(Path(folder).rglob("dot_product_attention.py")).read_text())

@@ -119,21 +119,27 @@ def test_kernels_that_may_not_be_deterministic_are_not_selected_in_deterministic
 
 
 @pytest.mark.parametrize(
-    ("major", "verified", "expected"),
+    ("major", "head_size", "verified", "expected"),
     [
-        (10, {"flash_attn_3", "flash_attn_4"}, "flash_attn_4"),
-        (9, {"flash_attn_3"}, "flash_attn_3"),
-        (10, {"flash_attn_3"}, "varlen"),
-        (8, {"flash_attn_3", "flash_attn_4", "flash_attn"}, "flash_attn"),
-        (9, set(), "varlen"),
+        (10, 128, {"flash_attn_3", "flash_attn_4"}, "flash_attn_4"),
+        (10, 160, {"flash_attn_3", "flash_attn_4"}, "varlen"),
+        (9, 128, {"flash_attn_3"}, "flash_attn_3"),
+        (10, 128, {"flash_attn_3"}, "varlen"),
+        (8, 128, {"flash_attn_3", "flash_attn_4", "flash_attn"}, "flash_attn"),
+        (8, 320, {"flash_attn", "transformer_engine"}, "sdpa"),
+        (9, 128, set(), "varlen"),
+        (7, 64, {"flash_attn"}, "sdpa"),
     ],
 )
-def test_flash_attention_is_selected_by_the_device(monkeypatch, major, verified, expected):
-    """FlashAttention 3 on Hopper, 4 on Hopper and Blackwell, 2 elsewhere, each only if verified."""
+def test_flash_attention_is_selected_by_the_device(monkeypatch, major, head_size, verified, expected):
+    """FlashAttention 3 on Hopper, 4 on Hopper and Blackwell, 2 from Ampere on, each only if verified and for its heads.
+
+    Packages raise an error in the first step for other devices and heads.
+    """
     monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    target = Target(GPU, HALF, frozenset({128}), frozenset(f"attention.{name}" for name in verified))
+    target = Target(GPU, HALF, frozenset({head_size}), frozenset(f"attention.{name}" for name in verified))
     assert choose(ATTENTION, target).name == expected
 
 

@@ -6,13 +6,20 @@ import sys
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dit.errors import ConfigError
 from dit.kernels.choice import Target, choose
+from dit.kernels.group_norm import Groups
+from dit.kernels.layer_kernels import fused
+from dit.kernels.modulation import NormModulation
 from dit.kernels.resolve import LAYERS
+from dit.kernels.rope import HeadNorm, Heads, Rotation
+from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise
 from tests.support.calls import CallCounter
 from tests.support.repository import REPOSITORY
 
@@ -185,6 +192,32 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
             assert made.copies[16 * flags["REST"] // (32 * warps)] >= copies
 
 
+@pytest.mark.parametrize(
+    ("capability", "kib", "size", "rows"),
+    [
+        (120, 99, 4096, 1),
+        pytest.param(80, 163, 6144, 1, marks=pytest.mark.slow),
+        pytest.param(90, 227, 6144, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_copied_in_advance_fit_into_the_shared_memory_of_the_device(monkeypatch, capability, kib, size, rows):
+    """In fp32, the widest rows; Triton refuses a kernel that needs more than the device has."""
+    from benchmarks.ahead_of_time import compiled
+    from dit.kernels.fused.gpu import residual_norm as gpu
+
+    utils = SimpleNamespace(get_device_properties=lambda index: {0: {"max_shared_mem": kib * 1024}}[index])
+    monkeypatch.setattr(gpu, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    shared = gpu.shared_bytes.__wrapped__(torch.device("cuda", 0))
+    width, rest = gpu.tiles(size)
+    stages = gpu.stages(width + rest, 4 * 4, shared)
+    types = {name: FP32 if kind == BF16 else kind for name, kind in {**TOKENS, **STATISTICS, **GRADIENTS}.items()}
+    flags = {"WIDTH": width, "REST": rest, "STAGES": stages, "PASSED": 1, **ROWS, "BIAS": 0}
+    warps = gpu.warps(width, rest)
+    made = compiled(gpu.residual_norm_backward_kernel, types, flags, num_warps=warps, capability=capability)
+    assert stages == 1 + rows
+    assert rows * size * 4 * 4 < made.shared_bytes <= kib * 1024
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
     """Gradients in fp32 are added by torch, also in one kernel."""
@@ -203,6 +236,41 @@ def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
         add_gradients([main, main], [torch.ones(8, dtype=dtype)] * 2)
     assert not launches
     assert torch.equal(main, torch.full((8,), 2.0))
+
+
+def launches_of(lengths, side):
+    """Return the launches of every fused kernel of a layer for a pack, and of a group norm for a picture."""
+    from benchmarks.ahead_of_time import record_launches
+    from dit.kernels.fused.noise import mix
+
+    layout, kernels = SequenceLayout.from_lengths(lengths), fused()
+    T, S, D = layout.total_tokens, layout.num_samples, 64
+
+    def leaf(*shape):
+        return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+
+    with record_launches() as launches:
+        into = NormModulation(leaf(S, D), leaf(S, D), 1e-6, leaf(D))
+        rotation = Rotation(torch.zeros(T, 1, 8), torch.zeros(T, 1, 8))
+        outs = [
+            *kernels.residual_norm_modulate(leaf(T, D), leaf(T, D), leaf(S, D), leaf(D), into, layout),
+            *kernels.split_heads(leaf(T, 4, 3, 16), Heads(1), HeadNorm(leaf(16), leaf(16), 1e-6), rotation, leaf(192)),
+            kernels.gelu_tanh(leaf(T, D), leaf(D)),
+            kernels.norm_groups(leaf(1, D, side, side), Groups(leaf(D), leaf(D), 8, 1e-6), leaf(1, D), leaf(1, D)),
+        ]
+        torch.autograd.backward(outs, [torch.zeros_like(out) for out in outs])
+        mix(AddressedNoise(3, 11, torch.arange(S), layout, None, mix), torch.zeros(T, 4), [(1.0, 1.0)], None)
+    return launches
+
+
+def test_a_kernel_is_compiled_once_for_packs_and_pictures_of_all_sizes():
+    """Triton compiles a kernel again if a number is 1, or becomes a multiple of 16, unless it is told not to."""
+    packs = launches_of([16, 16], 4), launches_of([3], 1)
+    assert len({launch.name for launch in packs[0]}) == 15
+    for one, other in zip(*packs, strict=True):
+        assert one.name == other.name
+        changed = {name for name, value in one.sizes.items() if value != other.sizes[name]}
+        assert changed <= set(one.kernel.do_not_specialize), one.name
 
 
 def test_the_auto_setting_runs_eager_everywhere_until_a_gpu_has_passed():

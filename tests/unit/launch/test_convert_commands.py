@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dit.checkpoint import manifest
-from dit.checkpoint.base_model import digest_of, find_base
+from dit.checkpoint.base_model import CheckpointStart, find_base
 from dit.checkpoint.full_weights import write_imported
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.reader_lock import to_delete
@@ -363,7 +363,7 @@ def test_a_failed_write_leaves_no_file(tmp_path, monkeypatch, write):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dit.convert.state_files._flush", full)
+    monkeypatch.setattr("dit.convert.state_files.fsync", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         write(tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -396,7 +396,7 @@ def adapter_run(tmp_path: Path) -> tuple[Path, Path]:
     shapes = parameter_shapes(model)
     adapters = {name: torch.ones(shapes[name]) for name in shapes.keys() - parameter_shapes(config.model).keys()}
     trained = replace(export_weights.trained_model(config, metadata), model=model)
-    recorded = {"folder": str(base), "digest": digest_of(read_manifest(base))}
+    recorded = {"folder": str(base), "digest": CheckpointStart(base).digest(None)}
     write_imported(tmp_path / "run", adapters, trained, config.sampling, "a test", base=recorded)
     return find_checkpoint(tmp_path / "run")[0], base
 

@@ -87,8 +87,8 @@ def test_transparent_areas_of_a_mask_are_kept(tmp_path: Path) -> None:
     layer[4:8, 4:8] = 255
     (tmp_path / "mask").mkdir()
     paths = [picture(tmp_path, np.zeros((6, 4, 3), np.uint8)), picture(tmp_path / "mask", layer)]
-    found = read_inpainting(paths, (1, 6, 4), 3, 2, NOTHING)
-    assert found.settings["mask"].tolist() == [[False, False], [False, True], [False, False]]
+    settings, _ = read_inpainting(paths, (1, 6, 4), 3, 2, NOTHING)
+    assert settings["mask"].tolist() == [[False, False], [False, True], [False, False]]
 
 
 def test_a_mask_of_another_aspect_ratio_is_refused(tmp_path: Path) -> None:

@@ -314,7 +314,8 @@ def test_the_quoted_texts_of_prompts_are_read_in_their_pictures(
 ) -> None:
     """Both pictures of the first prompt show its text; of the second, one text is missing and one misspelt."""
     prompts = ['a sign that says "Open daily"', 'a poster, "Fresh Paint" and "12:30", by a "bakery"']
-    drawn = [([0], torch.stack([picture_of(["Open daily"])] * 2)), ([1], picture_of(["Fresh Point", "BAKERY"])[None])]
+    first = torch.stack([picture_of(["Open daily"])] * 2)
+    drawn = [([0, 0], first), ([1], picture_of(["Fresh Point", "BAKERY"])[None])]
     generator = generator_of(TEXTS, build_model)
     requests = [Request(text, {}, {}, None, number, {"prompt": text}) for number, text in enumerate(prompts)]
     monkeypatch.setattr(picture_scores, "what_to_draw", lambda args, generator: requests)

@@ -219,12 +219,13 @@ class BrokenSink(Sink):
         self._call()
 
 
-def tell_everything(sink, picture):
+def everything(picture):
+    """Return the calls that give a sink five steps, a picture and an artifact, and close it."""
     for step in range(1, 6):
-        sink.scalars(step, {"loss": 1 / step}, consumed_samples=step)
-    sink.image("samples", 5, picture, "a caption")
-    sink.artifact(picture.parent, {"step": 5})
-    sink.close()
+        yield lambda sink, step=step: sink.scalars(step, {"loss": 1 / step}, step)
+    yield lambda sink: sink.image("samples", 5, picture, "a caption")
+    yield lambda sink: sink.artifact(picture.parent, {"step": 5})
+    yield lambda sink: sink.close()
 
 
 @pytest.mark.parametrize("n", range(1, 9))
@@ -238,7 +239,8 @@ def test_failing_mirror_is_dropped_with_one_warning(tmp_path, picture, caplog, n
     record = JsonlSink(tmp_path / "metrics.jsonl")
     with caplog.at_level(logging.WARNING):
         fan = FanOut(record, {"broken": lambda: broken, "missing": unbuildable, "sound": lambda: sound})
-        tell_everything(fan, picture)
+        for call in everything(picture):
+            fan.each(call)
     assert len(read_records(record.path)) == 7
     assert (broken.calls, sound.calls) == (n, 8)
     assert caplog.text.count("broken stops (ConnectionError: service is gone)") == 1
@@ -248,7 +250,7 @@ def test_failing_mirror_is_dropped_with_one_warning(tmp_path, picture, caplog, n
 def test_failing_record_is_an_error(tmp_path, monkeypatch):
     """Training must not continue without its record: exit code 5 and a cure."""
     fan = FanOut(JsonlSink(tmp_path / "metrics.jsonl"), {})
-    fan.scalars(1, {"loss": 1.0}, 1)
+    fan.each(lambda sink: sink.scalars(1, {"loss": 1.0}, 1))
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -256,7 +258,7 @@ def test_failing_record_is_an_error(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", full)
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl cannot be written: No space left.*make room"):
-            fan.scalars(2, {"loss": 1.0}, 2)
+            fan.each(lambda sink: sink.scalars(2, {"loss": 1.0}, 2))
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be written"):
         JsonlSink(tmp_path / "file" / "metrics.jsonl")
@@ -332,13 +334,13 @@ for attempt in range(2):
     fan = FanOut(record, {"wandb": lambda: WandbSink(run_dir, "test", {"lr": 1e-3}, artifacts=True)})
     assert "wandb" in fan.mirrors
     assert not fan.mirrors["wandb"]._run.settings.x_disable_stats  # the statistics of the machine are on
-    fan.scalars(attempt + 2, {"loss": attempt + 0.5}, consumed_samples=8)
-    fan.scalars(attempt + 1, {"loss": attempt + 0.25}, consumed_samples=16)  # after a rewind
-    fan.image("samples", attempt + 1, run_dir / "grid.png", "a caption")
-    fan.image("clips", attempt + 1, run_dir / "grid.gif", "a caption")
-    fan.artifact(run_dir / "checkpoints", {"step": attempt + 1})
+    fan.each(lambda sink: sink.scalars(attempt + 2, {"loss": attempt + 0.5}, consumed_samples=8))
+    fan.each(lambda sink: sink.scalars(attempt + 1, {"loss": attempt + 0.25}, consumed_samples=16))  # after a rewind
+    fan.each(lambda sink: sink.image("samples", attempt + 1, run_dir / "grid.png", "a caption"))
+    fan.each(lambda sink: sink.image("clips", attempt + 1, run_dir / "grid.gif", "a caption"))
+    fan.each(lambda sink: sink.artifact(run_dir / "checkpoints", {"step": attempt + 1}))
     assert "wandb" in fan.mirrors
-    fan.close()
+    fan.each(lambda sink: sink.close())
 assert list(home.iterdir()) == [], list(home.iterdir())
 """
 
@@ -468,7 +470,7 @@ def test_a_long_error_of_a_mirror_is_shortened(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(wandb, "init", init)
     (tmp_path / "wandb_id").write_text("x" * 100_000)
     with caplog.at_level(logging.WARNING):
-        FanOut(JsonlSink(tmp_path / "metrics.jsonl"), {"wandb": lambda: WandbSink(tmp_path, "test", {})}).close()
+        FanOut(JsonlSink(tmp_path / "metrics.jsonl"), {"wandb": lambda: WandbSink(tmp_path, "test", {})})
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     for message in messages:

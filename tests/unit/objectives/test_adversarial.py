@@ -17,6 +17,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.config_record import from_record, to_record
 from dit.errors import BatchError, ConfigError
+from dit.kernels.choice import Target
 from dit.layout import SequenceLayout
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import Backbone
@@ -25,9 +26,9 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Autoencoding, Reconstruction
 from dit.objectives.vq_autoencoding import VQAutoencoding
-from dit.optimizer.master_weights import set_rates
+from dit.optimizer.master_weights import master_shards, set_rates
 from dit.optimizer.step_numbers import StepNumbers
-from dit.optimizer.update import EagerUpdate
+from dit.optimizer.update import Update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -354,14 +355,15 @@ def test_the_discriminator_has_its_own_learning_rate(one_rank_world: ProcessGrou
     layout, training = ParallelConfig(data_parallel=parallel), TrainingConfig(precision="fp32")
     chunks = build_model(config, layout, training, one_rank_world, auxiliary=objective.auxiliary)
     wrapped = wrap(chunks, layout, one_rank_world)
-    optimizer = build_optimizer(
-        wrapped, OptimizerConfig(weight_decay=0.0), layout, training, one_rank_world, auxiliary=objective.auxiliary
-    )
+    settings = OptimizerConfig(weight_decay=0.0, clip_grad=0.0)
+    optimizer = build_optimizer(wrapped, settings, layout, training, one_rank_world, auxiliary=objective.auxiliary)
     set_rates(optimizer, 1e-3, 0.9)
     before = {name: p.detach().clone() for name, p in chunks[0].named_parameters()}
     for parameter in chunks[0].parameters():
         parameter.main_grad.fill_(1.0)
-    EagerUpdate(optimizer, None, 0.0)(StepNumbers(optimizer, one_rank_world, torch.ones(2), 1), 1)
+    shards, target = master_shards(optimizer, chunks), Target(torch.device("cpu"), torch.float32)
+    update = Update(optimizer, shards, None, settings, one_rank_world, target, "eager")
+    update(StepNumbers(optimizer, one_rank_world, torch.ones(2), 1), 1)
     for name, parameter in chunks[0].named_parameters():
         rate = 0.25e-3 if name.startswith("discriminator.") else 1e-3
         torch.testing.assert_close(before[name] - parameter, torch.full_like(parameter, rate), rtol=1e-3, atol=1e-7)

@@ -9,7 +9,6 @@ import torch
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.base_model import find_start, load_base
 from dit.checkpoint.full_weights import write_imported
-from dit.checkpoint.manifest import model_fingerprint
 from dit.checkpoint.sharded_state import load_weights
 from dit.convert.diffusers_format import TrainedModel
 from dit.data_api import NoData
@@ -140,7 +139,7 @@ def test_a_model_of_intervals_starts_with_the_predictions_of_weights_without_the
             load_base(config, network, one_rank_world)
         return
     if lora is None:
-        opened = find_start(str(folder)).weights(model, model_fingerprint(parameter_shapes(model)))
+        opened = find_start(str(folder)).weights(model, parameter_shapes(model))
         load_weights(opened, network, one_rank_world)
     else:
         load_base(config, network, one_rank_world)

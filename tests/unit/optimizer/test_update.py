@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from itertools import permutations
 from types import SimpleNamespace
-from typing import Any, Optional, cast
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -11,10 +11,9 @@ import torch
 from benchmarks.parallel_training import tiny_model
 from dit.backends.init import UNIT_ROWS, with_init
 from dit.kernels.adamw import Elements, Rates, adamw
-from dit.kernels.choice import Target
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import update
-from dit.optimizer.master_weights import SLOTS, MasterShard, factor_of_update, get_step_count, set_step_count
+from dit.optimizer.master_weights import SLOTS, MasterShard, factor_of_update
 from dit.optimizer.unit_rows import UnitRows
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
@@ -160,23 +159,3 @@ def test_a_plan_counts_eight_bytes_per_parameter_less(data_parallel: str) -> Non
     count = count_parameters(model)
     assert on.state_bytes["optimizer"] - off.state_bytes["optimizer"] == pytest.approx(8 * count, rel=1e-3)
     assert off.peak < on.peak  # this small model is one part, so all moments are on the device temporarily
-
-
-def test_a_stage_without_trained_parameters_has_the_update_of_the_other_stages() -> None:
-    """Such a stage exists with adapters, and has no moments that could be in host memory."""
-    optimizer = cast("Any", SimpleNamespace(optimizer=SimpleNamespace(param_groups=[])))
-    target = Target(torch.device("cpu"), torch.float32)
-    for offload, kind in ((True, update.FusedUpdate), (False, update.EagerUpdate)):
-        settings = OptimizerConfig(offload=offload)
-        assert type(update.build_update(optimizer, [], None, settings, cast("Any", None), target, "eager")) is kind
-
-
-def test_steps_after_a_resume_count_on_a_rank_without_elements_of_the_first_parameter():
-    """Megatron-FSDP gives such a parameter no gradient, so Adam skips it."""
-    empty, trained = torch.zeros(0, requires_grad=True), torch.ones(2, requires_grad=True)
-    adam = torch.optim.Adam([empty, trained], fused=False)
-    adam.state[empty], trained.grad, optimizer = {}, torch.ones(2), cast("Any", SimpleNamespace(optimizer=adam))
-    adam.step()
-    set_step_count(optimizer, 5)
-    adam.step()
-    assert get_step_count(optimizer) == 6

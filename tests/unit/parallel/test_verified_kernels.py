@@ -44,6 +44,15 @@ def test_the_record_holds_for_one_device_driver_and_version(monkeypatch, change)
     assert verified_here() == frozenset()
 
 
+@pytest.mark.parametrize("package", ["triton", "transformer-engine", "flash-attn"])
+def test_another_version_of_a_package_must_pass_again(monkeypatch, package):
+    record_results({"attention.flash_attn": True})
+    former = verified._version
+    monkeypatch.setattr(verified, "_version", lambda name: "9.9" if name == package else former(name))
+    verified._of_this_machine.cache_clear()
+    assert verified_here() == frozenset()
+
+
 def test_ranks_use_kernels_that_have_passed_on_all_their_machines(monkeypatch):
     def gather(gathered: list, own: frozenset) -> None:
         gathered[:] = [own, frozenset({"noise.triton", "attention.flash_attn"})]

@@ -79,7 +79,7 @@ def test_a_plan_equals_the_trace_of_the_full_step(name):
     parts = (model, FlowMatching(), OptimizerConfig(), parallel, TrainingConfig(precision="fp32"), PACK)
     replicas = ranks // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     replicas //= parallel.context_parallel_size
-    planned = plan(*parts, ParallelDims(ranks, replicas, 1, micro_batches, 1)).ranks[0]
+    planned = plan(Job(*parts), ParallelDims(ranks, replicas, 1, micro_batches, 1)).ranks[0]
     (full,) = trace([Job(*parts, world_size=ranks, micro_batches=micro_batches, in_full=True)])
     assert planned.flops == full.flops > 0
     assert planned.calls == full.calls
@@ -113,7 +113,7 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
     dims = replace(dims, micro_batches=min(dims.micro_batches, 4))
     parts = (config.model, config.objective, config.optimizer, config.parallel, config.training)
     pack = PackShape(((1, 64, 64),), text_lengths=(512,))
-    planned = plan(*parts, pack, dims).ranks[0]
+    planned = plan(Job(*parts, pack), dims).ranks[0]
     (full,) = trace([Job(*parts, pack, world_size=ranks, micro_batches=dims.micro_batches, in_full=True)])
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
@@ -259,7 +259,8 @@ def traced_layers(monkeypatch):
         config = built(call_recipe(recipe))
         dims, _ = config.check(ranks)
         traced.clear()
-        plan(config.model, config.objective, config.optimizer, config.parallel, config.training, PACK, dims)
+        parts = config.model, config.objective, config.optimizer, config.parallel, config.training
+        plan(Job(*parts, PACK), dims)
         return sum(traced)
 
     monkeypatch.setattr("dit.planner.plan.trace", counted)

@@ -13,11 +13,12 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.devices import H100, MEMORY_SHARE
+from dit.planner.job import Job
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
 from dit.planner.plan import plan
 from dit.planner.schedule import planned_step
 from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged, price_layouts
-from dit.planner.time import K_EXPERT, K_GATHER, K_MATMUL, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
+from dit.planner.time import MICRO_BATCH, ONCE, Cluster, Kind, step_time
 from dit.planner.trace import TracerPool
 from dit.run_config import RunConfig
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -101,7 +102,7 @@ def test_interpolated_costs_equal_the_traced_layout(name, priced):
     price = prices.of(candidate, dims)
     layout, training = candidate.parallel(task.parallel), candidate.training(task.training, 16)
     pack = task.pack_of(dims.micro_batch_size, dims.token_multiple)
-    exact = plan(task.model, task.objective, task.optimizer, layout, training, pack, dims)
+    exact = plan(Job(task.model, task.objective, task.optimizer, layout, training, pack), dims)
     step = planned_step(exact, dims, Cluster(task.device, task.world_size, layout))
     assert price.peak == pytest.approx(exact.fullest.peak, rel=OF_MEMORY)
     assert price.time.total == pytest.approx(step.total, rel=OF_TIME)
@@ -114,7 +115,7 @@ def compared(task, size):
     traced = traced_costs(task, ALONE, found=found)
     price = Prices(task, traced).of(candidate, dims)
     parts = candidate.parallel(task.parallel), candidate.training(task.training, 1)
-    exact = plan(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple), dims)
+    exact = plan(Job(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple)), dims)
     step = planned_step(exact, dims, Cluster(task.device, task.world_size, parts[0]))
     return traced[ALONE].sizes, (price.time.total, price.peak), (step.total, exact.fullest.peak)
 
@@ -150,7 +151,7 @@ def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.Mo
         nbytes = np.zeros((2, len(sizes), len(BYTES)))
         nbytes[0, :, B_ACTIVATIONS] = [size * limit / 20 for size in sizes]
         yield from ()
-        return Costs(np.full((2, len(sizes), 4, len(KINDS)), 1e-3), nbytes, 8, sizes)
+        return Costs(np.full((2, len(sizes), 4, len(Kind)), 1e-3), nbytes, 8, sizes)
 
     monkeypatch.setattr("dit.planner.search._traced", traced)
     many = [Candidate(ALONE, 1, None, "distributed_optimizer", size) for size in (1, 2, 4, 8, 16, 32, 64)]
@@ -164,7 +165,7 @@ def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("samples", "expected"), [(1, 10.0), (2, 12.0), (3, 13.0), (4, 14.0), (6, 30.0), (16, 110.0)])
 def test_costs_are_interpolated_linearly_between_traced_micro_batches(samples: int, expected: float):
     values = np.array([10.0, 12.0, 14.0, 46.0])
-    seconds = np.zeros((2, 4, 4, len(KINDS)))
+    seconds = np.zeros((2, 4, 4, len(Kind)))
     nbytes = np.zeros((2, 4, len(BYTES)))
     seconds[0, :, 0, 0], nbytes[1, :, 0] = values, values
     found = Costs(seconds[:, :3], nbytes[:, :3], 1, (1, 2, 4)).and_then(Costs(seconds[:, 3:], nbytes[:, 3:], 1, (8,)))
@@ -175,7 +176,7 @@ def test_costs_are_interpolated_linearly_between_traced_micro_batches(samples: i
 
 def synthetic_costs(shape):
     """Return synthetic costs of a shape: a millisecond for everything, and equal bytes."""
-    return Costs(np.full((2, 2, 4, len(KINDS)), 1e-3), np.full((2, 2, len(BYTES)), 1e8 / shape.tensor), 32)
+    return Costs(np.full((2, 2, 4, len(Kind)), 1e-3), np.full((2, 2, len(BYTES)), 1e8 / shape.tensor), 32)
 
 
 def test_ten_thousand_layouts_take_at_most_twelve_seconds():
@@ -214,8 +215,8 @@ class SyntheticTracers:
     def costs(self, shape):
         empty = synthetic_costs(shape)
         seconds = np.zeros_like(empty.seconds)
-        seconds[1, :, MICRO_BATCH, K_MATMUL] = [size * self.seconds(shape) for size in empty.sizes]
-        seconds[1, :, MICRO_BATCH, K_GATHER] = 1.0 if shape.fsdp else 0.0
+        seconds[1, :, MICRO_BATCH, Kind.MATMUL] = [size * self.seconds(shape) for size in empty.sizes]
+        seconds[1, :, MICRO_BATCH, Kind.GATHER] = 1.0 if shape.fsdp else 0.0
         return replace(empty, seconds=seconds)
 
 
@@ -298,8 +299,8 @@ def test_recomputed_shares_are_of_complete_layers():
 def test_launches_of_an_update_do_not_grow_with_the_number_of_replicas():
     """A replicated optimizer moves more bytes than a sharded one, with the same number of operations."""
     task = problem(gpus=512)  # 256 replicas
-    seconds = np.full((2, 2, 4, len(KINDS)), 1e-3)
-    seconds[..., K_EXPERT] = 0.0  # only Muon exchanges matrices in an update
+    seconds = np.full((2, 2, 4, len(Kind)), 1e-3)
+    seconds[..., Kind.EXPERT] = 0.0  # only Muon exchanges matrices in an update
     prices = Prices(task, {PLAIN: Costs(seconds, np.full((2, 2, len(BYTES)), 1e6), 256)})
     times = {}
     for kind in ("distributed_optimizer", "ddp"):
@@ -321,8 +322,8 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
         ((candidate, dims),) = allowed(replace(task, world_size=world), iter([fsdp_candidate(instances)])).layouts
         dims = replace(dims, micro_batches=4)
         layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
-        parts = task.model, task.objective, task.optimizer, layout, task.training, pack, dims
-        ranks[instances] = plan(*parts).ranks[0]
+        parts = task.model, task.objective, task.optimizer, layout, task.training, pack
+        ranks[instances] = plan(Job(*parts), dims).ranks[0]
     node, hybrid = ranks[1], ranks[2]
     assert hybrid.state_bytes == node.state_bytes
     assert hybrid.peak == node.peak
@@ -342,7 +343,7 @@ def test_fsdp_with_pipeline_stages_has_the_costs_of_its_trace():
     ((candidate, dims),) = (found for found in allowed(task, candidates(task)).layouts if found[0] == wanted)
     price = Prices(task, traced_costs(task, candidate.shape)).of(candidate, dims)
     layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
-    exact = plan(task.model, task.objective, task.optimizer, layout, task.training, pack, dims)
+    exact = plan(Job(task.model, task.objective, task.optimizer, layout, task.training, pack), dims)
     for name, nbytes in exact.ranks[1].state_bytes.items():
         assert price.memory[name] == pytest.approx(nbytes, rel=0.1)
     assert price.peak == pytest.approx(exact.fullest.peak, rel=OF_MEMORY)
@@ -387,10 +388,10 @@ def test_instances_are_faster_by_saved_network_traffic():
     for instances, nbytes in sent.items():
         layout = fsdp_candidate(instances).parallel(ParallelConfig())
         cluster = Cluster(device, 64, layout)
-        cost = np.zeros((4, len(KINDS)))
-        cost[:2, KINDS.index("matmul")] = 0.5, 0.2
+        cost = np.zeros((4, len(Kind)))
+        cost[:2, Kind.MATMUL] = 0.5, 0.2
         for (collective, group), count in nbytes.items():
-            row, kind = (ONCE, K_REDUCE) if collective == "all_reduce" else (MICRO_BATCH, K_GATHER)
+            row, kind = (ONCE, Kind.REDUCE) if collective == "all_reduce" else (MICRO_BATCH, Kind.GATHER)
             cost[row, kind] = cluster.seconds(group, count, 0)
         exposed[instances] = step_time(cost, 4, cluster).parts["data parallel"]
     ring, inside, across = 64e9 / (8 * device.nic), 64e9 / device.nvlink, 4e9 / device.nic

@@ -17,16 +17,11 @@ from dit.planner.devices import (
 )
 from dit.planner.time import (
     FORWARD,
-    K_GATHER,
-    K_MATMUL,
-    K_MEMORY,
-    K_REDUCE,
-    K_TENSOR,
-    KINDS,
     MICRO_BATCH,
     ONCE,
     PARTS,
     Cluster,
+    Kind,
     cost_of,
     pass_parts,
     product_seconds,
@@ -98,13 +93,13 @@ def test_times_are_counts_divided_by_rates():
         calls=Counter({("all_gather", "tp"): 1000, ("send", "cp"): 0}),
     )
     trace.work[counter.OPS] = 5
-    found = dict(zip(KINDS, seconds_of(trace, CLUSTER)))
-    assert found["matmul"] == pytest.approx(3 * LARGE_S)
-    assert found["attention"] == pytest.approx((1 + 1 / ATTENTION_BACKWARD) * 535e12 / H100.attention_flops)
-    assert found["memory"] == pytest.approx(1)
-    assert found["operations"] == pytest.approx(5 * H100.operation_seconds)
-    assert found["tensor"] == pytest.approx(340e9 / H100.nvlink + 1000 * LATENCY_S)
-    assert found["ring"] == pytest.approx(34e9 / H100.nvlink)
+    found = seconds_of(trace, CLUSTER)
+    assert found[Kind.MATMUL] == pytest.approx(3 * LARGE_S)
+    assert found[Kind.ATTENTION] == pytest.approx((1 + 1 / ATTENTION_BACKWARD) * 535e12 / H100.attention_flops)
+    assert found[Kind.MEMORY] == pytest.approx(1)
+    assert found[Kind.OPERATIONS] == pytest.approx(5 * H100.operation_seconds)
+    assert found[Kind.TENSOR] == pytest.approx(340e9 / H100.nvlink + 1000 * LATENCY_S)
+    assert found[Kind.RING] == pytest.approx(34e9 / H100.nvlink)
 
 
 @pytest.mark.parametrize(
@@ -137,15 +132,15 @@ def test_mxfp8_speeds_up_wide_products_and_quantises_their_factors():
     assert product_seconds(wide, quantised) == pytest.approx(product_seconds(wide, H100) / H100.fp8_speedup)
     assert product_seconds(narrow, quantised) == product_seconds(narrow, H100)
     trace = StepTrace(products={wide: 2, narrow: 5})
-    memory = [seconds_of(trace, replace(CLUSTER, device=device))[K_MEMORY] for device in (H100, quantised)]
+    memory = [seconds_of(trace, replace(CLUSTER, device=device))[Kind.MEMORY] for device in (H100, quantised)]
     assert memory == pytest.approx([0, 2 * 2 * (m * k + k * n) / H100.memory_bandwidth])
 
 
 @pytest.mark.parametrize(("ring", "exposed"), [(0.4, 0.0), (0.5, 0.0), (0.8, 0.3)])
 def test_ring_exchanges_overlap_attention_to_other_keys(ring, exposed):
     """With two ranks, the second block of keys is sent during attention to the first, half of the attention."""
-    seconds = np.zeros(len(KINDS))
-    seconds[KINDS.index("attention")], seconds[KINDS.index("ring")] = 1.0, ring
+    seconds = np.zeros(len(Kind))
+    seconds[Kind.ATTENTION], seconds[Kind.RING] = 1.0, ring
     assert pass_parts(seconds, CLUSTER)["context parallel"] == pytest.approx(exposed)
 
 
@@ -153,8 +148,8 @@ def test_ring_exchanges_overlap_attention_to_other_keys(ring, exposed):
     ("exchanged", "expected"), [(2.0, 2.0 * H100.interference), (4.0, 1.0 + 3.0 * H100.interference)]
 )
 def test_an_exchange_slows_down_overlapped_computation(exchanged, expected):
-    seconds = np.zeros(len(KINDS))
-    seconds[[K_MATMUL, K_GATHER]] = 3.0, exchanged
+    seconds = np.zeros(len(Kind))
+    seconds[[Kind.MATMUL, Kind.GATHER]] = 3.0, exchanged
     assert pass_parts(seconds, CLUSTER)["data parallel"] == pytest.approx(expected)
 
 
@@ -163,8 +158,8 @@ def test_an_exchange_slows_down_overlapped_computation(exchanged, expected):
 )
 def test_products_hide_overlapped_tensor_parallel_communication(ranks, sent, expected):
     """All products of three seconds, except those of the local tokens."""
-    seconds = np.zeros(len(KINDS))
-    seconds[[K_MATMUL, K_TENSOR]] = 3.0, sent
+    seconds = np.zeros(len(Kind))
+    seconds[[Kind.MATMUL, Kind.TENSOR]] = 3.0, sent
     layout = ParallelConfig(tensor_model_parallel_size=ranks, sequence_parallel=True)
     assert pass_parts(seconds, Cluster(H100, 8, layout))["tensor parallel"] == sent
     overlapped = Cluster(H100, 8, layout, overlaps_tensor=True)
@@ -173,9 +168,9 @@ def test_products_hide_overlapped_tensor_parallel_communication(ranks, sent, exp
 
 def cost(reduce=0.0, gather=0.0):
     """Return a cost of one second forward and two seconds backward."""
-    found = np.zeros((4, len(KINDS)))
-    found[MICRO_BATCH, K_MATMUL], found[FORWARD, K_MATMUL] = 3.0, 1.0
-    found[ONCE, K_REDUCE], found[ONCE, K_GATHER] = reduce, gather
+    found = np.zeros((4, len(Kind)))
+    found[MICRO_BATCH, Kind.MATMUL], found[FORWARD, Kind.MATMUL] = 3.0, 1.0
+    found[ONCE, Kind.REDUCE], found[ONCE, Kind.GATHER] = reduce, gather
     return found
 
 
@@ -219,5 +214,5 @@ def test_the_time_of_a_step_is_its_micro_batches_and_its_fixed_part():
     without = replace(step, parts={"forward": work(products=1), "update": update})
     found = [cost_of(trace, 4, CLUSTER) for trace in (with_parts, without)]
     assert found[0] == pytest.approx(found[1])
-    assert found[0][MICRO_BATCH, K_MATMUL] == pytest.approx(3 * LARGE_S)
-    assert found[0][ONCE, K_REDUCE] > 0 == found[0][ONCE, K_MATMUL]
+    assert found[0][MICRO_BATCH, Kind.MATMUL] == pytest.approx(3 * LARGE_S)
+    assert found[0][ONCE, Kind.REDUCE] > 0 == found[0][ONCE, Kind.MATMUL]

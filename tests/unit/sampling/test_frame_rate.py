@@ -80,12 +80,12 @@ def test_the_grid_while_training_is_drawn_and_played_at_the_rate(build_model: Bu
         return network(inputs_TC, time_S, batch)
 
     pictures = PictureWriter(model, FlowMatching(), generator.spec, SAMPLING, None)
-    frames = pictures.draw(listening, LATENT_SIZE, 10.0, torch.device("cpu"))
-    assert set(rates) == {10.0}
-    with Image.open(pictures.save(frames, tmp_path / "slow.png", 10.0)) as film:
-        assert film.info["duration"] == 100
-    with Image.open(pictures.save(frames, tmp_path / "fast.png", 120.0)) as film:
-        assert film.info["duration"] == 20  # the highest rate of a GIF
+    for rate, duration in ((10.0, 100), (120.0, 20)):  # 20 ms: the highest rate of a GIF
+        (path,) = pictures.write(listening, LATENT_SIZE, rate, tmp_path).values()
+        assert set(rates) == {rate}
+        rates.clear()
+        with Image.open(path) as film:
+            assert film.info["duration"] == duration
 
 
 def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:

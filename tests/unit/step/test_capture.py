@@ -21,7 +21,7 @@ from dit.fixed_packs import PackMaxima
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards, set_rates
 from dit.optimizer.step_numbers import Limits, StepNumbers
-from dit.optimizer.update import build_update
+from dit.optimizer.update import Update
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.implementations import target_of
 from dit.planner.job import Job
@@ -209,7 +209,7 @@ def updates_here(job: Job) -> list[Any]:
                 numbers_of, of_update = RecordedRuns(recorder), RecordedRuns(recorder)
                 parts = optimizer, shards, EMA(shards, 0.9, start_step=4), job.optimizer, groups
                 target = target_of(job.model, job.training.precision, job.kernels)
-                update = build_update(*parts, target, job.training.kernels, of_update)
+                update = Update(*parts, target, job.training.kernels, of_update)
                 for number in range(1, WARM_UP + STEPS + 1):
                     for chunk in wrapped:
                         chunk.zero_grad_buffer()

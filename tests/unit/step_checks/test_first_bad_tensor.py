@@ -34,5 +34,5 @@ def test_a_bias_that_the_residual_adds_belongs_to_the_output_of_its_linear(
     list(probe._hooks(0, network))
     with torch.no_grad():
         training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
-    assert probe.result.first is not None
-    assert (probe.result.first.phase, probe.result.first.layer) == ("forward", layer)
+    assert probe.first is not None
+    assert (probe.first.phase, probe.first.layer) == ("forward", layer)

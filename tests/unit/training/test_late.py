@@ -13,10 +13,8 @@ import torch
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.errors import CheckpointError, ConfigError, NotFiniteError
-from dit.kernels.adamw import adamw
 from dit.monitoring.sinks import read_records
 from dit.optimizer.master_weights import SLOTS, get_step_count
-from dit.optimizer.update import FusedUpdate
 from dit.training import pretrain
 from dit.training.late import may_be_late
 from dit.training.pretrain import Run
@@ -80,7 +78,7 @@ class Trainer:
         asked = SimpleNamespace(signal_name="SIGTERM", requested=False)
         state, record = run.state, SimpleNamespace(step=0)
         if fused:
-            state.update = FusedUpdate(state.optimizer, state.shards, state.ema, config.optimizer.clip_grad, adamw)
+            state.update.averages = True  # as with the fused kernel
         run.batches._stream = Scaled(run.batches._stream, factors or {})
         self.late, step_late = [], pretrain.train_step
 

@@ -31,7 +31,7 @@ def _gelu_slope(x):
     return tl.sigmoid(u) * (1.0 + x * tl.sigmoid(-u) * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def activation_kernel(
     x,
     bias,
@@ -62,7 +62,7 @@ def activation_kernel(
             tl.store(at, (value * tl.sigmoid(_gelu_argument(value))).to(out.dtype.element_ty), mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def activation_backward_kernel(
     grad,
     x,

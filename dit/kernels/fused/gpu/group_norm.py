@@ -20,9 +20,11 @@ TILE = 2048
 """Elements that a program has in registers at once."""
 BLOCKS = 16
 """Blocks of sums that a program reads at once."""
+SIZES = ["positions", "rows", "blocks"]
+"""Numbers that differ between pictures; a kernel is compiled once for all of them."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Write each channel's mean and sum of squared deviations over a block of positions of one picture."""
     picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -46,7 +48,7 @@ def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.cons
     tl.store(into + channels, tl.sum(squares, 0)[None, :] - distance * distance * (last - first), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_factors_kernel(
     sums,
     weight,
@@ -79,7 +81,7 @@ def group_factors_kernel(
         mask = (block < blocks) & inside
         count = tl.minimum(rows, positions - block * rows)
         total += tl.load(at + block * 2 * channels, mask=mask, other=0.0) * tl.where(mask, count, 0)
-    numbers = positions * size
+    numbers = positions * (1.0 * size)  # may exceed 32 bits
     mean = tl.sum(tl.sum(total, 0), 0) / numbers
     total = tl.zeros([BLOCKS, WIDTH], tl.float32)
     for start in range(0, blocks, BLOCKS):
@@ -104,7 +106,7 @@ def group_factors_kernel(
     tl.store(into + 3 * channels, tl.zeros([1, WIDTH], tl.float32) + inverse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_groups_kernel(
     x, factors, out, positions, channels, rows, blocks, ACTIVATE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
@@ -137,7 +139,7 @@ def _before_activation(dy, distance, factor, offset, ACTIVATE: tl.constexpr):
     return dy
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_gradient_sums_kernel(
     grad,
     x,
@@ -178,7 +180,7 @@ def group_gradient_sums_kernel(
     tl.store(into + channels, tl.sum(along, 0)[None, :] * inverse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_gradients_kernel(
     sums,
     factors,
@@ -227,13 +229,13 @@ def group_gradients_kernel(
     of_picture = factors + picture.to(tl.int64) * 4 * channels + channel
     factor = tl.load(of_picture + channels, mask=inside, other=0.0)
     inverse = tl.load(of_picture + 3 * channels, mask=inside, other=0.0)
-    numbers = positions * size
+    numbers = positions * (1.0 * size)  # may exceed 32 bits
     into = rest + picture.to(tl.int64) * 2 * channels + channel
     tl.store(into, tl.zeros([WIDTH], tl.float32) + tl.sum(factor * of_shift, 0) / numbers, mask=inside)
     tl.store(into + channels, tl.sum(factor * of_normed, 0) / numbers * inverse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def norm_groups_backward_kernel(
     grad,
     x,

@@ -33,7 +33,7 @@ def _store_head(at, columns, half, size, inside, a, b):
     tl.store(at + half + columns, b.to(at.dtype.element_ty), mask=inside & (half + columns < size))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def heads_kernel(
     x,
     weight_q,
@@ -83,7 +83,7 @@ def heads_kernel(
                 _store_head(k + (token * groups + group) * size, columns, half, size, inside, a, b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def heads_backward_kernel(
     grad_q,
     grad_k,
@@ -180,7 +180,7 @@ def heads_backward_kernel(
             _store_head(row, columns, half, size, everywhere, all_a, all_b)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def column_sums_kernel(x, out, rows, size, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
     """Sum all rows of some columns."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]

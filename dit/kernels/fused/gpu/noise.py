@@ -59,7 +59,7 @@ def random_words(k0, k1, element, step, address):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["key0", "key1", "tokens", "samples"])
 def mix_kernel(
     x0,
     first,
@@ -114,15 +114,11 @@ def mix_kernel(
         tl.store(second + at, a[:, None] * clean + b[:, None] * noise, mask=mask)
 
 
-mix_any_seed = triton.jit(mix_kernel.fn, do_not_specialize=["key0", "key1"])
-"""The kernel without specialisation on the seed, so that it is compiled only once."""
-
-
 def mix(x0_TC, segments_T, token_index_T, ids_S, seeds_S, pairs, key0, key1, step, outputs):
     """Launch the kernel; there is one output for each of the pairs `[K, 2, S]`. `step` is one number, int64."""
     tokens, channels = x0_TC.shape
     blocks = cdiv(channels, 4)
-    mix_any_seed[(cdiv(tokens * blocks, COUNTERS),)](
+    mix_kernel[(cdiv(tokens * blocks, COUNTERS),)](
         *(x0_TC, outputs[0], outputs[-1], segments_T, token_index_T, ids_S, seeds_S, pairs, key0, key1, step),
         *(tokens, pairs.shape[2]),
         CHANNELS=channels,

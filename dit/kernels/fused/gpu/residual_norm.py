@@ -8,16 +8,20 @@ The width of a tile is a power of two, so a row is processed as two tiles:
     columns   0 ................. 1023 | 1024 .. 1151          tile a: WIDTH = 1024, tile b: REST = 128
 """
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from dit.kernels.fused.blocks import cdiv
 
 ROWS_OF_TABLE = tl.constexpr(3)
 COLUMNS = 512
 """Columns of a program of the backward kernel without a norm, which needs no sum over a row."""
-ROWS_IN_FLIGHT, SHARED_BYTES = 2, 192 * 1024
-"""Rows that the backward kernel copies in advance, and the shared memory of a program for them."""
+ROWS_IN_FLIGHT, SHARED_BYTES, OTHER_BYTES = 2, 192 * 1024, 1024
+"""Rows that the backward kernel copies in advance, the shared memory of a program for them, and for sums over a row."""
 WIDEST_COPIED = 6144
 """For wider rows, the modulation of the segment and the sums leave no registers for copies in advance."""
 
@@ -328,13 +332,23 @@ def warps(width: int, rest: int) -> int:
     return min(max(width // (512 if 0 < rest < width // 4 else 256), 1), 16)
 
 
-def stages(width: int, element_bytes: int) -> int:
+def stages(width: int, element_bytes: int, shared: int = SHARED_BYTES) -> int:
     """Return 1 + the rows that a program copies to shared memory in advance: two, or fewer if they do not fit.
 
     Args:
         element_bytes: bytes of one element of all tensors that are read.
+        shared: result of `shared_bytes`.
     """
-    return 1 if width > WIDEST_COPIED else 1 + min(SHARED_BYTES // (width * element_bytes), ROWS_IN_FLIGHT)
+    return 1 if width > WIDEST_COPIED else 1 + min(shared // (width * element_bytes), ROWS_IN_FLIGHT)
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory for copies of a program: 192 KiB on H100, 162 KiB on A100, 98 KiB on GPUs for games."""
+    if device.type != "cuda":
+        return SHARED_BYTES
+    limit: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    return min(limit - OTHER_BYTES, SHARED_BYTES)
 
 
 def residual_norm(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, table_B3, offsets_S, eps, rms, outputs):
@@ -370,7 +384,7 @@ def residual_norm_backward(
         **flags(gate_SD, bias_D, scale_SD, weight_D),
         WIDTH=width,
         REST=rest,
-        STAGES=stages(width + rest, sum(x.element_size() for x in tokens)),
+        STAGES=stages(width + rest, sum(x.element_size() for x in tokens), shared_bytes(outputs[2].device)),
         PASSED=grad_out is not None,
         RMS=mean is None,
         num_warps=warps(width, rest),

@@ -10,7 +10,7 @@ COLUMNS, BLOCKS = 64, 32
 """Columns of a program, and blocks that it loads at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["segments"])
 def segment_sums_kernel(
     sums,
     offsets,
