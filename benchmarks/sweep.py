@@ -5,7 +5,7 @@
 Every cell runs `benchmarks.step` in separate processes. Cells that run out of memory, have an invalid layout or fail
 are rows, too. On a device with constants in the planner, a row also has the prediction. The same command continues an
 interrupted sweep: it measures cells without a result and those that failed. `--executor NAME` measures the cells as one
-nemo-run experiment (launch/README.md); jobs of Slurm continue, so wait for them before you repeat the command.
+nemo-run experiment (launch/README.md); jobs of Slurm continue, and a repeated command leaves out their cells.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -245,6 +246,17 @@ def log_file(cell: grid.Cell, args: argparse.Namespace) -> Path:
     return args.out / "logs" / f"{cell.name}.log"
 
 
+def scripts_in_queue() -> str:
+    """Return nemo-run's scripts of the user's jobs of Slurm that are queued or running; empty without Slurm."""
+    if shutil.which("squeue") is None:
+        return ""
+    queue = subprocess.run(["squeue", "--me", "--noheader", "--format=%o"], capture_output=True, text=True)
+    if queue.returncode:
+        raise ConfigError(f"squeue failed: {queue.stderr.strip()}; repeat the command on a login node of Slurm")
+    scripts = (Path(line) for line in queue.stdout.splitlines() if line.endswith("_sbatch.sh"))
+    return "\n".join(read_bytes(path).decode() for path in scripts if path.exists())
+
+
 def append_row(args: argparse.Namespace, cell: grid.Cell, *, in_time: bool = True) -> None:
     """Write and print a cell's row, of its record and the planner's prediction; delete the record and a former row."""
     file = record_file(cell, args)
@@ -286,12 +298,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     missing = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in finished)]
     # An interrupted sweep leaves records without rows: on Slurm, those of all jobs that have ended.
     recorded = [cell for cell in missing if has_record(record_file(cell, args))]
-    to_measure = [cell for cell in missing if cell not in recorded]
+    scripts = "" if executor is None else scripts_in_queue()
+    in_queue = [cell for cell in missing if cell not in recorded and str(record_file(cell, args)) in scripts]
+    to_measure = [cell for cell in missing if cell not in recorded and cell not in in_queue]
     echo(f"{len(to_measure)} of {len(cells)} cells to measure")
+    if in_queue:
+        names = ", ".join(cell.name for cell in in_queue)
+        echo(f"left out, because their jobs are queued or running; repeat this command after they have ended: {names}")
     for cell in () if args.dryrun else missing:
         if cell in recorded:
             append_row(args, cell)
-        else:
+        elif cell not in in_queue:
             record_file(cell, args).unlink(missing_ok=True)  # incomplete
     if executor is not None:
         measure_there(args, to_measure, executor)
@@ -306,7 +323,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     write_atomic(args.out / PAGE, page(rows, f"Sweep {args.out.name}"))
     plot(rows, args.out / PLOT)
     echo(f"{args.out / PAGE}, {args.out / PLOT}")
-    return EXIT_UNEXPECTED if any(row["status"] in (FAILED, TIMED_OUT) for row in rows) else EXIT_OK
+    failed = any(row["status"] in (FAILED, TIMED_OUT) for row in rows)
+    return EXIT_UNEXPECTED if failed or in_queue else EXIT_OK
 
 
 if __name__ == "__main__":

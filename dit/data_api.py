@@ -28,6 +28,7 @@ class BatchSpec:
         attention_tokens: sample length at which attention costs about as much as the rest of the model.
         largest_grid: largest numbers of patches along t, h and w; None for no limit.
         orders_frames: whether the model distinguishes the order of a clip's frames.
+        side_multiple: patches that the sides of a sample must be multiples of.
     """
 
     patch_temporal: int
@@ -39,6 +40,7 @@ class BatchSpec:
     attention_tokens: int = 1
     largest_grid: Optional[tuple[int, int, int]] = None
     orders_frames: bool = True
+    side_multiple: int = 1
 
     def with_conditions(self, others: Sequence[Condition]) -> "BatchSpec":
         """Return the properties with conditions that the objective reads, in addition to those of the model."""

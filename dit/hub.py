@@ -10,6 +10,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dit.errors import ConfigError
+from dit.terminal import announce
 
 PREFIX = "hf://"
 
@@ -29,7 +30,7 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
         )
     repository, revision = match.groups()
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import constants, snapshot_download
     except ImportError as error:
         raise ConfigError(
             f"{address} needs the package huggingface_hub; install it, or download the model and give its folder"
@@ -39,6 +40,7 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
         if is_complete(folder := Path(find(local_files_only=True))):
             return folder
     check_reachable(repository)
+    announce(f"downloading {address}, with weights, to {constants.HF_HUB_CACHE}")
     try:
         return Path(find())
     except Exception as error:  # those of several HTTP libraries

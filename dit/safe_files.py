@@ -157,6 +157,9 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         value = json.loads(text, parse_int=_integer)
+    except json.JSONDecodeError as error:  # its text names line 1 even if a caller parses line 7 of a file
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""
+        raise ValueError(f"{error.msg} at {line}column {error.colno}") from None
     except RecursionError:
         raise ValueError(TOO_DEEP) from None
     level, depth = [value], 0

@@ -14,10 +14,10 @@ from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
-from dit.errors import ConfigError, DataError
+from dit.errors import ConfigError, DataError, first_few
 from dit.patchify import Grid
 from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
-from energon_data.contents import Contents
+from energon_data.contents import Contents, Shape
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit
@@ -123,6 +123,8 @@ class EnergonData(ReaderSettings):
         for info in infos:
             if not spec.orders_frames:
                 self._check_stills(info, spec)
+            if spec.side_multiple > 1 and not changes_pictures(self):
+                self._check_sides(info, spec)
             if info.samples < num_streams:
                 raise ConfigError(
                     f"{info.path} has {info.samples} samples in split {info.split!r}, fewer than data.num_streams="
@@ -154,8 +156,7 @@ class EnergonData(ReaderSettings):
 
     def _check_stills(self, info: SplitInfo, spec: BatchSpec) -> None:
         """Refuse clips, whose frames the model cannot order; a folder without `shapes` is not checked."""
-        contents = Contents.read(info.path) if info.description.get("shapes") else None
-        shapes = () if contents is None else contents.shapes
+        shapes = _shapes(info)
         if self.online_vae is not None:
             geometry = Geometry.read(self.online_vae)
             shapes = tuple(geometry.latent_shape(t, h, w) for _, t, h, w in shapes)
@@ -166,6 +167,17 @@ class EnergonData(ReaderSettings):
                 "whose first number is 0, gives every frame the same positions; set model.position_embedding=sincos_3d "
                 "or rope_3d, with features for t (own_data reads its model from `data`: name a folder with clips "
                 "there), or leave the folder out"
+            )
+
+    def _check_sides(self, info: SplitInfo, spec: BatchSpec) -> None:
+        """Refuse pictures that the network cannot halve, unless settings may drop them."""
+        if self.max_lost_samples or (self.min_side, self.max_side, self.max_aspect_ratio) != (None,) * 3:
+            return
+        multiple = self._pixel_multiple(spec)
+        if wrong := [f"{h} x {w}" for _, _, h, w in _shapes(info) if h % multiple or w % multiple]:
+            raise ConfigError(
+                f"{info.path} has samples of {first_few(wrong, 3)} (H x W), and the network needs sides that are "
+                f"multiples of {multiple}; prepare the data with a larger --multiple-of, or use fewer levels"
             )
 
     def online_encoding(self) -> Optional[OnlineEncoding]:
@@ -186,7 +198,7 @@ class EnergonData(ReaderSettings):
                 "data.references=True reads stored latents, and data.online_vae encodes pixels; prepare the data with "
                 "--vae, or set data.references=False"
             )
-        check_changes(self, spec, spec.patch_spatial)
+        check_changes(self, spec, spec.patch_spatial * spec.side_multiple)
         check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
@@ -247,8 +259,9 @@ class EnergonData(ReaderSettings):
         return max(grids, key=lambda sample: sum(map(math.prod, sample)), default=[])
 
     def _pixel_multiple(self, spec: BatchSpec) -> int:
-        """Return the number that sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
-        return spec.patch_spatial * (1 if self.online_vae is None else Geometry.read(self.online_vae).space)
+        """Return the number that sides of stored samples must be multiples of; reads the online autoencoder's sizes."""
+        space = 1 if self.online_vae is None else Geometry.read(self.online_vae).space
+        return spec.patch_spatial * spec.side_multiple * space
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
         from energon_data.augment import Augmentation
@@ -409,3 +422,9 @@ class EnergonData(ReaderSettings):
         if any(value != values[0] for value in values):
             raise DataError(f"the members of {self.origin} differ in {name}: {entries}; {why}")
         return values[0] if values else None
+
+
+def _shapes(info: SplitInfo) -> tuple[Shape, ...]:
+    """Return the distinct shapes of the samples in a folder; empty if `dataset.json` does not have them."""
+    contents = Contents.read(info.path) if info.description.get("shapes") else None
+    return () if contents is None else contents.shapes

@@ -227,11 +227,13 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         channels, frames, height, width = latent.shape
         if channels != spec.latent_channels:
             raise SampleError("wrong_shape", f"the {name} has {channels} channels, the model {spec.latent_channels}")
-        if frames % spec.patch_temporal or height % spec.patch_spatial or width % spec.patch_spatial:
+        side = spec.patch_spatial * spec.side_multiple
+        if frames % spec.patch_temporal or height % side or width % side:
+            levels = "" if spec.side_multiple == 1 else f", {spec.side_multiple} x {spec.side_multiple} at a time"
             raise SampleError(
                 "wrong_shape",
                 f"a {name} of {frames} x {height} x {width} (T x H x W) cannot be cut into patches of "
-                f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}",
+                f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}{levels}",
             )
         return latent, (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
 

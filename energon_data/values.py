@@ -86,5 +86,6 @@ def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
             f"picture has room for it; use resize_side={max(size)} or a smaller crop"
         )
     if any(length % multiple for length in size):
-        times = " times the compression of data.online_vae" if data.online_vae else ""
+        times = f" times {spec.side_multiple} for the levels of the network" if spec.side_multiple > 1 else ""
+        times += " times the compression of data.online_vae" if data.online_vae else ""
         raise ConfigError(f"data.crop_size={size} must be multiples of {multiple}, model.patch_spatial{times}")

@@ -144,7 +144,7 @@ def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[s
     from dit.inference.cascade import Cascade
     from dit.inference.generator import groups_to_sample
 
-    groups, before = groups_to_sample(), None
+    groups, before = groups_to_sample(*(stage.folder for stage in stages)), None
     for stage in stages:
         stage_args = stage.arguments(args)
         generator = open_generator(stage_args, groups)

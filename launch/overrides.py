@@ -104,7 +104,13 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
             raise ConfigError(f"{error}; {path}={f' or {path}='.join(others)} has it") from error
         raise
     if op is Operation.ASSIGN:
-        setattr(node, name, parse_value(value, annotation, key, load))
+        try:
+            setattr(node, name, parse_value(value, annotation, key, load))
+        except ConfigError as error:
+            if (other := _unquote(value)) not in parameters(node):
+                raise
+            full_key, values = _join(path, other), describe(normalise(parameters(node)[other]))
+            raise ConfigError(f"{error}; did you mean {full_key}, which is {values}?") from error
         return
     try:
         operand = parse_value(value, annotation, key, load)

@@ -194,7 +194,7 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
     from dit.inference.generator import groups_to_sample, load_generator
 
     weights: Literal["ema", "raw"] = "raw" if args.raw_weights else "ema"
-    groups = groups or groups_to_sample()
+    groups = groups or groups_to_sample(*filter(None, folders.values()))
     generator = load_generator(args.checkpoint, weights=weights, groups=groups)
     if args.guide is not None:
         generator.guide_by(load_generator(args.guide, weights=weights, groups=groups))

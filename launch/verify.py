@@ -51,10 +51,10 @@ The tiny form has the recipe's backbone, objective and options, in small widths,
 samples differ in length if the backbone takes such, one micro-batch of four is dense if the recipe does not pack
 samples, and every third micro-batch has samples with references if backbone, objective and conditions allow them.
 First, one rank is checked by itself: padding, packs against their samples, their order, accumulation, and the class of
-diffusers that computes the same. Then every gradient (with LoRA those of the adapters, of the same kinds of layers),
-the losses, the weights and their averages after the steps, and the copies of each parameter are compared with the
-layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on both sides (and
-without references, because a rounding is a large share of few text tokens).
+diffusers that computes the same. Then every gradient (with LoRA those of the adapters, on the tiny layers that stand
+for the recipe's), the losses, the weights and their averages after the steps, and the copies of each parameter are
+compared with the layout's, first in fp32, then in the recipe's precision within wider bounds, then with training.fp8 on
+both sides (and without references, because a rounding is a large share of few text tokens).
 The first wrong gradient is named with the declaration of its parameter. Settings that are not verified are named. The
 exit code is 0 if all are equal and 70 otherwise.
 """
@@ -205,7 +205,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
     from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
-    from dit.verify.compare import BOUNDS, FLOOR, FP8_BOUNDS, HALF_BOUNDS
+    from dit.verify.compare import BOUNDS, FLOOR, FP8_BOUNDS, FP32_FLOOR, HALF_BOUNDS
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import (
         multiple_of,
@@ -287,7 +287,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
         optimizer=replace(optimizer, offload=config.optimizer.offload),
         by_rank=True,
     )
-    bounds, floor = BOUNDS if fp8 is None else FP8_BOUNDS, 0.0
+    bounds, floor = BOUNDS if fp8 is None else FP8_BOUNDS, FP32_FLOOR
     if fp8 is not None and parallel.sequence_parallel and not model.supports.split_texts:  # which pads a text stream
         bounds, floor = HALF_BOUNDS["bf16"], FLOOR
     return Pair(one, many, world_size, axis_sizes(parallel, dims), bounds, floor)
@@ -423,6 +423,12 @@ def not_verified(config: "RunConfig") -> str:
     return f"settings of the recipe that are not verified: {', '.join(values)}" if values else ""
 
 
+def adapted_layers(model: "ModelConfig", tiny: "ModelConfig") -> str:
+    """Return a line with the tiny layers that stand for the layers with adapters; empty if the patterns are equal."""
+    targets, tiny_targets = (", ".join(each.adapters.targets) if each.adapters else "" for each in (model, tiny))
+    return f"adapters of {targets} are verified as {tiny_targets}" if targets != tiny_targets else ""
+
+
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     """Check the tiny form of a run on one rank, and compare its layout with one rank."""
     from dit.verify.laws import text
@@ -439,7 +445,8 @@ def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (checks,) = run_world(1, [check_case(one)], folder / "checks")
-        echo(text(checks), *filter(None, [not_verified(config)]), sep="\n", flush=True)
+        remarks = [adapted_layers(config.model, one.model), not_verified(config)]
+        echo(text(checks), *filter(None, remarks), sep="\n", flush=True)
         results = zip(trained([pair.one for pair in pairs], 1), trained([pair.many for pair in pairs], world_size))
     return Outcome(checks, {pair.precision: compare(pair, *result) for pair, result in zip(pairs, results)})
 

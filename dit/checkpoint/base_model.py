@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional, TypeAlias
@@ -264,6 +264,18 @@ def find_base(
         f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which cannot be read: "
         f"{'; '.join(problems)}. Restore that folder"
     )
+
+
+def download_base(path: Path | str) -> None:
+    """Download `checkpoint.start_from` of a run folder or a checkpoint with adapters if the base's folder is gone.
+
+    `find_base` reports errors.
+    """
+    with suppress(UserError):
+        for folder in candidates(path)[:1]:
+            base = read_manifest(folder).base
+            if base is not None and not Path(base["folder"]).exists():
+                local_path(read_settings(folder)[0].checkpoint.start_from or base["folder"])
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:

@@ -13,7 +13,7 @@ from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.checkpoint.base_model import load_run
+from dit.checkpoint.base_model import download_base, load_run
 from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 from dit.checkpoint.records import METADATA_FILE, usable
 from dit.condition_table import DEFAULT_FPS, FIRST_FRAMES, FPS, LABEL
@@ -421,7 +421,7 @@ def load_generator(
     Raises:
         CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.
     """
-    groups = groups or groups_to_sample()
+    groups = groups or groups_to_sample(path)
     with ExitStack() as reading:
         folder, step = find_checkpoint(path, reading, groups)
         config, metadata = read_settings(folder)
@@ -433,6 +433,13 @@ def load_generator(
         return Generator(config, metadata, network, step)
 
 
-def groups_to_sample() -> ProcessGroups:
-    """Create process groups for ranks that each have an unsharded model (collective)."""
+def groups_to_sample(*paths: Path | str) -> ProcessGroups:
+    """Create process groups for ranks that each have an unsharded model (collective).
+
+    Args:
+        paths: of the models to load; the bases of their adapters are downloaded before, because a download may take
+            longer than a collective may.
+    """
+    for path in paths:
+        download_base(path)
     return process_groups.initialize(ParallelConfig(data_parallel="ddp"))

@@ -26,11 +26,13 @@ def check_size(
     frames, *sides = size
     time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)
     unit = space * spec.patch_spatial
+    multiple = unit * spec.side_multiple
     factors = f"a patch of {spec.patch_spatial}" + (f" x {space} pixels of the autoencoder" if geometry else "")
+    factors += f" x {spec.side_multiple} for the levels of the network" if spec.side_multiple > 1 else ""
     for name, side in zip(("height", "width"), sides):
-        if side < 1 or side % unit:
-            near = _near(side, lambda n: n % unit == 0)
-            raise ConfigError(f"the {name} of {side} is not a multiple of {unit} ({factors}); use {near}")
+        if side < 1 or side % multiple:
+            near = _near(side, lambda n: n % multiple == 0)
+            raise ConfigError(f"the {name} of {side} is not a multiple of {multiple} ({factors}); use {near}")
 
     def fits(count: int) -> bool:
         return (count - 1) % time == 0 and _latent_frames(count, time, spec) % spec.patch_temporal == 0

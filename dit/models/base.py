@@ -264,6 +264,7 @@ class ModelConfig(ABC):
             attention_tokens=self.attention_tokens,
             largest_grid=self.largest_grid,
             orders_frames=self.orders_frames,
+            side_multiple=self.side_multiple,
         )
 
     @property
@@ -299,6 +300,11 @@ class ModelConfig(ABC):
     def orders_frames(self) -> bool:
         """Whether the model distinguishes the order of a clip's frames."""
         return True
+
+    @property
+    def side_multiple(self) -> int:
+        """Number of patches that the sides of a sample must be multiples of."""
+        return 1
 
     @property
     def halvings(self) -> int:

@@ -78,8 +78,7 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         return {self.channels[level] for level in self.attention_levels}
 
     @property
-    def size_multiple(self) -> int:
-        """Number of tokens of which the sides of a picture must be multiples."""
+    def side_multiple(self) -> int:
         return 2 ** (len(self.channel_multipliers) - 1)
 
     def heads(self, channels: int) -> int:

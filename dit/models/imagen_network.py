@@ -29,7 +29,7 @@ class ImagenNetwork(Backbone):
     def __init__(self, config: ImagenConfig, condition_size: int, provider: LayerProvider, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
-        self.size_multiple = config.size_multiple
+        self.side_multiple = config.side_multiple
         self.attends_to_text = config.attention_type != "self"
         size = config.vector_size
         self.time = TimeEmbedder(size, provider, features=config.hidden_size)
@@ -52,9 +52,9 @@ class ImagenNetwork(Backbone):
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         t, height, width = batch.grids[0]
-        if t != 1 or height % self.size_multiple or width % self.size_multiple:
+        if t != 1 or height % self.side_multiple or width % self.side_multiple:
             raise BatchError(
-                f"this UNet requires pictures whose sides are multiples of {self.size_multiple} (2 to the power of its "
+                f"this UNet requires pictures whose sides are multiples of {self.side_multiple} (2 to the power of its "
                 f"levels minus 1), got {t} x {height} x {width} tokens (t x h x w); change the data or the levels"
             )
         if self.reads_low_resolution:

@@ -116,7 +116,7 @@ class TokenRouting(nn.Module):
             y_TD = layers(x_TD, pack, values_TGH)
         else:
             routed, source_T, target_T, kept_T = self._route(batch, keys_S)
-            if pack is not batch:
+            if isinstance(pack.layout, JointLayout):
                 routed, _ = with_leading(routed, 1, provider)
             full, shorter = pack.layout, routed.layout
             if values_TGH is not None:

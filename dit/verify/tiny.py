@@ -2,7 +2,10 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
 from typing import Any, Optional
 
 from dit.kernels.fp8 import BLOCKS
@@ -22,6 +25,8 @@ HEAD_SIZE = 8
 
 GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 3, 3), (3, 2, 2))
 """Patches along t, h and w of each sample; samples of a pack differ in length."""
+_NUMBERS = r"[\d?!*\[\]-]+"
+"""Layer numbers in a pattern."""
 
 
 def tiny_sides(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
@@ -105,9 +110,12 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         **{name: min(settings.get(name) or experts, experts) for name in ("moe_top_k", "moe_capacity_factor")},
     }
     if settings.get("lora") is not None:
-        sizes["lora"] = replace(
-            settings["lora"], targets=[_of_any_layer(target) for target in settings["lora"].targets]
-        )
+        total = model.megatron_sizes().num_layers
+        kinds = [0, settings.get("num_dual_layers", 0), settings.get("num_joint_layers", total), total]
+        tiny_kinds = [0, *(sizes[name] for name in ("num_dual_layers", "num_joint_layers", "num_layers"))]
+        parts = _layer_parts(kinds, tiny_kinds)
+        targets = [tiny for target in settings["lora"].targets for tiny in _tiny_targets(target, parts)]
+        sizes["lora"] = replace(settings["lora"], targets=targets)
     if settings.get("interval_conditioning"):
         sizes["time_scale"] = 1.0  # a product with the step of MeanFlow, which is large, must be below 1
     if settings.get("routing") is not None:
@@ -164,9 +172,28 @@ def pack_tokens(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8]
     return multiple, multiple_of(multiple, 5 * largest // 2)
 
 
-def _of_any_layer(target: str) -> str:
-    """Replace layer numbers in a pattern by `*`, because a tiny model has fewer layers."""
-    return ".".join("*" if re.fullmatch(r"[\d?!*\[\]-]+", part) else part for part in target.split("."))
+def _layer_parts(kinds: Sequence[int], tiny_kinds: Sequence[int]) -> list[range]:
+    """Return the layers that each tiny layer stands for, which are of its kind.
+
+    Args:
+        kinds: borders between the kinds of layers, from 0 to the number of layers; `tiny_kinds` those of the tiny form.
+    """
+    parts = []
+    for (start, stop), (first, last) in zip(pairwise(kinds), pairwise(tiny_kinds)):
+        borders = [start + i * (stop - start) // max(1, last - first) for i in range(last - first + 1)]
+        parts += [range(low, max(low + 1, high)) for low, high in pairwise(borders)]
+    return parts
+
+
+def _tiny_targets(target: str, parts: Sequence[range]) -> list[str]:
+    """Return patterns of the tiny layers that stand for the layers of a pattern; of all layers of a UNet."""
+    match = re.fullmatch(rf"layers\.({_NUMBERS})(?:\.(.*))?", target)
+    if match is None or match[1] == "*":
+        return [".".join("*" if re.fullmatch(_NUMBERS, part) else part for part in target.split("."))]
+    numbers, name = match[1], match[2] or "*"
+    rest = f"*{name}" if "*" in numbers else name  # `*` matches dots, too
+    layers = [i for i, part in enumerate(parts) if any(fnmatchcase(str(layer), numbers) for layer in part)]
+    return [f"layers.{i}.{rest}" for i in layers] or [target]
 
 
 def _depth(settings: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]:

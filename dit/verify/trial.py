@@ -212,14 +212,14 @@ def global_values(
     """Gather values that are sharded like the master weights: over data-parallel and tensor-parallel ranks, and stages.
 
     Args:
-        named: name, shard and local values of each tensor; at least one.
+        named: name, shard and local values of each tensor.
 
     Returns:
         As `of_all_stages`; copies on other replicas are not compared.
     """
-    names, shards, values = zip(*named)
-    tensors = unsharded(gathered(shards, values), [s.parameter for s in shards], groups)
-    return of_all_stages(list(zip(names, tensors)), groups)
+    shards = [shard for _, shard, _ in named]
+    tensors = unsharded(gathered(shards, [values for *_, values in named]), [s.parameter for s in shards], groups)
+    return of_all_stages([(name, tensor) for (name, *_), tensor in zip(named, tensors)], groups)
 
 
 def global_weights(chunks: Sequence[nn.Module], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:

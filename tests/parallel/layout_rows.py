@@ -58,6 +58,7 @@ PARALLEL: dict[str, dict[str, Any]] = {
 BATCHES: dict[str, dict[str, Any]] = {
     "dense": {"packed": False},
     "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16", "recompute": {"initial_loss_scale": 64.0}},
     # The last two of a step's four packs are two samples of one token, so only the first context-parallel rank has
     # tokens of them.
     "one_token": {"one_token_packs": 2},
@@ -286,11 +287,11 @@ LONG = [
 HALF_QUICK = on(2, "adapted cross", "tp2 sp bf16")
 HALF_SLOW = [
     *on(2, "adapted linears", "fsdp bf16", "overlap gather bf16", "tp2 sp bf16"),
-    *on(2, "adapted first, adapted last", "pp2 bf16"),
+    *on(2, "adapted first, adapted last", "pp2 bf16", "pp2 fp16"),
     *on(4, "adapted blocks, adapted linears", "tp2 sp fsdp bf16"),
 ]
-"""Rows in bf16. In bf16, sums over tensor-parallel ranks add rounded parts; other layouts only change the order of fp32
-sums."""
+"""Rows in half precision. Sums over tensor-parallel ranks add rounded parts; other layouts only change the order of
+fp32 sums."""
 
 
 def forget_sequence_parallel(chunks: list) -> None:
@@ -350,9 +351,9 @@ def of_one_rank(row: Row) -> Row:
 
 
 def in_fp32(row: Row) -> Row:
-    """Return the row without bf16."""
+    """Return the row without half precision."""
     model, ranks, layout = row
-    return model, ranks, " ".join(word for word in layout.split() if word != "bf16")
+    return model, ranks, " ".join(word for word in layout.split() if word not in ("bf16", "fp16"))
 
 
 def case_of(row: Row) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def test_objectives_of_rows_have_their_own_losses(results):
 
 
 @pytest.mark.parametrize(HALF_ROW, rows([*HALF_QUICK, *HALF_SLOW], lambda *row: row in HALF_QUICK))
-def test_adapters_in_bf16_equal_those_of_one_rank(results, half_model, half_ranks, half_layout):
+def test_adapters_in_half_precision_equal_those_of_one_rank(results, half_model, half_ranks, half_layout):
     """Within fp32 summation error for data parallelism and FSDP; with TP + SP, as close to fp32 as one rank."""
     row = half_model, half_ranks, half_layout
     exact, one, many = results[of_one_rank(in_fp32(row))], results[of_one_rank(row)], results[row]

@@ -17,6 +17,7 @@ MODELS = {
     "experts": {"base_width": 16, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5},
     "deep": {**SETTINGS["model"], "num_layers": 4},
     "lora": {"qk_layernorm": True, "lora": LoRAConfig(rank=3)},
+    "lora of a stage": {"qk_layernorm": True, "lora": LoRAConfig(rank=3, targets=["layers.0.*"])},
 }
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
@@ -33,6 +34,7 @@ OF_MODELS = {
     "experts": {"ep": {"expert_model_parallel_size": 2}},
     "deep": {"vpp": {**PP, "virtual_pipeline_model_parallel_size": 2}},
     "lora": {"lora tp": TP, "lora fsdp": LAYOUTS["fsdp"]},
+    "lora of a stage": {"lora pp": PP},
 }
 FOUR = {
     "hybrid": {"data_parallel": "fsdp", "num_distributed_optimizer_instances": 2},
@@ -73,7 +75,8 @@ def case(parallel, model="plain", **options):
 def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("muon")
     plain, models, halves, resumed = (selected(request, row) for row in (ROW, MODEL_ROW, HALF_ROW, RESUMED_ROW))
-    on_base = {"lora": {"checkpoint": {"interval": 0, "start_from": str(folder / "one")}}}
+    start = {"checkpoint": {"interval": 0, "start_from": str(folder / "one")}}
+    on_base = {"lora": start, "lora of a stage": start}
     offloaded = {
         "optimizer": {**SETTINGS["optimizer"], "offload": True},
         "training": {"global_batch_size": 4, "ema_decay": 0.5, "ema_offload": True},

@@ -24,10 +24,11 @@ from dit.step.forward_step import training_forward_step
 from dit.verify.laws import Check
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict
+from dit.verify.tiny import tiny_model
 from dit.verify.trial import EMA_DECAY, train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Outcome, Pair, check_case, compare, main, tiny_pair, world_size_of
+from launch.verify import Outcome, Pair, adapted_layers, check_case, compare, main, tiny_pair, world_size_of
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -57,7 +58,7 @@ def with_adapters(recipe: str, targets: list[str]) -> RunConfig:
 
 
 def adapters_pair() -> Pair:
-    """Return the tiny form of a recipe with adapters on all modulations and on layers that the tiny form lacks."""
+    """Return the tiny form of a recipe with adapters on all modulations and on two of its last layers."""
     return tiny_pair(with_adapters("finetune_lora", ["layers.1[01].*.linear_*", "*modulation.*"]), 2)
 
 
@@ -322,14 +323,36 @@ def test_a_fine_tuning_of_adapters_equals_one_rank(verdicts):
     verdict, model = verdicts["adapters"], build_on_meta(adapters_pair().many.model)
     assert verdict.comparison.differences == ()
     gradients = set(verdict.comparison.errors["gradients"])
-    layer = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2", "modulation.linear")
+    last = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
     cross = ("cross_attention.linear_q", "cross_attention.linear_kv", "cross_attention.linear_proj")
-    beside = {f"layers.{i}.{part}" for i in range(2) for part in (*layer, *cross)}
-    assert gradients == {f"{part}.lora_{x}.weight" for part in beside for x in "AB"}
+    adapted = {f"layers.1.{part}" for part in (*last, *cross)} | {f"layers.{i}.modulation.linear" for i in range(2)}
+    assert gradients == {f"{part}.lora_{x}.weight" for part in adapted for x in "AB"}
     assert verdict.idle == ()
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert verdict.frozen == len(frozen) > 0
-    assert f"frozen: {len(frozen)} parameters, which have no gradient\nequal: 32 gradients" in verdict.text()
+    assert f"frozen: {len(frozen)} parameters, which have no gradient\nequal: 18 gradients" in verdict.text()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parallel", "target", "tiny"),
+    [
+        ("finetune_lora", {}, "layers.11.mlp.*", ["layers.1.mlp.*"]),
+        ("finetune_lora", {}, "layers.[56].*", ["layers.0.*", "layers.1.*"]),
+        ("finetune_lora", {}, "layers.1*.linear_*", ["layers.0.*linear_*", "layers.1.*linear_*"]),
+        ("finetune_lora", {}, "layers.*.linear_*", ["layers.*.linear_*"]),
+        ("finetune_lora", {"pipeline_model_parallel_size": 4}, "layers.8.*", ["layers.2.*"]),
+        ("tiny_dit", {"pipeline_model_parallel_size": 4}, "layers.1.*", ["layers.2.*", "layers.3.*"]),
+        ("flux_12b", {}, "layers.18.*", ["layers.0.*"]),
+        ("flux_12b", {}, "layers.19.*", ["layers.1.*"]),
+        ("tiny_ldm_unet", {}, "down_blocks.0.attentions.1.*", ["down_blocks.*.attentions.*.*"]),
+    ],
+)
+def test_adapters_are_verified_on_the_layers_that_stand_for_theirs(recipe, parallel, target, tiny):
+    config = with_adapters(recipe, [target])
+    model = tiny_model(config.model, ParallelConfig(**parallel))
+    assert model.adapters.targets == tiny
+    line = f"adapters of {target} are verified as {', '.join(tiny)}"
+    assert adapted_layers(config.model, model) == ("" if tiny == [target] else line)
 
 
 def test_differences_of_predictions_equal_one_rank(verdicts):
@@ -346,6 +369,17 @@ def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
     assert "a part is missing" in verdict.reading()
     assert all("lora_" in wrong.row.name for wrong in verdict.wrong)
     assert not any(part in wrong.row.name for wrong in verdict.wrong for part in split)
+
+
+@pytest.mark.parametrize(("error", "is_equal"), [(2e-5, True), (1.0, False)])
+def test_rounding_of_a_gradient_of_one_number_is_no_difference(error, is_equal):
+    """EDM2's gains have gradients whose parts cancel; a wrong one is detected nevertheless."""
+    pair = pair_of("tiny_edm2", data_parallel="fsdp")
+    gradients = {name: torch.ones(2) for name, _ in build_on_meta(pair.many.model).named_parameters()}
+    one = {"gradients": gradients | {"down.0.gain": torch.tensor([1e-6])}, "losses": [1.0], "grad_norms": [1.0]}
+    one |= {"parameters": gradients, "averages": gradients, "drifted": []}
+    many = one | {"gradients": one["gradients"] | {"down.0.gain": torch.tensor([1e-6 * (1 + error)])}}
+    assert compare(pair, one, many).is_equal == is_equal
 
 
 def test_an_unnecessary_sum_is_counted(verdicts):
@@ -397,7 +431,7 @@ def test_the_command_prints_equal_or_names_the_difference(verdicts, capsys):
     out = capsys.readouterr().out
     assert "2 ranks against one, ParallelConfig(tensor_model_parallel_size=2, data_parallel='ddp')" in out
     assert "equal: 36 gradients, losses, weights and their copies" in out
-    with mock.patch("launch.verify.verify", return_value=[verdicts["no sum"]]):
+    with mock.patch("launch.verify.compare", return_value=verdicts["no sum"]):
         assert main(words) == EXIT_UNEXPECTED
     assert "first wrong gradient of the backward pass: head.linear.bias" in capsys.readouterr().out
 

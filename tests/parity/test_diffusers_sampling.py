@@ -225,7 +225,7 @@ def test_commands_without_options_draw_the_pictures_of_the_pipeline(
     pictures: list[Tensor] = []
     add = Gallery.add
     monkeypatch.setattr(Gallery, "add", lambda *args: (pictures.append(args[-1]), add(*args)))
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: one_rank_world)
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: one_rank_world)
     prompts = ["a red circle", "blue"]
     assert sample(["--checkpoint", str(run), "--prompt", *prompts]) == 0
 

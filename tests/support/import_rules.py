@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "dit.durable_files": {"dit.errors"},
     "dit.safe_files": {"dit.errors"},
     "dit.pipeline_folder": {"dit.errors", "dit.safe_files"},
-    "dit.hub": {"dit.errors"},
+    "dit.hub": {"dit.errors", "dit.terminal"},
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},

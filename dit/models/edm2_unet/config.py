@@ -39,6 +39,10 @@ class EDM2UNetConfig(ClassConditioned):
         return len(self.block_out_channels) - 1
 
     @property
+    def side_multiple(self) -> int:
+        return 1 << self.halvings
+
+    @property
     def condition_size(self) -> int:
         """Width of the conditioning vector."""
         return max(self.block_out_channels)

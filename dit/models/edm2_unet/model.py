@@ -41,7 +41,7 @@ class EDM2UNet(Backbone):
 
     def __init__(self, config: EDM2UNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
-        self.config, self.side_multiple = provider.config, 2**config.halvings
+        self.config, self.side_multiple = provider.config, config.side_multiple
         channels, width, numbers = config.block_out_channels, config.condition_size, count()
         x = self.noise_features = channels[0]
         self.noise = UnitWeight(x, width, provider)

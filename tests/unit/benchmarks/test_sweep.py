@@ -4,6 +4,7 @@ Cells are stand-ins that end at once; tests/integration/test_sweep.py measures o
 """
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -126,6 +127,36 @@ def test_a_sweep_on_slurm_continues_with_the_records_of_jobs_that_have_ended(tmp
     assert [(row["layout"], row["status"], row["steps"]) for row in rows(tmp_path)] == ended
     assert run(tmp_path, *words) == EXIT_OK
     assert len(executed) == 3
+
+
+def test_cells_whose_jobs_are_in_the_queue_of_slurm_are_left_out(tmp_path, monkeypatch, capsys):
+    """The queue has a job of the cell with these steps, whose record may be incomplete, and other jobs."""
+    executed: list[list[str]] = []
+    executor = SimpleNamespace(nnodes=lambda: 1, nproc_per_node=lambda: 2)
+    monkeypatch.setattr(sweep.experiment, "executor_of", lambda *_: executor)
+    monkeypatch.setattr(sweep.experiment, "execute", lambda _, __, tasks, *___, **____: executed.append([*tasks]) or {})
+    args = sweep.build_parser().parse_args(["--factory", "tiny_dit", "--ranks", "2", "--out", str(tmp_path)])
+    cell = next(cell for cell in sweep.grid.cells_of(args, []))
+    record = sweep.record_file(cell, args)
+    record.parent.mkdir()
+    record.write_text('{"status"')
+    script, squeue = tmp_path / "job_sbatch.sh", tmp_path / "squeue"
+    script.write_text(f"srun python -m benchmarks.step {shlex.join(sweep.words_of(cell, args))}\n")
+    squeue.write_text(f'#!/bin/sh\n[ "$*" = "--me --noheader --format=%o" ] || exit 1\necho bash\necho {script}\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    words = ["--executor", "slurm"]
+    assert run(tmp_path, *words) == EXIT_UNEXPECTED
+    assert "0 of 1 cells to measure\nleft out, because their jobs are" in capsys.readouterr().out
+    assert record.exists()
+    assert run(tmp_path, *words, "--steps", "7") == EXIT_OK
+    squeue.write_text("#!/bin/sh\necho slurm is down >&2; exit 1\n")
+    assert run(tmp_path, *words) == EXIT_CONFIG
+    assert "squeue failed: slurm is down; " in capsys.readouterr().err
+    squeue.write_text("#!/bin/sh\n")
+    assert run(tmp_path, *words) == EXIT_OK
+    assert executed == [[cell.name], [cell.name]]
+    assert not record.exists()
 
 
 def test_a_failed_cell_is_measured_again_in_place_of_its_row(tmp_path, started):

@@ -299,7 +299,9 @@ def test_a_fault_of_the_folder_is_one_line(folders: Path, tmp_path: Path, fault:
     assert isinstance(raised.value, CheckpointError if fault == "not finite" else ConfigError)
 
 
-def test_the_only_variant_is_read(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_only_variant_is_read(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From a folder and from the hub; next to other variants or other weights, no variant is selected."""
     _, expected = read_diffusers(folders / "flux")
     (tmp_path / "model_index.json").write_text("{}")
@@ -319,6 +321,7 @@ def test_the_only_variant_is_read(folders: Path, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("dit.hub.check_reachable", lambda repository: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert local_path("hf://owner/name") == tmp_path
+    assert "downloading hf://owner/name, with weights, to" in capsys.readouterr().err
     variant = "transformer/diffusion_pytorch_model.fp16.safetensors"
     first, last = ([p for p in patterns if fnmatch(variant, p)] for patterns in (downloads[0], downloads[-1]))
     assert (first, len(last)) == ([], 1)
@@ -453,12 +456,13 @@ def cached(root: Path, source: Path) -> None:
 
 
 def test_a_name_of_the_hub_is_read_from_the_cache(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cached(tmp_path, folders / "flux")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     start = find_start("hf://owner/name")
     assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_part_of_a_repository_in_the_cache_is_not_the_repository(

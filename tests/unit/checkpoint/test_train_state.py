@@ -15,6 +15,7 @@ from dit.checkpoint.train_state import TrainState, build_state
 from dit.data_api import DataConfig
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.generator import load_generator
+from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import Run
 from dit.training.start_weights import download_start, start_remarks
 from energon_data.indexed import Sample, Samples
@@ -148,6 +149,36 @@ def test_an_average_of_adapters_has_their_base(tmp_path: Path, one_rank_world: P
         torch.testing.assert_close(read_full(saved, shard.name).flatten(), value.flatten())
     base = load_generator(tmp_path / "base", weights="raw", groups=one_rank_world).generate([0, 1])
     assert not torch.equal(load_generator(out, groups=one_rank_world).generate([0, 1]), base)
+
+
+def test_a_missing_base_is_downloaded_before_ranks_that_draw_samples_connect(
+    tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, moved, events = tmp_path / "base", tmp_path / "moved", list[str]()
+
+    def download(path: str) -> Path:
+        if path != "hf://a/b":
+            return Path(path)
+        events.append("download")
+        if moved.exists():
+            moved.rename(base)
+        return base
+
+    def connect(parallel: ParallelConfig) -> ProcessGroups:
+        events.append("connect")
+        return one_rank_world
+
+    monkeypatch.setattr("dit.checkpoint.base_model.local_path", download)
+    monkeypatch.setattr("dit.backends.process_groups.initialize", connect)
+    finish(tiny_run(base, one_rank_world, *ONE_STREAM))
+    words = "model.lora=lora", "checkpoint.start_from=hf://a/b"
+    finish(tiny_run(tmp_path / "run", one_rank_world, *ONE_STREAM, *words))
+    for is_missing in (True, False):
+        if is_missing:
+            base.rename(moved)
+        events.clear()
+        load_generator(tmp_path / "run")
+        assert events == ["download", "connect"][not is_missing :]
 
 
 def test_all_averages_start_as_the_weights_of_another_run(tmp_path: Path, one_rank_world: ProcessGroups) -> None:

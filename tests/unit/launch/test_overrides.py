@@ -182,6 +182,12 @@ def test_the_error_for_a_setting_of_another_part_names_that_part(text, says):
         apply_overrides(task, [text], load_component)
 
 
+def test_the_error_for_the_name_of_another_setting_as_a_value_names_that_setting():
+    says = "training.precision=fp8 is not one of bf16, fp16, fp32; did you mean training.fp8, which is one of tensor"
+    with pytest.raises(ConfigError, match=says):
+        overridden("training.precision=fp8")
+
+
 @pytest.mark.parametrize("part", registry.components(), ids=lambda part: part.name)
 def test_every_setting_of_every_part_has_its_value(part):
     """The configuration that is printed and written has the values of the built objects, including defaults."""

@@ -21,6 +21,7 @@ from dit.sampling import grid
 from dit.settings import SamplingConfig
 from launch import evaluate, sample, sample_requests
 from launch.cascade import read_stages
+from launch.measurement import Measurement
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 WITH_COMMAS = ["tench", "tench, Tinca tinca", "goldfish, Carassius auratus"]
@@ -145,6 +146,17 @@ def test_guidance_by_an_untrained_prediction_is_noted(generator, tmp_path, capsy
         generator.class_dropout = dropout
         assert draw(tmp_path, "--labels", "A", *flags) == 0
     assert capsys.readouterr().err.startswith(note)
+
+
+@pytest.mark.parametrize("name", evaluate.METRICS)
+def test_metrics_of_samples_note_guidance_by_an_untrained_prediction(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    monkeypatch.setattr(evaluate, "open_generator", lambda args: FakeGenerator(class_dropout=0.0))
+    metric = replace(evaluate.METRICS[name], measure=lambda args, generator: Measurement([], {}))
+    monkeypatch.setitem(evaluate.METRICS, name, metric)
+    assert evaluate.main(["--checkpoint", "run", "--metric", name, "--guidance-scale", "2"]) == 0
+    assert ("note: --guidance-scale 2 uses the prediction" in capsys.readouterr().err) == (name != "loss")
 
 
 def test_a_picture_is_generated_only_inside_the_mask(generator, tmp_path, capsys):
@@ -437,7 +449,7 @@ class Loaded:
 
 def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     """The guide has the same ranks and the same kind of weights, raw or averaged; an error names a missing folder."""
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: "ranks")
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: "ranks")
     monkeypatch.setattr(
         "dit.inference.generator.load_generator",
         lambda path, *, weights, groups: Loaded(str(path), weights, groups),

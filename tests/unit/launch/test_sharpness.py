@@ -3,7 +3,6 @@
 import json
 import math
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +22,6 @@ from launch.measurement import Measurement, Metric
 from launch.sharpness import Sharpness
 from tests.conftest import BuildModel
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of
-from tests.unit.launch.test_sample import FakeGenerator
 
 
 def arguments(*words: str) -> Namespace:
@@ -81,24 +79,13 @@ def test_the_minimum_is_of_the_gain_and_asks_for_sharper_pictures(
     assert [line.partition(":")[0] for line in result(psnr, gradient).missed(3.0)] == missed
 
 
-@pytest.mark.parametrize("name", evaluate.METRICS)
-def test_metrics_of_samples_note_guidance_by_an_untrained_prediction(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
-    monkeypatch.setattr(evaluate, "open_generator", lambda args: FakeGenerator(class_dropout=0.0))
-    metric = replace(evaluate.METRICS[name], measure=lambda args, generator: Measurement([], {}))
-    monkeypatch.setitem(evaluate.METRICS, name, metric)
-    assert evaluate.main(["--checkpoint", "run", "--metric", name, "--guidance-scale", "2"]) == 0
-    assert ("note: --guidance-scale 2 uses the prediction" in capsys.readouterr().err) == (name != "loss")
-
-
 def test_a_cascade_is_measured_after_each_of_its_stages(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each stage starts from samples of the previous stages, drawn with the settings of those stages, in batches."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: None)
     monkeypatch.setattr(Generator, "batch_size", lambda self, *_: 2)
     labels, drawn = [0, 2, 1], {}
 
@@ -123,7 +110,7 @@ def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
     """The pictures of a stage are compared at their size; the features are the mean of each colour."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: None)
     means = Features(lambda images: images.clamp(-1, 1).mean((2, 3)), "means")
     monkeypatch.setattr(picture_scores, "feature_network", lambda args, generator: means)
     real = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)).double()
