@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Optional
@@ -75,10 +76,9 @@ class RunStatus:
     @property
     def seconds_per_step(self) -> Optional[float]:
         """Seconds per step over the newest log lines of this attempt, including the time between steps."""
-        steps = sorted(self.times)[-RECENT:]
-        if len(steps) < 2:
-            return None
-        return (self.times[steps[-1]] - self.times[steps[0]]) / (steps[-1] - steps[0])
+        intervals = [(self.times[b] - self.times[a], b - a) for a, b in pairwise(sorted(self.times)[-RECENT:])]
+        intervals = [(seconds, steps) for seconds, steps in intervals if seconds >= 0]  # the clock may be set back
+        return sum(seconds for seconds, _ in intervals) / sum(steps for _, steps in intervals) if intervals else None
 
     def recent(self, name: str) -> list[float]:
         """Return the finite values among the newest values of a scalar, oldest first."""
