@@ -29,6 +29,9 @@ from launch.argument_types import command_parser
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # number of log lines in means and medians of current values
+RATES = ("samples_per_s", "mfu", "data_wait_share", "loader_samples_per_s", "rank_s_median", "rank_s_slowest",
+         "slowest_rank")  # fmt: skip
+"""Scalars of an attempt, which may have another layout than the one before."""
 SLOW = 1.2  # ratio to the median above which the slowest rank is named
 FRESH_S = 60.0  # largest age of the newest heartbeat of a running run, on a disk without locks
 
@@ -115,6 +118,8 @@ def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
     if attempt > status.attempt:
         status.attempt = attempt
         status.times.clear()
+        for name in RATES:
+            status.series.pop(name, None)
     if record["kind"] == "incident":
         status.incidents.append(dict(record))
         if record.get("incident") == "rewind":
