@@ -192,8 +192,13 @@ def _clip(samples: Samples, index: int) -> Clip:
     for name, value in sample.conditions.items():
         if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
             parts[f"{name}.npy"] = _array(value)
+        elif isinstance(value, (int, float)):
+            numbers[name] = value
+        elif hasattr(value, "item"):  # of an array of one number
+            numbers[name] = value.item()
         else:
-            numbers[name] = value if isinstance(value, (int, float)) else value.item()
+            kind = _type_name(value)
+            raise SampleError("metadata", f"{name} is a {kind}, not a number or an array; convert it, or leave it out")
     source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
     return cook_clip({"json": numbers, **parts, **source}, references=samples.references)
 

@@ -220,7 +220,7 @@ def decoder(name: str) -> Callable[[Tensor], Tensor]:
                 f"--vae {name} decodes latents of {geometry.channels} channels, and the samples have {len(clip)}; use "
                 "the autoencoder that encoded them, or omit --vae"
             )
-        return middle_frame(load_vae(name, tile=DECODED_TILE).decode(clip[None])[0].cpu())
+        return middle_frame(load_vae(name).decode(clip[None], DECODED_TILE)[0].cpu())
 
     return decoded
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Optional
@@ -28,6 +29,9 @@ from launch.argument_types import command_parser
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # number of log lines in means and medians of current values
+RATES = ("samples_per_s", "mfu", "data_wait_share", "loader_samples_per_s", "rank_s_median", "rank_s_slowest",
+         "slowest_rank")  # fmt: skip
+"""Scalars of an attempt, which may have another layout than the one before."""
 SLOW = 1.2  # ratio to the median above which the slowest rank is named
 FRESH_S = 60.0  # largest age of the newest heartbeat of a running run, on a disk without locks
 
@@ -75,10 +79,9 @@ class RunStatus:
     @property
     def seconds_per_step(self) -> Optional[float]:
         """Seconds per step over the newest log lines of this attempt, including the time between steps."""
-        steps = sorted(self.times)[-RECENT:]
-        if len(steps) < 2:
-            return None
-        return (self.times[steps[-1]] - self.times[steps[0]]) / (steps[-1] - steps[0])
+        intervals = [(self.times[b] - self.times[a], b - a) for a, b in pairwise(sorted(self.times)[-RECENT:])]
+        intervals = [(seconds, steps) for seconds, steps in intervals if seconds >= 0]  # the clock may be set back
+        return sum(seconds for seconds, _ in intervals) / sum(steps for _, steps in intervals) if intervals else None
 
     def recent(self, name: str) -> list[float]:
         """Return the finite values among the newest values of a scalar, oldest first."""
@@ -115,6 +118,8 @@ def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
     if attempt > status.attempt:
         status.attempt = attempt
         status.times.clear()
+        for name in RATES:
+            status.series.pop(name, None)
     if record["kind"] == "incident":
         status.incidents.append(dict(record))
         if record.get("incident") == "rewind":

@@ -193,15 +193,10 @@ class VAE:
     Args:
         name: as in `Geometry.read`.
         precision: of weights and activations; latents are always float32.
-        tile: longest side, in pixels, without overlapping tiles (diffusers' tiling), which bound memory and change the
-            numbers slightly; None for no tiles. A `VQModel` has none.
     """
 
-    def __init__(
-        self, name: str, *, device: str = "cpu", precision: Precision = "fp32", tile: Optional[int] = None
-    ) -> None:
+    def __init__(self, name: str, *, device: str = "cpu", precision: Precision = "fp32") -> None:
         self.name, self.geometry = name, Geometry.read(name)
-        self.tile = None if self.geometry.kind == "VQModel" else tile
         self.dtype = DTYPES[precision]
         self._model: Any = None if self.geometry.kind == IDENTITY else self._load(name).to(device)
         self._mean, self._std = (x.to(device) for x in self._statistics())
@@ -243,7 +238,7 @@ class VAE:
         self.geometry.latent_shape(frames, height, width)
         if self._model is None:
             return pixels_BCTHW.to(self._mean.device, torch.float32)
-        self._choose_tiling(max(height, width))
+        self._model.disable_tiling()  # of an earlier `decode`
         pixels = pixels_BCTHW.to(self._mean.device, self.dtype)
         if self.geometry.kind in FRAMEWISE:
             channels, count = self._model.config.in_channels, pixels.shape[1]
@@ -265,12 +260,21 @@ class VAE:
         return clips.split(1 if self.geometry.kind in WITHOUT_BATCHES else len(clips))
 
     @torch.no_grad()
-    def decode(self, latent_BCTHW: Tensor) -> Tensor:
-        """Decode latents of one shape to `[B, 3, T, H, W]`, float32, clamped to [-1, 1]."""
+    def decode(self, latent_BCTHW: Tensor, tile: Optional[int] = None) -> Tensor:
+        """Decode latents of one shape to `[B, 3, T, H, W]`, float32, clamped to [-1, 1].
+
+        Args:
+            tile: longest side, in pixels, without overlapping tiles (diffusers' tiling), which bound memory and change
+                the numbers slightly; None for no tiles. A `VQModel` has none.
+        """
         latent = latent_BCTHW.to(self._mean.device, torch.float32)
         if self._model is None:
             return latent.clamp(-1, 1)
-        self._choose_tiling(max(latent_BCTHW.shape[3:]) * self.geometry.space)
+        side = max(latent_BCTHW.shape[3:]) * self.geometry.space
+        if tile is not None and side > tile and self.geometry.kind != "VQModel":
+            self._model.enable_tiling()
+        else:
+            self._model.disable_tiling()
         z = _unfold(self._fold(latent) * self._std + self._mean).to(self.dtype)
         if self.geometry.kind in FRAMEWISE:
             flat = self._model.decode(z.transpose(1, 2).flatten(0, 1)).sample
@@ -307,12 +311,6 @@ class VAE:
             self._model.register_to_config(shift_factor=None)
         self._model.save_pretrained(folder)
 
-    def _choose_tiling(self, side: int) -> None:
-        if self.tile is not None and side > self.tile:
-            self._model.enable_tiling()
-        else:
-            self._model.disable_tiling()
-
 
 def _unfold(x: Tensor) -> Tensor:
     return x.flatten(-4, -3).flatten(-2)
@@ -343,6 +341,6 @@ def encode_together(encoder: Encoder, clips: Sequence[Tensor], batch: int) -> li
 
 
 @lru_cache(maxsize=1)
-def load_vae(name: str, device: str = "cpu", precision: Precision = "fp32", tile: Optional[int] = None) -> VAE:
+def load_vae(name: str, device: str = "cpu", precision: Precision = "fp32") -> VAE:
     """Return a cached autoencoder, for commands that use it more than once."""
-    return VAE(name, device=device, precision=precision, tile=tile)
+    return VAE(name, device=device, precision=precision)

@@ -33,10 +33,10 @@ class Decoder:
         """
         if self.name is None or self.geometry is None:
             return to_pictures(samples).cpu()
-        vae = load_vae(self.name, str(self.device), tile=TILE)
+        vae = load_vae(self.name, str(self.device))
         frames, height, width = self.geometry.pixel_shape(*samples.shape[2:])
         parts = samples.split(max(1, PIXELS_AT_ONCE // (frames * height * width)))
-        return torch.cat([vae.decode(part).cpu() for part in parts])
+        return torch.cat([vae.decode(part, TILE).cpu() for part in parts])
 
 
 def find_autoencoder(

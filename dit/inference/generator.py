@@ -194,7 +194,10 @@ class Generator:
             check_levels(self.config.model, self.config.objective, "a first frame", "no first frame")
         (frames, *_), temporal = batch.grids[0], self.spec.patch_temporal
         if frames == 1:
-            raise ConfigError("a first frame needs clips of more frames; raise frames")
+            raise ConfigError(
+                f"a first frame needs clips of at least {2 * temporal} latent frames, and these have {temporal}; "
+                "raise frames (--frames)"
+            )
         height, width = (n * self.spec.patch_spatial for n in batch.grids[0][1:])
         if first_frame.shape != (expected := (self.spec.latent_channels, 1, height, width)):
             raise ConfigError(f"the first frame is a latent {list(first_frame.shape)}, the clips need {list(expected)}")

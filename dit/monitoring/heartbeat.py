@@ -41,7 +41,7 @@ SILENT_S = 240.0  # after which a rank that waits for a silent one exits, unless
 # In the order of a step: among ranks that wait for each other, the rank in the earliest phase of the earliest step is
 # late.
 PHASES = ("starts", "reads data", "computes", "reduces the gradient", "updates", "ends the step", "saves", "validates",
-          "samples")  # fmt: skip
+          "samples", "has completed the run")  # fmt: skip
 
 
 class Phase:
@@ -152,9 +152,12 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: Optional[type[BaseException]], *_: object) -> None:
         self._done.set()
         self._thread.join(timeout=10 * self._interval_s)
+        if error is None:  # other ranks may still work, such as rank 0, which writes the samples of the last step
+            self.phase.enter(PHASES[-1])
+            self._write()
 
     def explain(self) -> str:
         """Return a sentence about the rank that the others wait for; call this after a peer was lost."""
@@ -271,7 +274,7 @@ def verdict(
     """
     silent = {r: f"rank {r} never wrote a heartbeat" for r in range(world_size) if r not in beats}
     for peer, beat in beats.items():
-        if peer == rank or peer >= world_size:
+        if peer == rank or peer >= world_size or beat.phase == PHASES[-1]:
             continue
         state = _process_state(beat)
         if state is not None:

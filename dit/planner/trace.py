@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
+from dit.errors import UserError
 from dit.patches import patches, replaced
 from dit.planner.job import Job
 from dit.planner.trace_cache import read_traces, write_traces
@@ -214,7 +215,9 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
                 pipe.send(error)
             except Exception:  # it does not pickle
                 pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
-            raise
+            if isinstance(error, UserError):
+                return
+            raise  # prints the traceback
 
 
 def trace_here(job: Job) -> StepTrace:

@@ -166,10 +166,10 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if any_rank(preemption.requested):
         return True
     run.log.start(state.step)
-    if state.step > 0:  # the previous attempt may have ended between saving and these
+    if state.step > 0:  # the previous attempt may have ended between saving and these, or left a file `*.part`
         if is_due(state.step, training.validation_interval) and not state.is_validated:
             run.validate(saved=True)
-        if is_due(state.step, training.sample_interval) and not any_rank(run.samples_folder.is_dir()):
+        if is_due(state.step, training.sample_interval) and not any_rank(any(run.samples_folder.glob("*.???"))):
             run.sample()
     if training.stop_at_step is not None and state.step >= training.stop_at_step:
         return False  # not code 75, after which launch/train.sh would start it again and again

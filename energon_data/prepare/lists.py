@@ -63,9 +63,10 @@ def read_list(path: Path, names: Collection[str]) -> Rows:
             row["file_name"] = row.pop("file")
         name = row.get("file_name")
         if not isinstance(name, str) or not name:
-            hint = "" if "file_name" in row else f" among {', '.join(row) or 'no entries'}"
+            entries = f"its entries are {', '.join(row)}" if row else "it has no entries"
+            what = f"file_name is {name!r}" if "file_name" in row else f"no file_name, {entries}"
             raise DataError(
-                f"{path}, row {number}: file_name is {name!r}{hint}; name a file relative to --in (`prepare "
+                f"{path}, row {number}: {what}; the column file_name names a file relative to --in (`prepare "
                 "huggingface` reads pictures inside parquet files)"
             )
         if name.startswith("/") or ".." in PurePosixPath(name).parts or "\\" in name:

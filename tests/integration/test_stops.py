@@ -93,7 +93,9 @@ def ended(folder: Path) -> dict[str, Any]:
     add("last grid", fault=inside(f"{store}.publish"), **only)
     add("last grid, again", at="last grid", **only)
     add("looks fail", fault=partial(faults.out_of_memory, f"{loop}.Run.validate"))
-    add("pictures fail", fault=partial(faults.out_of_memory, f"{loop}.Run.sample"), training__sample_interval=3)
+    unwritten = partial(faults.out_of_memory, "dit.inference.preview.PictureWriter.save")
+    add("pictures fail", fault=unwritten, training__sample_interval=3)
+    add("pictures fail, again", at="pictures fail", training__sample_interval=3)
     add("no pictures", sampling__num_steps=0)
     # Signals before the first step, of a new run and of resumed ones.
     short = {"at": "finished", "training__num_steps": 3}
@@ -180,8 +182,13 @@ def test_a_stop_signal_before_the_first_step_stops_the_run_at_once(ended: dict[s
 def test_failed_validation_or_sampling_loses_no_step(ended: dict[str, Any], folder: Path, name: str, step: int) -> None:
     assert ended[name].code == 70
     assert "error: tried to allocate 20.00 GiB; lower training.micro_batch_size or" in ended[name].err
-    assert checkpoints(folder / name)[-1] == checkpoint(folder / name, step).name
+    assert checkpoint(folder / name, step).name in checkpoints(folder / name)
     assert read_manifest(checkpoint(folder / name, step)).meta["consumed_samples"] > 0
+
+
+def test_the_next_start_draws_pictures_that_were_not_written(ended: dict[str, Any], folder: Path) -> None:
+    assert ended["pictures fail, again"].code == 0
+    assert [path.name for path in (folder / "pictures fail" / "samples" / "step_0000003").iterdir()] == ["ema.png"]
 
 
 def test_impossible_pictures_are_refused_at_once(ended: dict[str, Any], folder: Path) -> None:

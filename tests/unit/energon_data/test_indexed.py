@@ -132,13 +132,14 @@ class Unusual(Samples):
     """Two samples, of which the second is unusual, or an error when it is read."""
 
     second: Any
+    first: Sample = field(default_factory=lambda: picture())
 
     def __len__(self) -> int:
         return 2
 
     def __getitem__(self, index: int) -> Sample:
         if index == 0:
-            return Sample(torch.ones(1, 4, 4))
+            return self.first
         if isinstance(self.second, Exception):
             raise self.second
         return self.second
@@ -352,6 +353,13 @@ def test_a_first_sample_that_does_not_fit_the_model_is_refused() -> None:
         Numbers().validate(replace(SPEC, latent_channels=4), 1, 4)
     with pytest.raises(DataError, match="sample 0 is broken"):
         Numbers(damaged=(0,)).validate(SPEC, 1, 4)
+
+
+@pytest.mark.parametrize("value", [[0.5, 1.0], "a drop", None])
+def test_a_value_that_is_no_number_or_array_is_refused_by_name(value: Any) -> None:
+    problem = f"quality is a {type(value).__name__}, not a number or an array; "
+    with pytest.raises(DataError, match=rf"metadata: {problem}.*; correct Unusual\.__getitem__"):
+        Unusual(first=picture(quality=value), second=None).validate(replace(SPEC, conditions=()), 1, 4)
 
 
 def test_a_first_sample_may_be_damaged_within_the_budget_or_too_long() -> None:

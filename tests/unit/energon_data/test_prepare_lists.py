@@ -215,7 +215,8 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
         ("pair.csv", "pair.csv: ',' expected after '\"'"),
         ("above.jsonl", "above.jsonl, row 1: file_name '../secret.png' leaves the folder"),
         ("root.jsonl", "root.jsonl, row 1: file_name '/etc/passwd' leaves the folder"),
-        ("nameless.jsonl", "nameless.jsonl, row 1: file_name is None"),
+        ("nameless.jsonl", "nameless.jsonl, row 1: no file_name, its entries are caption; the column file_name names"),
+        ("null.jsonl", "null.jsonl, row 1: file_name is None; the column"),
         ("array.jsonl", "line 1 is a list, not an object"),
     ],
 )
@@ -232,6 +233,7 @@ def test_an_invalid_list_is_refused(tmp_path, capsys, name, says):
         "above.jsonl": '{"file_name": "../secret.png"}',
         "root.jsonl": '{"file_name": "/etc/passwd"}',
         "nameless.jsonl": '{"caption": "nameless"}',
+        "null.jsonl": '{"file_name": null, "caption": "nameless"}',
         "array.jsonl": "[1]",
     }
     words = ["--list", str(folder_of(tmp_path, lists) / name)]

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.encoders.vae import VAE, Geometry
+from dit.encoders.vae import VAE, Geometry, load_vae
 from dit.errors import ConfigError
 from dit.inference import decoding
 from dit.inference.decoding import Decoder, find_autoencoder
@@ -27,6 +27,7 @@ from dit.sampling.grid import enlargement, tile_origin, to_bytes
 from dit.sampling.references import add_references
 from dit.settings import SamplingConfig, TrainingConfig
 from energon_data.mock import MockData
+from launch.initial_picture import read_initial
 from tests.conftest import BuildModel
 from tests.unit.encoders.test_vae import MODELS
 
@@ -44,6 +45,23 @@ def autoencoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         folders[name] = str(tmp_path_factory.mktemp(name))
         kind(**config).save_pretrained(folders[name])
     return folders
+
+
+def test_an_autoencoder_that_encodes_and_decodes_is_loaded_once(autoencoders: dict[str, str], tmp_path: Path) -> None:
+    """`launch.sample --first-frame` encodes a picture before it decodes samples."""
+    Image.new("RGB", (32, 32)).save(tmp_path / "first.png")
+    load_vae.cache_clear()
+    decoder, geometry = Decoder(autoencoders["image"], CPU), Geometry.read(autoencoders["image"])
+    latent = read_initial(tmp_path / "first.png", (1, 16, 16), geometry.channels, decoder)
+    decoder(latent[None])
+    assert load_vae.cache_info().misses == 1
+    vae = load_vae(autoencoders["image"], "cpu")
+    vae.decode(latent[None], tile=16)
+    assert vae._model.use_tiling
+    torch.testing.assert_close(
+        vae.encode(-torch.ones(1, 3, *geometry.pixel_shape(1, 16, 16)))[0], latent, rtol=0, atol=ROUNDING
+    )
+    assert not vae._model.use_tiling
 
 
 @pytest.mark.parametrize("name", ["image", "wan"])

@@ -93,6 +93,29 @@ def test_a_finished_run_of_one_line_has_a_rate(tmp_path: Path) -> None:
     assert told(run_folder(tmp_path / "run", scalars(20), num_steps=20))["rate"] == "32.0 samples/s, MFU 41.0%"
 
 
+def test_a_clock_that_is_set_back_does_not_change_the_rate(tmp_path: Path) -> None:
+    """The interval in which it was set back has an unknown length, and is left out."""
+    times = [NOW + 2.0 * step - (3600 if step > 7 else 0) for step in range(1, 11)]
+    records = [{**scalars(step), "time": seconds} for step, seconds in enumerate(times, 1)]
+    assert told(run_folder(tmp_path / "run", *records))["rate"].startswith("2 s per step")
+
+
+def test_rates_of_an_earlier_attempt_do_not_count(tmp_path: Path) -> None:
+    """The run may have continued on other machines or under another layout."""
+    slow = {
+        "samples_per_s": 8.0,
+        "mfu": 0.1,
+        "data_wait_share": 0.5,
+        "loader_samples_per_s": 9.0,
+        "rank_s_slowest": 0.5,
+    }
+    records = [scalars(step) for step in range(1, 21)] + [{**scalars(21, **slow), "attempt": 2}]
+    said = told(run_folder(tmp_path / "run", *records))
+    assert said["rate"] == "8.0 samples/s, MFU 10.0%"
+    assert said["data"].startswith("waits 50.0% of the time, the loaders make 9 samples/s")
+    assert said["ranks"] == "compute 0.5 s of a step, the slowest 1.00 times the median"
+
+
 def test_the_status_of_a_failed_run_has_its_error(half_done: Path) -> None:
     write_outcome(half_done, Outcome(4, "not_finite", 20, 1, "NotFiniteError: step 21: loss=nan", NOW))
     assert "not_finite (code 4): NotFiniteError: step 21: loss=nan" in told(half_done)["run"]

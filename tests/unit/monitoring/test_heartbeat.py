@@ -66,6 +66,25 @@ def test_a_stopped_or_dead_process_of_this_machine_is_detected_at_once():
     assert judge(found, 2)[0].endswith("is dead")
 
 
+RANK_1 = """
+import sys
+from dit.monitoring.heartbeat import Heartbeat
+with Heartbeat(sys.argv[1], 1, 2, 0.6) as heart:
+    heart.phase.enter("samples", 8)
+    if sys.argv[2] == "fails":
+        raise SystemExit(1)
+"""
+
+
+@pytest.mark.parametrize(("way", "late"), [("completes", ([0], False)), ("fails", ([1], True))])
+def test_a_rank_that_has_completed_the_run_is_not_dead(tmp_path, way, late):
+    """Rank 0 may write the samples of the last step for minutes after the other ranks have ended."""
+    subprocess.run([sys.executable, "-c", RANK_1, str(tmp_path), way], check=False)
+    for host in (socket.gethostname(), "another machine"):
+        beat = replace(read_beats(tmp_path)[1], host=host)
+        assert judge({**beats((8, "samples")), 1: beat}, 2, silent=1)[1:] == late
+
+
 def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
     """Any change of phase is progress; the exit record has the verdict, and the record of the run has the incident."""
     codes, ended = [], threading.Event()
@@ -82,12 +101,12 @@ def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
         assert read_beats(tmp_path)[0].phase == "computes"
         heart.phase.enter("reduces the gradient", 8)
         assert ended.wait(20)
+        assert "test_heartbeat.py" in read_beats(tmp_path)[0].where
     assert codes[0] == 70
     found = read_outcome(tmp_path)
     assert (found.reason, found.step, found.rank) == ("hang", 8, 0)
     assert "rank 1 never wrote a heartbeat" in found.error
     assert "after step 8 (test_heartbeat.py" in found.error, "where this rank waits"
-    assert "test_heartbeat.py" in read_beats(tmp_path)[0].where
     told = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert (told["kind"], told["incident"], told["details"]["blamed"]) == ("incident", "hang", [1])
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_training import tiny_model
+from dit.errors import ConfigError
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.routing_config import RoutingConfig
@@ -176,6 +177,16 @@ def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: py
     assert second.peak_bytes == pytest.approx(expected.peak_bytes, abs=16)  # the first job leaves a number in memory
     assert replace(second, peak_bytes={}) == replace(expected, peak_bytes={})
     assert "data pointer" not in capfd.readouterr().err
+
+
+def refuse(job):
+    raise ConfigError("the layer cannot be split")
+
+
+def test_an_error_of_the_user_is_raised_and_has_no_traceback(capfd: pytest.CaptureFixture[str]):
+    with Tracer() as tracer, pytest.raises(ConfigError, match="the layer cannot be split"):
+        tracer.run(refuse, [None])
+    assert capfd.readouterr().err == ""
 
 
 def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_disk(tmp_path, monkeypatch):

@@ -189,7 +189,7 @@ def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel, kind: 
     assert torch.equal(clips[:, :, :1], picture.expand(2, 4, 1, 4, 4))
     other = generator.generate(labels=[0, 2], first_frame=picture + 1)
     assert (clips[:, :, 1:] - other[:, :, 1:]).abs().max() > 1e-3
-    with pytest.raises(ConfigError, match="needs clips of more frames"):
+    with pytest.raises(ConfigError, match="clips of at least 2 latent frames, and these have 1; raise frames"):
         generator.generate(labels=[0], frames=1, first_frame=picture)
     with pytest.raises(ConfigError, match="a first frame needs several noise levels"):
         generator_of(build_model, MeanFlow()).generate(labels=[0], first_frame=picture)
