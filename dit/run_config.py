@@ -393,12 +393,6 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "use parallel.context_parallel_size=1",
         ),
         (
-            config.parallel.sequence_parallel,
-            "parallel.sequence_parallel=True",
-            "each pass computes the tables of a rank's tokens from lengths",
-            "use parallel.sequence_parallel=False",
-        ),
-        (
             training.attention == "transformer_engine",
             "training.attention=transformer_engine",
             "it compares lengths on the host",
