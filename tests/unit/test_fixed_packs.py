@@ -14,6 +14,7 @@ from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
+from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima, without_lengths
 from dit.kernels.attention import _padded_segments, _segments_with_padding
@@ -44,8 +45,14 @@ FIXING = {
 }
 FIXING["sizes"] = replace(config_of("dit_cross"), size_conditioning=True)
 FIXING["pixart"] = replace(config_of("stdit"), layer_pattern=["full"], position_span=8.0)
-PACKS = [0, 1, 2, 3], [3, 1], [2]
+PACKS = [0, 1, 2, 3], [3, 1, 2], [2]
 """Numbers of the samples of packs, which have different lengths."""
+ULYSSES = {"context_parallel_size": 2, "context_comm": "a2a"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "context": ULYSSES,
+    "context balanced": {**ULYSSES, "context_split": "load_balanced"},
+}
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
 OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
 """The times of a sample depend on its length."""
@@ -106,16 +113,27 @@ def test_passes_without_lengths_have_the_numbers_of_the_pack_whose_tables_they_r
 
 
 def replay_on_a_rank(case: dict[str, Any]) -> list[list[str]]:
-    """Return the names of the numbers of each rank that differ between replayed and eager passes, and their count."""
-    config, maxima = FIXING[case["name"]], replace(MAXIMA, text_tokens=63)  # split over 2 ranks with a padding token
-    parallel = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+    """Return the names of the numbers that differ between passes of a rank, and how many were compared.
+
+    They are compared between eager and replayed passes, and under context parallelism between packs and padded packs.
+    """
+    config = FIXING[case["name"]]
+    packs = [pack(config, numbers, multiple_of=4) for numbers in PACKS]
+    # Both ranks have tokens of samples, and sequence parallelism pads the texts.
+    maxima = replace(MAXIMA, tokens=packs[0].layout.total_tokens + 8, text_tokens=63)
+    parallel = ParallelConfig(**LAYOUTS[case["layout"]])
     groups = process_groups.initialize(parallel)
+
+    def local(batch: PackedBatch) -> PackedBatch:
+        return shard(batch, groups.cp.rank(), groups.cp.size(), parallel.context_split)
+
     try:
         model = build_model(config, parallel, TrainingConfig(precision="fp32"), groups)[0]
         disturb_constants([model], groups)
-        first, *others = (maxima.pad(pack(config, numbers, multiple_of=4)) for numbers in PACKS)
-        numbers_of(model, config, first)  # computes the tables
-        differing = []
+        first, *others = (local(maxima.pad(batch)) for batch in packs)
+        padded = numbers_of(model, config, first)  # computes the tables
+        plain = numbers_of(model, config, local(packs[0])) if groups.cp.size() > 1 else padded
+        differing = [key for key, x in plain.items() if (padded[key] - x).norm() > RTOL * x.norm()]
         with mock.patch.object(philox, "ten_rounds", philox._rounds):
             hidden = without_lengths([first])[0]
             replayed, replay = record(lambda: numbers_of(model, config, hidden))
@@ -129,9 +147,11 @@ def replay_on_a_rank(case: dict[str, Any]) -> list[list[str]]:
         process_groups.release()
 
 
-def test_replays_on_sequence_parallel_ranks_have_the_numbers_of_eager_passes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replays_on_two_ranks_have_the_numbers_of_eager_passes(layout: str, tmp_path: Path) -> None:
     """Each rank has half of the tokens, which are other parts of other samples in each pack."""
-    cases = [{"task": f"{__name__}:{replay_on_a_rank.__name__}", "name": name} for name in FIXING]
+    task = f"{__name__}:{replay_on_a_rank.__name__}"
+    cases = [{"task": task, "name": name, "layout": layout} for name in FIXING]
     for name, ranks in zip(FIXING, run_world(2, cases, tmp_path, timeout_s=600)):
         for *differing, count in ranks:
             assert not differing, name

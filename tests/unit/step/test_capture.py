@@ -16,6 +16,7 @@ from benchmarks.host import wait_job
 from benchmarks.waits import META, WaitCounter, meta_device
 from dit.backends import process_groups
 from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost
+from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima
 from dit.optimizer.ema import EMA
@@ -51,6 +52,7 @@ PACKS = [
 """All lengths are multiples of the rows of a block, so that the kernels have equal tables of blocks."""
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
 TP2_SP = replace(TP2, sequence_parallel=True)
+ULYSSES = ParallelConfig(context_parallel_size=2, context_comm="a2a")
 ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
 """The length of the longest sample is a number on the host."""
 
@@ -254,7 +256,8 @@ def passes_of_packs_here(job: Job) -> list[Any]:
                 wrapped, schedule = program.state.wrapped, GraphedSchedule()
                 for number in range(WARM_UP + STEPS):
                     shapes = itertools.islice(program._packs, 2)
-                    packs = [program._copy(maxima.pad(batch_of(job.model, shape))) for shape in shapes]
+                    padded = [maxima.pad(batch_of(job.model, shape)) for shape in shapes]
+                    packs = [program._copy(shard(batch, 0, groups.cp.size(), "contiguous")) for batch in padded]
                     wrapped[0].zero_grad_buffer()
                     step = training_forward_step(job.objective, job.model, job.training.seed, number, program.mix)
                     schedule(step, iter(packs), wrapped, 2, groups)
@@ -264,8 +267,9 @@ def passes_of_packs_here(job: Job) -> list[Any]:
 
 
 def of_layout(job: Job, parallel: ParallelConfig) -> Job:
-    """Return a job on the tensor-parallel ranks of a layout."""
-    return replace(job, parallel=parallel, world_size=parallel.tensor_model_parallel_size)
+    """Return a job on the tensor-parallel and context-parallel ranks of a layout."""
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return replace(job, parallel=parallel, world_size=ranks)
 
 
 def assert_equal_steps_without_waits(recorded: list[Any], least: int) -> None:
@@ -314,9 +318,11 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
         ("tiny_dit", "eager", ParallelConfig()),
         ("pretrain_7b", "triton", TP2),
         ("pretrain_7b", "triton", TP2_SP),
+        ("pretrain_7b", "triton", ULYSSES),
         pytest.param("flux_12b", "triton", ParallelConfig(), marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2, marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2_SP, marks=pytest.mark.slow),
+        pytest.param("z_image_1024", "triton", ULYSSES, marks=pytest.mark.slow),
         pytest.param("qwen_image_1024", "triton", TP2_SP, marks=pytest.mark.long),
         pytest.param("sd3_5_medium_1024", "eager", ParallelConfig(), marks=pytest.mark.long),
         pytest.param("lumina2_1024", "triton", TP2_SP, marks=pytest.mark.long),

@@ -233,6 +233,7 @@ def test_a_step_of_graphs_that_is_computed_twice_compares_gradients(
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "cp2": {"context_parallel_size": 2, "context_comm": "a2a"},
     "dp2": {"data_parallel": "distributed_optimizer"},
 }
 
@@ -299,7 +300,7 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
     [
         ("tiny_stdit", {}, r"packs and model=STDiTConfig, because .* on the host; use model=DiTConfig, or data of one"),
         ("tiny_dit_pack", {"clean_first_frame": 0.5}, "packs and data.clean_first_frame=0.5, .* use data without it"),
-        ("tiny_dit_pack", {"context_parallel_size": 2}, "packs and parallel.context_parallel_size=2, .* use .*size=1"),
+        ("tiny_dit_pack", {"context_parallel_size": 2}, "packs and parallel.context_comm=p2p, .* use .*comm=a2a"),
         ("tiny_dit_pack", {"attention": "transformer_engine"}, "attention=transformer_engine, .*attention=auto"),
         ("tiny_dit_pack", {"kernels": "compile"}, "packs and training.kernels=compile, .* use training.kernels=auto"),
         ("tiny_dit", {"shapes": ["1x8x8", "1x8x16"]}, "data=MockData, because batches .* set data.max_tokens_per_pack"),
