@@ -56,6 +56,17 @@ def _identities(others: tuple[object, ...]) -> list[object]:
     return [id(x) if isinstance(x, SequenceLayout) else x for x in others]
 
 
+def _of_shard(
+    layout: "SequenceLayout",
+    share: tuple[int, int],
+    make: Callable[Concatenate["SequenceLayout", Others], Table],
+    /,
+    *others: Others.args,
+    **named: Others.kwargs,
+) -> Table:
+    return make(layout.shard(*share), *others, **named)
+
+
 # Not frozen, because torch 2.11 compiles again for other lengths of tuples in a frozen dataclass.
 @dataclass(unsafe_hash=True)
 class SequenceLayout:
@@ -82,7 +93,7 @@ class SequenceLayout:
         local          lengths (1, 2), padded_lengths (2, 4), total_tokens 7
 
     Under sequence parallelism the layers gather the tokens of all tensor-parallel ranks before attention. The layout of
-    the gathered tokens is `gathered`.
+    the gathered tokens is `gathered`. It stores the tables of its shards, too, because a pass makes new shards.
 
     Attributes:
         lengths: real tokens of each sample, on the host.
@@ -91,8 +102,8 @@ class SequenceLayout:
         device: device of the tensors that are computed from the layout.
         local_indices: global indices of the local tokens, in their local order, int64 `[T]`; None for all tokens.
         parent: under sequence parallelism, the layout that the layers gather before attention; else None.
+        share: rank and number of the ranks that split the tokens of `parent`.
         local: under context parallelism, the layout of the local tokens as a separate pack (samples may be empty).
-        window: index of the first local token in `parent` and number of local tokens, if they are contiguous there.
         levels: noise levels inside the samples; None if each sample has one level.
         is_fixed: whether all packs of the run have these numbers of samples and tokens, and a CUDA graph may repeat the
             pack with other lengths (`dit.fixed_packs`). Operations then depend on the tables, not on the lengths.
@@ -104,8 +115,8 @@ class SequenceLayout:
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     local_indices: Optional[Tensor] = None
     parent: Optional["SequenceLayout"] = None
+    share: tuple[int, int] = (0, 1)
     local: Optional["SequenceLayout"] = None
-    window: Optional[tuple[int, int]] = None
     levels: Optional["Levels"] = None
     is_fixed: bool = False
 
@@ -216,6 +227,8 @@ class SequenceLayout:
     @cached_property
     def segment_ids_T(self) -> Tensor:
         """Sample of each local token, int64; padding has the number of its sample, the tail pad that of the last."""
+        if self.parent is not None:
+            return self.parent.segment_ids_T.chunk(self.share[1])[self.share[0]]
         return self._all_segment_ids if self.local_indices is None else self._all_segment_ids[self.local_indices]
 
     @cached_property
@@ -223,14 +236,12 @@ class SequenceLayout:
         """Contiguous runs of local tokens of one sample: (sample, first token, number of tokens), on the host.
 
         The tail pad belongs to the last sample. The device is synchronised only if `local_indices` is an arbitrary
-        selection (neither `window` nor `local` is set).
+        selection (neither `parent` nor `local` is set).
         """
-        if self.window is not None and self.parent is not None:
-            first, count = self.window
-            cut = (
-                (i, max(start - first, 0), min(start + n - first, count)) for i, start, n in self.parent.segment_runs
-            )
-            return tuple((i, start, stop - start) for i, start, stop in cut if start < stop)
+        if self.parent is not None:
+            first, end = (part * self.num_local_tokens for part in (self.share[0], self.share[0] + 1))
+            cut = ((i, max(start, first), min(start + n, end)) for i, start, n in self.parent.segment_runs)
+            return tuple((i, start - first, stop - start) for i, start, stop in cut if start < stop)
         if self.local_indices is None or self.local is not None:
             pack = self if self.local_indices is None else self.local
             assert pack is not None
@@ -261,6 +272,8 @@ class SequenceLayout:
             make: function of a module that computes tensors or a layout from lengths.
             others: layouts of the same samples, or numbers that are the same for all packs.
         """
+        if self.parent is not None:
+            return self.parent.table(_of_shard, self.share, make, *others, **named)
         # No reference to itself, which only garbage collection would remove, with the memory of the tables.
         stored = tuple(ITSELF if x is self else x for x in others)
         key: tuple[object, ...] = make, *(x.sizes if isinstance(x, SequenceLayout) else x for x in others)
@@ -289,12 +302,12 @@ class SequenceLayout:
         """Index of each local token within its sample, int64."""
         indices = self.local_indices
         indices_T = torch.arange(self.total_tokens, device=self.device) if indices is None else indices
-        return indices_T - self.cu_seqlens_padded.long()[self.segment_ids_T]
+        return indices_T - self.gathered.cu_seqlens_padded.long()[self.segment_ids_T]
 
     @cached_property
     def valid_T(self) -> Tensor:
         """True for the real tokens among the local ones."""
-        return self.token_index_T < self.lengths_S[self.segment_ids_T]
+        return self.token_index_T < self.gathered.lengths_S[self.segment_ids_T]
 
     @cached_property
     def noised_T(self) -> Tensor:
@@ -389,7 +402,6 @@ class SequenceLayout:
             total_tokens=self.total_tokens + other.total_tokens,
             local_indices=indices,
             local=None,
-            window=None,
             levels=None if levels is None or others is None else levels.followed_by(others),
         )
 
@@ -398,31 +410,19 @@ class SequenceLayout:
         """Layout of the tokens in attention; under sequence parallelism, the tokens of all tensor-parallel ranks."""
         return self if self.parent is None else self.parent
 
-    def select(
-        self,
-        indices_T: Tensor,
-        *,
-        gathered: bool = False,
-        local: Optional["SequenceLayout"] = None,
-        window: Optional[tuple[int, int]] = None,
-    ) -> "SequenceLayout":
-        """Return the layout of some of the local tokens.
+    def shard(self, rank: int, size: int) -> "SequenceLayout":
+        """Return the layout of one of `size` equal parts of the local tokens, in order (sequence parallelism)."""
+        indices = self.local_indices
+        indices_T = torch.arange(self.total_tokens, device=self.device) if indices is None else indices
+        part_T = indices_T.chunk(size)[rank]
+        levels = None if self.levels is None else replace(self.levels, layout=self.levels.layout.shard(rank, size))
+        return replace(self, local_indices=part_T, parent=self, share=(rank, size), local=None, levels=levels)
 
-        Args:
-            indices_T: indices of the selected tokens among the current local tokens, int64.
-            gathered: whether the layers gather the current local tokens before attention (sequence parallelism).
-            local: layout of the selected tokens as a separate pack (context parallelism).
-            window: index of the first selected token and their number, if they are contiguous and `gathered` is True.
-        """
+    def select(self, indices_T: Tensor, *, local: Optional["SequenceLayout"] = None) -> "SequenceLayout":
+        """Return the layout of local tokens with these indices, int64; `local` is their layout as a separate pack."""
         selected = indices_T if self.local_indices is None else self.local_indices[indices_T]
-        return replace(
-            self,
-            local_indices=to_device(selected, self.device),
-            parent=self.gathered if gathered else None,
-            local=local,
-            window=window,
-            levels=None if self.levels is None else self.levels.select(indices_T, gathered=gathered, window=window),
-        )
+        levels = None if self.levels is None else self.levels.select(indices_T)
+        return replace(self, local_indices=to_device(selected, self.device), parent=None, local=local, levels=levels)
 
     def tensor(
         self, values: Sequence[float] | Sequence[Sequence[float]], dtype: Optional[torch.dtype] = None
@@ -466,10 +466,10 @@ class Levels:
         layout = self.layout.followed_by(other.layout)
         return Levels(layout, self.counts + other.counts, self.numbers + other.numbers)
 
-    def select(self, indices_T: Tensor, *, gathered: bool, window: Optional[tuple[int, int]]) -> "Levels":
-        """Return the levels of some of the local tokens; arguments as for `SequenceLayout.select`."""
-        local = None if gathered or self.layout.local_indices is not None else _local(self.layout, indices_T)
-        return replace(self, layout=self.layout.select(indices_T, gathered=gathered, local=local, window=window))
+    def select(self, indices_T: Tensor) -> "Levels":
+        """Return the levels of some of the local tokens."""
+        local = None if self.layout.local_indices is not None else _local(self.layout, indices_T)
+        return replace(self, layout=self.layout.select(indices_T, local=local))
 
 
 def _local(layout: SequenceLayout, indices_T: Tensor) -> SequenceLayout:

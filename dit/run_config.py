@@ -369,7 +369,7 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
 
 def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[tuple[bool, str, str, str]]:
     """Yield the settings with which no CUDA graph can repeat packs: whether they apply, setting, reason and cure."""
-    training, context_ranks = config.training, config.parallel.context_parallel_size
+    training, parallel = config.training, config.parallel
     levels = config.data.levels_setting() or config.data.references_setting()
     has_texts = any(condition.axis == "text" for condition in spec.conditions)
     for applies, setting, reason, cure in (
@@ -387,16 +387,10 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "set data.max_text_tokens",
         ),
         (
-            context_ranks > 1,
-            f"parallel.context_parallel_size={context_ranks}",
-            "the exchanged tokens depend on lengths",
-            "use parallel.context_parallel_size=1",
-        ),
-        (
-            config.parallel.sequence_parallel,
-            "parallel.sequence_parallel=True",
-            "each pass computes the tables of a rank's tokens from lengths",
-            "use parallel.sequence_parallel=False",
+            parallel.context_parallel_size > 1 and parallel.context_comm != "a2a",
+            f"parallel.context_comm={parallel.context_comm}",
+            "the kernels of the exchanged blocks depend on lengths",
+            "use parallel.context_comm=a2a",
         ),
         (
             training.attention == "transformer_engine",

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
-from dit.context_parallel.partition import ContextSplit, TokenPartition, context_partition
+from dit.context_parallel.partition import ContextSplit, FixedPartition, TokenPartition, context_partition
 from dit.errors import ConfigError
 from dit.joint_layout import JointLayout, joint_layout
 from dit.kernels.attention import Attention
@@ -81,12 +81,19 @@ class ContextAttention:
             return self._joint(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
         if layout_q.local_indices is None:  # replicated queries and keys
             return self.local(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
-        partition = context_partition(layout_q, self.group.size(), self.split)
+        partition = self._partition(layout_q)
         if layout_k.local_indices is None:
             # The layout of this pack, because its tables refer to the texts.
             local = layout_q.local or partition.blocks()[self.group.rank()]
             return self.local(q_TNH, k_KNH, v_KNH, local, layout_k)
         return self.exchange(q_TNH, k_KNH, v_KNH, partition)
+
+    def _partition(self, layout: SequenceLayout) -> TokenPartition:
+        """Return the partition of the pack of which a rank has these tokens, or these tokens and replicated texts."""
+        if layout.is_fixed:
+            return FixedPartition(layout, self.group.size(), self.split)
+        pack = layout.image if isinstance(layout, JointLayout) else layout
+        return context_partition(pack, self.group.size(), self.split)
 
     def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: TokenPartition) -> Tensor:
         """Attend inside segments that are split over the ranks.
@@ -95,12 +102,12 @@ class ContextAttention:
             q_TNH, k_KNH, v_KNH: tensors of the local tokens, in ascending order.
             partition: local tokens of each rank.
         """
+        if self.comm in ("a2a", "a2a+p2p"):
+            return self._by_heads(q_TNH, k_KNH, v_KNH, partition)
         queries = partition.blocks()[self.group.rank()]
         if self.comm == "p2p":
             return _Ring.apply(_Plan(queries, partition.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
-        if self.comm == "all_gather":
-            return _GatheredKeys.apply(self._gathering(queries, partition), q_TNH, k_KNH, v_KNH)
-        return self._by_heads(q_TNH, k_KNH, v_KNH, partition)
+        return _GatheredKeys.apply(self._gathering(queries, partition), q_TNH, k_KNH, v_KNH)
 
     def _gathering(
         self, queries: SequenceLayout, partition: TokenPartition, replicated: Optional[SequenceLayout] = None
@@ -143,7 +150,7 @@ class ContextAttention:
         Args:
             layout_q: `joint` for queries of the text and the local image, or the layout of the local image.
         """
-        partition = context_partition(joint.image, self.group.size(), self.split)
+        partition = self._partition(joint)
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
         queries = joint if layout_q is joint else joint.local_image
         tensors = (q_TNH, image_k, image_v, text_k, text_v)
@@ -174,7 +181,7 @@ class ContextAttention:
         text_q, text_k, text_v = (None if x is None else x.chunk(inner.size(), 1)[inner.rank()] for x in texts)
         assert text_k is not None
         assert text_v is not None
-        layout = joint_layout(joint.text, blocks[index])
+        layout = joint.table(_with_image, blocks[index])
         queries = blocks[index] if text_q is None else layout
         q_TNH = image_q if text_q is None else layout.join(text_q, image_q)
         if self.comm == "a2a":
@@ -187,6 +194,11 @@ class ContextAttention:
             return heads_for_tokens(out_TNH, inner, order)
         text, image = layout.split(out_TNH)
         return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
+
+
+def _with_image(joint: SequenceLayout, image: SequenceLayout) -> JointLayout:
+    assert isinstance(joint, JointLayout)
+    return joint_layout(joint.text, image)
 
 
 class _RingStep:

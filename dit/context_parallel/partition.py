@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import BatchError
+from dit.joint_layout import JointLayout
 from dit.layout import SequenceLayout, to_device
 
 ContextSplit = Literal["contiguous", "load_balanced"]
@@ -56,12 +57,19 @@ class TokenPartition:
         indices_RT: global indices of each rank's tokens, ascending, int64; every rank has the same number.
         counts_SR: number of real tokens of each sample (or finer segment) on each rank, int64.
         padded_lengths: tokens of each sample including its padding; None if all padding is after the last sample.
+        is_fixed: whether the pack has a fixed size, see `SequenceLayout`.
     """
 
     def __init__(
-        self, indices_RT: Tensor, counts_SR: Tensor, padded_lengths: Optional[tuple[int, ...]], device: torch.device
+        self,
+        indices_RT: Tensor,
+        counts_SR: Tensor,
+        padded_lengths: Optional[tuple[int, ...]],
+        device: torch.device,
+        *,
+        is_fixed: bool = False,
     ) -> None:
-        self.size = len(indices_RT)
+        self.size, self._is_fixed = len(indices_RT), is_fixed
         self.indices_RT, self._counts_SR = indices_RT, counts_SR
         self._padded_lengths, self._device = padded_lengths, device
         self._blocks: dict[int, tuple[SequenceLayout, ...]] = {}
@@ -79,7 +87,9 @@ class TokenPartition:
             full = self._padded_lengths
             padded = None if full is None else tuple(n // count for n in full)
             self._blocks[ranks_per_block] = tuple(
-                SequenceLayout(tuple(lengths), padded or tuple(lengths), tokens // count, self._device)
+                SequenceLayout(
+                    tuple(lengths), padded or tuple(lengths), tokens // count, self._device, is_fixed=self._is_fixed
+                )
                 for lengths in lengths_BS
             )
         return self._blocks[ranks_per_block]
@@ -87,7 +97,7 @@ class TokenPartition:
     def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
         """Return the permutation from rank-by-rank order to ascending order, and its inverse, int64.
 
-        None if it is the identity, as for one sample under the contiguous split.
+        None if it is the identity, as for one sample under the contiguous split, unless the pack has a fixed size.
         """
         key = (block, ranks_per_block)
         if key not in self._orders:
@@ -96,7 +106,7 @@ class TokenPartition:
             identity = torch.arange(len(join))
             inverse = torch.empty_like(join).scatter_(0, join, identity)
             orders = (to_device(join, self._device), to_device(inverse, self._device))
-            self._orders[key] = None if torch.equal(join, identity) else orders
+            self._orders[key] = None if torch.equal(join, identity) and not self._is_fixed else orders
         return self._orders[key]
 
 
@@ -106,7 +116,7 @@ class ContextPartition(TokenPartition):
     def __init__(self, layout: SequenceLayout, size: int, split: ContextSplit) -> None:
         check_split(layout, size, split)
         full = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
-        padded_S = torch.tensor(layout.padded_lengths)
+        padded_S = torch.tensor(layout.padded_lengths).clamp(min=1)  # the tail pad may belong to an empty sample
         packed = sum(layout.padded_lengths)
         chunks = chunks_per_sample(size, split)
         chunk_T = full.token_index_T * chunks // padded_S[full.segment_ids_T]
@@ -117,21 +127,41 @@ class ContextPartition(TokenPartition):
         indices_RT = rank_T.sort(stable=True).indices.view(size, -1)
         pair_T = full.segment_ids_T * size + rank_T
         counts = torch.bincount(pair_T[full.valid_T], minlength=full.num_samples * size)
-        super().__init__(indices_RT, counts.view(-1, size), layout.padded_lengths, layout.device)
+        super().__init__(
+            indices_RT, counts.view(-1, size), layout.padded_lengths, layout.device, is_fixed=layout.is_fixed
+        )
 
 
-@lru_cache(maxsize=16)
-def _context_partition(
-    lengths: tuple[int, ...],
-    padded_lengths: tuple[int, ...],
-    total_tokens: int,
-    device: torch.device,
-    size: int,
-    split: ContextSplit,
-) -> ContextPartition:
-    return ContextPartition(SequenceLayout(lengths, padded_lengths, total_tokens, device), size, split)
+class FixedPartition(TokenPartition):
+    """The partition of a pack of fixed size for an exchange over all ranks, from tables of a layout.
+
+    Args:
+        layout: layout of the local tokens, or of replicated texts and the local tokens.
+    """
+
+    def __init__(self, layout: SequenceLayout, size: int, split: ContextSplit) -> None:
+        self.size, self._layout, self._split = size, layout, split
+
+    def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
+        assert ranks_per_block == self.size
+        return (self._layout.table(_tokens_of_all_ranks),)
+
+    def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
+        assert ranks_per_block == self.size
+        return self._layout.table(_order_of_all_ranks, self.size, self._split)
+
+
+def _tokens_of_all_ranks(layout: SequenceLayout) -> SequenceLayout:
+    return (layout.image if isinstance(layout, JointLayout) else layout).plain
+
+
+def _order_of_all_ranks(layout: SequenceLayout, size: int, split: ContextSplit) -> Optional[tuple[Tensor, Tensor]]:
+    return ContextPartition(_tokens_of_all_ranks(layout), size, split).order(0, size)
+
+
+_context_partition = lru_cache(maxsize=16)(ContextPartition)
 
 
 def context_partition(layout: SequenceLayout, size: int, split: ContextSplit) -> ContextPartition:
     """Return the partition of the global pack that `layout` belongs to; cached, so that all layers share one object."""
-    return _context_partition(layout.lengths, layout.padded_lengths, layout.total_tokens, layout.device, size, split)
+    return _context_partition(layout.plain, size, split)

@@ -32,7 +32,8 @@ def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -
         latents_TC=batch.latents_TC[indices_T],
         positions_T3=batch.positions_T3[indices_T],
         conditions=batch.conditions.select(indices_T),
-        layout=batch.layout.select(partition.indices_RT[cp_rank], local=partition.blocks()[cp_rank].plain),
+        # A copy, because the partition is cached, and a graph overwrites the tensors of its packs.
+        layout=batch.layout.select(partition.indices_RT[cp_rank].clone(), local=partition.blocks()[cp_rank].plain),
     )
 
 

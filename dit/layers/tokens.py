@@ -36,17 +36,15 @@ def shard_tokens(
     """
     if not provider.sequence_parallel:
         return layout, tensors_T
-    share = layout.num_local_tokens // provider.tp_size
-    start = provider.tp_rank * share
-    indices_T = torch.arange(start, start + share, device=layout.device)
-    selected = layout.select(indices_T, gathered=True, window=(start, share))
-    return selected, tuple(x[start : start + share] for x in tensors_T)
+    rank, count = provider.tp_rank, layout.num_local_tokens // provider.tp_size
+    part = slice(rank * count, (rank + 1) * count)
+    return layout.shard(rank, provider.tp_size), tuple(x[part] for x in tensors_T)
 
 
 def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:
     """Add the tail pad that makes the number of tokens a multiple of `LayerProvider.token_multiple`."""
-    missing = -layout.total_tokens % provider.token_multiple
-    return replace(layout, total_tokens=layout.total_tokens + missing) if missing else layout
+    multiple = provider.token_multiple
+    return layout.table(_padded, multiple) if layout.total_tokens % multiple else layout
 
 
 def unshard_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
@@ -204,6 +202,10 @@ class ClassTokens(nn.Module):
         rows_KD = rows_SND.flatten(0, 1)
         rows_KD = nn.functional.pad(rows_KD, (0, 0, 0, joint.text.total_tokens - len(rows_KD)))
         return shard_tokens(joint, self.provider, joint.join(rows_KD, x_TD))[1][0]
+
+
+def _padded(layout: SequenceLayout, multiple: int) -> SequenceLayout:
+    return replace(layout, total_tokens=layout.total_tokens + -layout.total_tokens % multiple)
 
 
 def _leading_layout(layout: SequenceLayout, count: int) -> SequenceLayout:

@@ -174,7 +174,7 @@ def constants(value: Any, tensors: list[Tensor]) -> Hashable:
         return value.sizes
     if isinstance(value, SequenceLayout):
         related = value.parent, value.local, value.levels
-        return value.sizes, value.window, tuple(constants(part, []) for part in related)
+        return value.sizes, tuple(constants(part, []) for part in related)
     if isinstance(value, Mapping):
         return tuple((name, constants(part, tensors)) for name, part in value.items())
     if isinstance(value, list | tuple):

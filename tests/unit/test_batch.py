@@ -77,6 +77,24 @@ def test_select_commutes_with_every_per_row_property(layout, random):
     assert (part.total_tokens, part.valid_tokens) == (layout.total_tokens, layout.valid_tokens)
 
 
+def runs_of(layout: SequenceLayout) -> tuple[tuple[int, int, int], ...]:
+    return layout.segment_runs
+
+
+@given(layouts, st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_shards_have_the_rows_of_the_pack(layout, size):
+    """Also shards of some of the tokens, as under context and sequence parallelism."""
+    layout = replace(layout, total_tokens=-(-layout.total_tokens // (2 * size)) * 2 * size)
+    for pack in (layout, layout.select(torch.arange(1, layout.total_tokens, 2))):
+        for rank, rows in enumerate(torch.arange(pack.num_local_tokens).chunk(size)):
+            part, expected = pack.shard(rank, size), pack.select(rows)
+            for name in ("local_indices", "segment_ids_T", "token_index_T", "valid_T"):
+                assert torch.equal(getattr(part, name), getattr(expected, name))
+            assert part.table(runs_of) == part.segment_runs == expected.segment_runs
+        assert len(pack.tables) == size
+
+
 @given(layouts)
 @settings(max_examples=60, deadline=None)
 def test_sum_per_sample_is_the_adjoint_of_per_token_on_real_tokens(layout):

@@ -1,15 +1,20 @@
 """Packs of fixed size give the same numbers as the packs that they are made from, also without lengths."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from dit import philox
+from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
+from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima, without_lengths
 from dit.kernels.attention import _padded_segments, _segments_with_padding
@@ -18,15 +23,20 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.pack_copy import move
+from dit.parallel.build import build_model
+from dit.parallel.dims import ParallelConfig
+from dit.settings import TrainingConfig
 from dit.step.cuda_graph import inputs_of
 from dit.step.forward_step import training_forward_step
-from dit.verify.trial import disturb_constants
+from dit.verify.ranks import run_world
+from dit.verify.trial import disturb_constants, on_first_rank
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from launch.config_file import built
 from launch.train import call_recipe
 from tests.conftest import BuildModel
 from tests.laws.backbones import NAMES, config_of, pack
+from tests.support.replays import record
 
 FIXING = {
     name: config_of(name)
@@ -35,6 +45,14 @@ FIXING = {
 }
 FIXING["sizes"] = replace(config_of("dit_cross"), size_conditioning=True)
 FIXING["pixart"] = replace(config_of("stdit"), layer_pattern=["full"], position_span=8.0)
+PACKS = [0, 1, 2, 3], [3, 1, 2], [2]
+"""Numbers of the samples of packs, which have different lengths."""
+ULYSSES = {"context_parallel_size": 2, "context_comm": "a2a"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "context": ULYSSES,
+    "context balanced": {**ULYSSES, "context_split": "load_balanced"},
+}
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
 OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
 """The times of a sample depend on its length."""
@@ -83,7 +101,7 @@ def test_passes_without_lengths_have_the_numbers_of_the_pack_whose_tables_they_r
 ) -> None:
     """Copy packs with other samples into the tensors of the first pack."""
     model, config = disturbed(build_model, one_rank_world, name)
-    first, *others = (MAXIMA.pad(pack(config, numbers, multiple_of=4)) for numbers in ([0, 1, 2, 3], [3, 1], [2]))
+    first, *others = (MAXIMA.pad(pack(config, numbers, multiple_of=4)) for numbers in PACKS)
     numbers_of(model, config, first)  # computes the tables
     sizes = {(x.shape, x.dtype) for x in inputs_of([first], [first])}
     for other in others:
@@ -92,6 +110,52 @@ def test_passes_without_lengths_have_the_numbers_of_the_pack_whose_tables_they_r
         expected = numbers_of(model, config, other)
         assert all(torch.equal(numbers[key], value) for key, value in expected.items())
     assert len(sizes) > 6
+
+
+def replay_on_a_rank(case: dict[str, Any]) -> list[list[str]]:
+    """Return the names of the numbers that differ between passes of a rank, and how many were compared.
+
+    They are compared between eager and replayed passes, and under context parallelism between packs and padded packs.
+    """
+    config = FIXING[case["name"]]
+    packs = [pack(config, numbers, multiple_of=4) for numbers in PACKS]
+    # Both ranks have tokens of samples, and sequence parallelism pads the texts.
+    maxima = replace(MAXIMA, tokens=packs[0].layout.total_tokens + 8, text_tokens=63)
+    parallel = ParallelConfig(**LAYOUTS[case["layout"]])
+    groups = process_groups.initialize(parallel)
+
+    def local(batch: PackedBatch) -> PackedBatch:
+        return shard(batch, groups.cp.rank(), groups.cp.size(), parallel.context_split)
+
+    try:
+        model = build_model(config, parallel, TrainingConfig(precision="fp32"), groups)[0]
+        disturb_constants([model], groups)
+        first, *others = (local(maxima.pad(batch)) for batch in packs)
+        padded = numbers_of(model, config, first)  # computes the tables
+        plain = numbers_of(model, config, local(packs[0])) if groups.cp.size() > 1 else padded
+        differing = [key for key, x in plain.items() if (padded[key] - x).norm() > RTOL * x.norm()]
+        with mock.patch.object(philox, "ten_rounds", philox._rounds):
+            hidden = without_lengths([first])[0]
+            replayed, replay = record(lambda: numbers_of(model, config, hidden))
+            for other in others:
+                torch._foreach_copy_(inputs_of([first], [first]), inputs_of([other], [first]))
+                replay()
+                expected = numbers_of(model, config, other)
+                differing += [key for key, value in expected.items() if not torch.equal(replayed[key], value)]
+        return on_first_rank([*differing, str(len(replayed))], None)
+    finally:
+        process_groups.release()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replays_on_two_ranks_have_the_numbers_of_eager_passes(layout: str, tmp_path: Path) -> None:
+    """Each rank has half of the tokens, which are other parts of other samples in each pack."""
+    task = f"{__name__}:{replay_on_a_rank.__name__}"
+    cases = [{"task": task, "name": name, "layout": layout} for name in FIXING]
+    for name, ranks in zip(FIXING, run_world(2, cases, tmp_path, timeout_s=600)):
+        for *differing, count in ranks:
+            assert not differing, name
+            assert int(count) > 10
 
 
 def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
@@ -136,12 +200,14 @@ def tables_of(batch: PackedBatch) -> list[Tensor]:
     layout, texts = batch.layout, batch.conditions.layout("context")
     assert texts is not None
     segments = [_segments_with_padding(layout, keys)[i] for keys in (layout, texts) for i in (0, 1)]
-    return [blocks_of(layout, 8).table, blocks_of(layout, 8).offsets, layout.noised_T, *segments]
+    parts = layout, layout.shard(0, 2), layout.shard(1, 2)
+    blocks = [table for part in parts for table in (blocks_of(part, 8).table, blocks_of(part, 8).offsets)]
+    return [*blocks, *(part.noised_T for part in parts), *segments]
 
 
 def test_tables_for_kernels_are_inputs() -> None:
     first, other = (MAXIMA.pad(pack(config_of("dit"), numbers)) for numbers in ([0, 1, 2, 3], [3, 1]))
-    assert len(tables_of(first)) == 7
+    assert len(tables_of(first)) == 13
     torch._foreach_copy_(inputs_of([first], [first]), inputs_of([other], [first]))
     for table, expected in zip(tables_of(without_lengths([first])[0]), tables_of(other)):
         assert torch.equal(table, expected)

@@ -96,7 +96,7 @@ def _blocks(layout: SequenceLayout, rows: int) -> Blocks:
     for _, _, segment in table:
         counts[segment] += 1
     if layout.is_fixed:  # empty blocks, up to the largest number that packs of this size can have
-        table += [(0, 0, 0)] * (cdiv(layout.total_tokens, rows) + layout.num_samples - len(table))
+        table += [(0, 0, 0)] * (cdiv(layout.num_local_tokens, rows) + layout.num_samples - len(table))
     offsets = tuple(accumulate(counts, initial=0))
     return Blocks(
         layout.tensor(table, torch.int32).view(-1, 3),

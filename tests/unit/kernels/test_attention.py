@@ -78,7 +78,7 @@ def test_the_gathered_layout_equals_the_global_pack():
     """Under sequence parallelism, attention gets all rows and a layout of local rows; it must use the pack's."""
     for case in (CASES[0], CASES[4]):
         layout, _ = case.layouts()
-        local = layout.select(torch.arange(layout.total_tokens // 2), gathered=True)
+        local = layout.shard(0, 2)
         q, k, v = case.qkv()
         for attention in (reference_attention, segment_sdpa):
             expected = attention(q, k, v, layout, layout)

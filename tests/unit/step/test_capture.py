@@ -16,6 +16,7 @@ from benchmarks.host import wait_job
 from benchmarks.waits import META, WaitCounter, meta_device
 from dit.backends import process_groups
 from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost
+from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima
 from dit.optimizer.ema import EMA
@@ -49,6 +50,9 @@ PACKS = [
     )
 ]
 """All lengths are multiples of the rows of a block, so that the kernels have equal tables of blocks."""
+TP2 = ParallelConfig(tensor_model_parallel_size=2)
+TP2_SP = replace(TP2, sequence_parallel=True)
+ULYSSES = ParallelConfig(context_parallel_size=2, context_comm="a2a")
 ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
 """The length of the longest sample is a number on the host."""
 
@@ -228,7 +232,7 @@ def updates_here(job: Job) -> list[Any]:
 
 def passes_of_packs_here(job: Job) -> list[Any]:
     """Return the operations of the passes of some steps on different packs, with the copies and waits in them."""
-    recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=64)
+    recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=63)
     with fake_world(job.rank, job.world_size):
         groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
 
@@ -252,13 +256,20 @@ def passes_of_packs_here(job: Job) -> list[Any]:
                 wrapped, schedule = program.state.wrapped, GraphedSchedule()
                 for number in range(WARM_UP + STEPS):
                     shapes = itertools.islice(program._packs, 2)
-                    packs = [program._copy(maxima.pad(batch_of(job.model, shape))) for shape in shapes]
+                    padded = [maxima.pad(batch_of(job.model, shape)) for shape in shapes]
+                    packs = [program._copy(shard(batch, 0, groups.cp.size(), "contiguous")) for batch in padded]
                     wrapped[0].zero_grad_buffer()
                     step = training_forward_step(job.objective, job.model, job.training.seed, number, program.mix)
                     schedule(step, iter(packs), wrapped, 2, groups)
         finally:
             process_groups.release()
     return recorded[WARM_UP:]
+
+
+def of_layout(job: Job, parallel: ParallelConfig) -> Job:
+    """Return a job on the tensor-parallel and context-parallel ranks of a layout."""
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return replace(job, parallel=parallel, world_size=ranks)
 
 
 def assert_equal_steps_without_waits(recorded: list[Any], least: int) -> None:
@@ -282,44 +293,48 @@ def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kernels"),
+    ("recipe", "kernels", "parallel"),
     [
-        ("tiny_dit", "eager"),
-        ("tiny_dit", "triton"),
-        pytest.param("flux_12b", "triton", marks=pytest.mark.slow),
-        pytest.param("tiny_ldm_unet", "eager", marks=pytest.mark.slow),
+        ("tiny_dit", "eager", ParallelConfig()),
+        ("tiny_dit", "triton", ParallelConfig()),
+        ("tiny_dit", "triton", TP2_SP),
+        pytest.param("flux_12b", "triton", ParallelConfig(), marks=pytest.mark.slow),
+        pytest.param("flux_12b", "triton", TP2_SP, marks=pytest.mark.slow),
+        pytest.param("tiny_ldm_unet", "eager", ParallelConfig(), marks=pytest.mark.slow),
     ],
 )
 def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
-    tracer: Tracer, recipe: str, kernels: Any
+    tracer: Tracer, recipe: str, kernels: Any, parallel: ParallelConfig
 ) -> None:
-    job = wait_job(recipe, "dense", kernels)
+    job = of_layout(wait_job(recipe, "dense", kernels), parallel)
     texts = (8,) * len(job.pack.text_lengths)
     job = replace(job, packs=tuple(replace(job.pack, text_lengths=texts) for _ in job.packs))
     assert_equal_steps_without_waits(tracer.run(passes_here, [job])[0], least=301)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kernels", "tensor"),
+    ("recipe", "kernels", "parallel"),
     [
-        ("tiny_dit", "eager", 1),
-        ("pretrain_7b", "triton", 2),
-        pytest.param("flux_12b", "triton", 1, marks=pytest.mark.slow),
-        pytest.param("z_image_1024", "triton", 2, marks=pytest.mark.slow),
-        pytest.param("qwen_image_1024", "triton", 2, marks=pytest.mark.long),
-        pytest.param("sd3_5_medium_1024", "eager", 1, marks=pytest.mark.long),
-        pytest.param("lumina2_1024", "triton", 1, marks=pytest.mark.long),
-        pytest.param("pretrain_ditllama5b", "triton", 1, marks=pytest.mark.slow),
+        ("tiny_dit", "eager", ParallelConfig()),
+        ("pretrain_7b", "triton", TP2),
+        ("pretrain_7b", "triton", TP2_SP),
+        ("pretrain_7b", "triton", ULYSSES),
+        pytest.param("flux_12b", "triton", ParallelConfig(), marks=pytest.mark.slow),
+        pytest.param("z_image_1024", "triton", TP2, marks=pytest.mark.slow),
+        pytest.param("z_image_1024", "triton", TP2_SP, marks=pytest.mark.slow),
+        pytest.param("z_image_1024", "triton", ULYSSES, marks=pytest.mark.slow),
+        pytest.param("qwen_image_1024", "triton", TP2_SP, marks=pytest.mark.long),
+        pytest.param("sd3_5_medium_1024", "eager", ParallelConfig(), marks=pytest.mark.long),
+        pytest.param("lumina2_1024", "triton", TP2_SP, marks=pytest.mark.long),
+        pytest.param("pretrain_ditllama5b", "triton", TP2_SP, marks=pytest.mark.slow),
     ],
 )
 def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_all_steps(
-    tracer: Tracer, recipe: str, kernels: Any, tensor: int
+    tracer: Tracer, recipe: str, kernels: Any, parallel: ParallelConfig
 ) -> None:
     """The packs differ in the number of samples and in the lengths of samples and texts."""
-    job = wait_job(recipe, "packed", kernels)
-    parallel = ParallelConfig(tensor_model_parallel_size=tensor)
+    job = of_layout(wait_job(recipe, "packed", kernels), parallel)
     assert len({(len(pack.grids), pack.text_lengths) for pack in job.packs}) == 3
-    job = replace(job, parallel=parallel, world_size=tensor)
     assert_equal_steps_without_waits(tracer.run(passes_of_packs_here, [job])[0], least=301)
 
 
