@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,7 +19,7 @@ from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima, without_lengths
 from dit.kernels.attention import _padded_segments, _segments_with_padding
-from dit.kernels.fused.blocks import blocks_of
+from dit.kernels.fused.blocks import blocks_of, multiprocessors
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -244,3 +245,11 @@ def test_tables_of_packs_of_one_size_have_one_size() -> None:
         cu_q, cu_k, *longest = _segments_with_padding(layout, layout)
         assert (len(cu_q), len(cu_k), longest) == (22, 22, [200, 200])
         assert cu_q[-1] == cu_k[-1] == 200
+
+
+def test_tables_that_the_host_prepares_are_divided_for_the_gpu(monkeypatch):
+    """The first pack's tables are computed on the device, those of later packs on the host."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=148))
+    counts = [multiprocessors.__wrapped__(torch.device(name)) for name in ("cpu", "cuda:0", "meta")]
+    assert counts == [148, 148, 132]

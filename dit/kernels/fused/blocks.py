@@ -40,10 +40,10 @@ def cdiv(a: int, b: int) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; for another device or without a GPU that of an H100."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    """Return the number of multiprocessors of the GPU, also for tables that the host prepares; else that of an H100."""
+    if device.type == "meta" or not torch.cuda.is_available():
         return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return torch.cuda.get_device_properties(device if device.type == "cuda" else None).multi_processor_count
 
 
 def rows_of_blocks(tokens: int, multiprocessors: int) -> int:
