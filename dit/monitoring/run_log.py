@@ -220,8 +220,8 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_a
         parts.append(f"best held-out loss {held_out[best]:.4f} at step {best}")
     if step < num_steps:
         is_reached = stop_at_step is not None and step >= stop_at_step
-        command = "a later training.stop_at_step, or none," if is_reached else "the same command"
-        parts.append(f"{command} continues the run")
+        change = " without this training.stop_at_step" if is_reached else ""
+        parts.append(f"the same command{change} continues the run")
     return ", ".join(parts)
 
 

@@ -70,7 +70,7 @@ class WarmUp(Schedule):
     def adapted(self, num_steps: int) -> list[str]:
         if self.warmup_steps <= num_steps:
             return []
-        return [f"a warm-up of {num_steps} steps, not schedule.warmup_steps={self.warmup_steps}: the run is not longer"]
+        return [f"schedule.warmup_steps={self.warmup_steps} is too long: the rate rises for {num_steps} steps"]
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         warmup = min(self.warmup_steps, num_steps)
@@ -170,7 +170,7 @@ class WSD(Linear):
         room = num_steps - max(min(self.warmup_steps, num_steps), 1)
         lines = super().adapted(num_steps)
         if self.decay_steps > room:
-            lines.append(f"a decay of {room} steps, not schedule.decay_steps={self.decay_steps}: the run is not longer")
+            lines.append(f"schedule.decay_steps={self.decay_steps} is too long: the rate falls for {room} steps")
         return lines
 
     def fall_start(self, summit: int, num_steps: int) -> int:

@@ -86,9 +86,10 @@ def test_a_run_ends_with_its_losses_and_the_sampling_command(done: dict[str, Any
     held_out = {step: values["held_out/loss"] for step, values in records.items() if "held_out/loss" in values}
     assert sorted(held_out) == [2, 4]
     best = min(held_out, key=lambda step: held_out[step])
+    continues = ", the same command without this training.stop_at_step continues the run"
     for name, start, step, end in (
         ("first", "finished step 4 of 4 after ", 4, ""),
-        ("resumed", "stopped at step 5 of 6 after ", 5, ", a later training.stop_at_step, or none, continues the run"),
+        ("resumed", "stopped at step 5 of 6 after ", 5, continues),
     ):
         went, command = done[name].out.splitlines()[-2:]
         assert went.startswith(start)

@@ -36,7 +36,9 @@ def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
     )
     assert how_it_went(path, 8, 9, 2.0).startswith("stopped at step 8 of 9 after 2s")
     assert how_it_went(path, 8, 9, 2.0).endswith("the same command continues the run")
-    assert how_it_went(path, 8, 9, 2.0, 8).endswith("a later training.stop_at_step, or none, continues the run")
+    assert how_it_went(path, 8, 9, 2.0, 8).endswith(
+        "the same command without this training.stop_at_step continues the run"
+    )
 
 
 def test_a_run_that_was_longer_before_tells_that_no_step_was_trained(tmp_path):

@@ -116,7 +116,7 @@ def test_a_run_shorter_than_its_warm_up_rises_all_the_way(schedule):
     """Update n of N has n / N of the peak rate."""
     long = replace(schedule, warmup_steps=100)
     assert rates(long, 10) == [*(PEAK * (n / 10) for n in range(1, 10)), PEAK]
-    assert "a warm-up of 10 steps, not schedule.warmup_steps=100" in long.adapted(10)[0]
+    assert long.adapted(10)[0] == "schedule.warmup_steps=100 is too long: the rate rises for 10 steps"
     assert not schedule.adapted(NUM_STEPS)
 
 
@@ -127,7 +127,7 @@ def test_a_run_without_room_for_the_decay_falls_from_the_end_of_the_rise():
     assert lr[39] == PEAK
     assert lr[54] == pytest.approx((PEAK + LOW) / 2, rel=1e-12)
     assert lr[69] == pytest.approx(LOW, rel=1e-12)
-    assert schedule.adapted(70) == ["a decay of 30 steps, not schedule.decay_steps=60: the run is not longer"]
+    assert schedule.adapted(70) == ["schedule.decay_steps=60 is too long: the rate falls for 30 steps"]
 
 
 def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
