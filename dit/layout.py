@@ -64,6 +64,7 @@ def _of_shard(
     *others: Others.args,
     **named: Others.kwargs,
 ) -> Table:
+    """Return a table of a shard; the gathered layout stores it, see `SequenceLayout.table`."""
     return make(layout.shard(*share), *others, **named)
 
 
@@ -93,7 +94,7 @@ class SequenceLayout:
         local          lengths (1, 2), padded_lengths (2, 4), total_tokens 7
 
     Under sequence parallelism the layers gather the tokens of all tensor-parallel ranks before attention. The layout of
-    the gathered tokens is `gathered`. It stores the tables of its shards, too, because a pass makes new shards.
+    the gathered tokens is `gathered`. It also stores the tables of its shards, because each pass creates new ones.
 
     Attributes:
         lengths: real tokens of each sample, on the host.
@@ -102,7 +103,7 @@ class SequenceLayout:
         device: device of the tensors that are computed from the layout.
         local_indices: global indices of the local tokens, in their local order, int64 `[T]`; None for all tokens.
         parent: under sequence parallelism, the layout that the layers gather before attention; else None.
-        share: rank and number of the ranks that split the tokens of `parent`.
+        share: index of this shard of `parent`, and number of shards.
         local: under context parallelism, the layout of the local tokens as a separate pack (samples may be empty).
         levels: noise levels inside the samples; None if each sample has one level.
         is_fixed: whether all packs of the run have these numbers of samples and tokens, and a CUDA graph may repeat the
@@ -239,7 +240,8 @@ class SequenceLayout:
         selection (neither `parent` nor `local` is set).
         """
         if self.parent is not None:
-            first, end = (part * self.num_local_tokens for part in (self.share[0], self.share[0] + 1))
+            first = self.share[0] * self.num_local_tokens
+            end = first + self.num_local_tokens
             cut = ((i, max(start, first), min(start + n, end)) for i, start, n in self.parent.segment_runs)
             return tuple((i, start - first, stop - start) for i, start, stop in cut if start < stop)
         if self.local_indices is None or self.local is not None:
@@ -401,6 +403,8 @@ class SequenceLayout:
             padded_lengths=padded[0] + padded[1],
             total_tokens=self.total_tokens + other.total_tokens,
             local_indices=indices,
+            parent=None,
+            share=(0, 1),
             local=None,
             levels=None if levels is None or others is None else levels.followed_by(others),
         )
@@ -422,7 +426,8 @@ class SequenceLayout:
         """Return the layout of local tokens with these indices, int64; `local` is their layout as a separate pack."""
         selected = indices_T if self.local_indices is None else self.local_indices[indices_T]
         levels = None if self.levels is None else self.levels.select(indices_T)
-        return replace(self, local_indices=to_device(selected, self.device), parent=None, local=local, levels=levels)
+        selected = to_device(selected, self.device)
+        return replace(self, local_indices=selected, parent=None, share=(0, 1), local=local, levels=levels)
 
     def tensor(
         self, values: Sequence[float] | Sequence[Sequence[float]], dtype: Optional[torch.dtype] = None

@@ -165,7 +165,7 @@ class TrainingConfig:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Wait in a collective that ends the run, in seconds; a hang ends it before, with a report of all ranks."""
+        """Time limit of a collective in seconds: twice `hang_timeout_s`, so that the heartbeat reports a hang first."""
         return 2 * (self.hang_timeout_s or 900.0)
 
     def validate(self) -> None:

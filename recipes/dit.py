@@ -47,7 +47,8 @@ def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     NeMo divides latents of unit variance by 2, draws log sigma from N(0, 1), and samples from sigma = 80 to 0.002. Here
     latents are not divided, so every sigma is doubled. NeMo computes cond + 7 (cond - uncond), which is
     uncond + 8 (cond - uncond), so `guidance_scale` is 8. One sample in five is trained without text, and the network
-    reads log(sigma) / 4 without a factor of 1000, as in NeMo. Deviation: samples are drawn with averaged weights (decay
+    reads log(sigma) / 4 without a factor of 1000, as in NeMo; an objective whose times are in [0, 1], such as
+    `objective=flow_matching`, needs `model.time_scale=1000`. Deviation: samples are drawn with averaged weights (decay
     0.9999).
 
     Source: NeMo diffusion collection v2.1.0, recipe `pretrain`; its other recipes change this one.

@@ -17,8 +17,9 @@ from recipes.models import stdit_s, stdit_xl, stdit_xl_full
 def open_sora(name: str, model: run.Config) -> run.Partial:
     """Return Open-Sora's setting for one model: rectified flow with logit-normal times, 30 Euler steps, guidance 7.
 
-    Times are shifted by the root of the numbers of a latent over those of a picture of 512 px, as there, and texts are
-    left out for one sample in ten. Deviations of the model: see `dit.models.stdit.model.STDiT`.
+    Times are shifted by the square root of the size of a latent relative to that of a picture of 512 px
+    (`objective.shift_dimension`), and texts are left out for one sample in ten, as there. Deviations of the model: see
+    `dit.models.stdit.model.STDiT`.
 
     Source: hpcaitech/Open-Sora v1.2.0.
     """
@@ -47,9 +48,9 @@ def tiny_stdit_full() -> run.Partial:
 
 
 def _on_packs(name: str, model: run.Config) -> run.Partial:
-    """Return one model on packs of images and clips of 24,576 tokens, 64 packs per step, by NeMo's optimizer.
+    """Return one model on packs of images and clips of 24,576 tokens, 64 packs per step, with NeMo's optimizer.
 
-    Open-Sora's has no weight decay, a warm-up over 1000 steps, an epsilon of 1e-15 and an average of decay 0.99.
+    Deviations: Open-Sora uses no weight decay, a warm-up of 1000 steps, epsilon 1e-15 and an average of decay 0.99.
     """
     recipe = as_large_model(open_sora(name, model))
     recipe.data = run.Config(

@@ -143,7 +143,7 @@ class StepTimer:
 
 @contextmanager
 def explained_out_of_memory() -> Iterator[None]:
-    """Raise errors of a GPU without free memory with their sizes and the cure."""
+    """Replace an out-of-memory error of CUDA, cuBLAS or NCCL by a `DeviceMemoryError` with its sizes and the cure."""
     try:
         yield
     except RuntimeError as error:
@@ -153,7 +153,8 @@ def explained_out_of_memory() -> Iterator[None]:
         raise DeviceMemoryError(
             f"{text.partition(' If reserved')[0].rstrip('.')}; lower training.micro_batch_size or "
             "data.max_tokens_per_pack, set training.recompute=full or optimizer.offload=True, or split the model over "
-            "more ranks (docs/parallelism.md); launch.train --dryrun prints the memory of a rank"
+            "more ranks (docs/parallelism.md); launch.train --dryrun prints the memory of a rank; "
+            "if page-locked host memory is full, set optimizer.offload=False and training.ema_offload=False"
         ) from error
 
 

@@ -31,7 +31,7 @@ def call(compute: Callable[..., T], *inputs: Tensor) -> T:
 
 
 class _CaptureMode(TorchDispatchMode):
-    """A mode in whose context compiled functions are not run eagerly."""
+    """A dispatch mode in whose context compiled functions stay compiled."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -54,7 +54,7 @@ class NoCopiesFromHost(_CaptureMode):
 
 
 class UsedMemory(_CaptureMode):
-    """Lists the memory that operations in its context use, until it is freed."""
+    """Collects the memory of the arguments of all operations in its context; memory that is freed is removed."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
 START_S = 600.0
-"""Longest wait of a rank for the others at the start."""
+"""Longest wait for the other ranks to connect, in seconds."""
 
 
 class GroupSizes(Protocol):
@@ -170,7 +170,7 @@ def connect(*, timeout_s: float = 600.0) -> None:
 
 
 def _connect(timeout_s: float, result: "Future[None]") -> None:
-    """Connect to the other ranks, and store that it is done, or the error."""
+    """Connect to the other ranks; the result is None or the error."""
     try:
         store: dist.Store = dist.HashStore()
         rank, size = 0, 1

@@ -133,7 +133,9 @@ class ContextPartition(TokenPartition):
 
 
 class FixedPartition(TokenPartition):
-    """The partition of a pack of fixed size for an exchange over all ranks, from tables of a layout.
+    """Partition of a pack of fixed size, for exchanges over all ranks; a CUDA graph repeats it with other lengths.
+
+    Its layout and its order are tables of a layout, which are inputs of the graph.
 
     Args:
         layout: layout of the local tokens, or of replicated texts and the local tokens.

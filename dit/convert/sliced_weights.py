@@ -123,10 +123,12 @@ class SlicedWeights:
                     return
                 positions = positions_of(rule.form, self.shapes[name])
                 # Copies of one tensor are compared, so they are read together.
-                together = [sources] if isinstance(rule.form, Copies) else [[source] for source in sources]
+                together = [[source] for source in sources]
+                if isinstance(rule.form, Copies):
+                    together, positions = [sources], positions[:1]
                 for block, target in blocks:
                     for piece, part in _pieces(block, target):
-                        for some, places in zip(together, positions):
+                        for some, places in zip(together, positions, strict=True):
                             _copy(rule, piece, part, some, places)
         except (ConfigError, EinopsError) as error:
             raise CheckpointError(f"{name} cannot be read from {self._stored.folder}: {error}") from error

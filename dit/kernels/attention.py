@@ -112,10 +112,11 @@ def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch
 
 def _most_segments(heads: int, queries: int, features: int) -> int:
     """Return the largest number of segments that a kernel supports in one call, at least 1."""
-    return max(1, min(MOST_SEGMENTS, MOST_SUMS // _sums(heads, queries, features)))
+    return max(1, min(MOST_SEGMENTS, MOST_SUMS // count_sums(heads, queries, features)))
 
 
-def _sums(heads: int, queries: int, features: int) -> int:
+def count_sums(heads: int, queries: int, features: int) -> int:
+    """Return the number of sums of dq for a segment, or for a pack, see `MOST_SUMS`."""
     return heads * (-(-queries // 128) * 128) * (-(-features // 64) * 64)
 
 
@@ -173,7 +174,7 @@ def _packed(
         return zeros_of(q_TNH, k_KNH, v_KNH)
     cu_q, cu_k, max_q, max_k = _segments_with_padding(layout_q, layout_k)
     tokens, heads, features = q_TNH.shape
-    if len(cu_q) > MOST_SEGMENTS + 1 or _sums(heads, tokens, features) > MOST_SUMS:
+    if len(cu_q) > MOST_SEGMENTS + 1 or count_sums(heads, tokens, features) > MOST_SUMS:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     return kernel(q_TNH, k_KNH, v_KNH, cu_q, cu_k, max_q, max_k)
 

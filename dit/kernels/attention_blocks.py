@@ -15,6 +15,8 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
+from dit.errors import BatchError
+from dit.kernels.attention import MOST_SEGMENTS, MOST_SUMS, count_sums
 from dit.kernels.segment_groups import segment_groups
 from dit.layout import SequenceLayout, to_device
 
@@ -111,6 +113,12 @@ class FlashBlocks(BlockAttention):
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         if segments is None:
             return Attended(torch.zeros_like(q_TNH), lse_TN)
+        tokens, heads, features = q_TNH.shape
+        if segments.count > MOST_SEGMENTS or count_sums(heads, tokens, features) > MOST_SUMS:
+            raise BatchError(
+                f"{segments.count} segments of {tokens} local tokens exceed the limits of FlashAttention; use shorter "
+                "packs, more context-parallel ranks, or parallel.context_comm=a2a"
+            )
         q, k, v = _take(q_TNH, segments.rows_q), _take(k_KNH, segments.rows_k), _take(v_KNH, segments.rows_k)
         out, lse_NT, *_ = self._forward(q, k, v, *segments.lengths, 0.0, False, False)
         lse = lse_NT.T

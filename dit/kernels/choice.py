@@ -105,7 +105,7 @@ def capability_from(major: int, minor: int, purpose: str) -> Requirement:
     """Return the requirement of a GPU with at least this compute capability; an unknown one satisfies it.
 
     Args:
-        purpose: setting that has the requirement.
+        purpose: setting or kernels that have the requirement.
     """
 
     def requirement(target: Target) -> Optional[str]:

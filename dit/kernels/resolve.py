@@ -32,7 +32,7 @@ from dit.objectives.addressed_noise import NoiseMixer, mix_eagerly
 
 AMPERE = capability_from(8, 0, "FlashAttention")
 # torch's flash kernels are called directly, without the padding of head sizes that torch otherwise adds.
-TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256), AMPERE)
+TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
 FLASH = "https://github.com/Dao-AILab/flash-attention says how"
 
 ATTENTION = Op[Attention](
@@ -47,7 +47,7 @@ ATTENTION = Op[Attention](
         Implementation(
             "flash_attn_4",
             torch_flash("FA4"),
-            # Blackwell has no kernels for most larger heads.
+            # It has kernels for few larger heads, none of them on Blackwell.
             (*TORCH_FLASH, head_sizes(8, 128), installed("flash_attn.cute", FLASH), capability(9, 10)),
             UNVERIFIED,
         ),
@@ -63,7 +63,7 @@ ATTENTION = Op[Attention](
             (half_on_cuda, installed("flash_attn"), head_sizes(1, 256), AMPERE),
             UNVERIFIED,
         ),
-        Implementation("varlen", lambda: varlen_attention, TORCH_FLASH),
+        Implementation("varlen", lambda: varlen_attention, (*TORCH_FLASH, AMPERE)),
         Implementation("sdpa", lambda: segment_sdpa),
     ),
     setting="training.attention",
@@ -73,7 +73,7 @@ ATTENTION = Op[Attention](
 
 ATTENTION_BLOCKS = Op[BlockAttention](
     "attention_blocks",
-    (Implementation("flash", FlashBlocks, TORCH_FLASH), Implementation("eager", EagerBlocks)),
+    (Implementation("flash", FlashBlocks, (*TORCH_FLASH, AMPERE)), Implementation("eager", EagerBlocks)),
 )
 """Attention to one block of keys, used by ring attention, see `attention_blocks`."""
 

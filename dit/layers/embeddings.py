@@ -142,6 +142,8 @@ class VectorEmbedder(nn.Module):
     Args:
         learned_null: whether to learn that vector. False for a condition that is always present and whose values
             already contain its null for dropped vectors.
+
+    Source of the initial weights: pytorch/torchtitan at 9603aa83, experiments/flux (`init_std=0.02`).
     """
 
     def __init__(

@@ -134,6 +134,16 @@ class RotaryPositions:
 
 def check_rope(rotary: RotaryPositions) -> None:
     """Check the sizes of a rotary embedding."""
+    if rotary.time_only and rotary.head_size % 2:
+        raise ConfigError(
+            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to rotate with t; "
+            "use an even head size, or model.layer_pattern=['full']"
+        )
+    if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
+        raise ConfigError(
+            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "
+            "and w; position_embedding='rope_3d' needs an even head size of at least 6"
+        )
     if rotary.axes is not None:
         names = rotary.axis_names
         if len(rotary.axes) != len(names) or any(size % 2 for size in rotary.axes):
@@ -146,16 +156,6 @@ def check_rope(rotary: RotaryPositions) -> None:
                 f"model.rope_axes={list(rotary.axes)} add up to {sum(rotary.axes)}, but a head has {rotary.head_size} "
                 "features (hidden_size / num_attention_heads); they must be equal"
             )
-    if rotary.time_only and rotary.head_size % 2:
-        raise ConfigError(
-            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to rotate with t; "
-            "use an even head size, or model.layer_pattern=['full']"
-        )
-    if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
-        raise ConfigError(
-            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "
-            "and w; position_embedding='rope_3d' needs an even head size of at least 6"
-        )
     if len(rotary.factors) != 3:
         raise ConfigError(
             f"model.rope_factors={list(rotary.factors)} must be three numbers, for t, h and w; 1 for none"

@@ -41,7 +41,7 @@ SILENT_S = 240.0  # after which a rank that waits for a silent one exits, unless
 # In the order of a step: among ranks that wait for each other, the rank in the earliest phase of the earliest step is
 # late.
 PHASES = ("starts", "reads data", "computes", "reduces the gradient", "updates", "ends the step", "saves", "validates",
-          "samples", "has completed the run")  # fmt: skip
+          "samples", "has ended")  # fmt: skip
 
 
 class Phase:
@@ -155,7 +155,7 @@ class Heartbeat:
     def __exit__(self, error: Optional[type[BaseException]], *_: object) -> None:
         self._done.set()
         self._thread.join(timeout=10 * self._interval_s)
-        if error is None:  # other ranks may still work, such as rank 0, which writes the samples of the last step
+        if error is None:  # other ranks may still work, such as rank 0, which writes samples after the last step
             self.phase.enter(PHASES[-1])
             self._write()
 
@@ -273,8 +273,11 @@ def verdict(
         A sentence about them, the ranks, and whether they are silent.
     """
     silent = {r: f"rank {r} never wrote a heartbeat" for r in range(world_size) if r not in beats}
+    own = beats.get(rank)
     for peer, beat in beats.items():
-        if peer == rank or peer >= world_size or beat.phase == PHASES[-1]:
+        # A file of an earlier attempt may also have the last phase, but has another step.
+        has_ended = beat.phase == PHASES[-1] and own is not None and beat.step == own.step
+        if peer == rank or peer >= world_size or has_ended:
             continue
         state = _process_state(beat)
         if state is not None:

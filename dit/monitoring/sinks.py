@@ -36,7 +36,7 @@ class Sink(ABC):
 
     @abstractmethod
     def image(self, name: str, step: int, picture: Path, caption: str = "") -> None:
-        """Record a picture file, or an animated `.gif`."""
+        """Record a picture file; an animation is a `.gif`."""
 
     @abstractmethod
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -197,7 +197,7 @@ class FanOut:
                 self._warn(name, error)
 
     def each(self, call: Callable[[Sink], None]) -> None:
-        """Call a method of the record, then of each mirror."""
+        """Pass the record, then each mirror, to a function."""
         if self.record is not None:
             call(self.record)
         for name, sink in list(self.mirrors.items()):

@@ -1,4 +1,4 @@
-"""The optimizer step, and a common view of fp32 master weights for all kinds of optimizers."""
+"""A common view of fp32 master weights for all kinds of optimizers, with their step count, rates and gradient norm."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -60,7 +60,7 @@ class StepNumbers:
         run: calls the operations on the device.
 
     Attributes:
-        on_device: loss, gradient norm, requests, 1 or NaN if the update is omitted, gradient factor, `[5]`, float64.
+        on_device: loss, gradient norm, requests, 1, or NaN to omit the update, gradient factor, `[5]`, float64.
     """
 
     @torch.no_grad()

@@ -1,13 +1,13 @@
-"""One update of the weights and their average, in place of the optimizer step of Megatron-Core.
+"""One update of the weights and their average, instead of Megatron-Core's optimizer step.
 
     eager   AdamW by torch's fused kernel | copy to the model | average      one pass over all elements each
     triton  all of them in one pass (`dit.kernels.fused.adamw`)
     muon    the weights of blocks by `Muon`, all others as above
 
 The state does not depend on the kernel, so that a run may continue with the other one. The device omits the update of a
-bad step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step. A CUDA graph
-can repeat the update; its inputs are the numbers of the step and the rates of each group of parameters. Before the
-average, rows of weights can be scaled (`dit.optimizer.unit_rows`).
+bad step (`HostNumbers.is_good`), so the host may queue an update before it knows the numbers of the step, unless the
+average is in host memory. A CUDA graph can repeat the update; its inputs are the numbers of the step and the rates of
+each group of parameters. Before the average, rows of weights can be scaled (`dit.optimizer.unit_rows`).
 
 With `optimizer.offload`, Adam's moments are in host memory; the kernel updates them in parts that are copied to the
 device.
@@ -124,7 +124,8 @@ class Update:
         run: calls the operations of an update; a `Graphed` repeats them.
 
     Attributes:
-        can_be_omitted: the device omits the update of a bad step; otherwise the host must not call it.
+        can_be_omitted: whether the host may queue an update before it knows whether the step is good; False if the
+            average is in host memory.
     """
 
     def __init__(
@@ -227,7 +228,7 @@ class Update:
         """Return the tensors of a shard; a missing gradient is 0."""
         shard = self.shards[i]
         shard.ensure_state()
-        main = shard.main.detach()
+        main = shard.main
         first, second = (shard.slot(name) if name in shard.slots else main.new_empty(0) for name in SLOTS)
         average = self.ema.values[i] if self.ema is not None and self.averages else None
         gradient = torch.zeros_like(main) if shard.owner.grad is None else local(shard.owner.grad)

@@ -96,6 +96,7 @@ def pretrain(
             to the run folder. The files of an earlier run are not changed.
         DataError: data are missing or unreadable, or more samples are damaged than `data.max_lost_samples`.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
+        DeviceMemoryError: a GPU has too little memory.
         CheckpointError: a required checkpoint is missing or damaged, or a save failed.
         SystemExit: with code 75 if stopped early, after a checkpoint or before the first step.
     """

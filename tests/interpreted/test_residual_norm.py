@@ -23,7 +23,7 @@ LAYOUTS = {
     "ragged_padded": PADDED,
     "fixed": SequenceLayout((9, 2, 0, 0), (12, 4, 0, 0), 37, is_fixed=True),
     "any_order": PADDED.select(torch.randperm(37, generator=torch.Generator().manual_seed(1))[:21]),
-    "window": SequenceLayout.from_lengths([13, 11, 2, 9], multiple_of=4).shard(1, 2),
+    "shard": SequenceLayout.from_lengths([13, 11, 2, 9], multiple_of=4, total_tokens=44).shard(1, 2),
     "without_a_sample": RAGGED.select(torch.arange(12, 19)),
 }
 DTYPES = {"fp32": (torch.float32, 6.0), "bf16": (torch.bfloat16, 1.5)}  # the interpreter truncates in bf16 stores

@@ -8,7 +8,7 @@ import torch
 from benchmarks.parallel_world import run_world
 from dit.kernels.fp8 import BLOCKS
 from dit.parallel.dims import ParallelConfig
-from dit.verify.compare import FLOOR, FP8_BOUNDS, HALF_BOUNDS, compare_training, relative_errors
+from dit.verify.compare import FLOOR, FP8_BOUNDS, FP32_FLOOR, HALF_BOUNDS, compare_training, relative_errors
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, compare, pairs_of, tiny_pair
@@ -189,7 +189,9 @@ def test_the_command_verifies_quantised_products(verifications, case):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "bounds", "floor"), [(TP2, FP8_BOUNDS, 0), (TP2SP, HALF_BOUNDS["bf16"], FLOOR)], ids=["tp2", "tp2_sp"]
+    ("parallel", "bounds", "floor"),
+    [(TP2, FP8_BOUNDS, FP32_FLOOR), (TP2SP, HALF_BOUNDS["bf16"], FLOOR)],
+    ids=["tp2", "tp2_sp"],
 )
 def test_only_sequence_parallelism_pads_a_text_stream(parallel, bounds, floor):
     """Scales then differ from one rank, so the command uses the bounds of bf16."""

@@ -11,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 from benchmarks.parallel_training import trial_of
 from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.optimizer import update
 from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import MasterShard
+from dit.optimizer.update import Update
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.loss_scale import LossScale
 from dit.verify.ranks import run_world
@@ -60,21 +62,27 @@ def other_loss_scale(case: dict) -> dict:
 
 def unchanged_model(case: dict) -> dict:
     """Train without copying the master weights to the half-precision weights of the model."""
-    with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params"):
+    part_of = Update._copy_of
+
+    def elsewhere(self: Update, shard: MasterShard) -> Optional[Tensor]:
+        part = part_of(self, shard)
+        return None if part is None else part.clone()
+
+    with mock.patch.object(Update, "_copy_of", elsewhere):
         return train(case["trial"])
 
 
 def one_unit_off(case: dict) -> dict:
     """Train with model weights that differ from the rounded master weights by one unit in the last place."""
-    copy = DistributedOptimizer._copy_main_params_to_model_params
+    gather = Update._gather
 
-    def inexact(self: DistributedOptimizer) -> None:
-        copy(self)
-        for group in self.model_float16_groups:
-            for parameter in group:
-                parameter.data.view(torch.int16).add_(1)
+    def inexact(self: Update) -> None:
+        for shard in self.shards:
+            if (part := self._copy_of(shard)) is not None:
+                part.view(torch.int16).add_(1)
+        gather(self)
 
-    with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params", inexact):
+    with mock.patch.object(Update, "_gather", inexact):
         return train(case["trial"])
 
 

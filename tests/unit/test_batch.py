@@ -83,7 +83,7 @@ def runs_of(layout: SequenceLayout) -> tuple[tuple[int, int, int], ...]:
 
 @given(layouts, st.integers(1, 4))
 @settings(max_examples=60, deadline=None)
-def test_shards_have_the_rows_of_the_pack(layout, size):
+def test_shards_have_the_tokens_of_the_pack(layout, size):
     """Also shards of some of the tokens, as under context and sequence parallelism."""
     layout = replace(layout, total_tokens=-(-layout.total_tokens // (2 * size)) * 2 * size)
     for pack in (layout, layout.select(torch.arange(1, layout.total_tokens, 2))):

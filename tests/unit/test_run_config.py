@@ -157,8 +157,7 @@ def test_a_setting_without_effect_is_refused(unused, needs):
 
 
 def test_a_hang_is_reported_before_a_collective_times_out():
-    times = [TrainingConfig(hang_timeout_s=seconds).collective_timeout_s for seconds in (12, 900, None)]
-    assert times == [24, 1800, 1800]
+    assert all(TrainingConfig(hang_timeout_s=seconds).collective_timeout_s > seconds for seconds in (3, 900, 86_400))
 
 
 def test_a_guidance_scale_of_one_is_accepted_for_a_model_without_guidance():
@@ -216,5 +215,5 @@ def test_adapted_settings_are_reported():
     lines = adapted.adaptations(dims)
     assert len(lines) == 2
     assert "micro-batches of 3, not training.micro_batch_size=4" in lines[0]
-    assert "a warm-up of 5 steps, not schedule.warmup_steps=9" in lines[1]
+    assert "schedule.warmup_steps=9 is too long: the rate rises for 5 steps" in lines[1]
     assert replace(RUN, objective=FlowMatching()).adaptations(RUN.check()[0]) == []

@@ -11,6 +11,7 @@ Samples of 5, 2 and 4 tokens in blocks of up to 3 rows:
 The sums of a segment's blocks are added in the order of the table, without atomics, so results are deterministic.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -40,8 +41,11 @@ def cdiv(a: int, b: int) -> int:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of the GPU, also for tables that the host prepares; else that of an H100."""
-    if device.type == "meta" or not torch.cuda.is_available():
+    """Return the number of multiprocessors of the GPU of this process, also for tables that the host prepares.
+
+    Without a GPU, and on the meta device, it is that of an H100.
+    """
+    if device.type == "meta" or os.environ.get("DIT_DEVICE") == "cpu" or not torch.cuda.is_available():
         return 132
     return torch.cuda.get_device_properties(device if device.type == "cuda" else None).multi_processor_count
 

@@ -13,7 +13,7 @@ Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 
 
 @dataclass(kw_only=True)
-class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
+class MovieGenConfig(CrossAttentionModelConfig, ExpertOptions):
     """A diffusion transformer with Llama blocks: RMSNorm, SwiGLU, grouped-query attention, no biases.
 
     The feed-forwards may be mixtures of SwiGLU experts; with expert choice, this is NeMo's variant of EC-DiT. Query and
@@ -25,7 +25,6 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
 
     supports = Supports(aligned=True, compiled=True, fixed_packs=True)
 
-    in_channels: int = 16
     hidden_size: int = 2048
     num_layers: int = 16
     num_attention_heads: int = 32

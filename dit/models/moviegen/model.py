@@ -80,7 +80,8 @@ class MovieGen(CrossStack[MovieGenConfig]):
     Source: Polyak et al. 2024, arXiv:2410.13720, section 3.1.2. Deviations from the paper: one text encoder instead of
     three, without a projection; queries and keys are normalised unless `qk_layernorm=False`; sine-cosine and rotary
     positions, and conditioning on frame rate and size, are options. Deviations from NeMo: the cross-attention is a
-    separate residual, every sub-layer has its own norm, queries and keys are normalised, and the head is modulated.
+    separate residual, every sub-layer has its own norm, queries and keys are normalised, the head is modulated, and the
+    sinusoid of the time has 256 features instead of `hidden_size`.
     """
 
     fsdp_units = (MovieGenLayer,)

@@ -1,4 +1,4 @@
-"""The number of ranks with and without a launcher, of GPUs for them, and signals while ranks wait for each other."""
+"""Number of ranks with and without a launcher, GPUs of ranks, and signals while ranks connect."""
 
 import os
 import subprocess

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dit.context_parallel.attention import merge
 from dit.context_parallel.partition import ContextPartition
+from dit.errors import BatchError
 from dit.kernels.attention_blocks import Attended, Block, BlockAttention, EagerBlocks, FlashBlocks
 from dit.layout import SequenceLayout
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
@@ -84,6 +85,14 @@ KERNELS = {"eager": EagerBlocks, "flash_bookkeeping": flash_on_cpu}
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES], ids=lambda case: case.name)
 def test_one_block_of_all_keys_equals_the_reference(case: AttentionCase, kernel: str):
     check(OneBlock(KERNELS[kernel]()), case, case.qkv(), rtol=RTOL)
+
+
+@pytest.mark.parametrize(("limit", "most"), [("MOST_SEGMENTS", 3), ("MOST_SUMS", 2 * 128 * 64 - 1)])
+def test_blocks_above_the_limits_of_the_packed_kernel_are_refused(limit: str, most: int, monkeypatch):
+    monkeypatch.setattr(f"dit.kernels.attention_blocks.{limit}", most)
+    layout, x = SequenceLayout.from_lengths([3, 1, 2, 4]), torch.randn(10, 2, 8)
+    with pytest.raises(BatchError, match=r"4 segments of 10 local tokens .* parallel\.context_comm=a2a"):
+        flash_on_cpu().forward(Block(x, x, x, layout, layout))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

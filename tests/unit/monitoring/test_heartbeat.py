@@ -83,6 +83,7 @@ def test_a_rank_that_has_completed_the_run_is_not_dead(tmp_path, way, late):
     for host in (socket.gethostname(), "another machine"):
         beat = replace(read_beats(tmp_path)[1], host=host)
         assert judge({**beats((8, "samples")), 1: beat}, 2, silent=1)[1:] == late
+        assert judge({**beats((None, "starts")), 1: beat}, 2, silent=1)[1:] == ([1], True), "an earlier attempt ended"
 
 
 def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):

@@ -344,7 +344,7 @@ def stages(width: int, element_bytes: int, shared: int = SHARED_BYTES) -> int:
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Return the shared memory for copies of a program: 192 KiB on H100, 162 KiB on A100, 98 KiB on GPUs for games."""
+    """Return the shared memory for copies of a program: 192 KiB on H100, 162 KiB on A100, 98 KiB on GeForce GPUs."""
     if device.type != "cuda":
         return SHARED_BYTES
     limit: int = driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
