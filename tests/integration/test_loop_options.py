@@ -32,7 +32,7 @@ ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # fp32: one multiplication and one addi
 LOOP = {"training__ema_decay": DECAY, "training__ema_start_step": START}
 WIDTHS = [
     *("--factory", "tiny_dit_cross", "--widths", "32", "64", "--rates", "1e-2", "1e30"),
-    *("--batch", "1", "--steps", "5", "--warmup", "1"),
+    *("--batch", "1", "--steps", "8", "--warmup", "2"),
 ]
 
 
