@@ -438,17 +438,19 @@ def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     one, many = pairs[0].one, pairs[0].many
     echo(f"{changed(many.model)}\n{world_size} ranks against one, {changed(many.parallel)}", flush=True)
 
-    def trained(trials: "list[Trial]", size: int) -> list[Any]:
+    def train(trials: "list[Trial]", size: int, folder: Path) -> list[Any]:
         cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
-        return run_world(size, cases, folder / str(size))
+        return run_world(size, cases, folder)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (checks,) = run_world(1, [check_case(one)], folder / "checks")
         remarks = [adapted_layers(config.model, one.model), not_verified(config)]
         echo(text(checks), *filter(None, remarks), sep="\n", flush=True)
-        results = zip(trained([pair.one for pair in pairs], 1), trained([pair.many for pair in pairs], world_size))
-    return Outcome(checks, {pair.precision: compare(pair, *result) for pair, result in zip(pairs, results)})
+        ones = train([pair.one for pair in pairs], 1, folder / "one")
+        manys = train([pair.many for pair in pairs], world_size, folder / "many")
+    verdicts = {pair.precision: compare(pair, *results) for pair, *results in zip(pairs, ones, manys, strict=True)}
+    return Outcome(checks, verdicts)
 
 
 if __name__ == "__main__":
