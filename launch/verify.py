@@ -218,7 +218,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     from dit.verify.trial import EMA_DECAY, SEED, Trial
     from energon_data.mock import MockData
 
-    parallel = replace(config.parallel, pipeline_layers=None)  # which counts layers of the full model
+    parallel = replace(config.parallel, pipeline_layers=None)  # it counts layers of the full model
     model = tiny_model(config.model, parallel, fp8)
     objective = tiny_objective(config.objective, model)
     multiple, total = pack_tokens(model, parallel, fp8)
@@ -426,7 +426,7 @@ def not_verified(config: "RunConfig") -> str:
 def adapted_layers(model: "ModelConfig", tiny: "ModelConfig") -> str:
     """Return a line with the tiny layers that stand for the layers with adapters; empty if the patterns are equal."""
     targets, tiny_targets = (", ".join(each.adapters.targets) if each.adapters else "" for each in (model, tiny))
-    return f"adapters of {targets} are verified as {tiny_targets}" if targets != tiny_targets else ""
+    return f"adapters on {targets} are verified on {tiny_targets} of the tiny form" if targets != tiny_targets else ""
 
 
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
