@@ -66,7 +66,7 @@ def compiled(
     num_warps: int,
     maxnreg: Optional[int] = None,
 ) -> Compiled:
-    """Compile a kernel ahead of time, with all addresses and all sizes that it is specialised on multiples of 16.
+    """Compile a kernel ahead of time, as if all addresses and sizes that Triton specialises on were multiples of 16.
 
     Args:
         kernel: result of triton.jit.

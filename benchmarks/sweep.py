@@ -298,7 +298,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     missing = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in finished)]
     # An interrupted sweep leaves records without rows: on Slurm, those of all jobs that have ended.
     recorded = [cell for cell in missing if has_record(record_file(cell, args))]
-    scripts = "" if executor is None else scripts_in_queue()
+    scripts = scripts_in_queue() if (args.executor or "").startswith("slurm") else ""
     in_queue = [cell for cell in missing if cell not in recorded and str(record_file(cell, args)) in scripts]
     to_measure = [cell for cell in missing if cell not in recorded and cell not in in_queue]
     echo(f"{len(to_measure)} of {len(cells)} cells to measure")

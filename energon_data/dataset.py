@@ -123,7 +123,7 @@ class EnergonData(ReaderSettings):
         for info in infos:
             if not spec.orders_frames:
                 self._check_stills(info, spec)
-            if spec.side_multiple > 1 and not changes_pictures(self):
+            if spec.side_multiple > 1 and self.resize_side is None and self.crop_size is None:
                 self._check_sides(info, spec)
             if info.samples < num_streams:
                 raise ConfigError(

@@ -229,7 +229,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             raise SampleError("wrong_shape", f"the {name} has {channels} channels, the model {spec.latent_channels}")
         side = spec.patch_spatial * spec.side_multiple
         if frames % spec.patch_temporal or height % side or width % side:
-            levels = "" if spec.side_multiple == 1 else f", {spec.side_multiple} x {spec.side_multiple} at a time"
+            multiple = spec.side_multiple
+            levels = "" if multiple == 1 else f" whose numbers along H and W are multiples of {multiple}"
             raise SampleError(
                 "wrong_shape",
                 f"a {name} of {frames} x {height} x {width} (T x H x W) cannot be cut into patches of "

@@ -89,12 +89,10 @@ def draw_samples(
         batches.append(generator.generate(conditions=of_batch, numbers=rows, **settings))
     if ranks == 1:
         return torch.cat(batches)
-    import torch.distributed as dist
-
     from dit.backends.device import local_device
+    from dit.backends.process_groups import gather_objects
 
-    of_rank: list[list[Tensor]] = [[]] * ranks
-    dist.all_gather_object(of_rank, [latents.cpu() for latents in batches])
+    of_rank = gather_objects([latents.cpu() for latents in batches])
     return torch.cat([of_rank[i % ranks][i // ranks] for i in range(len(starts))]).to(local_device())
 
 

@@ -144,7 +144,8 @@ def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[s
     from dit.inference.cascade import Cascade
     from dit.inference.generator import groups_to_sample
 
-    groups, before = groups_to_sample(*(stage.folder for stage in stages)), None
+    folders = [folder for stage in stages for folder in (stage.folder, stage.settings.get("guide"))]
+    groups, before = groups_to_sample(*filter(None, folders)), None
     for stage in stages:
         stage_args = stage.arguments(args)
         generator = open_generator(stage_args, groups)

@@ -20,11 +20,11 @@ SIZES = {
     "cp": "context_parallel_size",
     "ep": "expert_model_parallel_size",
 }
-SWITCHES: dict[str, tuple[str, bool | str]] = {
-    "sp": ("sequence_parallel", True),
-    "ddp": ("data_parallel", "ddp"),
-    "distopt": ("data_parallel", "distributed_optimizer"),
-    "fsdp": ("data_parallel", "fsdp"),
+SWITCHES: dict[str, dict[str, int | bool | str]] = {
+    "sp": {"sequence_parallel": True},
+    "ddp": {"data_parallel": "ddp"},
+    "distopt": {"data_parallel": "distributed_optimizer"},
+    "fsdp": {"data_parallel": "fsdp"},
 }
 """Words of a layout without a number."""
 _WORDS = re.compile(rf"(?P<size>{'|'.join(SIZES)})(?P<number>[1-9]\d*)|{'|'.join(SWITCHES)}|[_+]")
@@ -59,22 +59,22 @@ def layout_overrides(text: str) -> list[str]:
     """Return the overrides of a layout: `tp2sp`, `cp4`, `pp2_fsdp`, or `own` for none."""
     if text == OWN:
         return []
-    settings: dict[str, int | bool | str] = {**dict.fromkeys(SIZES.values(), 1), "sequence_parallel": False}
-    names, remainder = set[str](), text
+    defaults = {**dict.fromkeys(SIZES.values(), 1), "sequence_parallel": False}
+    settings, remainder = dict[str, int | bool | str](), text
     while remainder:
-        match = _WORDS.match(remainder)
-        size = None if match is None else match["size"]
-        name, value = (SIZES[size], None) if size else SWITCHES.get("" if match is None else match[0], ("", None))
-        if match is None or name in names:
+        match, setting = _WORDS.match(remainder), dict[str, int | bool | str]()
+        if match and match["size"]:
+            setting = {SIZES[match["size"]]: int(match["number"])}
+        elif match:
+            setting = SWITCHES.get(match[0], {})  # a separator has none
+        if match is None or setting.keys() & settings.keys():
             raise ConfigError(
                 f"layout {text!r}: {remainder!r} is unknown or repeated; write sizes as {', '.join(SIZES)} with "
                 f"a number, then {', '.join(SWITCHES)}, such as tp2sp_cp4 or fsdp, or {OWN}"
             )
-        if name:  # none for a separator
-            names.add(name)
-            settings[name] = int(match["number"]) if value is None else value
+        settings |= setting
         remainder = remainder[match.end() :]
-    return [f"parallel.{key}={value}" for key, value in settings.items()]
+    return [f"parallel.{key}={value}" for key, value in {**defaults, **settings}.items()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dit.inference.generator import Generator
 
 
-TRAINED = {
+DATA_SETTINGS = {
     "reference": ("references", "references", "edit pictures", "on data of `energon_data.prepare --reference`"),
     "first_frame": ("clean_first_frame", "clean first frames", "continue a picture", "with data.clean_first_frame=0.5"),
     "inpaint": ("inpaint", "clean regions", "complete a picture", "with data.inpaint=0.5"),
@@ -33,7 +33,7 @@ def check_trained(args: "Namespace", generator: "Generator") -> None:
     """Check that the run trained what the picture options of the command require; imported weights have no data."""
     data, spec = generator.config.data, generator.spec
     starts_clips = getattr(data, "frame_levels", 0) or spec.condition(FIRST_FRAMES.name) is not None
-    for name, (setting, missing, task, cure) in TRAINED.items():
+    for name, (setting, missing, task, cure) in DATA_SETTINGS.items():
         if name == "first_frame" and starts_clips:
             continue
         value = getattr(data, setting, None)

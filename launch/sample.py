@@ -332,9 +332,9 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     if args.inpaint is not None:
         if args.init is not None or args.first_frame is not None:
             raise ConfigError("--inpaint keeps a part of a picture, --init and --first-frame begin with one; give one")
-        inpainting, kept = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
+        inpainting, restore = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
         settings |= inpainting
-        init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: kept(decode(latents))
+        init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))
     largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
     of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
     of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")

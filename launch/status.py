@@ -31,7 +31,7 @@ HELD_OUT = "held_out/loss"
 RECENT = 50  # number of log lines in means and medians of current values
 RATES = ("samples_per_s", "mfu", "data_wait_share", "loader_samples_per_s", "rank_s_median", "rank_s_slowest",
          "slowest_rank")  # fmt: skip
-"""Scalars of an attempt, which may have another layout than the one before."""
+"""Scalars that depend on machines and layout, which may change between attempts."""
 SLOW = 1.2  # ratio to the median above which the slowest rank is named
 FRESH_S = 60.0  # largest age of the newest heartbeat of a running run, on a disk without locks
 

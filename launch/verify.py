@@ -218,7 +218,7 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
     from dit.verify.trial import EMA_DECAY, SEED, Trial
     from energon_data.mock import MockData
 
-    parallel = replace(config.parallel, pipeline_layers=None)  # which counts layers of the full model
+    parallel = replace(config.parallel, pipeline_layers=None)  # it counts layers of the full model
     model = tiny_model(config.model, parallel, fp8)
     objective = tiny_objective(config.objective, model)
     multiple, total = pack_tokens(model, parallel, fp8)
@@ -426,7 +426,7 @@ def not_verified(config: "RunConfig") -> str:
 def adapted_layers(model: "ModelConfig", tiny: "ModelConfig") -> str:
     """Return a line with the tiny layers that stand for the layers with adapters; empty if the patterns are equal."""
     targets, tiny_targets = (", ".join(each.adapters.targets) if each.adapters else "" for each in (model, tiny))
-    return f"adapters of {targets} are verified as {tiny_targets}" if targets != tiny_targets else ""
+    return f"adapters on {targets} are verified on {tiny_targets} of the tiny form" if targets != tiny_targets else ""
 
 
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
@@ -438,17 +438,19 @@ def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     one, many = pairs[0].one, pairs[0].many
     echo(f"{changed(many.model)}\n{world_size} ranks against one, {changed(many.parallel)}", flush=True)
 
-    def trained(trials: "list[Trial]", size: int) -> list[Any]:
+    def train(trials: "list[Trial]", size: int, folder: Path) -> list[Any]:
         cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
-        return run_world(size, cases, folder / str(size))
+        return run_world(size, cases, folder)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (checks,) = run_world(1, [check_case(one)], folder / "checks")
         remarks = [adapted_layers(config.model, one.model), not_verified(config)]
         echo(text(checks), *filter(None, remarks), sep="\n", flush=True)
-        results = zip(trained([pair.one for pair in pairs], 1), trained([pair.many for pair in pairs], world_size))
-    return Outcome(checks, {pair.precision: compare(pair, *result) for pair, result in zip(pairs, results)})
+        ones = train([pair.one for pair in pairs], 1, folder / "one")
+        manys = train([pair.many for pair in pairs], world_size, folder / "many")
+    verdicts = {pair.precision: compare(pair, *results) for pair, *results in zip(pairs, ones, manys, strict=True)}
+    return Outcome(checks, verdicts)
 
 
 if __name__ == "__main__":

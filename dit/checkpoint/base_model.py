@@ -267,9 +267,12 @@ def find_base(
 
 
 def download_base(path: Path | str) -> None:
-    """Download `checkpoint.start_from` of a run folder or a checkpoint with adapters if the base's folder is gone.
+    """Download the base of adapters if its recorded folder does not exist, from `checkpoint.start_from`.
 
-    `find_base` reports errors.
+    Errors are left to `find_base`, which reports them.
+
+    Args:
+        path: a run folder or a checkpoint.
     """
     with suppress(UserError):
         for folder in candidates(path)[:1]:

@@ -116,10 +116,11 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    missing, fields = dataclasses.MISSING, dataclasses.fields(part)
-    plain = {field.name: field.default for field in fields if field.default is not missing}
-    made = {field.name: field.default_factory() for field in fields if field.default_factory is not missing}
-    new, defaults = to_record(part), to_record(plain | made)
+    fields = dataclasses.fields(part)
+    constants = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
+    factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
+    new = to_record(part)
+    defaults = to_record(constants | {name: factory() for name, factory in factories.items()})
     for key in dict.fromkeys([*new, *saved]):
         old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
         if key != CLASS_KEY and old != now:

@@ -202,7 +202,7 @@ class PictureWriter:
     ) -> dict[str, Path]:
         """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
 
-        A grid of several frames is a GIF of at most `MAX_GIF_FPS`.
+        A grid of several frames is a GIF of at most `MAX_GIF_FPS` frames per second.
 
         Args:
             averaged: context in which the model has its averaged weights; None if there is no average.

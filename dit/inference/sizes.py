@@ -28,7 +28,7 @@ def check_size(
     unit = space * spec.patch_spatial
     multiple = unit * spec.side_multiple
     factors = f"a patch of {spec.patch_spatial}" + (f" x {space} pixels of the autoencoder" if geometry else "")
-    factors += f" x {spec.side_multiple} for the levels of the network" if spec.side_multiple > 1 else ""
+    factors += f", times {spec.side_multiple} for the levels of the network" if spec.side_multiple > 1 else ""
     for name, side in zip(("height", "width"), sides):
         if side < 1 or side % multiple:
             near = _near(side, lambda n: n % multiple == 0)

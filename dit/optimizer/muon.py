@@ -14,14 +14,13 @@ is not sent.
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dit.backends.device import local_device
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.backends.sharding import Matrices
 from dit.boxes import Box, Part
 from dit.kernels import muon
@@ -108,11 +107,9 @@ class Muon:
             for shard in shards
             if shard.matrices is not None and shard.start < shard.stop
         }
-        tables: list[Any] = [None] * self.group.size()
-        dist.all_gather_object(tables, table, group=self.group)
         self.rounds: list[list[Weight]] = []
         size = room = ROUND_ELEMENTS * self.group.size()
-        for weight in assign(tables):
+        for weight in assign(gather_objects(table, self.group)):
             room -= torch.Size(weight.shape).numel()
             if room < 0 or not self.rounds:
                 self.rounds.append([])

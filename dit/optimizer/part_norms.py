@@ -1,7 +1,6 @@
 """Gradient norms of the parts of a model, such as `layers.attention`: the same on any layout."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +9,7 @@ from megatron.core.transformer.module import param_is_not_shared
 
 from dit.backends.device import local_device
 from dit.backends.megatron_types import MegatronOptimizer
+from dit.backends.process_groups import gather_objects
 from dit.optimizer.master_weights import MasterShard
 from dit.parallel.fsdp import local
 
@@ -36,9 +36,7 @@ class PartNorms:
     def __init__(self, optimizer: MegatronOptimizer, shards: Sequence[MasterShard], interval: int = 1) -> None:
         self._interval = interval
         self._norms: dict[str, float] = {}
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, sorted({part_of(shard.name) for shard in shards}))
-        self.parts = sorted({part for parts in gathered for part in parts})
+        self.parts = sorted(set().union(*gather_objects({part_of(shard.name) for shard in shards})))
         self._factor, self._copies = optimizer.gradient_factor, optimizer.gradient_copies
         by_owner = {id(shard.owner): shard for shard in shards}
         # As in the norm of all gradients: each shard is counted on one rank per copy of the gradients.

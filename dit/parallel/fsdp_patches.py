@@ -5,7 +5,7 @@ over the instances of hybrid sharding, walks over modules are cached, and ranges
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import Optional
 
@@ -17,7 +17,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, para
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from dit.patches import patches
+from dit.patches import patches, replaced
 
 Layout = tuple[
     dict[int, param_and_grad_buffer.TensorItemIndex],
@@ -194,21 +194,13 @@ class _ReleaseAfterBackward:
     "validate_uneven_dtensor",
     why="three object collectives for each parameter take most of the time to wrap a small model",
 )
-@contextmanager
-def no_chunk_metadata() -> Iterator[None]:
+def no_chunk_metadata() -> AbstractContextManager[None]:
     """Leave out the ranges of shards that only torch's distributed checkpoints read, in a model wrapped here.
 
     `dit.checkpoint` computes ranges from the local index of each buffer.
     """
     names = ("update_uneven_dtensor_chunk_metadata", "validate_uneven_dtensor")
-    originals = {name: getattr(param_and_grad_buffer, name) for name in names}
-    for name in names:
-        setattr(param_and_grad_buffer, name, lambda _: None)
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(param_and_grad_buffer, name, original)
+    return replaced(param_and_grad_buffer, **dict.fromkeys(names, lambda _: None))
 
 
 @patches(

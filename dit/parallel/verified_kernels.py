@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 
 from dit import kernels
 from dit.backends.device import accelerator_versions, describe, use_cuda
+from dit.backends.process_groups import gather_objects
 from dit.durable_files import strict_json, write_atomic
 from dit.errors import UserError
 from dit.safe_files import read_bytes, read_json
@@ -82,9 +82,7 @@ def agree() -> None:
     """
     global _of_all_ranks
     _of_all_ranks = None
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, verified_here())
-    _of_all_ranks = frozenset.intersection(*gathered)
+    _of_all_ranks = frozenset.intersection(*gather_objects(verified_here()))
 
 
 def record_results(results: Mapping[str, bool]) -> None:

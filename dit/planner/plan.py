@@ -58,7 +58,8 @@ def plan(job: Job, dims: ParallelDims, *, tracer: Optional[Callable[[Sequence[Jo
     """Trace a step of a run on every kind of rank, without ranks, data or memory.
 
     Args:
-        job: the step on any rank; its ranks and micro-batches are those of `dims`.
+        job: the step; its `rank`, `world_size` and `micro_batches` are replaced by those of each traced rank and of
+            `dims`.
         tracer: returns the traces of jobs; None for a new process.
     """
     model, parallel, training = job.model, job.parallel, job.training

@@ -109,7 +109,7 @@ class Cluster:
         return nbytes / self.bandwidth(name) + calls * LATENCY_S * max(1.0, math.log2(max(1, size)))
 
 
-def _kind(collective: str, group: str) -> int:
+def _kind(collective: str, group: str) -> Kind:
     """Return the kind of time that a collective inside a micro-batch counts as."""
     if group == "pp":
         return Kind.SEND

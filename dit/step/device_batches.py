@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dit import layout
+from dit.backends.process_groups import gather_objects
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS, FPS
 from dit.data_api import BatchSpec
@@ -178,9 +179,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         Returns:
             (T, H, W) of its latent, and its frames per second.
         """
-        gathered: list[Any] = [None] * group.size()
-        dist.all_gather_object(gathered, self.largest, group=group)
-        self.largest = max(gathered)
+        self.largest = max(gather_objects(self.largest, group))
         return self.latent_size(self._spec), self.largest.fps
 
     def reset(self) -> Consumed:

@@ -2,9 +2,7 @@
 
 from typing import Self
 
-import torch.distributed as dist
-
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.checkpoint.train_state import TrainState
 from dit.data_api import SampleCounts
 from dit.monitoring.run_log import RunLog
@@ -54,6 +52,4 @@ class DropReport:
 
 
 def _all_counts(state: TrainState, groups: ProcessGroups) -> SampleCounts:
-    gathered = [SampleCounts() for _ in range(groups.dp_size)]
-    dist.all_gather_object(gathered, state.stream.sample_counts(), group=groups.dp)
-    return sum(gathered, SampleCounts())
+    return sum(gather_objects(state.stream.sample_counts(), groups.dp), SampleCounts())

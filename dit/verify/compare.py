@@ -20,10 +20,11 @@ WEIGHT_RTOL = 1e-4
 """Tolerance of parameters after the last step: Adam divides by the root of small squared gradients."""
 
 FLOOR = 1e-2
-"""Smallest norm that an error is divided by, as a share of the largest norm; see `tensor_errors`."""
+"""Smallest norm that an error is divided by, as a share of the largest norm; see `floored` and `tensor_errors`."""
 
 FP32_FLOOR = 1e-4
-"""The same for fp32: the parts of a gradient of one number, such as a gain, may cancel, but not their rounding."""
+"""The same for fp32. The gradient of a single number, such as a gain, may be a sum of large terms that cancel; their
+rounding errors do not cancel."""
 
 BOUNDS = {"losses": SUM_RTOL, "grad_norms": SUM_RTOL, "gradients": SUM_RTOL, "parameters": WEIGHT_RTOL}
 """Compared quantities, and the largest accepted relative error of a step or a parameter."""

@@ -9,9 +9,9 @@ Comparing a layout with one rank cannot find an error that both have. These chec
     accumulated    two micro-batches give the gradients of one micro-batch with all samples
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,10 @@ RTOL = 1e-4
 MOST_NAMES = 4
 
 
-Packs = Callable[..., PackedBatch]
-"""Builds synthetic packs of numbered samples, see `launch.verify.MockPacks`; picklable, because ranks are processes."""
+class Packs(Protocol):
+    """Builds synthetic packs of numbered samples; picklable, because it is sent to the rank's process."""
+
+    def __call__(self, numbers: Sequence[int], *, multiple_of: int = 1, tail: int = 0) -> PackedBatch: ...
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class WrongGradient:
     Attributes:
         norm: on one rank.
         ratio: norm under the layout, relative to `norm`.
-        error: norm of the difference, relative to `norm`.
+        error: norm of the difference, relative to `norm` or the floor, see `dit.verify.compare.floored`.
         by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
         row: its row of the sharding table.
     """

@@ -26,7 +26,7 @@ HEAD_SIZE = 8
 GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 3, 3), (3, 2, 2))
 """Patches along t, h and w of each sample; samples of a pack differ in length."""
 _NUMBERS = r"[\d?!*\[\]-]+"
-"""Layer numbers in a pattern."""
+"""Regular expression for the part of a LoRA target with layer numbers, such as `11` or `1[01]`."""
 
 
 def tiny_sides(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
@@ -173,7 +173,7 @@ def pack_tokens(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8]
 
 
 def _layer_parts(kinds: Sequence[int], tiny_kinds: Sequence[int]) -> list[range]:
-    """Return the layers that each tiny layer stands for, which are of its kind.
+    """Return, for each tiny layer, the layers of its kind that it stands for.
 
     Args:
         kinds: borders between the kinds of layers, from 0 to the number of layers; `tiny_kinds` those of the tiny form.
@@ -186,7 +186,10 @@ def _layer_parts(kinds: Sequence[int], tiny_kinds: Sequence[int]) -> list[range]
 
 
 def _tiny_targets(target: str, parts: Sequence[range]) -> list[str]:
-    """Return patterns of the tiny layers that stand for the layers of a pattern; of all layers of a UNet."""
+    """Return patterns of the tiny layers that stand for the layers of a pattern.
+
+    In other patterns, such as a UNet's, numbers become `*`.
+    """
     match = re.fullmatch(rf"layers\.({_NUMBERS})(?:\.(.*))?", target)
     if match is None or match[1] == "*":
         return [".".join("*" if re.fullmatch(_NUMBERS, part) else part for part in target.split("."))]

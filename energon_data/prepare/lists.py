@@ -101,7 +101,7 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _in_utf8(lines: Iterable[str], path: Path) -> Iterator[str]:
-    """Yield the lines of a file; bytes that are not UTF-8 are read as surrogates."""
+    """Yield the lines of a file; refuse bytes that are not UTF-8, which `surrogateescape` reads as surrogates."""
     for number, line in enumerate(lines, 1):
         if not_utf8 := re.search("[\udc80-\udcff]", line):
             byte = ord(not_utf8[0]) - 0xDC00

@@ -93,7 +93,7 @@ def ended(folder: Path) -> dict[str, Any]:
     add("last grid", fault=inside(f"{store}.publish"), **only)
     add("last grid, again", at="last grid", **only)
     add("looks fail", fault=partial(faults.out_of_memory, f"{loop}.Run.validate"))
-    unwritten = partial(faults.out_of_memory, "dit.inference.preview.PictureWriter.save")
+    unwritten = partial(faults.out_of_memory, "dit.inference.preview.save_png")
     add("pictures fail", fault=unwritten, training__sample_interval=3)
     add("pictures fail, again", at="pictures fail", training__sample_interval=3)
     add("no pictures", sampling__num_steps=0)

@@ -351,7 +351,7 @@ def test_adapters_are_verified_on_the_layers_that_stand_for_theirs(recipe, paral
     config = with_adapters(recipe, [target])
     model = tiny_model(config.model, ParallelConfig(**parallel))
     assert model.adapters.targets == tiny
-    line = f"adapters of {target} are verified as {', '.join(tiny)}"
+    line = f"adapters on {target} are verified on {', '.join(tiny)} of the tiny form"
     assert adapted_layers(config.model, model) == ("" if tiny == [target] else line)
 
 

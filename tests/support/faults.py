@@ -113,9 +113,9 @@ def stuck_inside(method: str, seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def out_of_memory(method: str) -> Iterator[None]:
-    """Raise an out-of-memory error in a method, named `package.module.Class.method`."""
-    with mock.patch(method, side_effect=torch.OutOfMemoryError("tried to allocate 20.00 GiB")):
+def out_of_memory(name: str) -> Iterator[None]:
+    """Raise an out-of-memory error in a function or method, named by its import path."""
+    with mock.patch(name, side_effect=torch.OutOfMemoryError("tried to allocate 20.00 GiB")):
         yield
 
 

@@ -20,7 +20,7 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self.overwritten: dict[int, tuple[Any, Any]] = {}
-        self.awaited: list[int] = []
+        self.unfinished_outputs: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.split(".")[0] in READS:
@@ -32,10 +32,11 @@ class Recording(TorchDispatchMode):
                     if storage._cdata not in self.overwritten:
                         self.overwritten[storage._cdata] = storage, storage.clone()
         result = func(*args, **(kwargs or {}))
+        # gloo's wait copies the sum into the output; a replay calls wait
         if func.overloadpacket is torch.ops.c10d._reduce_scatter_base_:
-            self.awaited.append(args[0].data_ptr())
-        elif func.overloadpacket is torch.ops.aten.copy_ and args[0].data_ptr() in self.awaited:
-            self.awaited.remove(args[0].data_ptr())  # gloo copies the sum in `wait`, which `replay` calls
+            self.unfinished_outputs.append(args[0].data_ptr())
+        elif func.overloadpacket is torch.ops.aten.copy_ and args[0].data_ptr() in self.unfinished_outputs:
+            self.unfinished_outputs.remove(args[0].data_ptr())
             return result
         self.operations.append((func, args, kwargs or {}, [x for x in tree_leaves(result) if isinstance(x, Tensor)]))
         return result

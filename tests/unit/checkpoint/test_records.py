@@ -65,7 +65,7 @@ def test_an_error_of_a_record_names_its_file(tmp_path: Path) -> None:
         read_settings(tmp_path)
 
 
-@pytest.mark.parametrize("stored", [None, 1, [], {"digest": 1}, {"digest": "x", "parameters": []}])
+@pytest.mark.parametrize("stored", [None, 1, [], {}, {"parameters": []}])
 def test_a_fingerprint_of_a_wrong_type_is_read_as_none(tmp_path: Path, stored: Any) -> None:
     manifest = Manifest(step=3, files={}, meta={"fingerprint": stored})
     folder = tmp_path / "iter_0000003"

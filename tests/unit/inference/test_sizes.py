@@ -52,8 +52,8 @@ def test_sizes_in_pixels_become_those_of_the_latent(
         (CLIPS, VIDEO, (9, 64, 64), r"frames=9 .*: 5 or 13"),
         (LEARNED, VIDEO, (21, 512, 768), "are 6 x 32 x 48 patches, .* for 5 x 32 x 48; draw at most 17 x 512 x 768"),
         (LEARNED, None, (5, 66, 96), "draw at most 5 x 64 x 96"),
-        (EDM2UNetConfig(), None, (1, 36, 64), r"36 is not a multiple of 8 \(a patch of 1 x 8 for.*; use 32 or 40"),
-        (UNetConfig(), IMAGE, (1, 64, 96), r"96 is not a multiple of 64 \(.* pixels .* x 8 for the levels"),
+        (EDM2UNetConfig(), None, (1, 36, 64), r"36 is not a multiple of 8 \(a patch of 1, times 8 for.*; use 32 or 40"),
+        (UNetConfig(), IMAGE, (1, 64, 96), r"96 is not a multiple of 64 \(.* pixels .*, times 8 for the levels"),
     ],
 )
 def test_other_sizes_are_refused_with_the_nearest_that_fit(

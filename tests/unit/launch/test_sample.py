@@ -449,7 +449,8 @@ class Loaded:
 
 def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
     """The guide has the same ranks and the same kind of weights, raw or averaged; an error names a missing folder."""
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: "ranks")
+    models: list[tuple[str, ...]] = []
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: models.append(paths) or "ranks")
     monkeypatch.setattr(
         "dit.inference.generator.load_generator",
         lambda path, *, weights, groups: Loaded(str(path), weights, groups),
@@ -466,6 +467,7 @@ def test_a_guide_is_loaded_with_the_model(tmp_path, monkeypatch):
         sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
     (stage,) = read_stages([f"base={large}"], [["base", f"guide={small}"]])
     assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
+    assert models == [(large, small), (large,), (large, small)]
 
 
 def test_a_cascade_refuses_a_second_model_for_all_stages(capsys):

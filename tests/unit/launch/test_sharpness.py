@@ -85,7 +85,8 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
     """Each stage starts from samples of the previous stages, drawn with the settings of those stages, in batches."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: None)
+    models: list[str] = []
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: models.extend(paths))
     monkeypatch.setattr(Generator, "batch_size", lambda self, *_: 2)
     labels, drawn = [0, 2, 1], {}
 
@@ -95,7 +96,8 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
 
     monkeypatch.setitem(evaluate.METRICS, "side", Metric("", measure, by_condition=True))
     words = ["--cascade", "base=a", "larger=b", "--stage", "base", "steps=3", "--stage", "larger", "augmentation=0.5"]
-    assert evaluate.main([*words, "--metric", "side", "--seed", "4", "--json"]) == 0
+    assert evaluate.main([*words, "guide=c", "--metric", "side", "--seed", "4", "--json"]) == 0
+    assert models == ["a", "b", "c"]
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert found == [{"stage": "base", "side": 8}, {"stage": "larger", "side": 16}]
     cascade = Cascade(generators["b"], generators["a"], {"num_steps": 3}, level=0.5)
@@ -110,13 +112,15 @@ def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
     """The pictures of a stage are compared at their size; the features are the mean of each colour."""
     generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
-    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: None)
+    models: list[str] = []
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda *paths: models.extend(paths))
     means = Features(lambda images: images.clamp(-1, 1).mean((2, 3)), "means")
     monkeypatch.setattr(picture_scores, "feature_network", lambda args, generator: means)
     real = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)).double()
     np.savez(tmp_path / "x.npz", mu=real.mean(0).numpy(), sigma=torch.cov(real.T).numpy())
     words = ["--cascade", "base=a", "larger=b", "--metric", "fid", "--count", "2", "--seed", "4", "--json"]
     assert evaluate.main([*words, "--reference", str(tmp_path / "x.npz")]) == 0
+    assert models == ["a", "b"]
     found = {record["stage"]: record for record in map(json.loads, capsys.readouterr().out.splitlines())}
     labels = [label for label in range(BASE.num_classes or 0) for _ in range(2)]
     cascade = Cascade(generators["b"], generators["a"], {})

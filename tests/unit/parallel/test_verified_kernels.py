@@ -54,12 +54,9 @@ def test_another_version_of_a_package_must_pass_again(monkeypatch, package):
 
 
 def test_ranks_use_kernels_that_have_passed_on_all_their_machines(monkeypatch):
-    def gather(gathered: list, own: frozenset) -> None:
-        gathered[:] = [own, frozenset({"noise.triton", "attention.flash_attn"})]
-
+    other = frozenset({"noise.triton", "attention.flash_attn"})
+    monkeypatch.setattr(verified, "gather_objects", lambda names: [names, other])
     record_results({"layers.triton": True, "noise.triton": True})
-    monkeypatch.setattr(verified.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(verified.dist, "all_gather_object", gather)
     verified.agree()
     assert verified_here() == {"noise.triton"}
 
