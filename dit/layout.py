@@ -390,23 +390,18 @@ class SequenceLayout:
 
         The tail pad of each becomes padding of its last sample.
         """
-        indices, levels, others = None, self.levels, other.levels
+        indices = levels = None
         if self.local_indices is not None and other.local_indices is not None:
             indices = torch.cat([self.local_indices, other.local_indices + self.total_tokens])
-        padded = [
+        if self.levels is not None and other.levels is not None:
+            levels = self.levels.followed_by(other.levels)
+        before, after = (
             (*x.padded_lengths[:-1], x.padded_lengths[-1] + x.total_tokens - sum(x.padded_lengths))
             for x in (self, other)
-        ]
-        return replace(
-            self,
-            lengths=self.lengths + other.lengths,
-            padded_lengths=padded[0] + padded[1],
-            total_tokens=self.total_tokens + other.total_tokens,
-            local_indices=indices,
-            parent=None,
-            share=(0, 1),
-            local=None,
-            levels=None if levels is None or others is None else levels.followed_by(others),
+        )
+        lengths, total = self.lengths + other.lengths, self.total_tokens + other.total_tokens
+        return SequenceLayout(
+            lengths, before + after, total, self.device, indices, levels=levels, is_fixed=self.is_fixed
         )
 
     @property

@@ -241,7 +241,6 @@ class Run:
     Args:
         config: checked settings.
         dims, spec: results of `RunConfig.check_here`.
-        groups: process groups.
         quiet: whether not to log (for benchmarks).
         lock: descriptor of the run's lock, for the process that writes checkpoints; -1 for none.
         phase: phase of this rank, for its heartbeat.
