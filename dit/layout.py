@@ -94,7 +94,7 @@ class SequenceLayout:
         local          lengths (1, 2), padded_lengths (2, 4), total_tokens 7
 
     Under sequence parallelism the layers gather the tokens of all tensor-parallel ranks before attention. The layout of
-    the gathered tokens is `gathered`. It also stores the tables of its shards, because each pass creates new ones.
+    the gathered tokens is `gathered`. It also stores the tables of its shards, because a pass makes new shards.
 
     Attributes:
         lengths: real tokens of each sample, on the host.
@@ -102,7 +102,7 @@ class SequenceLayout:
         total_tokens: tokens of the global pack, all padding included.
         device: device of the tensors that are computed from the layout.
         local_indices: global indices of the local tokens, in their local order, int64 `[T]`; None for all tokens.
-        parent: under sequence parallelism, the layout that the layers gather before attention; else None.
+        parent: under sequence parallelism, the layout of the tokens that the layers gather before attention; else None.
         share: index of this shard of `parent`, and number of shards.
         local: under context parallelism, the layout of the local tokens as a separate pack (samples may be empty).
         levels: noise levels inside the samples; None if each sample has one level.
@@ -268,22 +268,23 @@ class SequenceLayout:
     def table(
         self, make: Callable[Concatenate["SequenceLayout", Others], Table], *others: Others.args, **named: Others.kwargs
     ) -> Table:
-        """Return `make(self, *others)`, computed once for all layers.
+        """Return `make(self, *others)`. It is stored, so all layers share it; `parent` stores the tables of a shard.
 
         Args:
-            make: function of a module that computes tensors or a layout from lengths.
-            others: layouts of the same samples, or numbers that are the same for all packs.
+            make: module-level function that computes tensors or a layout from lengths.
+            others: layouts of the same samples, or hashable values that are the same for all packs.
         """
+        assert not named, "named arguments are not part of the key"
         if self.parent is not None:
             return self.parent.table(_of_shard, self.share, make, *others, **named)
-        # No reference to itself, which only garbage collection would remove, with the memory of the tables.
+        # A marker in place of this layout: a reference cycle would keep its tables until garbage collection.
         stored = tuple(ITSELF if x is self else x for x in others)
         key: tuple[object, ...] = make, *(x.sizes if isinstance(x, SequenceLayout) else x for x in others)
-        # Packs of fixed size have the same keys, so a key has no lengths; it counts the arguments of the same sizes.
+        # Keys of packs of fixed size have no lengths, so layouts of the same size are told apart by a further word.
         while self.is_fixed and key in self.tables and _identities(self.tables[key][0]) != _identities(stored):
             key = (*key, "another")
         if key not in self.tables:
-            if len(self.tables) == MOST_TABLES:  # a layout that many packs share
+            if len(self.tables) == MOST_TABLES:  # many packs may share this layout
                 del self.tables[next(iter(self.tables))]
             self.tables[key] = stored, make(self, *others, **named)
         return cast("Table", self.tables[key][1])
@@ -410,7 +411,7 @@ class SequenceLayout:
         return self if self.parent is None else self.parent
 
     def shard(self, rank: int, size: int) -> "SequenceLayout":
-        """Return the layout of one of `size` equal parts of the local tokens, in order (sequence parallelism)."""
+        """Return the layout of one of `size` consecutive, equal parts of the local tokens (sequence parallelism)."""
         indices = self.local_indices
         indices_T = torch.arange(self.total_tokens, device=self.device) if indices is None else indices
         part_T = indices_T.chunk(size)[rank]
@@ -418,7 +419,7 @@ class SequenceLayout:
         return replace(self, local_indices=part_T, parent=self, share=(rank, size), local=None, levels=levels)
 
     def select(self, indices_T: Tensor, *, local: Optional["SequenceLayout"] = None) -> "SequenceLayout":
-        """Return the layout of local tokens with these indices, int64; `local` is their layout as a separate pack."""
+        """Return the layout of the local tokens at int64 positions; `local` is their layout as a separate pack."""
         selected = indices_T if self.local_indices is None else self.local_indices[indices_T]
         levels = None if self.levels is None else self.levels.select(indices_T)
         selected = to_device(selected, self.device)

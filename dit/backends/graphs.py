@@ -1,4 +1,4 @@
-"""Functions that run as CUDA graphs, for which the host makes one call instead of one per kernel."""
+"""Runs functions as CUDA graphs: the host launches one graph instead of each kernel."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,14 +15,14 @@ from dit.errors import BatchError
 from dit.kernels.graph_tables import graph_tables
 
 WARM_UP = 2
-"""Runs before the capture, in which kernels are compiled, and tables and states are created on the device."""
+"""Number of eager runs before the capture. They compile kernels and create tables and states on the device."""
 COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 
 T = TypeVar("T")
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 """Records the operations of a function without running them; returns its result and a function that runs them."""
 Runner = Callable[..., Any]
-"""Calls a function with tensors, its only inputs that change, and returns its result: `call` or a `Graphed`."""
+"""Calls a function with tensors and returns its result: `call`, or a `Graphed`, which repeats the captured function."""
 
 
 def call(compute: Callable[..., T], *inputs: Tensor) -> T:
@@ -39,7 +39,7 @@ class _CaptureMode(TorchDispatchMode):
 
 
 class NoCopiesFromHost(_CaptureMode):
-    """Raises an error for copies from host memory, which may have been freed when the graph is replayed."""
+    """Raises an error if an operation copies from host memory, which may be freed before the graph is replayed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -72,8 +72,8 @@ def capture_on_gpu(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
     """Capture a function as a CUDA graph."""
     with graph_tables() as tables, capture_graph() as replay, NoCopiesFromHost(), UsedMemory() as used:
         result = compute()
-    # A graph has only addresses. Memory that exists after the capture, such as a table in a cache, could be freed.
-    # Replays would then read other values, or overwrite them.
+    # A graph stores only addresses. Caches, for example, may free memory that it uses; replays would then read other
+    # values, or overwrite them. So the graph keeps the memory of all tensors that its operations were given.
     memory = tables, list(used.storages.values())
 
     def replay_with_memory(_memory: object = memory) -> None:  # the default keeps it allocated
@@ -83,7 +83,7 @@ def capture_on_gpu(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
 
 
 class Graphed:
-    """Runs the same function each time: first eagerly, then as a CUDA graph.
+    """Calls functions that differ only in their tensors: first eagerly, then as the CUDA graph of one of them.
 
     Args:
         capture: records the function.
@@ -101,9 +101,10 @@ class Graphed:
         return self._replay is not None
 
     def __call__(self, compute: Callable[..., T], *inputs: Tensor) -> T:
-        """Return the result of `compute(*inputs)`; the graph is that of the first function."""
+        """Return the result of `compute(*inputs)`; after the capture, of the captured function with these inputs."""
         self._inputs = self._inputs or [torch.empty_like(x) for x in inputs]
         for fixed, x in zip(self._inputs, inputs, strict=True):
+            assert (fixed.shape, fixed.dtype) == (x.shape, x.dtype)
             fixed.copy_(x)
         if self._runs < WARM_UP:
             self._runs += 1
@@ -112,7 +113,7 @@ class Graphed:
         if self._replay is None:
             self._result, self._replay = self._capture(partial(compute, *self._inputs))
         self._replay()
-        # The next replay overwrites the result.
+        # The next replay overwrites the result, so return a copy.
         result: T = tree_map_only(Tensor, torch.clone, self._result)
         return result
 

@@ -133,12 +133,15 @@ class ContextPartition(TokenPartition):
 
 
 class FixedPartition(TokenPartition):
-    """Partition of a pack of fixed size, for exchanges over all ranks; a CUDA graph repeats it with other lengths.
+    """Partition of a pack of fixed size as one block of all ranks, for `a2a` in a CUDA graph.
 
-    Its layout and its order are tables of a layout, which are inputs of the graph.
+    The layout of the block and its order are tables of `layout`. The graph reads tables as inputs, so a replay can use
+    other lengths.
 
     Args:
         layout: layout of the local tokens, or of replicated texts and the local tokens.
+        size: number of context-parallel ranks.
+        split: division of the tokens over them.
     """
 
     def __init__(self, layout: SequenceLayout, size: int, split: ContextSplit) -> None:

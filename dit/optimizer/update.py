@@ -1,16 +1,16 @@
 """One update of the weights and their average, instead of Megatron-Core's optimizer step.
 
-    eager   AdamW by torch's fused kernel | copy to the model | average      one pass over all elements each
-    triton  all of them in one pass (`dit.kernels.fused.adamw`)
-    muon    the weights of blocks by `Muon`, all others as above
+    eager   torch's fused AdamW | copy to the model | average      three passes over the elements
+    triton  one pass (`dit.kernels.fused.adamw`), unless the average is in host memory or rows are scaled
 
-The state does not depend on the kernel, so that a run may continue with the other one. The device omits the update of a
+With `optimizer.algorithm=muon`, `Muon` updates the weights of blocks, and AdamW all others. The saved state is the same
+for both kernels of AdamW, so a run may continue with the other kernel. The device omits the update of a
 bad step (`HostNumbers.is_good`), so the host may queue an update before it knows the numbers of the step, unless the
 average is in host memory. A CUDA graph can repeat the update; its inputs are the numbers of the step and the rates of
 each group of parameters. Before the average, rows of weights can be scaled (`dit.optimizer.unit_rows`).
 
-With `optimizer.offload`, Adam's moments are in host memory; the kernel updates them in parts that are copied to the
-device.
+With `optimizer.offload`, the moments are in host memory. AdamW copies them to the device in batches, Muon copies the
+momentum of one weight at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,11 +42,11 @@ from dit.patches import patches
 from dit.settings import OptimizerConfig
 
 PART = 1 << 23
-"""Elements whose moments fit into one of two buffers on the device, of 64 MiB each."""
+"""Number of elements in a batch: their two moments fill one of two buffers of 64 MiB on the device."""
 
 
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
-    """Return an update of parameters whose moments are in host memory.
+    """Wrap an AdamW function so that it accepts moments in host memory.
 
     The moments of up to `PART` elements at a time, a batch, are copied to one of two buffers on the device. Copies in
     both directions and updates overlap; batches 0 to 3 on the buffers a and b:
@@ -111,14 +111,16 @@ def parts(elements: Elements, size: int) -> Iterator[Elements]:
 
 
 class Update:
-    """Update of the weights after the backward pass of a step, counted from 1; every rank creates and calls it.
+    """Updates the weights after the backward pass; every rank creates and calls it, with the step counted from 1.
 
-    Parameters with the same weight decay and learning rate have one call of the kernel. Triton's kernel does not change
-    the gradients; torch's multiplies them by the factor for clipping and division by tokens.
+    Parameters with the same weight decay and learning rate, and with or without a rounded copy in the model, share a
+    call of the kernel. Torch's kernel multiplies the gradients in place by the factor that clips them and divides them
+    by the number of tokens; Triton's does not change them.
 
     Args:
+        optimizer, shards: Megatron-Core's optimizer and its master weights.
         ema: weight average; None for no average.
-        settings: clipping, and the algorithm.
+        settings: gradient clipping and `algorithm`.
         target: device for which the kernel is selected.
         kernels: `training.kernels`.
         run: calls the operations of an update; a `Graphed` repeats them.
@@ -146,8 +148,8 @@ class Update:
         if settings.algorithm == "muon":
             self.muon = Muon(shards, process_groups, settings.muon_momentum, iteration_dtype(target.device))
         self.unit_rows = UnitRows(shards)
-        # The kernel can update the average only if the new weights are final, and in device memory. In eager mode, one
-        # operation on all parameters after the update is faster; a graph contains all operations.
+        # The kernel can update the average only if the average is on the device and no later operation changes the
+        # weights. In eager mode, one later operation on all parameters is faster, except in a graph.
         is_separate = self.adamw is reference.adamw and not self.repeated
         self.averages = not is_separate and ema is not None and not ema.offload and not self.unit_rows.shards
         self.can_be_omitted = ema is None or not ema.offload  # otherwise, the host waits for copies
@@ -217,7 +219,7 @@ class Update:
         self._gather()
 
     def end(self, step: int, *, is_good: bool) -> None:
-        """Finish the update before the next step, when the host knows whether the device applied it."""
+        """Finish an update before the next one is queued; the host now knows whether the device applied it."""
         if not is_good:
             return
         set_step_count(self.optimizer, get_step_count(self.optimizer) + 1)

@@ -249,6 +249,7 @@ def test_tables_of_packs_of_one_size_have_one_size() -> None:
 
 def test_tables_that_the_host_prepares_are_divided_for_the_gpu(monkeypatch):
     """The first pack's tables are computed on the device, those of later packs on the host."""
+    monkeypatch.delenv("DIT_DEVICE", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(multi_processor_count=148))
     counts = [multiprocessors.__wrapped__(torch.device(name)) for name in ("cpu", "cuda:0", "meta")]
