@@ -228,7 +228,7 @@ class RunConfig:
 
     @property
     def draws_held_out(self) -> bool:
-        """Whether samples are drawn from held-out pictures, for a model that reads pictures, such as one to edit."""
+        """Whether samples are drawn from held-out pictures, because the model reads pictures, as for edits."""
         pictures = (condition.axis == "latent" or condition.of_picture for condition in self.model.conditions())
         return self.training.validation_interval > 0 and (any(pictures) or self.data.references_setting() is not None)
 

@@ -221,7 +221,7 @@ class DiffusersQwenImage(DiffusersTokens[QwenImageConfig]):
         return f"diffusion_model.{layer}" if layer.startswith("transformer_blocks.") else None
 
     def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        # `out_channels` counts the channels of a position; None means as many as those of a token.
+        # `out_channels` counts the channels of a position; None stands for the channels of a token.
         sizes = super().read_sizes({**published, "out_channels": None})
         channels = published["out_channels"] or published["in_channels"]
         return sizes | {"out_channels": None if channels == sizes["in_channels"] else channels}

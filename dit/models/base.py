@@ -89,7 +89,7 @@ class Ability(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """Whether a backbone has each `Ability`; settings that need a False one raise an error."""
+    """Whether a backbone has each `Ability`; settings that need a missing one raise an error."""
 
     tensor: bool = True
     sequence: bool = True

@@ -36,7 +36,7 @@ class Prepared:
         weight_S: weight of each sample's error, or of the errors at each of its noise levels.
         alignment_weight_S, adversarial_weight_S, bound_weight_S: the same for `objective.alignment`,
             `objective.adversarial`, and the bound of `objective.variance`; None without it.
-        table_time_S: time of each noise level in the table of steps, float64, for the bound.
+        table_time_S: time of each noise level in the table of steps, float64; the variational bound reads it.
         teacher_token_SF: noised class token of the teacher, and `teacher_target_SF`, the correct output for it; None
             without `objective.teacher_token_weight`.
         negative_TC: target of another sample (`contrastive_flow_matching`); None without one.

@@ -173,7 +173,7 @@ def pack_tokens(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8]
 
 
 def _layer_parts(kinds: Sequence[int], tiny_kinds: Sequence[int]) -> list[range]:
-    """Return, for each tiny layer, the layers of its kind that it stands for.
+    """Return the layers of its kind that each tiny layer stands for.
 
     Args:
         kinds: borders between the kinds of layers, from 0 to the number of layers; `tiny_kinds` those of the tiny form.
