@@ -204,7 +204,7 @@ def check_same_model(
             differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
     changed = f" ({'; '.join(settings)})" if settings else ""
     raise ConfigError(
-        f"checkpoint of another model at step {step}{changed}: {len(differences)} of "
+        f"the checkpoint of step {step} is of another model{changed}: {len(differences)} of "
         f"{len(saved.keys() | expected.keys())} parameters differ: "
         f"{first_few(differences, NUM_DIFFERENCES, '; ')}; use the settings it was trained with, or another "
         "training.run_dir"

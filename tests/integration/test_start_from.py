@@ -68,7 +68,7 @@ def test_a_stage_starts_from_the_average_of_the_previous_stage(tmp_path, one_ran
     assert any(not torch.allclose(raw[name], average[name], atol=1e-5) for name in raw)
 
     assert ended["other"].code == 2, ended["other"].err
-    assert "checkpoint of another model" in ended["other"].err
+    assert "is of another model" in ended["other"].err
 
 
 def test_a_missing_start_is_an_error(tmp_path, one_rank_world):

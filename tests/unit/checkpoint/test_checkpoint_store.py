@@ -306,7 +306,7 @@ def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
     with pytest.raises(ConfigError) as raised:
         check_same_model(saved, other, 1)
     message = str(raised.value)
-    assert "checkpoint of another model at step 1: 3 of 4 parameters differ" in message
+    assert "the checkpoint of step 1 is of another model: 3 of 4 parameters differ" in message
     assert "layers.0.weight is [4, 8] in the checkpoint and [4, 16] in the model" in message
     assert "head.weight [8, 2] is only in the checkpoint" in message
     assert "tail.weight [8, 2] is only in the model" in message
