@@ -71,6 +71,11 @@ class Job:
     ranks: int = 1
 
 
+def call(action: Callable[..., Any], *words: object, ranks: int = 1, **options: Any) -> Job:
+    """Return a job that runs a command with these words, and with further options of the action."""
+    return Job(action, {"arguments": [str(word) for word in words], **options}, ranks)
+
+
 def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0) -> dict[str, Any]:
     """Run all jobs in order; the worker processes start once.
 
