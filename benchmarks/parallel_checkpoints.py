@@ -48,8 +48,9 @@ def save(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def load(case: dict[str, Any]) -> dict[str, Any]:
-    """Read a state into a model of zeros; the model's own weights are returned too."""
-    from dit.checkpoint.sharded_state import load_state
+    """Read a state into a model of zeros; return also the model's weights, and those after reading the average."""
+    from dit.checkpoint.sharded_state import load_state, load_weights
+    from dit.checkpoint.state_files import SlotWeights
 
     it = build(case)
     for shard in it.shards:
@@ -59,6 +60,8 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     state = state_of(it, ema)
     weights, drifted = global_weights(it.chunks, it.groups)
     tensors = {f"model.{name}": weight for name, weight in weights.items()}
+    load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
+    tensors |= {f"averaged.{name}": weight for name, weight in global_weights(it.chunks, it.groups)[0].items()}
     state = {**state, **tensors, "drifted": state["drifted"] + drifted}
     process_groups.release()
     return state

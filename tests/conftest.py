@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
@@ -20,6 +20,9 @@ from dit.verify.ranks import FORKS
 from energon_data.workers import background
 from tests.left_out import pytest_deselected, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
 from tests.support.repository import REPOSITORY, changed, outputs
+
+if TYPE_CHECKING:
+    from dit.planner.trace import Tracer
 
 background.PRELOAD.append("tests.preload")
 FORKS.set_forkserver_preload(background.PRELOAD)
@@ -75,13 +78,13 @@ def one_rank_world() -> Iterator[ProcessGroups]:
 
 
 @pytest.fixture(scope="module")
-def one_tracer() -> Iterator[None]:
+def one_tracer() -> Iterator["Tracer"]:
     """Trace all plans of a module in one process, which keeps the results of operations."""
     from dit.planner.trace import Tracer
 
     with Tracer() as tracer, pytest.MonkeyPatch.context() as patch:
         patch.setattr("dit.planner.plan.trace", tracer)
-        yield
+        yield tracer
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
@@ -39,55 +41,20 @@ def command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> E
     return Ended(code, out.getvalue(), err.getvalue())
 
 
-def train(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ended:
-    """Run `python -m launch.train`, optionally with a fault."""
-    from launch.train import main
-
+def run(module: str, arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ended:
+    """Run the command of a module, optionally with a fault."""
     with contextlib.nullcontext() if fault is None else fault():
-        return command(main, arguments)
+        return command(import_module(module).main, arguments)
 
 
-def draw(arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ended:
-    """Run `python -m launch.sample`, optionally with a fault."""
-    from launch.sample import main
-
-    with contextlib.nullcontext() if fault is None else fault():
-        return command(main, arguments)
-
-
-def import_weights(arguments: Sequence[str]) -> Ended:
-    """Run `python -m launch.import_weights`."""
-    from launch.import_weights import main
-
-    return command(main, arguments)
-
-
-def export(arguments: Sequence[str]) -> Ended:
-    """Run `python -m launch.export`."""
-    from launch.export import main
-
-    return command(main, arguments)
-
-
-def average(arguments: Sequence[str]) -> Ended:
-    """Run `python -m launch.average`."""
-    from launch.average import main
-
-    return command(main, arguments)
-
-
-def prepare(arguments: Sequence[str]) -> Ended:
-    """Run `python -m energon_data.prepare`."""
-    from energon_data.prepare.__main__ import main
-
-    return command(main, arguments)
-
-
-def evaluate(arguments: Sequence[str]) -> Ended:
-    """Run `python -m launch.evaluate`."""
-    from launch.evaluate import main
-
-    return command(main, arguments)
+train = partial(run, "launch.train")
+draw = partial(run, "launch.sample")
+evaluate = partial(run, "launch.evaluate")
+export = partial(run, "launch.export")
+import_weights = partial(run, "launch.import_weights")
+average = partial(run, "launch.average")
+prepare = partial(run, "energon_data.prepare.__main__")
+benchmark = partial(run, "benchmarks.step")
 
 
 def make_run(run_dir: Path, model: ModelConfig, objective: Objective, class_names: Sequence[str]) -> None:
@@ -101,13 +68,6 @@ def make_run(run_dir: Path, model: ModelConfig, objective: Objective, class_name
     trained = TrainedModel(model, objective, (1, 8, 8), {}, class_names=list(class_names))
     sampling = SamplingConfig(solver="heun", num_steps=3, guidance_scale=1.5, seed=11)
     write_imported(run_dir, random_weights(parameter_shapes(model)), trained, sampling, "random")
-
-
-def benchmark(arguments: Sequence[str]) -> Ended:
-    """Run `python -m benchmarks.step`."""
-    from benchmarks.step import main
-
-    return command(main, arguments)
 
 
 def sample(run_dir: Path, requests: Sequence[dict[str, Any]], **options: Any) -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from dit.monitoring.sinks import read_records
+from tests.integration import actions
+from tests.support.ranks import Job, call
 from tests.support.repository import REPOSITORY
 
 TINY = {
@@ -45,6 +47,12 @@ def overrides(run_dir: Path, **settings: Any) -> list[str]:
     named = {"training.run_dir": run_dir, **named}
     # Replace a part before setting its fields.
     return [f"{key}={value}" for key, value in sorted(named.items(), key=lambda item: "." in item[0])]
+
+
+def training(factory: str, run_dir: Path, ranks: int = 1, fault: Any = None, **settings: Any) -> Job:
+    """Return a job that trains a recipe with some settings, see `overrides`."""
+    words = ("--yes", "--factory", factory, *overrides(run_dir, **settings))
+    return call(actions.train, *words, ranks=ranks, fault=fault)
 
 
 def letters(data: Path, run_dir: Path, **settings: Any) -> list[str]:

@@ -10,8 +10,8 @@ import torch
 
 from dit.errors import EXIT_OK, EXIT_PREEMPTED
 from tests.integration import actions
-from tests.integration.runs import SLOTS, checkpoint, overrides, read_tensors, scalars
-from tests.support.ranks import Job, run_jobs
+from tests.integration.runs import SLOTS, checkpoint, read_tensors, scalars, training
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,6 @@ SETTINGS: dict[str, Any] = {
     "logging__tensorboard": False,
 }
 ADVERSARIAL = {"objective__adversarial": f"adversarial(num_layers=2,hidden_size=8,start_step={START})"}
-
 NEW = {"objective__adversarial": "adversarial(num_layers=2,hidden_size=8,start_step=0)"}
 UNTRAINED = "checkpoint.start_from loads only the autoencoder; the discriminator starts untrained"
 
@@ -42,17 +41,16 @@ UNTRAINED = "checkpoint.start_from loads only the autoencoder; the discriminator
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
     def run(name: str, **settings: Any) -> Job:
-        words = overrides(folder / name, **{**SETTINGS, **settings})
-        return Job(actions.train, {"arguments": ["--yes", "--factory", "pictogram_autoencoder", *words]})
+        return training("pictogram_autoencoder", folder / name, **{**SETTINGS, **settings})
 
-    exported = ["--checkpoint", str(folder / "full"), "--format", "diffusers", "--out", str(folder / "vae")]
+    exported = ["--checkpoint", folder / "full", "--format", "diffusers", "--out", folder / "vae"]
     jobs = {
         "full": run("full", **ADVERSARIAL),
         "stopped": run("stopped", **ADVERSARIAL, training__stop_at_step=START - 1),
         "again": run("stopped", **ADVERSARIAL),
         "before": run("before", **ADVERSARIAL, training__num_steps=START - 1),
         "fp16": run("fp16", **ADVERSARIAL, training__precision="fp16", training__initial_loss_scale=1024.0),
-        "export": Job(actions.export, {"arguments": exported}),
+        "export": call(actions.export, *exported),
         "next": run("next", training__num_steps=1, checkpoint__start_from=folder / "full"),
         "again trained": run("new", **NEW, training__num_steps=1, checkpoint__start_from=folder / "full"),
     }

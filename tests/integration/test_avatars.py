@@ -10,8 +10,8 @@ from dit.errors import EXIT_OK, ConfigError
 from examples.avatars import design
 from examples.avatars.drawings import ATTRIBUTES
 from tests.integration import actions
-from tests.integration.runs import loss_values, overrides
-from tests.support.ranks import Job, run_jobs
+from tests.integration.runs import loss_values, training
+from tests.support.ranks import call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -39,14 +39,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     except ConfigError as error:
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("avatars")
-    data = ["avatars", "--count", str(COUNT), "--processes", "1", "--text-encoder", "all-minilm-l6-v2"]
-    words = overrides(folder / "run", **{**TINY, "data__path": folder / "data"})
-    judged = ["--checkpoint", str(folder / "run"), "--metric", "avatars", "--avatars", "3", "--steps", "2", "--json"]
-    judged += ["--out", str(folder / "avatars.png"), "--minimum", "1.0"]
+    data = ["avatars", "--count", COUNT, "--processes", 1, "--text-encoder", "all-minilm-l6-v2"]
+    judged = ["--checkpoint", folder / "run", "--metric", "avatars", "--avatars", 3, "--steps", 2, "--json"]
     jobs = {
-        "draw": Job(actions.prepare, {"arguments": [*data, "--out", str(folder / "data")]}),
-        "train": Job(actions.train, {"arguments": ["--yes", "--factory", "avatars_text", *words]}),
-        "judge": Job(actions.evaluate, {"arguments": judged}),
+        "draw": call(actions.prepare, *data, "--out", folder / "data"),
+        "train": training("avatars_text", folder / "run", **TINY, data__path=folder / "data"),
+        "judge": call(actions.evaluate, *judged, "--out", folder / "avatars.png", "--minimum", 1.0),
     }
     return folder, run_jobs(folder / "world", jobs)
 

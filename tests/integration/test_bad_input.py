@@ -32,7 +32,7 @@ from tests.integration.runs import (
     started,
 )
 from tests.support import faults
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 from tests.unit.energon_data.small_data import npy, write_dataset
 
 ROUNDING = 1e-5  # relative, fp32: two ranks sum in another order
@@ -109,7 +109,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     ) -> None:
         settings = {"training__num_steps": 6, "checkpoint__interval": 2, **settings}
         arguments = letters(data, folder / (at or name), **settings)
-        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+        jobs[name] = call(actions.train, *arguments, ranks=ranks, fault=fault)
 
     (folder / "file").write_text("")
     add("no folder", at="file/run")
@@ -127,9 +127,9 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("nan", fault=nan(4, 0, folder / "nan.pt"), checkpoint__interval=1)
     add("disk", fault=partial(faults.saving_fails, 16_000, 0), at="sound", data__background=True)
     small = mock(small_disk / "run", checkpoint__interval=1, checkpoint__keep_last=9, training__num_steps=9)
-    jobs["small disk"] = Job(actions.train, {"arguments": small})
+    jobs["small disk"] = call(actions.train, *small)
     sweep = mock(folder / "sweep", training__num_steps=20, checkpoint__keep_last=1)
-    jobs["sweep"] = Job(actions.full_disk, {"arguments": sweep, "limits": LIMITS})
+    jobs["sweep"] = call(actions.full_disk, *sweep, limits=LIMITS)
     add("budget", damaged[0], ranks=2, data__max_lost_samples=1000, training__num_steps=2)
     packs = {"data__max_tokens_per_pack": 64, "data__num_streams": 2, "data__packing_buffer_size": 12}
     one = {"training__micro_batch_size": 1, "training__global_batch_size": 2}
@@ -229,10 +229,8 @@ def test_clips_longer_than_a_pack_are_announced_and_counted(ended: dict[str, Any
     incidents = [r["details"] for r in read_records(folder / "long clips" / "metrics.jsonl") if r["kind"] == "incident"]
     assert incidents[0]["by_reason"] == {"too_long": incidents[0]["samples"]} == {"too_long": counts[0]}
     skipped = (folder / "long clips" / "data_skipped.jsonl").read_text().splitlines()
-    assert {(entry["stream"], entry["kind"], entry["tokens"]) for entry in map(json.loads, skipped)} == {
-        (0, "clip", 128),
-        (1, "clip", 128),
-    }
+    found = {(entry["stream"], entry["kind"], entry["tokens"]) for entry in map(json.loads, skipped)}
+    assert found == {(0, "clip", 128), (1, "clip", 128)}
     assert incidents[-1]["total"] == len(skipped)
 
 

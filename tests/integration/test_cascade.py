@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration import actions
-from tests.integration.runs import overrides
-from tests.support.ranks import Job, run_jobs
+from tests.integration.runs import training
+from tests.support.ranks import call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -20,30 +20,19 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two steps of each model, a resumed run, and samples of the cascade for a text."""
     folder = tmp_path_factory.mktemp("cascade")
     np.save(folder / "words.npy", np.random.default_rng(0).standard_normal((3, 32), np.float32))
-    jobs = {}
-    for name in ("tiny_imagen", "tiny_imagen_sr"):
-        words = overrides(folder / name, logging__tensorboard=False, training__num_steps=2)
-        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]})
-    more = overrides(folder / "tiny_imagen_sr", logging__tensorboard=False, training__num_steps=3)
-    jobs["resumed"] = Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_imagen_sr", *more]})
-    stages = [f"{name}={folder / run}" for name, run in (("base", "tiny_imagen"), ("sr", "tiny_imagen_sr"))]
-    asked = ["--text-embedding", str(folder / "words.npy"), "--count", "2", "--steps", "2"]
-    draw = [
-        "--cascade",
-        *stages,
-        *asked,
-        "--out",
-        str(folder / "x.png"),
-        "--save-latents",
-        str(folder / "x.safetensors"),
-    ]
-    jobs["drawn"] = Job(actions.draw, {"arguments": draw})
-    latents = str(folder / "alone.safetensors")
-    alone = ["--checkpoint", str(folder / "tiny_imagen_sr"), *asked, "--out", str(folder / "alone.png")]
-    jobs["alone"] = Job(actions.draw, {"arguments": alone})
-    given = [*alone, "--low-resolution", str(folder / "given.npy"), "--save-latents", latents, "--augmentation", "3"]
     np.save(folder / "given.npy", np.zeros((2, 3, 4, 4), np.float32))
-    jobs["given"] = Job(actions.draw, {"arguments": given})
+    steps = {"tiny_imagen": 2, "tiny_imagen_sr": 2, "resumed": 3}
+    names = {name: "tiny_imagen_sr" if name == "resumed" else name for name in steps}
+    short = {name: {"logging__tensorboard": False, "training__num_steps": steps[name]} for name in names}
+    jobs = {name: training(recipe, folder / recipe, **short[name]) for name, recipe in names.items()}
+    stages = [f"{name}={folder / run}" for name, run in (("base", "tiny_imagen"), ("sr", "tiny_imagen_sr"))]
+    asked = ["--text-embedding", folder / "words.npy", "--count", 2, "--steps", 2]
+    out = ["--out", folder / "x.png", "--save-latents", folder / "x.safetensors"]
+    jobs["drawn"] = call(actions.draw, "--cascade", *stages, *asked, *out)
+    alone = ["--checkpoint", folder / "tiny_imagen_sr", *asked, "--out", folder / "alone.png"]
+    jobs["alone"] = call(actions.draw, *alone)
+    given = ["--low-resolution", folder / "given.npy", "--save-latents", folder / "alone.safetensors"]
+    jobs["given"] = call(actions.draw, *alone, *given, "--augmentation", 3)
     return {"folder": folder, **run_jobs(folder / "world", jobs)}
 
 

@@ -4,22 +4,19 @@ import json
 from pathlib import Path
 
 from tests.integration import actions
-from tests.support.ranks import Job, run_jobs
+from tests.integration.runs import training
+from tests.support.ranks import Job, call, run_jobs
 
 
 def test_a_recipe_trains_resumes_and_draws(tmp_path):
     """The path of a new user: train on two ranks, continue on one from the run's `config.yaml`, draw samples."""
     run_dir = tmp_path / "run"
-    short = ["training.num_steps=2", "schedule.warmup_steps=1"]
-    first = ["--yes", "--factory", "tiny_dit", f"training.run_dir={run_dir}", *short, "objective=edm"]
     picture = tmp_path / "x.png"
-    again = ["--yes", "--yaml", str(run_dir / "config.yaml"), "training.num_steps=3"]
-    draw = ["--checkpoint", str(run_dir), "--steps", "2", "--out", str(picture)]
     jobs = {
-        "first": Job(actions.train, {"arguments": first}, 2),
+        "first": training("tiny_dit", run_dir, 2, training__num_steps=2, schedule__warmup_steps=1, objective="edm"),
         "record": Job(Path.read_text, {"self": run_dir / "exit.json"}),
-        "again": Job(actions.train, {"arguments": again}),
-        "draw": Job(actions.draw, {"arguments": draw}),
+        "again": call(actions.train, "--yes", "--yaml", run_dir / "config.yaml", "training.num_steps=3"),
+        "draw": call(actions.draw, "--checkpoint", run_dir, "--steps", 2, "--out", picture),
     }
     ended = run_jobs(tmp_path / "world", jobs)
     assert [rank.code for rank in ended["first"]] == [0, 0], ended["first"][0].err

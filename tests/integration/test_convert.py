@@ -15,7 +15,7 @@ from dit.objectives.flow_matching import FlowMatching
 from tests.integration import actions
 from tests.integration.runs import checkpoint, mock, read_tensors
 from tests.parity.public_dit import random_state
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -55,15 +55,12 @@ def theirs(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
-    def command(action: Any, *words: Any, ranks: int = 1) -> Job:
-        return Job(action, {"arguments": [str(word) for word in words]}, ranks)
-
     def take_in(file: str, out: str, *words: str) -> Job:
         given = ("--from", folder / file, "--format", "dit", "--num-attention-heads", 4, "--out", folder / out, *words)
-        return command(actions.import_weights, *given)
+        return call(actions.import_weights, *given)
 
     def put_out(run: str, kind: str, out: str, *words: str) -> Job:
-        return command(actions.export, "--checkpoint", folder / run, "--format", kind, "--out", folder / out, *words)
+        return call(actions.export, "--checkpoint", folder / run, "--format", kind, "--out", folder / out, *words)
 
     started = mock(
         folder / "run",
@@ -86,28 +83,21 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
     jobs = {
         "import": take_in("theirs.safetensors", "imported"),
         "import mean": take_in("theirs.pt", "mean", "--drop-variance"),
-        "draw": command(
+        "draw": call(
             actions.draw,
-            "--checkpoint",
-            folder / "imported",
-            "--steps",
-            3,
-            "--labels",
-            "1,3",
-            "--out",
-            folder / "x.png",
+            *("--checkpoint", folder / "imported", "--steps", 3, "--labels", "1,3", "--out", folder / "x.png"),
         ),
         "latents": Job(actions.sample, {"run_dir": folder / "imported", "requests": [SMALL, LEARNED, SHORT]}),
         "mean latents": Job(actions.sample, {"run_dir": folder / "mean", "requests": [SMALL]}),
         "again": take_in("theirs.safetensors", "imported"),
-        "resume": command(actions.train, *mock(folder / "mean", **TINY, training__num_steps=1)),
-        "start": command(actions.train, *started, ranks=2),
-        "go on": command(actions.train, *trained_on),
+        "resume": call(actions.train, *mock(folder / "mean", **TINY, training__num_steps=1)),
+        "start": call(actions.train, *started, ranks=2),
+        "go on": call(actions.train, *trained_on),
         "learned": put_out("learned", "dit", "learned.safetensors", "--raw-weights"),
         "back": put_out("imported", "dit", "back.pt"),
         "raw": put_out("run", "dit", "raw.safetensors", "--raw-weights"),
         "diffusers": put_out("run", "diffusers", "diffusers"),
-        "reimport": command(
+        "reimport": call(
             actions.import_weights,
             *("--from", folder / "diffusers", "--format", "diffusers", "--out", folder / "reimported"),
         ),
@@ -122,15 +112,15 @@ def done(folder: Path, theirs: dict[str, torch.Tensor]) -> dict[str, Any]:
             back = folder / f"{run}_{kind}"
             jobs[f"{name} to {kind}"] = put_out(run, kind, file)
             words = ("--from", folder / file, "--format", kind, "--out", back)
-            jobs[f"{name} from {kind}"] = command(actions.import_weights, *words)
+            jobs[f"{name} from {kind}"] = call(actions.import_weights, *words)
     sampled = [folder / f"made/{name}{end}" for name, *_ in RUNS for end in ("", "_diffusers", "_dit")]
     for run in (*sampled, folder / "run", folder / "reimported"):
         jobs[f"latents of {run}"] = Job(actions.sample, {"run_dir": run, "requests": [{"labels": [0, 4]}]})
-    jobs["by name"] = command(
+    jobs["by name"] = call(
         actions.draw, *("--checkpoint", sampled[1], "--labels", "delta", "--out", folder / "delta.png")
     )
     plain = mock(folder / "plain", **TINY, training__num_steps=1, training__ema_decay="None")
-    return run_jobs(folder / "jobs", {"plain": command(actions.train, *plain), **jobs})
+    return run_jobs(folder / "jobs", {"plain": call(actions.train, *plain), **jobs})
 
 
 def test_imported_weights_are_exported_unchanged(done: dict, folder: Path, theirs: dict):

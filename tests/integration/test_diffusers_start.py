@@ -16,7 +16,7 @@ from launch import export, import_weights
 from tests.integration import actions
 from tests.integration.runs import SLOTS, assert_same_bits, checkpoint, loss_values, overrides, read_tensors
 from tests.support.published import save_network
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -76,14 +76,12 @@ def ended(folder: Path) -> dict[str, Any]:
     shutil.copytree(folder / "flux", folder / "gone")
 
     def train(name: str, base: str, ranks: int = 1, recipe: str = "finetune", **settings: Any) -> Job:
-        return Job(actions.train, {"arguments": arguments(recipe, folder / base, folder / name, **settings)}, ranks)
+        return call(actions.train, *arguments(recipe, folder / base, folder / name, **settings), ranks=ranks)
 
     jobs = {}
     for layout, (network, ranks, settings) in LAYOUTS.items():
         words = arguments("finetune", folder / network, folder / "unused", **settings)
-        jobs[f"start {layout}"] = Job(
-            actions.state_at_start, {"arguments": words, "folder": folder / f"start_{layout}"}, ranks
-        )
+        jobs[f"start {layout}"] = call(actions.state_at_start, *words, ranks=ranks, folder=folder / f"start_{layout}")
         for base in (network, f"imported_{network}") if layout in STEPPED else ():
             jobs[f"{layout} {base}"] = train(f"run_{layout}_{base}", base, ranks, **settings)
     for base in ("pipeline", "imported_flux"):
@@ -168,17 +166,8 @@ def test_other_sizes_end_with_one_line(ended: dict[str, Any], name: str, words: 
 
 def test_diffusers_loads_an_exported_run_in_shards(ended: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     run = folder / "run_flux_tp2_cp2_flux"
-    words = [
-        "--checkpoint",
-        str(run),
-        "--format",
-        "diffusers",
-        "--out",
-        str(tmp_path / "out"),
-        "--max-shard-size",
-        "60KB",
-    ]
-    assert export.main(words) == 0
+    words = ["--checkpoint", run, "--format", "diffusers", "--out", tmp_path / "out", "--max-shard-size", "60KB"]
+    assert export.main(list(map(str, words))) == 0
     assert len(set(read_json(tmp_path / "out" / INDEX)["weight_map"].values())) > 5
     network, info = FluxTransformer2DModel.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.integration import actions
-from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
+from tests.integration.runs import assert_same_bits, checkpoint, loss_values, read_tensors, training
 from tests.parity.convert_cases import random_weights, relative_error
 from tests.support.encoders import T5_WIDTH, save_t5
-from tests.support.ranks import Job, run_jobs, selected
+from tests.support.ranks import Job, call, run_jobs, selected
 
 pytestmark = pytest.mark.slow  # test_fine_tuning_page.py runs the page's commands
 STEPS, LONG = 6, 40
@@ -60,8 +60,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
     def prepare(name: str, caption: str) -> Job:
         read = ["--in", folder / f"{name}_in", "--out", folder / name, "--caption", caption, "--multiple-of", 16]
-        words = ["images", *read, "--text-encoder", encoder, "--validation", 0, "--processes", 1]
-        return Job(actions.prepare, {"arguments": [str(word) for word in words]})
+        return call(actions.prepare, "images", *read, *text, "--validation", 0, "--processes", 1)
 
     def train(recipe: str, name: str, ranks: int = 1, base: str = "base", **settings: Any) -> Job:
         own = {
@@ -71,17 +70,14 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
             **{"training__micro_batch_size": 2, "training__global_batch_size": 4, "optimizer__lr": 1e-2},
             **{"logging__tensorboard": False, "model__context_dropout": 0.2},
         }
-        words = overrides(folder / name, **{**own, **settings})
-        factory = f"{recipe}(base='{folder / base}')"
-        return Job(actions.train, {"arguments": ["--yes", "--factory", factory, *words]}, ranks)
+        return training(f"{recipe}(base='{folder / base}')", folder / name, ranks, **{**own, **settings})
 
     def export(run: str, form: str, out: str, *words: str) -> Job:
-        given = ["--checkpoint", folder / run, "--format", form, "--out", folder / out, *words]
-        return Job(actions.export, {"arguments": [str(word) for word in given]})
+        return call(actions.export, "--checkpoint", folder / run, "--format", form, "--out", folder / out, *words)
 
     def import_weights(source: str, out: str, *words: object) -> Job:
-        given = ["--from", folder / source, "--out", folder / out, *(words or ["--format", "diffusers", *text])]
-        return Job(actions.import_weights, {"arguments": [str(word) for word in given]})
+        more = words or ("--format", "diffusers", *text)
+        return call(actions.import_weights, "--from", folder / source, "--out", folder / out, *more)
 
     def sample(run: str) -> Job:
         return Job(actions.sample, {"run_dir": folder / run, "requests": [REQUEST]})
@@ -140,23 +136,8 @@ def code(ended: dict[str, Any], name: str) -> Any:
 
 
 WORKS = (
-    "subject",
-    "class",
-    "import",
-    "adapters",
-    "second half",
-    "long",
-    "full",
-    "dreambooth",
-    "merged",
-    "lora",
-    "back",
-    "lora back",
-    "lora out again",
-    "lora on a folder",
-    "lora out of it",
-    "go on",
-    "go on resumed",
+    *("subject", "class", "import", "adapters", "second half", "long", "full", "dreambooth", "merged", "lora", "back"),
+    *("lora back", "lora out again", "lora on a folder", "lora out of it", "go on", "go on resumed"),
 )
 
 
@@ -255,7 +236,7 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
             "other texts",
             [
                 "was trained with the text encoder",
-                "/other_t5', which is of another kind, size or scale",
+                "/other_t5', which is of another kind, size",
                 '=["checkpoint.start_from"]',
             ],
         ),

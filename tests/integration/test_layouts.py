@@ -19,13 +19,13 @@ from tests.integration.runs import (
     loss_values,
     mock,
     outcome,
-    overrides,
     read_tensors,
     scalars,
+    training,
 )
 from tests.support import faults
 from tests.support.attempts import prepare_media
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -98,12 +98,12 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layouts")
     shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
     shared |= {"training__ema_decay": 0.9, **GRIDS}
-    jobs = {"one": Job(actions.train, {"arguments": letters(letters_data, folder / "one", **shared)})}
+    jobs = {"one": call(actions.train, *letters(letters_data, folder / "one", **shared))}
     for name, (ranks, settings) in WAY.items():
         stop = STOPS[name]
         arguments = letters(letters_data, folder / "moving", **shared, **settings, training__stop_at_step=stop)
         fault = partial(faults.resaved, folder / f"loaded_{stop - PART}") if stop > PART else None
-        jobs[f"moving {name}"] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+        jobs[f"moving {name}"] = call(actions.train, *arguments, ranks=ranks, fault=fault)
     results = run_jobs(folder / "world", jobs)
     for name, job in jobs.items():
         ended = results[name] if job.ranks > 1 else [results[name]]
@@ -172,10 +172,8 @@ def packed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     blend = f"[{{path: {folder / 'pictures'}, weight: 2}}, {{path: {folder / 'films'}, weight: 1}}]"
 
     def job(name: str, ranks: int, **settings: Any) -> Job:
-        words = overrides(folder / name, **{**PACKED, "data__blend": blend, **settings})
-        arguments = ["--yes", "--factory", "tiny_dit", *words]
         fault = partial(faults.samples_noted, folder / f"{name}_samples.jsonl")
-        return Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+        return training("tiny_dit", folder / name, ranks, fault, **{**PACKED, "data__blend": blend, **settings})
 
     jobs, last = {"one": job("one", 1)}, list(PACKED_WAY)[-1]
     for name, (ranks, settings) in PACKED_WAY.items():
@@ -224,7 +222,7 @@ def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) 
         settings = {"data__num_streams": 4, "training__micro_batch_size": 2}
         for name, ranks, stop in (("two", 2, 1), ("two again", 2, 2), ("four", 4, 3), ("one", 1, 3)):
             words = mock(tmp_path / kind, training__stop_at_step=stop, **settings)
-            jobs[kind, name] = Job(actions.train, {"arguments": words, "fault": fault}, ranks)
+            jobs[kind, name] = call(actions.train, *words, ranks=ranks, fault=fault)
     results = run_jobs(tmp_path / "world", jobs)
     ended = {name: result if jobs[name].ranks > 1 else [result] for name, result in results.items()}
     for kind, code in (("keyed", 3), ("unkeyed", 2)):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration import actions
 from tests.integration.runs import mock
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 CONTENT = "a file that no run may change\n"
 REPLACED = ["heartbeats/rank_0.json", "heartbeats/rank_0.part", "profile/rank_0.json.gz"]
@@ -57,18 +57,18 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
     first = mock(folder / "run", **settings, training__num_steps=2)
     jobs = {
-        "first": Job(actions.train, {"arguments": first}),
+        "first": call(actions.train, *first),
         "top": Job(every_name, {"run_dir": folder / "run", "arguments": first}),
     }
     for number, name in enumerate([*REFUSED, *REPLACED]):  # each job trains two more steps
         arguments = mock(folder / "run", **settings, training__num_steps=4 + 2 * number)
         jobs[name] = Job(resumed_with_link, {"run_dir": folder / "run", "name": name, "arguments": arguments})
-    moved = {"src": folder / "run" / "checkpoints", "dst": folder / "scratch"}
-    jobs["move"] = Job(shutil.move, moved)
-    jobs["link"] = Job(Path.symlink_to, {"self": folder / "run" / "checkpoints", "target": folder / "scratch"})
+    saved, scratch = folder / "run" / "checkpoints", folder / "scratch"
+    jobs["move"] = Job(shutil.move, {"src": saved, "dst": scratch})
+    jobs["link"] = Job(Path.symlink_to, {"self": saved, "target": scratch})
     last = mock(folder / "run", **settings, training__num_steps=6 + 2 * number)
-    jobs["linked checkpoints"] = Job(actions.train, {"arguments": last})
-    return {**run_jobs(folder / "world", jobs), "scratch": sorted(path.name for path in (folder / "scratch").iterdir())}
+    jobs["linked checkpoints"] = call(actions.train, *last)
+    return {**run_jobs(folder / "world", jobs), "scratch": sorted(path.name for path in scratch.iterdir())}
 
 
 def test_every_entry_of_a_run_folder_is_refused_as_a_link(done: dict[str, Any]) -> None:

@@ -12,17 +12,9 @@ from benchmarks import width_transfer
 from dit.monitoring.sinks import read_records
 from dit.optimizer.ema import exponent_of
 from tests.integration import actions
-from tests.integration.runs import (
-    assert_same_bits,
-    checkpoint,
-    checkpoints,
-    losses,
-    mock,
-    read_tensors,
-    scalars,
-)
+from tests.integration.runs import assert_same_bits, checkpoint, checkpoints, losses, mock, read_tensors, scalars
 from tests.support import faults
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 from tests.unit.launch.pages import shown_files
 
 pytestmark = pytest.mark.slow
@@ -45,14 +37,14 @@ def done(folder: Path) -> dict[str, Any]:
         usual = {"training__num_steps": NUM_STEPS, "training__log_interval": 1, "schedule__warmup_steps": 0}
         usual |= {"checkpoint__interval": 1, "checkpoint__keep_last": 20, "training__validation_interval": 3}
         arguments = mock(folder / (at or name), **{**usual, **settings})
-        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+        jobs[name] = call(actions.train, *arguments, ranks=ranks, fault=fault)
 
     hooks = {"training__hooks": "['tests.support.hooks.Recorder']"}
     add("options", fault=partial(faults.hooked, folder / "hooks.jsonl"), **LOOP, **hooks)
     add("fsdp", ranks=2, **LOOP, parallel__data_parallel="fsdp")
     add("powers", ranks=2, **LOOP, training__ema_sigma_rel=[0.1, 0.2])
-    new_length = ["--checkpoint", str(folder / "powers"), "--sigma-rel", "0.15", "--out", str(folder / "new length")]
-    jobs["new length"] = Job(actions.average, {"arguments": new_length})
+    new_length = ["--checkpoint", folder / "powers", "--sigma-rel", 0.15, "--out", folder / "new length"]
+    jobs["new length"] = call(actions.average, *new_length)
     pairs = {"training__micro_batch_size": 2, "training__num_steps": 3}
     add("contrast", objective="contrastive_flow_matching", **pairs)
     add("no average", training__ema_decay=None)

@@ -8,9 +8,9 @@ from PIL import Image
 
 from energon_data.prepare.__main__ import main as prepare
 from tests.integration import actions
-from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors, scalars
+from tests.integration.runs import assert_same_bits, checkpoint, loss_values, read_tensors, scalars, training
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, save_clip, save_t5, save_vae
-from tests.support.ranks import Job, run_jobs, selected
+from tests.support.ranks import Job, call, run_jobs, selected
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +62,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             **{"training__precision": "fp32", "sampling__num_steps": 2},
             **(stored if name == "stored" else online),
         }
-        words = overrides(folder / name, **{**own, **settings})
-        return Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_flux", *words]}, ranks)
+        return training("tiny_flux", folder / name, ranks, **{**own, **settings})
 
     jobs = {
         "stored": train("stored"),
@@ -73,8 +72,8 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         **{name: train(name, 2, **LAYOUTS[name]) for (name,) in sorted(selected(request, ("name",)))},
     }
     for name in ("stored", "online"):
-        words = ["--prompt", "a red circle", "--negative-prompt", "", "--out", str(folder / f"{name}.png")]
-        jobs[f"draw {name}"] = Job(actions.draw, {"arguments": ["--checkpoint", str(folder / name), *words]})
+        words = ["--prompt", "a red circle", "--negative-prompt", "", "--out", folder / f"{name}.png"]
+        jobs[f"draw {name}"] = call(actions.draw, "--checkpoint", folder / name, *words)
     results = run_jobs(folder / "world", jobs)
     for name, job in jobs.items():
         ended = results[name] if job.ranks > 1 else [results[name]]

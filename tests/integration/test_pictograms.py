@@ -15,9 +15,9 @@ from dit.errors import EXIT_DATA, EXIT_OK
 from energon_data.media_files import pixels_of
 from examples.pictograms.drawings import ATTRIBUTION, choose_pictograms, draw
 from tests.integration import actions
-from tests.integration.runs import checkpoint, loss_values, overrides, read_tensors, scalars
+from tests.integration.runs import checkpoint, loss_values, read_tensors, scalars, training
 from tests.parity.convert_cases import assert_same_bits
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -37,9 +37,8 @@ SHUFFLED = 0.02  # of a standard deviation of 1: the shuffle buffer returns some
 
 @pytest.fixture(scope="module")
 def done(folder: Path) -> dict[str, Any]:
-    def run(factory: str, name: str, **settings: Any) -> dict[str, Any]:
-        words = overrides(folder / name, **{**TRAINING, **settings})
-        return {"arguments": ["--yes", "--factory", factory, *words]}
+    def run(factory: str, name: str, **settings: Any) -> Job:
+        return training(factory, folder / name, **{**TRAINING, **settings})
 
     autoencoder = {
         "data__path": folder / "pixels",
@@ -64,41 +63,32 @@ def done(folder: Path) -> dict[str, Any]:
         "training__num_steps": 2,
         "schedule__warmup_steps": 0,
     }
-    encoders = ["--vae", str(folder / "vae"), "--text-encoder", "all-minilm-l6-v2"]
-    encoded = [*DATA, *encoders, "--out", str(folder / "latents")]
-    judged = ["--checkpoint", str(folder / "latent"), "--metric", "pictograms"]
-    judged += ["--steps", "2", "--out", str(folder / "drawn.png")]
+    encoders = ["--vae", folder / "vae", "--text-encoder", "all-minilm-l6-v2"]
+    sampled = ["--checkpoint", folder / "latent"]
 
     def converted(name: str, vae: str, again: str) -> tuple[Job, Job]:
-        exported = ["--checkpoint", str(folder / name), "--format", "diffusers", "--out", str(folder / vae)]
-        imported = ["--from", str(folder / vae), "--format", "diffusers", "--out", str(folder / again)]
-        return Job(actions.export, {"arguments": exported}), Job(actions.import_weights, {"arguments": imported})
+        exported = ["--checkpoint", folder / name, "--format", "diffusers", "--out", folder / vae]
+        imported = ["--from", folder / vae, "--format", "diffusers", "--out", folder / again]
+        return call(actions.export, *exported), call(actions.import_weights, *imported)
 
     to_kl, from_kl = converted("autoencoder", "vae", "again")
     to_vq, from_vq = converted("vq", "vq_vae", "vq_again")
     jobs = {
-        "draw": Job(actions.prepare, {"arguments": [*DATA, "--out", str(folder / "pixels")]}),
-        "autoencoder": Job(actions.train, run("pictogram_autoencoder", "autoencoder", **autoencoder)),
+        "draw": call(actions.prepare, *DATA, "--out", folder / "pixels"),
+        "autoencoder": run("pictogram_autoencoder", "autoencoder", **autoencoder),
         "export": to_kl,
         "import": from_kl,
-        "vq": Job(actions.train, run("pictogram_vq_autoencoder", "vq", **vq)),
+        "vq": run("pictogram_vq_autoencoder", "vq", **vq),
         "export vq": to_vq,
         "import vq": from_vq,
-        "encode": Job(actions.prepare, {"arguments": encoded}),
-        "latent": Job(actions.train, run("pictograms_latent", "latent", **latent)),
-        "judge": Job(actions.evaluate, {"arguments": [*judged, "--json"]}),
-        "shown": Job(
-            actions.draw,
-            {
-                "arguments": [
-                    *("--checkpoint", str(folder / "latent"), "--prompt", "rocket", "--steps", "1"),
-                    *("--out", str(folder / "rocket.png")),
-                ]
-            },
+        "encode": call(actions.prepare, *DATA, *encoders, "--out", folder / "latents"),
+        "latent": run("pictograms_latent", "latent", **latent),
+        "judge": call(
+            actions.evaluate,
+            *(*sampled, "--metric", "pictograms", "--steps", 2, "--out", folder / "drawn.png", "--json"),
         ),
-        "letters": Job(
-            actions.evaluate, {"arguments": ["--checkpoint", str(folder / "latent"), "--metric", "letters"]}
-        ),
+        "shown": call(actions.draw, *sampled, "--prompt", "rocket", "--steps", 1, "--out", folder / "rocket.png"),
+        "letters": call(actions.evaluate, *sampled, "--metric", "letters"),
     }
     return run_jobs(folder / "world", jobs)
 

@@ -21,7 +21,7 @@ from tests.integration import actions
 from tests.parity.convert_cases import load, relative_error
 from tests.parity.pipeline_cases import CASES, PROMPTS, Case, a_run
 from tests.parity.test_pipelines import draw_samples, drawn_by_pipeline, given_pictures
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import call, run_jobs
 from tests.unit.energon_data.awkward_media import mp4
 
 pytestmark = pytest.mark.slow
@@ -89,14 +89,14 @@ def test_a_small_pipeline_is_trained_and_drawn_in_diffusers(
     kind = ["videos", "--frames", frames] if case.frames > 1 else ["images"]
     prepared = [*kind, "--in", tmp_path / "in", "--out", tmp_path / "data", "--vae", base, "--text-encoder", base]
     prepared += ["--multiple-of", 2 * space, "--validation", 0, "--processes", 1]
-    planned, jobs = {}, {"prepare": Job(actions.prepare, {"arguments": list(map(str, prepared))})}
+    planned, jobs = {}, {"prepare": call(actions.prepare, *prepared)}
     for name, lora in {"all": False, "adapters": True}.items():
         factory = ["--factory", f"finetune_{recipe}(base='{base}', lora={lora}, gpus=1)"]
         words = [*factory, f"data.path={tmp_path}/data", f"training.run_dir={tmp_path / name}", *SHORT.split()]
-        planned[f"plan {name}"] = Job(actions.train, {"arguments": [*words, "--dryrun", "--world-size", "1"]})
-        jobs[f"train {name}"] = Job(actions.train, {"arguments": ["--yes", *words]})
+        planned[f"plan {name}"] = call(actions.train, *words, "--dryrun", "--world-size", 1)
+        jobs[f"train {name}"] = call(actions.train, "--yes", *words)
         pipeline = ["--checkpoint", tmp_path / name, "--format", "pipeline", "--out", tmp_path / f"{name}_pipeline"]
-        jobs[f"export {name}"] = Job(actions.export, {"arguments": list(map(str, pipeline))})
+        jobs[f"export {name}"] = call(actions.export, *pipeline)
     # A plan forks, and must not do so after a training has started threads.
     ended = run_jobs(tmp_path / "jobs", planned | jobs)
     assert {name: end.err for name, end in ended.items() if end.code} == {}
@@ -127,24 +127,22 @@ def test_flux_learns_to_read_given_pictures(
             (tmp_path / folder / f"{i}.txt").write_text(PROMPTS[i % 2])
     prepared = ["images", "--in", tmp_path / "in", "--reference", tmp_path / "control", "--out", tmp_path / "data"]
     prepared += ["--vae", base, "--text-encoder", base, "--multiple-of", 8, "--validation", 0, "--processes", 1]
-    jobs = {"prepare": Job(actions.prepare, {"arguments": list(map(str, prepared))})}
+    jobs = {"prepare": call(actions.prepare, *prepared)}
     settings = [*SHORT.split(), "optimizer.lr=0.1", f"data.path={tmp_path}/data", "model.control_channels=4"]
     adapted = 'model.lora.targets=["layers.*.linear_*", "embed.linear"]'
     for name, words in {"finetune": [], "finetune_lora": [adapted], "refused": []}.items():
         recipe = "finetune_lora" if name == "refused" else name
         arguments = ["--yes", "--factory", f"{recipe}(base='{base}')", *settings, *words]
-        jobs[name] = Job(actions.train, {"arguments": [*arguments, f"training.run_dir={tmp_path / name}"]})
+        jobs[name] = call(actions.train, *arguments, f"training.run_dir={tmp_path / name}")
     for name in ("finetune", "finetune_lora"):
         out = ["--format", "pipeline", "--out", tmp_path / f"{name}_pipeline"]
-        jobs[f"export {name}"] = Job(
-            actions.export, {"arguments": list(map(str, ["--checkpoint", tmp_path / name, *out]))}
-        )
+        jobs[f"export {name}"] = call(actions.export, "--checkpoint", tmp_path / name, *out)
         drawing = ["--checkpoint", tmp_path / name, "--prompt", *PROMPTS, "--out", tmp_path / "x.png"]
         drawing += ["--save-latents", tmp_path / f"{name}.safetensors", "--size", "32x48", "--steps", 4]
         drawing += ["--control", tmp_path / "control/0.png", tmp_path / "control/1.png"]
-        jobs[f"draw {name}"] = Job(actions.draw, {"arguments": list(map(str, drawing))})
+        jobs[f"draw {name}"] = call(actions.draw, *drawing)
     lora = ["--checkpoint", tmp_path / "finetune_lora", "--format", "diffusers-lora", "--out", tmp_path / "lora"]
-    jobs["export adapters"] = Job(actions.export, {"arguments": list(map(str, lora))})
+    jobs["export adapters"] = call(actions.export, *lora)
     ended = run_jobs(tmp_path / "jobs", jobs)
     assert "add 'embed.linear' to model.lora.targets" in ended.pop("refused").err
     assert {name: end.err for name, end in ended.items() if end.code} == {}

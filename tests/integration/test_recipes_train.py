@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration import actions
-from tests.integration.runs import loss_values, overrides
-from tests.support.ranks import Job, run_jobs, selected
+from tests.integration.runs import loss_values, training
+from tests.support.ranks import run_jobs, selected
 
 TP2SP = {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True}
 RUNS = {
@@ -41,14 +40,7 @@ RUNS = {
 }
 QUICK = ("tiny_dit", "tiny_moviegen")
 """Recipes that `make test` trains."""
-LONG = (
-    "tiny_dit_dh",
-    "tiny_prx",
-    "tiny_sana",
-    "tiny_hunyuan_video",
-    "tiny_wan_image_to_video",
-    "tiny_stdit",
-)
+LONG = ("tiny_dit_dh", "tiny_prx", "tiny_sana", "tiny_hunyuan_video", "tiny_wan_image_to_video", "tiny_stdit")
 """Recipes that `make test-long` trains; `make test-parallel` trains the others."""
 FALLS = 0.95
 SPREAD = {"tiny_dit_tp2sp": 2, "tiny_dit_cp2": 2, "tiny_dit_pp2": 2, "tiny_dit_tp2pp2cp2": 8}
@@ -61,10 +53,8 @@ CURVE_RTOL = 1e-3  # rounding of another machine, amplified by 20 steps of Adam
 
 
 def train(names: Iterable[str], folder: Path) -> Path:
-    jobs = {}
-    for name in names:
-        words = overrides(folder / name, logging__tensorboard=False, training__log_interval=1, **RUNS[name])
-        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]}, ranks=2)
+    usual = {"logging__tensorboard": False, "training__log_interval": 1}
+    jobs = {name: training(name, folder / name, 2, **usual, **RUNS[name]) for name in names}
     for name, ended in run_jobs(folder / "world", jobs).items():
         assert [e.code for e in ended] == [0, 0], (name, ended)
     return folder
@@ -123,10 +113,8 @@ def test_a_run_traces_the_requested_steps(quick_runs: Path) -> None:
 
 @pytest.mark.slow
 def test_recipes_on_other_layouts_have_the_same_losses(tmp_path: Path) -> None:
-    jobs = {}
-    for name, ranks in {"tiny_dit": 1, **SPREAD}.items():
-        words = overrides(tmp_path / name, logging__tensorboard=False, training__stop_at_step=SAME_STEPS)
-        jobs[name] = Job(actions.train, {"arguments": ["--yes", "--factory", name, *words]}, ranks)
+    usual = {"logging__tensorboard": False, "training__stop_at_step": SAME_STEPS}
+    jobs = {name: training(name, tmp_path / name, n, **usual) for name, n in {"tiny_dit": 1, **SPREAD}.items()}
     run_jobs(tmp_path / "world", jobs)
     expected = loss_values(tmp_path / "tiny_dit")
     assert len(expected) == SAME_STEPS

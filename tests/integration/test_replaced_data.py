@@ -11,7 +11,7 @@ import pytest
 from dit.checkpoint.checkpointer import read_loader_state
 from tests.integration import actions
 from tests.integration.runs import checkpoint, letters, same
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 from tests.unit.energon_data.small_data import npy, write_dataset
 
 STOP, STEPS = 4, 6
@@ -35,7 +35,7 @@ def ended(folder: Path) -> dict[str, Any]:
 
     def train(run: str, steps: int, **settings: Any) -> Job:
         settings = {"training__num_steps": STEPS, "training__stop_at_step": steps, **settings}
-        return Job(actions.train, {"arguments": letters(data, folder / run, **settings)})
+        return call(actions.train, *letters(data, folder / run, **settings))
 
     def written(*arguments: int) -> Job:
         return Job(write, dict(zip(("folder", "count", "seed", "held_out_seed"), (data, *arguments))))

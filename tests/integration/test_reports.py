@@ -15,7 +15,7 @@ from dit.parallel.build import count_parameters
 from tests.integration import actions
 from tests.integration.runs import letters, loss_values
 from tests.support import faults
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -31,22 +31,18 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     settings = {"training__num_steps": 6, "checkpoint__interval": 3, "sampling__num_steps": 2}
     settings |= {"training__validation_interval": 3, "training__sample_interval": 6}
 
-    def run(name: str, **more: Any) -> list[str]:
-        return letters(letters_data, folder / name, **settings, **more)
+    def run(name: str, fault: Any = None, **more: Any) -> Job:
+        return call(actions.train, *letters(letters_data, folder / name, **settings, **more), fault=fault)
 
-    measure = ["--factory", "tiny_dit", "--steps", "4", "--warmup", "1", "--out", str(folder / "lines.jsonl")]
+    measure = ["--factory", "tiny_dit", "--steps", 4, "--warmup", 1, "--out", folder / "lines.jsonl"]
     jobs = {
-        "plain": Job(actions.train, {"arguments": run("plain")}),
-        "bounded": Job(actions.train, {"arguments": run("bounded", training__micro_batch_size=3)}),
-        "mirrored": Job(
-            actions.train, {"arguments": run("mirrored", **MIRRORS, **PAGE, logging__wandb_artifacts=True)}
-        ),
-        "broken": Job(actions.train, {"arguments": run("broken", **MIRRORS), "fault": faults.no_wandb}),
-        "benchmark": Job(actions.benchmark, {"arguments": measure}),
-        "split": Job(actions.benchmark, {"arguments": [*measure, "parallel.tensor_model_parallel_size=2"]}, 2),
-        "shape": Job(
-            actions.benchmark, {"arguments": [*measure, "--shape", "1x16x8", "training.global_batch_size=16"]}
-        ),
+        "plain": run("plain"),
+        "bounded": run("bounded", training__micro_batch_size=3),
+        "mirrored": run("mirrored", **MIRRORS, **PAGE, logging__wandb_artifacts=True),
+        "broken": run("broken", faults.no_wandb, **MIRRORS),
+        "benchmark": call(actions.benchmark, *measure),
+        "split": call(actions.benchmark, *measure, "parallel.tensor_model_parallel_size=2", ranks=2),
+        "shape": call(actions.benchmark, *measure, "--shape", "1x16x8", "training.global_batch_size=16"),
     }
     found = run_jobs(folder / "world", jobs)
     found["split"] = found["split"][0]  # rank 0 reports

@@ -16,7 +16,7 @@ from dit.monitoring.sinks import read_records, scalars_by_step
 from tests.integration import actions
 from tests.integration.runs import checkpoints, losses, mock, outcome
 from tests.support import faults
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 NONSENSE = (b"\0" * 200 + b"\n", b"[1]\n", b"\xff\xfe", b"[" * 100_000)
 
@@ -38,7 +38,7 @@ def done(folder: Path) -> dict[str, Any]:
         usual = {"training__num_steps": 4, "training__log_interval": 1, "checkpoint__interval": 2}
         usual["schedule__warmup_steps"] = 0
         arguments = mock(folder / (at or name), **{**usual, **settings})
-        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
+        jobs[name] = call(actions.train, *arguments, ranks=ranks, fault=fault)
 
     reports = {"training__validation_interval": 2, "sampling__num_steps": 1, "checkpoint__keep_last": 1}
     add("first", at="run", training__sample_interval=4, **reports)
@@ -55,8 +55,8 @@ def done(folder: Path) -> dict[str, Any]:
     jobs["sealed"] = Job(faults.cut_off, {"folder": folder / "interrupted", "sealed": True})
     add("does not load", at="interrupted")
     add("start from", checkpoint__start_from=folder / "interrupted")
-    drawing = ["--checkpoint", str(folder / "interrupted"), "--out", str(folder / "none.png")]
-    jobs["draw what does not load"] = Job(actions.draw, {"arguments": drawing})
+    drawing = ["--checkpoint", folder / "interrupted", "--out", folder / "none.png"]
+    jobs["draw what does not load"] = call(actions.draw, *drawing)
     jobs["damaged"] = Job(faults.cut_off, {"folder": folder / "interrupted", "sealed": False})
     add("all damaged", at="interrupted")
     add("all damaged, must", at="interrupted", checkpoint__resume="must")

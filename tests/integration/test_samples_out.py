@@ -15,7 +15,7 @@ from dit.encoders.vae import VAE
 from dit.sampling.grid import to_bytes
 from tests.integration import actions
 from tests.integration.runs import mock, read_records, scalars
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import call, run_jobs
 from tests.unit.encoders.test_vae import MODELS
 
 pytestmark = pytest.mark.slow
@@ -55,20 +55,18 @@ def done(folder: Path) -> dict[str, Any]:
     torch.jit.script(Colours()).save(str(folder / "colours.pt"))
     (folder / "run").mkdir()  # the second rank checks for the folder at once, before it waits for the first rank
     run = mock(folder / "run", **SETTINGS, sampling__vae=os.path.relpath(folder / "vae"))
-    jobs: dict[str, Job] = {"train": Job(actions.train, {"arguments": run})}
+    jobs = {"train": call(actions.train, *run)}
     for ranks in (1, 2):
         where = folder / f"on {ranks}"
         files = ("--files", where, "--save-latents", where / "x.safetensors", "--out", where / "x.png")
-        words = ("--checkpoint", folder / "run", *DRAWN, *files)
-        jobs[f"draw on {ranks}"] = Job(actions.draw, {"arguments": [str(word) for word in words]}, ranks)
+        jobs[f"draw on {ranks}"] = call(actions.draw, "--checkpoint", folder / "run", *DRAWN, *files, ranks=ranks)
         for metric in METRICS:
-            words = ("--checkpoint", folder / "run", "--metric", metric, "--raw-weights", "--json")
+            words = ["--checkpoint", folder / "run", "--metric", metric, "--raw-weights", "--json"]
             if metric != "loss":
-                words += ("--features", folder / "colours.pt", "--steps", "2")
-            arguments = {"arguments": [str(word) for word in words]}
-            jobs[f"{metric} on {ranks}"] = Job(actions.evaluate, arguments, ranks)
+                words += ["--features", folder / "colours.pt", "--steps", 2]
+            jobs[f"{metric} on {ranks}"] = call(actions.evaluate, *words, ranks=ranks)
     large = ("--checkpoint", folder / "run", *DRAWN, "--size", "64x48", "--labels", "1", "--out", folder / "large.png")
-    jobs["large"] = Job(actions.draw, {"arguments": [str(word) for word in large]})
+    jobs["large"] = call(actions.draw, *large)
     found = run_jobs(folder / "world", jobs)
     for name, ended in found.items():
         assert {one.code for one in (ended if isinstance(ended, list) else [ended])} == {0}, (name, ended)

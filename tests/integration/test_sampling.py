@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.integration import actions
-from tests.integration.runs import checkpoint, letters, loss_values, mock, overrides, read_tensors, scalars
-from tests.support.ranks import Job, run_jobs
+from tests.integration.runs import checkpoint, letters, loss_values, mock, read_tensors, scalars, training
+from tests.support.ranks import Job, call, run_jobs
 
 OBJECTIVES = ["edm", "ddpm", "flow_matching"]
 SOLVERS = ["euler", "heun", "ddim", "ancestral", "dpmpp_2m"]
@@ -47,11 +47,7 @@ TEXT_REQUESTS = {
 }
 
 
-RATE_REQUESTS = {
-    "own rate": {"count": 2},
-    "8 per second": {"count": 2, "fps": 8.0},
-    "24 per second": {"count": 2, "fps": 24.0},
-}
+RATE_REQUESTS = {"own rate": {"count": 2}, **{f"{n} per second": {"count": 2, "fps": float(n)} for n in (8, 24)}}
 
 
 @pytest.fixture(scope="module")
@@ -61,25 +57,25 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
     jobs = {}
     for name in OBJECTIVES:
         settings = {"training__num_steps": NUM_STEPS, "training__validation_interval": 20, "training__ema_decay": 0.9}
-        jobs[name] = Job(actions.train, {"arguments": letters(letters_data, folder / name, objective=name, **settings)})
+        jobs[name] = call(actions.train, *letters(letters_data, folder / name, objective=name, **settings))
         jobs[f"{name} samples"] = Job(actions.sample, {"run_dir": folder / name, "requests": list(REQUESTS.values())})
     raw = {"run_dir": folder / "edm", "requests": [REQUESTS["euler"]], "weights": "raw"}
     jobs["raw"] = Job(actions.sample, raw)
     learn = {"model__context_size": 8, "model__context_dropout": 0.3, "data__text_tokens": 4, "optimizer__lr": 0.01}
     show = {"training__sample_interval": 10, "sampling__num_steps": 4, "training__ema_decay": 0.5}
-    jobs["text"] = Job(actions.train, {"arguments": mock(folder / "text", **learn, **show)})
+    jobs["text"] = call(actions.train, *mock(folder / "text", **learn, **show))
     jobs["text samples"] = Job(actions.sample, {"run_dir": folder / "text", "requests": list(TEXT_REQUESTS.values())})
-    draw = ["--checkpoint", str(folder / "text"), "--text-embedding", str(folder / "words.npy"), "--count", "2"]
-    jobs["draw text"] = Job(actions.draw, {"arguments": [*draw, "--out", str(folder / "text.png")]})
+    draw = ["--checkpoint", folder / "text", "--text-embedding", folder / "words.npy", "--count", 2]
+    jobs["draw text"] = call(actions.draw, *draw, "--out", folder / "text.png")
     clips = {"optimizer__lr": 0.01, "training__num_steps": 10, "training__ema_decay": 0.5}
-    words = overrides(folder / "clips", logging__tensorboard=False, sampling__num_steps=4, **clips)
-    jobs["clips"] = Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_dit_cross", *words]})
+    clips |= {"logging__tensorboard": False, "sampling__num_steps": 4}
+    jobs["clips"] = training("tiny_dit_cross", folder / "clips", **clips)
     jobs["clips samples"] = Job(actions.sample, {"run_dir": folder / "clips", "requests": list(RATE_REQUESTS.values())})
     plain = mock(folder / "plain", training__num_steps=1, training__ema_decay="none", schedule__warmup_steps=0)
-    jobs["plain"] = Job(actions.train, {"arguments": plain})
-    draw = ["--checkpoint", str(folder / "plain"), "--steps", "2", "--out", str(folder / "plain.png")]
-    jobs["draw average"] = Job(actions.draw, {"arguments": draw})
-    jobs["draw raw"] = Job(actions.draw, {"arguments": [*draw, "--raw-weights"]})
+    jobs["plain"] = call(actions.train, *plain)
+    draw = ["--checkpoint", folder / "plain", "--steps", 2, "--out", folder / "plain.png"]
+    jobs["draw average"] = call(actions.draw, *draw)
+    jobs["draw raw"] = call(actions.draw, *draw, "--raw-weights")
     found = run_jobs(folder / "world", jobs)
     assert all(found[name].code == 0 for name in [*OBJECTIVES, "text", "clips", "plain"])
     return found
@@ -88,12 +84,8 @@ def done(letters_data: Path, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def drawn(done: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
     """Return the samples by objective (or "text") and request."""
-    found = {name: dict(zip(REQUESTS, done[f"{name} samples"][1], strict=True)) for name in OBJECTIVES}
-    own = {"text": TEXT_REQUESTS, "clips": RATE_REQUESTS}
-    return {
-        **found,
-        **{name: dict(zip(requests, done[f"{name} samples"][1], strict=True)) for name, requests in own.items()},
-    }
+    asked = {**dict.fromkeys(OBJECTIVES, REQUESTS), "text": TEXT_REQUESTS, "clips": RATE_REQUESTS}
+    return {name: dict(zip(requests, done[f"{name} samples"][1], strict=True)) for name, requests in asked.items()}
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -178,10 +170,8 @@ def test_clips_are_drawn_at_the_frame_rate_of_the_training_data(drawn: dict) -> 
 
 
 def test_a_text_model_shows_samples_while_it_trains_and_on_command(done: dict[str, Any], folder: Path) -> None:
-    assert sorted(p.parent.name for p in (folder / "text" / "samples").rglob("ema.png")) == [
-        "step_0000010",
-        "step_0000020",
-    ]
+    shown = sorted(p.parent.name for p in (folder / "text" / "samples").rglob("ema.png"))
+    assert shown == ["step_0000010", "step_0000020"]
     assert done["draw text"].code == 0
     assert "2 samples" in done["draw text"].out
     assert (folder / "text.png").is_file()

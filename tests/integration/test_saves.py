@@ -15,7 +15,7 @@ from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcome
 from tests.support import faults, save_faults
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def ended(folder: Path) -> dict[str, Any]:
         usual |= {"checkpoint__interval": INTERVAL, "checkpoint__keep_last": 9, "training__validation_interval": 4}
         usual |= {"checkpoint__async_save": is_async, "data__dataset_size": 64}
         arguments = mock(folder / (at or name), **{**usual, **settings})
-        jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, 2)
+        jobs[name] = call(actions.train, *arguments, ranks=2, fault=fault)
 
     full, killed = partial(partial, save_faults.disk_full), partial(partial, save_faults.writer_killed)
     stopped = partial(partial, save_faults.writer_stopped)

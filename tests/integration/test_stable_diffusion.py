@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.integration import actions
-from tests.integration.runs import overrides
+from tests.integration.runs import training
 from tests.parity.convert_cases import page_blocks, relative_error, start_noise
 from tests.support.encoders import CLIP_WIDTH, PROJECTION, prepare_sdxl, save_stable_diffusion
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -25,31 +25,16 @@ def test_prepared_pictures_train_a_model_conditioned_on_sizes_and_crops(tmp_path
     settings = {"data": "energon", "data__path": folder / "joined", "data__num_streams": 1, "data__background": False}
     settings |= {"data__bucket_by_shape": True, "model__context_size": 2 * CLIP_WIDTH, "model__pooled_size": PROJECTION}
     settings |= {"objective__prediction": "v", "objective__zero_terminal_snr": True, "objective__noise_offset": 0.05}
-    settings |= {
-        "training__num_steps": 3,
-        "optimizer__lr": 0.03,
-        "schedule__warmup_steps": 0,
-        "training__global_batch_size": 4,
-        "training__sample_interval": 3,
-    }
-    settings |= {"sampling__prompts": '["a red circle"]', "sampling__num_steps": 2, "logging__tensorboard": False}
-    words = ["--yes", "--factory", "tiny_sdxl_unet", *overrides(run, **settings)]
+    settings |= {"training__num_steps": 3, "training__global_batch_size": 4, "training__sample_interval": 3}
+    settings |= {"optimizer__lr": 0.03, "schedule__warmup_steps": 0, "logging__tensorboard": False}
+    settings |= {"sampling__prompts": '["a red circle"]', "sampling__num_steps": 2}
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a red circle", "crop": [0, 8]}\n{"prompt": "a red circle"}\n')
-    common = [
-        "--checkpoint",
-        str(run),
-        "--raw-weights",
-        "--seed",
-        "1",
-        "--out",
-        str(tmp_path / "x.png"),
-        "--save-latents",
-    ]
+    common = ["--checkpoint", run, "--raw-weights", "--seed", 1, "--out", tmp_path / "x.png", "--save-latents"]
     files = [tmp_path / f"{name}.safetensors" for name in ("plain", "cut", "asked")]
-    asked = [["--prompt", "a red circle"], ["--prompt", "a red circle", "--crop", "0,8"], ["--prompts", str(prompts)]]
-    jobs = {"train": Job(actions.train, {"arguments": words})}
-    jobs |= {f.stem: Job(actions.draw, {"arguments": [*common, str(f), *flags]}) for f, flags in zip(files, asked)}
+    asked = [["--prompt", "a red circle"], ["--prompt", "a red circle", "--crop", "0,8"], ["--prompts", prompts]]
+    jobs = {"train": training("tiny_sdxl_unet", run, **settings)}
+    jobs |= {f.stem: call(actions.draw, *common, f, *flags) for f, flags in zip(files, asked)}
     ended = run_jobs(tmp_path / "jobs", jobs)
     assert [end.code for end in ended.values()] == [0, 0, 0, 0], [end.err for end in ended.values()]
     assert list((run / "samples").glob("step_*/*.png"))
@@ -68,30 +53,26 @@ def test_adapters_trained_here_draw_the_same_in_diffusers(tmp_path: Path):
         noise = np.random.default_rng(i).integers(0, 40, (64, 64, 3)) + np.array((200, 30, 30))
         Image.fromarray(noise.astype(np.uint8)).save(tmp_path / f"in/{i}.png")
 
-    def words(*arguments: object) -> dict[str, list[str]]:
-        return {"arguments": [str(argument) for argument in arguments]}
-
     settings = {"data__path": tmp_path / "data", "data__bucket_by_shape": True, "data__background": False}
     settings |= {"training__num_steps": 6, "training__precision": "fp32", "optimizer__lr": 0.01}
     settings |= {"model__lora__alpha": 32.0}  # scales the adapters by 2
     settings |= {"logging__tensorboard": False}
     read = ["--in", tmp_path / "in", "--out", tmp_path / "data", "--caption", "a red circle", "--multiple-of", 16]
     read += ["--vae", published / "vae", "--text-encoder", f"{published}/text_encoder:padded"]
-    train = ["--yes", "--factory", f"finetune_lora(base='{tmp_path}/base')", *overrides(tmp_path / "run", **settings)]
     drawing = ["--prompt", "a red circle", "blue", "--steps", 4, "--seed", 5, "--out", tmp_path / "x.png"]
     export = ["--checkpoint", tmp_path / "run", "--format", "diffusers-lora", "--out", tmp_path / "lora"]
 
     def draw(run: str) -> Job:
         latents = ["--save-latents", tmp_path / f"{run}.safetensors"]
-        return Job(actions.draw, words("--checkpoint", tmp_path / run, *drawing, *latents))
+        return call(actions.draw, "--checkpoint", tmp_path / run, *drawing, *latents)
 
     jobs = {
-        "import": Job(
-            actions.import_weights, words("--from", published, "--format", "diffusers", "--out", tmp_path / "base")
+        "import": call(
+            actions.import_weights, *("--from", published, "--format", "diffusers", "--out", tmp_path / "base")
         ),
-        "prepare": Job(actions.prepare, words("images", *read, "--validation", 0, "--processes", 1)),
-        "train": Job(actions.train, words(*train)),
-        "export": Job(actions.export, words(*export)),
+        "prepare": call(actions.prepare, "images", *read, "--validation", 0, "--processes", 1),
+        "train": training(f"finetune_lora(base='{tmp_path}/base')", tmp_path / "run", **settings),
+        "export": call(actions.export, *export),
         "base": draw("base"),
         "run": draw("run"),
     }

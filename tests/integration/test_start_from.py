@@ -11,17 +11,15 @@ from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.base_model import find_start
 from dit.checkpoint.reading import find_checkpoint, read_settings
 from dit.errors import CheckpointError
-from tests.integration import actions
-from tests.integration.runs import overrides
+from tests.integration.runs import training
 from tests.support.ranks import Job, run_jobs
 from tests.unit.checkpoint.checkpoints import make_store, save
 
 pytestmark = pytest.mark.slow
 
 
-def training(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
-    words = overrides(run_dir, schedule__warmup_steps=0, **settings)
-    return Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_moviegen", *words]}, ranks)
+def train(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
+    return training("tiny_moviegen", run_dir, ranks, schedule__warmup_steps=0, **settings)
 
 
 def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
@@ -44,18 +42,12 @@ def test_a_stage_starts_from_the_average_of_the_previous_stage(tmp_path, one_ran
     Parameters added by an objective are newly initialised; the third run, whose objective has none, drops them.
     """
     first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other"
+    start = {"training__num_steps": 1, "checkpoint__start_from": first}
     jobs = {
-        "first": training(first, training__num_steps=3),
-        "second": training(
-            second,
-            2,
-            training__num_steps=1,
-            optimizer__lr=1e-9,
-            checkpoint__start_from=first,
-            objective="edm_uncertainty",
-        ),
-        "third": training(tmp_path / "third", training__num_steps=1, checkpoint__start_from=second),
-        "other": training(other, training__num_steps=1, model__hidden_size=32, checkpoint__start_from=first),
+        "first": train(first, training__num_steps=3),
+        "second": train(second, 2, **start, optimizer__lr=1e-9, objective="edm_uncertainty"),
+        "third": train(tmp_path / "third", training__num_steps=1, checkpoint__start_from=second),
+        "other": train(other, **start, model__hidden_size=32),
     }
     ended = run_jobs(tmp_path / "world", jobs)
     assert ended["first"].code == 0, ended["first"].err

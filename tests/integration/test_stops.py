@@ -11,18 +11,17 @@ import yaml
 from dit.checkpoint.checkpointer import read_loader_state
 from dit.checkpoint.manifest import read_manifest
 from dit.monitoring.sinks import read_records
-from tests.integration import actions
-from tests.integration.runs import checkpoint, checkpoints, held_out, losses, outcome, overrides, scalars
+from tests.integration.runs import checkpoint, checkpoints, held_out, losses, outcome, scalars, training
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
 LOOP = {
-    "schedule__warmup_steps": 2,
-    "training__num_steps": 12,
-    "training__validation_interval": 6,
-    "checkpoint__interval": 3,
-    "checkpoint__keep_last": 9,
+    **{"data__shapes": '["1x4x4","1x4x8","1x8x8"]', "data__max_tokens_per_pack": 32, "data__pack_multiple_of": 4},
+    **{"model__hidden_size": 32, "model__num_layers": 1, "model__num_attention_heads": 2, "schedule__warmup_steps": 2},
+    **{"training__num_steps": 12, "training__validation_interval": 6, "logging__tensorboard": False},
+    **{"checkpoint__interval": 3, "checkpoint__keep_last": 9},
 }
+"""A run on packs of images of three sizes."""
 # All changes are refused, except that of the number of steps.
 OTHERS = {
     "objective": ("objective: FlowMatching -> EDM", {"objective": "edm"}),
@@ -38,40 +37,12 @@ ACCEPTED = {
 }
 
 
-def packs(run_dir: Path, **settings: Any) -> list[str]:
-    """Return the arguments of a run on packs of images of three sizes."""
-    shapes = '["1x4x4","1x4x8","1x8x8"]'
-    small = {
-        "model__hidden_size": 32,
-        "model__num_layers": 1,
-        "model__num_attention_heads": 2,
-        "logging__tensorboard": 0,
-    }
-    words = overrides(
-        run_dir,
-        **{
-            **small,
-            "data__shapes": shapes,
-            "data__max_tokens_per_pack": 32,
-            "data__pack_multiple_of": 4,
-            **LOOP,
-            **settings,
-        },
-    )
-    return [
-        "--yes",
-        "--factory",
-        "tiny_dit_pack",
-        *[word.replace("tensorboard=0", "tensorboard=false") for word in words],
-    ]
-
-
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> dict[str, Any]:
     jobs: dict[str, Job] = {}
 
     def add(name: str, at: str = "", ranks: int = 1, fault: Any = None, **settings: Any) -> None:
-        jobs[name] = Job(actions.train, {"arguments": packs(folder / (at or name), **settings), "fault": fault}, ranks)
+        jobs[name] = training("tiny_dit_pack", folder / (at or name), ranks, fault, **{**LOOP, **settings})
 
     inside, store = partial(partial, faults.terminated_inside), "dit.checkpoint.store.CheckpointStore"
     loop = "dit.training.pretrain"
@@ -113,9 +84,8 @@ def ended(folder: Path) -> dict[str, Any]:
 
 def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metadata of a checkpoint in its manifest, and its metadata for sampling."""
-    return {**read_manifest(checkpoint_folder).meta, "run": ""}, json.loads(
-        (checkpoint_folder / "metadata.json").read_text()
-    )
+    metadata = json.loads((checkpoint_folder / "metadata.json").read_text())
+    return {**read_manifest(checkpoint_folder).meta, "run": ""}, metadata
 
 
 @pytest.mark.parametrize(("name", "step"), [("between", 7), ("in the step", 6), ("in the save", 6)])
@@ -211,12 +181,8 @@ def test_another_experiment_is_refused_also_by_a_finished_run(ended: dict[str, A
     """The error has both values and the solution; the recorded settings in the run folder do not change."""
     assert ended[name].code == 2
     change, _ = OTHERS[name]
-    for words in (
-        f"iter_0000003 was trained with other settings or data: {change}. ",
-        "checkpoint.start_from",
-        "run_dir",
-    ):
-        assert words in ended[name].err
+    settings = f"iter_0000003 was trained with other settings or data: {change}. "
+    assert all(words in ended[name].err for words in (settings, "checkpoint.start_from", "run_dir"))
     assert f"'checkpoint.accept_changes=[\"{change.partition(':')[0]}\"]'" in ended[name].err
     assert "num_steps" not in ended[name].err
 

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Optional
@@ -22,8 +21,8 @@ from energon_data.prepare.shards import npy_bytes
 from examples.letters.moving import CLASS_NAMES, FPS, prepare_moving_letters
 from examples.letters.stills import prepare_letters
 from tests.integration import actions
-from tests.integration.runs import TINY, loss_values, overrides, read_records
-from tests.support.ranks import Job, run_jobs
+from tests.integration.runs import TINY, loss_values, read_records, training
+from tests.support.ranks import Job, call, run_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -43,15 +42,13 @@ SHORT = {
 }
 
 
-def train(factory: str, data: Path, run_dir: Path, **settings: Any) -> Job:
+def train(factory: str, data: Path, run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
     named = {key.replace(".", "__"): value for key, value in {**TINY, **SHORT}.items()}
-    words = overrides(run_dir, **{**named, "data__path": data, **settings})
-    return Job(actions.train, {"arguments": ["--yes", "--factory", factory, *words]})
+    return training(factory, run_dir, ranks, **{**named, "data__path": data, **settings})
 
 
 def draw(run_dir: Path, out: Path, *arguments: str) -> Job:
-    words = ["--checkpoint", str(run_dir), "--steps", "2", "--out", str(out), *arguments]
-    return Job(actions.draw, {"arguments": words})
+    return call(actions.draw, "--checkpoint", run_dir, "--steps", 2, "--out", out, *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -151,14 +148,12 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
         "data__pad_packs": True,
         "sampling__prompts": "none",
     }
+    blend = f"[{{path: {folder / 'letters'}}}, {{path: {folder / 'moving'}}}]"
+    runs = {"moving_1": (1, {}), "moving_2": (2, {}), "blend_2": (2, {"data__blend": blend})}
     jobs = {
-        f"{data}_{ranks}": replace(
-            train("moving_letters_mixed", folder / data, folder / f"{data}_{ranks}", **own), ranks=ranks
-        )
-        for data, ranks in (("moving", 1), ("moving", 2))
+        name: train("moving_letters_mixed", folder / "moving", folder / name, ranks, **own, **more)
+        for name, (ranks, more) in runs.items()
     }
-    own["data__blend"] = f"[{{path: {folder / 'letters'}}}, {{path: {folder / 'moving'}}}]"
-    jobs["blend_2"] = replace(train("moving_letters_mixed", folder / "moving", folder / "blend_2", **own), ranks=2)
     embedding = folder / "q.npy"
     np.save(embedding, np.ones((3, 384), np.float32))
     for frames, name in ((1, "still"), (None, "clip"), (3, "odd")):

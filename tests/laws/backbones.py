@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Optional
 
 from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
@@ -136,17 +136,9 @@ LEARNED_POSITIONS: dict[str, Any] = {
     "other": {"max_grid": [4, 5, 6]},
 }
 IMAGEN_OTHER: dict[str, Any] = {
-    "hidden_size": 64,
-    "channel_multipliers": [2, 1],
-    "num_res_blocks": [1, 2],
-    "attention_levels": [0, 1],
-    "attention_type": "stacked",
-    "head_size": 16,
-    "norm_num_groups": 2,
-    "stable_attention": True,
-    "low_resolution_factor": 4,
-    "low_resolution_kernel": "pil",
-    "noise_augmentation": False,
+    **{"hidden_size": 64, "channel_multipliers": [2, 1], "num_res_blocks": [1, 2], "attention_levels": [0, 1]},
+    **{"attention_type": "stacked", "head_size": 16, "norm_num_groups": 2, "stable_attention": True},
+    **{"low_resolution_factor": 4, "low_resolution_kernel": "pil", "noise_augmentation": False},
 }
 IMAGEN: dict[str, Any] = {
     "requires": {"num_attention_heads": {"head_size": None}},
@@ -155,58 +147,52 @@ IMAGEN: dict[str, Any] = {
     "objective": EDM(),
 }
 AUTOENCODER_OTHER: dict[str, Any] = {
-    "latent_channels": 3,
-    "layers_per_block": 2,
-    "norm_num_groups": 2,
-    "mid_block_add_attention": False,
-    "scaling_factor": 3.0,
-    "shift_factor": 0.5,
+    **{"latent_channels": 3, "layers_per_block": 2, "norm_num_groups": 2, "mid_block_add_attention": False},
+    **{"scaling_factor": 3.0, "shift_factor": 0.5},
 }
-FLUX1: dict[str, Any] = {
-    "also": {
-        "hidden_size": {"rope_axes": [4, 8, 4]},
-        "num_attention_heads": {"rope_axes": [4, 8, 4]},
-        "position_embedding": {"rope_axes": [16, 56, 56]},
-    },
-    "requires": {"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
-    "text_tokens": 1,  # in joint attention a dropped text keeps its length, a missing text is one null token
-}
+LDM_OTHER = {"block_out_channels": [8, 16], "layers_per_block": 2, "head_size": 4, "norm_num_groups": 2}
+SINCOS, STRETCHED = {"position_embedding": "sincos_2d"}, {"rope_factors": [1.0, 4.0, 1.0]}
+UNUSED_TEXT = r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*"
+"""Parameters of a last block whose text output is unused."""
+
+
+def axes(features: list[int], table: Optional[list[int]], **more: Any) -> dict[str, Any]:
+    """Return `also` with the features of each axis for other sizes, and the sides of the table for other positions."""
+    sizes = {name: {"rope_axes": features} for name in ("hidden_size", "num_attention_heads")}
+    return {**sizes, "position_embedding": {"rope_axes": table}, **more}
+
+
+def joint(features: list[int], table: list[int]) -> dict[str, Any]:
+    """Return settings of joint attention, in which a dropped text keeps its length, and a missing one is one token."""
+    crop = {"position_crop": {**SINCOS, "rope_axes": table}}
+    return {"also": axes(features, table), "requires": crop, "text_tokens": 1}
+
+
+FLUX1 = joint([4, 8, 4], [16, 56, 56])
 BACKBONES = {
-    "dit": Row(
-        recipe="tiny_dit",
-        quick=("tp2_sp", "fsdp2"),
-        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
-    ),
+    "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={**SINCOS, "rope_axes": [2, 4, 2]}),
     "jit": Row(
         recipe="jit_b16_imagenet",
         quick=("cp2", "pp2"),
         refused=("routing", "num_experts", "wide_head", "value_residual"),
         other={"patch_spatial": 8, "rope_factors": [1.0, 4.0, 1.0]},
         requires={name: {**needs, "class_tokens": None} for name, needs in REQUIRES.items() if "moe" in name},
-        also={
-            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
-            "position_embedding": {"rope_axes": None},
-            "num_layers": {"class_tokens": [3, 2]},
-        },
+        also=axes([4, 8, 4], None, num_layers={"class_tokens": [3, 2]}),
     ),
     "rit": Row(
         recipe="rit_xl_imagenet",
         quick=("tp2_sp",),
         refused=("routing", "num_experts", "wide_head", "value_residual", *MOE),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
+        other=STRETCHED,
         requires={name: {} for name in MOE},
-        also={
-            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
-            "position_embedding": {"rope_axes": None},
-            "num_layers": {"class_tokens": [3, 2]},
-        },
+        also=axes([4, 8, 4], None, num_layers={"class_tokens": [3, 2]}),
         objective=FlowMatching(prediction="x0", teacher_token_weight=0.2),
     ),
     "reg": Row(
         recipe="tiny_reg",
         quick=("fsdp2",),
         refused=("num_experts", "wide_head", *MOE),
-        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
+        other={**SINCOS, "rope_axes": [2, 4, 2]},
         requires={name: {} for name in MOE},
         objective=FlowMatching(teacher_token_weight=0.2),
     ),
@@ -214,35 +200,25 @@ BACKBONES = {
         recipe="sr_dit_b1_imagenet",
         quick=("tp2_sp", "cp2"),
         refused=("class_tokens", "num_experts", "wide_head", *MOE),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
+        other=STRETCHED,
         requires={name: {} for name in MOE},
-        also={
-            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
-            "position_embedding": {"rope_axes": None},
-        },
+        also=axes([4, 8, 4], None),
         objective=FlowMatching(teacher_token_weight=0.2),
     ),
     "wide head": Row(
         recipe="dit_dh_xl_imagenet",
         quick=("tp2_sp", "pp2"),
         refused=("class_tokens", "num_experts", "teacher_token_size"),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
+        other=STRETCHED,
         requires={name: {**needs, "wide_head": None} for name, needs in REQUIRES.items() if "moe" in name},
-        also={
-            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
-            "position_embedding": {"rope_axes": None},
-        },
+        also=axes([4, 8, 4], None),
     ),
-    "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
-    "tread": Row(
-        recipe="tests.laws.options.tread_cross",
-        quick=("cp2",),
-        other={"position_embedding": "sincos_2d"},
-    ),
+    "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other=SINCOS),
+    "tread": Row(recipe="tests.laws.options.tread_cross", quick=("cp2",), other=SINCOS),
     "sprint": Row(
         recipe="tests.laws.options.sprint_dit",
         quick=("pp2",),
-        other={"position_embedding": "sincos_2d", "rope_axes": [2, 4, 2]},
+        other={**SINCOS, "rope_axes": [2, 4, 2]},
         refused=("class_tokens",),
     ),
     "stdit": Row(
@@ -257,53 +233,43 @@ BACKBONES = {
     "flux": Row(
         recipe="flux_12b",
         quick=("fsdp2_bf16",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},  # only one feature pair rotates with t; NTK does not change it
+        other=STRETCHED,  # only one feature pair rotates with t; NTK does not change it
         refused=("num_query_groups",),
         **FLUX1,
     ),
     "flux of control pictures": Row(
         recipe="tests.laws.options.flux_control",
         quick=("tp2_sp",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
+        other=STRETCHED,
         refused=("num_query_groups",),
         **FLUX1,
     ),
     "chroma": Row(
         recipe="finetune_chroma",
         quick=("pp2",),
-        other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
+        other={**STRETCHED, "null_text": "learned"},
         refused=("num_query_groups", "num_dual_layers", "guidance", "pooled_size"),
         **FLUX1,
     ),
     "flux2": Row(
         recipe="flux2_32b",
         quick=("tp2_sp",),
-        other={"rope_factors": [1.0, 4.0, 1.0], "rope_axes": [4, 2, 2, 0]},
+        other={**STRETCHED, "rope_axes": [4, 2, 2, 0]},
         # With one pair of features for each axis, theta has no effect.
         requires={name: TWO_PAIRS for name in ("rope_theta", "rope_factors")}
         | {"rope_scaling": {**TWO_PAIRS, "rope_factors": [2.0, 3.0, 2.0]}}
-        | {"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32, 32]}},
+        | {"position_crop": {**SINCOS, "rope_axes": [32, 32, 32, 32]}},
         refused=("num_dual_layers", "num_query_groups"),  # its blocks share modulations
-        also={
-            "hidden_size": {"rope_axes": [4, 4, 4, 4]},
-            "num_attention_heads": {"rope_axes": [4, 4, 4, 4]},
-            "position_embedding": {"rope_axes": [32, 32, 32, 32]},
-        },
+        also=axes([4, 4, 4, 4], [32, 32, 32, 32]),
         text_tokens=1,
     ),
     "qwen_image": Row(
         recipe="qwen_image_1024",
         quick=("pp2",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
+        other=STRETCHED,
         refused=("num_query_groups",),
-        also={
-            "hidden_size": {"rope_axes": [4, 8, 4]},
-            "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [16, 56, 56]},
-        },
-        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
-        text_tokens=1,
-        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
+        idle=UNUSED_TEXT,
+        **FLUX1,
     ),
     "sd3": Row(
         recipe="sd3_5_medium_1024",
@@ -320,28 +286,22 @@ BACKBONES = {
     "sana": Row(
         recipe="tiny_sana",
         quick=("cp2",),
-        other={"num_cross_attention_heads": 4, "position_embedding": "sincos_2d"},
+        other={"num_cross_attention_heads": 4, **SINCOS},
         refused=("num_query_groups", "rope_theta", "rope_factors", "rope_scaling"),
         requires={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
     ),
     "prx": Row(
         recipe="tiny_prx",
         quick=("tp2_sp",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
-        also={
-            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
-            "position_embedding": {"rope_axes": [0, 32, 32]},
-        },
+        other=STRETCHED,
+        also=axes([4, 8, 4], [0, 32, 32]),
         text_tokens=1,
     ),
     "prx of diffusers": Row(
         recipe="prx_512",
         quick=("pp2",),
-        other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
-        also={
-            **{name: {"rope_axes": [0, 8, 8]} for name in ("hidden_size", "num_attention_heads")},
-            "position_embedding": {"rope_axes": [0, 32, 32]},
-        },
+        other={**STRETCHED, "null_text": "learned"},
+        also=axes([0, 8, 8], [0, 32, 32]),
         requires={"rope_scaling": {"rope_factors": [1.0, 3.0, 2.0]}},
         text_tokens=1,
     ),
@@ -349,44 +309,26 @@ BACKBONES = {
         recipe="lumina2_1024",
         quick=("pp2",),
         refused=("num_dual_layers",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
-        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32]}},
-        also={
-            "hidden_size": {"rope_axes": [4, 8, 4]},
-            "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [32, 32, 32]},
-        },
-        text_tokens=1,
+        other=STRETCHED,
+        **joint([4, 8, 4], [32, 32, 32]),
     ),
     "z_image": Row(
         recipe="z_image_1024",
         quick=("cp2",),
         refused=("num_dual_layers",),
-        other={"rope_factors": [1.0, 4.0, 1.0]},
-        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 48, 48]}},
-        also={
-            "hidden_size": {"rope_axes": [4, 8, 4]},
-            "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [32, 48, 48]},
-        },
-        text_tokens=1,
+        other=STRETCHED,
+        **joint([4, 8, 4], [32, 48, 48]),
     ),
     "hunyuan_video": Row(
         recipe="tiny_hunyuan_video",
         quick=("tp2_sp",),
         other={
-            **{"rope_factors": [1.0, 4.0, 1.0], "num_refiner_layers": 1, "glyph_size": 14, "glyph_hidden_size": 24},
+            **{**STRETCHED, "num_refiner_layers": 1, "glyph_size": 14, "glyph_hidden_size": 24},
             **{"image_context_size": 9, "image_to_video": False},
         },
         refused=("num_query_groups",),
-        also={
-            "hidden_size": {"rope_axes": [4, 8, 4]},
-            "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [16, 56, 56]},
-        },
-        requires={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
-        text_tokens=1,
-        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # last block: unused text output
+        idle=UNUSED_TEXT,
+        **FLUX1,
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(
@@ -399,51 +341,25 @@ BACKBONES = {
         recipe="tiny_edm2",
         quick=("distributed2",),
         other={
-            "block_out_channels": [8, 16],
-            "layers_per_block": 2,
-            "attention_levels": [0, 1],
-            "head_size": 4,
-            "dropout": 0.5,
+            **{"block_out_channels": [8, 16], "layers_per_block": 2, "attention_levels": [0, 1]},
+            **{"head_size": 4, "dropout": 0.5},
         },
         objective=EDM(),
     ),
     "ldm_unet": Row(
         recipe="tiny_ldm_unet",
-        other={
-            "block_out_channels": [8, 16],
-            "layers_per_block": 2,
-            "transformer_layers": [2, 1],
-            "mid_transformer_layers": 0,
-            "head_size": 4,
-            "norm_num_groups": 2,
-            "null_text": "empty",
-        },
+        other={**LDM_OTHER, "transformer_layers": [2, 1], "mid_transformer_layers": 0, "null_text": "empty"},
         objective=DDPM(schedule="scaled_linear", discrete_steps=1000),
     ),
     "sdxl_unet": Row(
         recipe="tiny_sdxl_unet",
-        other={
-            "block_out_channels": [8, 16],
-            "layers_per_block": 2,
-            "transformer_layers": [1, 1],
-            "mid_transformer_layers": 1,
-            "head_size": 4,
-            "norm_num_groups": 2,
-            "null_text": "learned",
-        },
+        other={**LDM_OTHER, "transformer_layers": [1, 1], "mid_transformer_layers": 1, "null_text": "learned"},
         without_effect={"num_attention_heads": "head_size replaces it"},
         objective=DDPM(schedule="scaled_linear", discrete_steps=1000),
     ),
-    "imagen": Row(
-        recipe="imagen_400m_res_256",
-        other={**IMAGEN_OTHER, "condition_size": 24, "dropout": 0.5},
-        **IMAGEN,
-    ),
+    "imagen": Row(recipe="imagen_400m_res_256", other={**IMAGEN_OTHER, "condition_size": 24, "dropout": 0.5}, **IMAGEN),
     "efficient_unet": Row(recipe="imagen_600m_res_256", other=IMAGEN_OTHER, **IMAGEN),
-    "trial_unet": Row(
-        recipe="tests.laws.trial_unet.trial_unet",
-        other={"norm_groups": 2},
-    ),
+    "trial_unet": Row(recipe="tests.laws.trial_unet.trial_unet", other={"norm_groups": 2}),
     "autoencoder": Row(
         recipe="pictogram_autoencoder",
         other={**AUTOENCODER_OTHER, "patch_spatial": 4, "block_out_channels": [8, 16, 8, 24], "codebook_size": 16},

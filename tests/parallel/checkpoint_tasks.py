@@ -39,8 +39,7 @@ def cost(case: dict) -> dict:
         "owned": sum(4 * 4 * shard.main.numel() for shard in it.shards),
         "largest": max(4 * parameter.numel() for _, parameter in named_parameters(it.chunks)),
     }
-    found: list = [None] * it.groups.world_size
-    dist.all_gather_object(found, mine)
+    found = process_groups.gather_objects(mine)
     process_groups.release()
     return {"parameters": count_parameters(it.model), **{name: [rank[name] for rank in found] for name in mine}}
 
@@ -52,11 +51,10 @@ def fail_on_the_first_rank(case: dict) -> dict:
     def read() -> None:
         raise case["error"]
 
-    errors: list = [None] * groups.world_size
     try:
         on_first_rank(read, groups)
     except Exception as error:
-        dist.all_gather_object(errors, [type(error).__name__, str(error)])
+        errors = process_groups.gather_objects([type(error).__name__, str(error)])
     process_groups.release()
     return {"errors": errors}
 

@@ -1,10 +1,7 @@
 """Functions that test cases run on each rank of a context-parallel world."""
 
-import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,7 +18,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.choice import Target
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
-from dit.objectives.ddpm import DDPM, LearnedVariance
+from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
@@ -151,7 +148,7 @@ def sample_and_validate(case: dict) -> dict:
 
 def worst_samples(case: dict) -> list:
     """Compute a step again, and return the samples with the largest losses of each rank."""
-    worst: list[Any] = [None] * process_groups.world_size_from_environment()
+    worst: list[Any] = []
 
     def then(it: Built) -> None:
         cp, multiple_of = it.groups.cp, max(4, it.dims.token_multiple)
@@ -159,7 +156,7 @@ def worst_samples(case: dict) -> list:
         batches = [shard(pack, cp.rank(), cp.size(), it.trial.parallel.context_split) for pack in packs]
         probe = Probe(it, it.trial.objective, (it.model.token_channels, it.model.in_channels))
         probe.run(training_forward_step(it.trial.objective, it.model, SEED, it.step, it.mix), batches)
-        dist.all_gather_object(worst, probe.worst)
+        worst.extend(process_groups.gather_objects(probe.worst))
 
     parallel_training.train({**case, "packed": True, "then": then})
     return worst
@@ -182,46 +179,10 @@ def traffic(case: dict) -> dict:
     return {"tokens": pack.layout.total_tokens, **found}
 
 
-def run_in_full(case: dict) -> list[dict]:
-    """Run the training loop with validation and all logs, and return the log of rank 0."""
-    from dit.monitoring.guards import PreemptionFlag
-    from dit.run_config import RunConfig
-    from dit.settings import LoggingConfig, SamplingConfig
-    from dit.training.pretrain import Run, train
-    from energon_data.mock import MockData
-
-    config = RunConfig(
-        model=tiny_model(num_layers=LAYERS, out_channels=8),
-        data=MockData(shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_samples=6, num_streams=1),
-        objective=DDPM(schedule="cosine", discrete_steps=50, variance=LearnedVariance(), min_snr_gamma=5.0),
-        parallel=ParallelConfig(**case["parallel"]),
-        training=TrainingConfig(
-            run_dir=case["run_dir"],
-            num_steps=2,
-            global_batch_size=2,
-            precision="fp32",
-            log_interval=2,
-            validation_interval=2,
-            sample_interval=2,
-        ),
-        logging=LoggingConfig(tensorboard=False),
-        sampling=SamplingConfig(num_steps=2),
-    )
-    dims, spec = config.check_here()
-    groups = process_groups.initialize(config.parallel)
-    run = Run(config, dims, spec, groups)
-    train(run, SimpleNamespace(step=0), PreemptionFlag())  # type: ignore[arg-type]
-    run.close()
-    process_groups.release()
-    lines = (Path(case["run_dir"]) / "metrics.jsonl").read_text().splitlines() if groups.rank == 0 else []
-    return [json.loads(line) for line in lines]
-
-
 def placement(case: dict) -> list[tuple[int, int, list[int]]]:
     """Return each rank's data-parallel rank, context-parallel rank and the ranks of its data-parallel group."""
     _, _, groups = start(case)
     mine = (groups.dp_rank, groups.cp.rank(), dist.get_process_group_ranks(groups.dp))
-    found: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(found, mine)
+    found = process_groups.gather_objects(mine)
     process_groups.release()
     return found

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.parallel_training import micro_batch, tiny_model
@@ -89,10 +88,9 @@ def shards(case: dict[str, Any]) -> list[list[str]]:
         for layer, build in (("column", _column), ("row", _row))
         for operand in build(provider, groups, parallel, case)
     ]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, wrong)
+    found = process_groups.gather_objects(wrong)
     process_groups.release()
-    return gathered
+    return found
 
 
 def _matrices(fp8: Fp8, outputs: int, inputs: int) -> list[Tensor]:

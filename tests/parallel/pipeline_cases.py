@@ -1,6 +1,7 @@
-"""Worker functions of the pipeline tests: sends, predictions and checkpoints."""
+"""Worker functions of the pipeline tests: sends, predictions and runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,9 @@ from benchmarks.parallel_training import build, micro_batch, tiny_model, train
 from dit.errors import ConfigError
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.objectives.losses import UncertaintyWeighting
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.verify.trial import Built, global_values, global_weights, of_all_stages
+from dit.verify.trial import Built, of_all_stages
 
 
 def watch_sends(case: dict) -> dict:
@@ -84,64 +84,6 @@ def predict(case: dict) -> dict:
     }
 
 
-def _state(it: Built, ema) -> dict:
-    """Return every unsharded tensor of a checkpoint, and the shapes in its fingerprint."""
-    from dit.checkpoint.sharded_state import global_shapes, parameters_of
-    from dit.optimizer.master_weights import SLOTS, get_step_count
-
-    named = []
-    for shard, average in zip(it.shards, ema.values, strict=True):
-        shard.ensure_state()
-        slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
-        named += [(f"{slot}.{shard.name}", shard, values) for slot, values in slots.items()]
-    tensors, drifted = global_values(named, it.groups)
-    weights, drifted_weights = global_weights(it.chunks, it.groups)
-    tensors |= {f"model.{name}": weight for name, weight in weights.items()}
-    drifted += drifted_weights
-    shapes = global_shapes(parameters_of(it.shards), it.groups)
-    return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
-
-
-def save(case: dict) -> dict:
-    """Train, write a checkpoint into `folder` and return its expected content."""
-    from dit.checkpoint.sharded_state import save_state
-    from dit.optimizer.ema import EMA
-
-    found: dict = {}
-
-    def then(it: Built) -> None:
-        ema = EMA(it.shards, 0.5)
-        for value in ema.values:
-            value.mul_(1.25)
-        found.update(_state(it, ema))
-        folder = Path(case["folder"])
-        folder.mkdir(parents=True, exist_ok=True)
-        save_state(folder, it.shards, ema, it.optimizer, it.groups)
-
-    train({**case, "then": then})
-    return found
-
-
-def load(case: dict) -> dict:
-    """Load the checkpoint in `folder` on this case's layout, return its tensors and save them in `save_to`."""
-    from dit.backends import process_groups
-    from dit.checkpoint.sharded_state import load_state, load_weights, save_state
-    from dit.checkpoint.state_files import SlotWeights
-    from dit.optimizer.ema import EMA
-
-    it = build(case)
-    ema = EMA(it.shards, 0.5)
-    load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
-    found = _state(it, ema)
-    if "save_to" in case:
-        Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
-        save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
-    load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
-    found["ema_weights"], _ = global_weights(it.chunks, it.groups)
-    process_groups.release()
-    return found
-
-
 def save_adapters(case: dict) -> dict:
     """Train adapters, write a checkpoint into `folder`, and return the scalars in it."""
     from dit.checkpoint.sharded_state import save_state
@@ -166,47 +108,36 @@ def refuse(case: dict) -> list[str]:
 
     with pytest.raises(ConfigError) as refusal:
         build(case)
-    messages: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(messages, str(refusal.value))
+    messages = process_groups.gather_objects(str(refusal.value))
     process_groups.release()
     return messages
 
 
-def run_legs(case: dict) -> dict:
-    """Run the training loop in parts, each of which resumes the previous one on another layout; return the logs."""
+def run_legs(case: dict) -> list[dict]:
+    """Run the training loop in parts, each of which resumes the previous one on another layout; return the log."""
     from dit.backends import process_groups
     from dit.monitoring.guards import PreemptionFlag
     from dit.run_config import RunConfig
     from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
     from dit.training.pretrain import Run, train
-    from energon_data.mock import MockData
 
+    training = TrainingConfig(run_dir=str(case["folder"]), precision="fp32", ema_decay=0.9, global_batch_size=4)
+    changes = {"log_interval": 1, "validation_interval": 2, "sample_interval": 2, **case.get("training", {})}
+    training = replace(training, **changes)
     for parallel, num_steps in case["legs"]:
         config = RunConfig(
-            model=tiny_model(),
-            data=MockData(
-                shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, pack_multiple_of=8, num_streams=1
-            ),
-            objective=EDM(weighting=UncertaintyWeighting()),
+            **case["parts"],
             optimizer=OptimizerConfig(lr=1e-3),
             parallel=ParallelConfig(**parallel),
-            training=TrainingConfig(
-                run_dir=case["folder"],
-                num_steps=num_steps,
-                global_batch_size=4,
-                precision="fp32",
-                ema_decay=0.9,
-                log_interval=1,
-                validation_interval=2,
-                sample_interval=2,
-            ),
+            training=replace(training, num_steps=num_steps),
             logging=LoggingConfig(tensorboard=False),
             sampling=SamplingConfig(num_steps=2),
         )
         dims, spec = config.check_here()
-        run = Run(config, dims, spec, process_groups.initialize(config.parallel))
+        groups = process_groups.initialize(config.parallel)
+        run = Run(config, dims, spec, groups)
         train(run, SimpleNamespace(step=0), PreemptionFlag())
         run.close()
         process_groups.release()
-    lines = (Path(case["folder"]) / "metrics.jsonl").read_text().splitlines() if Path(case["folder"]).exists() else []
-    return {"metrics": [json.loads(line) for line in lines]}
+    lines = (case["folder"] / "metrics.jsonl").read_text().splitlines() if groups.rank == 0 else []
+    return [json.loads(line) for line in lines]

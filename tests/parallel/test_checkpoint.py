@@ -1,4 +1,4 @@
-"""Checkpoints: ranks write equal shares, copy at most one parameter, and move experts to other layouts."""
+"""Checkpoints: ranks write equal shares, copy at most one parameter, and move states to other layouts."""
 
 import pytest
 import torch
@@ -13,15 +13,17 @@ DDP = {"data_parallel": "ddp"}
 FSDP = {"data_parallel": "fsdp"}
 EP2 = {"expert_model_parallel_size": 2}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2}
+OVERLAP = {"virtual_pipeline_model_parallel_size": 2, "overlap_grad_reduce": True, "overlap_param_gather": True}
 EXPERTS = {"hidden_size": 96, "num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 192, "moe_capacity_factor": 1.5}
 DENSE = {"hidden_size": 64}
 LAYOUTS = {
     4: {
         "distributed4": {},
         "ep2_ddp4": {**EP2, **DDP},
-        "tp2_pp2": {"pipeline_model_parallel_size": 2, **TP2SP},
+        "tp2_pp2": {**PP2, **TP2SP},
         "tp2_fsdp2": {**FSDP, **TP2SP},
-        "pp2_distributed2": {"pipeline_model_parallel_size": 2},
+        "pp2_distributed2": PP2,
     },
     1: {},
     2: {"ddp2": DDP, "fsdp2": FSDP, "distributed2": {}, "ep2": EP2},
@@ -31,18 +33,23 @@ MOVED = {
     4: {
         "saved_on_four": ("save", {**EP2, **TP2SP}, "from_four"),
         "saved_on_fsdp4": ("save", {**EP2, **FSDP}, "from_fsdp4"),
+        "stages_saved": ("save", {**PP2, **TP2SP}, "stages"),
+        "stages_on_four": ("load", {**PP2, **OVERLAP}, "stages"),
     },
     1: {
         "loaded_on_one": ("load", DDP, "from_four"),
         "fsdp4_on_one": ("load", DDP, "from_fsdp4"),
         "saved_on_one": ("save", DDP, "from_one"),
+        "stages_on_one": ("load", DDP, "stages"),
     },
     2: {
         "loaded_on_two": ("load", EP2, "from_one"),
-        "loaded_on_two_pp": ("load", {"pipeline_model_parallel_size": 2}, "from_four"),
+        "loaded_on_two_pp": ("load", PP2, "from_four"),
+        "stages_on_two": ("load", {**PP2, "pipeline_layers": [1, 3]}, "stages"),
     },
 }
-"""Task, layout and folder of checkpoints of experts, by ranks and name."""
+"""Task, layout and folder of checkpoints of experts, or of four layers without experts, by ranks and name."""
+IN_MODEL = {"weight": "model", "ema": "averaged"}
 NAMES = [name for named in LAYOUTS.values() for name in named]
 ERRORS = (OSError(5, "Input/output error", "/data/mine"), DataError("no shard"))
 SHARE_RTOL = 0.1  # headers and names; stages of one layer also have the head or the embedding
@@ -50,7 +57,7 @@ SHARE_RTOL = 0.1  # headers and names; stages of one layer also have the head or
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Results by name; each world size starts once. Experts move from four ranks to one, and from one to two."""
+    """Results by name; each world size starts once. States move from four ranks to one, and from one to two."""
     folder = tmp_path_factory.mktemp("checkpoints")
     found = {}
     for world, named in LAYOUTS.items():
@@ -75,7 +82,7 @@ def results(tmp_path_factory):
             cases |= {f"fails with {type(error).__name__}": {**failing, "error": error} for error in ERRORS}
         for name, (task, parallel, moved) in MOVED[world].items():
             moving = {"task": f"benchmarks.parallel_checkpoints:{task}", "parallel": parallel, "packed": True}
-            cases[name] = {**moving, "model": MOVED_EXPERTS, "folder": folder / moved}
+            cases[name] = {**moving, "model": {} if moved == "stages" else MOVED_EXPERTS, "folder": folder / moved}
         found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world_{world}")))
     return found
 
@@ -152,16 +159,18 @@ def test_parameters_of_two_precisions_keep_their_names(results):
         ("saved_on_four", "loaded_on_two_pp"),
         ("saved_on_four", "saved_on_one"),
         ("saved_on_fsdp4", "fsdp4_on_one"),
+        *(("stages_saved", f"stages_on_{ranks}") for ranks in ("four", "one", "two")),
     ],
 )
-def test_checkpoints_move_experts_between_layouts_bitwise_unchanged(results, written, read):
-    """Weights, average, Adam's state, fingerprint and the weights in the model are equal."""
+def test_checkpoints_move_between_layouts_bitwise_unchanged(results, written, read):
+    """Weights, average, Adam's state, fingerprint, and weights and average in the model are equal."""
     before, after = results[written], results[read]
     for name, value in before.items():
         equal = torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value
         assert equal, name
-        model = after.get(name.replace("weight.", "model.", 1)) if name.startswith("weight.") else None
+        slot, _, parameter = name.partition(".")
+        model = after.get(f"{IN_MODEL.get(slot)}.{parameter}")
         assert model is None or torch.equal(model, value), name
     assert before["step"] == 7
     assert before["drifted"] == []
-    assert any("mlp.experts.3." in name for name in before)
+    assert any("mlp.experts.3." in name for name in before) == ("stages" not in written)

@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.parallel_training import tiny_model
 from benchmarks.parallel_world import run_world
+from dit.objectives.ddpm import DDPM, LearnedVariance
+from energon_data.mock import MockData
 from tests.unit.kernels.attention_cases import AttentionCase
 
 ATTENTION_RTOL = 2e-6  # fp32; another order of sums of up to 33 terms
@@ -13,6 +16,17 @@ SAMPLING_ATOL = 1e-5  # relative to the largest value; fp32 rounding of a few gu
 WORKER = "tests.parallel.context_worker"
 TWO_LEVEL = {"context_comm": "a2a+p2p", "context_a2a_size": 2}
 SPLITS = ("contiguous", "load_balanced")
+RUN = {
+    "task": "tests.parallel.pipeline_cases:run_legs",
+    "training": {"global_batch_size": 2, "log_interval": 2},
+    "parts": {
+        "model": tiny_model(num_layers=2, out_channels=8),
+        "data": MockData(
+            shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_samples=6, num_streams=1
+        ),
+        "objective": DDPM(schedule="cosine", discrete_steps=50, variance=LearnedVariance(), min_snr_gamma=5.0),
+    },
+}
 
 
 def cp(size: int, comm: str, split: str) -> dict:
@@ -49,10 +63,9 @@ def _cases(world: int, folder: Path):
         return {"task": f"{WORKER}:{function}", "parallel": parallel, **options}
 
     if world < 4:
-        run_dir = str(folder / f"run_{world}")
-        yield ("run", world), call("run_in_full", {"context_parallel_size": world}, run_dir=run_dir)
         parallel = {"context_parallel_size": world}
-        yield ("worst", world), call("worst_samples", {"context_parallel_size": world})
+        yield ("run", world), {**RUN, "folder": folder / f"run_{world}", "legs": [(parallel, 2)]}
+        yield ("worst", world), call("worst_samples", parallel)
         yield ("sampling", world), call("sample_and_validate", parallel, splits=SPLITS[:world])
     if world > 1:
         most = cp(world, COMMS[world][-1], SPLITS[0])

@@ -13,7 +13,7 @@ from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, compare, pairs_of, tiny_pair
 from tests.parallel.fp8_worker import forget_other_ranks
-from tests.support.ranks import rows, selected
+from tests.support.ranks import others_selected, rows, selected
 
 WORKER = "tests.parallel.fp8_worker"
 TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
@@ -56,13 +56,6 @@ SHARDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """For each of `SHARDS` and each rank, the operands that differ from slices of the unsharded ones."""
-    cases = [{"task": f"{WORKER}:shards", **case} for case in SHARDS]
-    return run_world(4, cases, tmp_path_factory.mktemp("shards"))
-
-
 def verified(recipe: str, parallel: dict) -> Pair:
     """Return the pair that `launch.verify` compares for a recipe with quantised products."""
     config = built(call_recipe(recipe))
@@ -71,43 +64,23 @@ def verified(recipe: str, parallel: dict) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def verifications(tmp_path_factory):
-    """Results of each of `VERIFIED`: one rank, the layout, and the layout with a scale per rank."""
-    pairs, folder = [verified(*case) for case in VERIFIED], tmp_path_factory.mktemp("verified")
-    trials = {
-        1: [pair.one for pair in pairs],
-        2: [trial for pair in pairs for trial in (pair.many, replace(pair.many, alter=forget_other_ranks))],
-    }
-    one, many = (
-        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in each], folder / str(size))
-        for size, each in trials.items()
-    )
-    return list(zip(one, many[::2], many[1::2]))
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """For each kind, in bf16: a complete run, a run that saves one step earlier, and one resumed from there."""
-    folder = tmp_path_factory.mktemp("runs")
-
-    def case(kind, parallel, steps, run_dir, **options):
-        training = {"global_batch_size": 4, "ema_decay": 0.5, "fp8": kind}
-        case = {"precision": "bf16", "training": training, "steps": steps, "run_dir": folder / kind / run_dir}
-        return {"task": "tests.parallel.fsdp_worker:train", "parallel": parallel, **case, **options}
-
-    cases = {}
-    for kind, parallel in RESUMED.items():
-        cases[kind, "full"] = case(kind, parallel, STEPS, "full")
-        cases[kind, "saved"] = case(kind, parallel, STEPS - 1, "stopped", save=True)
-        cases[kind, "resumed"] = case(kind, parallel, 1, "stopped")
-    return dict(zip(cases, run_world(2, list(cases.values()), folder / "world")))
-
-
-@pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Numbers of each selected case and of one rank; each world size starts once."""
+    """Numbers of each selected case and of one rank; each world size starts once.
+
+    If other tests than rows are selected: for each of `SHARDS` and each rank, the operands that differ from slices of
+    the unsharded ones; for each of `VERIFIED`, one rank, the layout, and the layout with a scale per rank; for each of
+    `RESUMED`, in bf16, a complete run, a run that saves one step earlier, and one resumed from there.
+    """
     folder, wanted = tmp_path_factory.mktemp("fp8"), selected(request, ROW)
     others = {name: OTHERS[name] for (name,) in selected(request, OTHER_ROW)}
+
+    def verify(trial):
+        return {"task": "dit.verify.trial:run_case", "trial": trial}
+
+    def run(kind, steps, run_dir, **options):
+        training = {"global_batch_size": 4, "ema_decay": 0.5, "fp8": kind}
+        case = {"precision": "bf16", "training": training, "steps": steps, "run_dir": folder / kind / run_dir}
+        return {"task": "tests.parallel.fsdp_worker:train", "parallel": RESUMED[kind], **case, **options}
 
     def train(parallel, kind, **case):
         return {"task": f"{WORKER}:train", "parallel": parallel, "fp8": kind, **case}
@@ -121,6 +94,16 @@ def results(request, tmp_path_factory):
         | {("many", name): train(**case) for name, case in others.items()},
         4: {(name, kind): train(LAYOUTS[4][name], kind) for world, name, kind in sorted(wanted) if world == 4},
     }
+    if others_selected(request, ROW, OTHER_ROW):
+        worlds[4] |= {("shards", i): {"task": f"{WORKER}:shards", **case} for i, case in enumerate(SHARDS)}
+        for i, pair in enumerate(verified(*case) for case in VERIFIED):
+            worlds[1]["verified", i] = verify(pair.one)
+            worlds[2]["verified many", i] = verify(pair.many)
+            worlds[2]["verified broken", i] = verify(replace(pair.many, alter=forget_other_ranks))
+        for kind in RESUMED:
+            worlds[2]["full run", kind] = run(kind, STEPS, "full")
+            worlds[2]["saved run", kind] = run(kind, STEPS - 1, "stopped", save=True)
+            worlds[2]["resumed run", kind] = run(kind, 1, "stopped")
     return {
         name: result
         for world, cases in worlds.items()
@@ -134,9 +117,9 @@ def assert_equal(one, many):
 
 
 @pytest.mark.parametrize("case", range(len(SHARDS)))
-def test_quantised_shards_are_bitwise_equal_to_slices_of_one_rank(shards, case):
+def test_quantised_shards_are_bitwise_equal_to_slices_of_one_rank(results, case):
     """x, weight and gradient, quantised along each dimension, on TP 2 x CP 2, for column and row linears."""
-    wrong = shards[case]
+    wrong = results["shards", case]
     assert len(wrong) == 4
     if SHARDS[case]["apart"]:  # each rank scales by its own largest magnitude
         assert all(wrong)
@@ -179,9 +162,10 @@ def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
 
 
 @pytest.mark.parametrize("case", range(len(VERIFIED)))
-def test_the_command_verifies_quantised_products(verifications, case):
+def test_the_command_verifies_quantised_products(results, case):
     """A layout with a scale per rank exceeds the bounds; without `training.fp8` there is nothing to verify."""
-    pair, (one, many, broken) = verified(*VERIFIED[case]), verifications[case]
+    pair = verified(*VERIFIED[case])
+    one, many, broken = (results[name, case] for name in ("verified", "verified many", "verified broken"))
     assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
     assert compare(pair, one, many).is_equal
     assert not compare(pair, one, broken).is_equal
@@ -200,8 +184,8 @@ def test_only_sequence_parallelism_pads_a_text_stream(parallel, bounds, floor):
 
 
 @pytest.mark.parametrize("kind", RESUMED)
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(runs, kind):
-    assert runs[kind, "resumed"]["resumed_at"] == STEPS - 1
-    resumed, full = (runs[kind, run]["after"] for run in ("resumed", "full"))
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(results, kind):
+    assert results["resumed run", kind]["resumed_at"] == STEPS - 1
+    resumed, full = (results[f"{run} run", kind]["after"] for run in ("resumed", "full"))
     assert resumed.keys() == full.keys()
     assert [name for name, tensor in full.items() if not torch.equal(resumed[name], tensor)] == []

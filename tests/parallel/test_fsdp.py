@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.parallel_world import run_world
 from tests.parallel.fsdp_worker import MICRO_BATCHES
-from tests.support.ranks import rows, selected
+from tests.support.ranks import others_selected, rows, selected
 
 FSDP = {"data_parallel": "fsdp"}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -31,9 +31,9 @@ NOISE_RTOL = 1e-3  # after steps on two layouts: the gradient of the keys' bias 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
-    """Numbers of each selected case; each world size starts once."""
+    """Numbers of each selected case, and of the runs that they resume; each world size starts once."""
     folder = tmp_path_factory.mktemp("fsdp")
-    resumed = {name for name, _ in selected(request, RESUMED_ROW)}
+    resumed, others = {name for name, _ in selected(request, RESUMED_ROW)}, others_selected(request, RESUMED_ROW)
     saves = {"steps": 2, "look_after": True, "save": True, "steps_after": 2}
 
     def run(name, parallel, **options):
@@ -95,7 +95,8 @@ def results(request, tmp_path_factory):
     }
     found = {}
     for world, named in more.items():  # in this order: some cases read checkpoints of earlier ones
-        cases = {name: case for name, case in named.items() if name in resumed or name not in RESUMED}
+        names = [n for n in named if n in resumed or n.startswith("run_") or (others and n not in RESUMED)]
+        cases = {name: named[name] for name in names}
         found |= zip(cases, run_world(world, list(cases.values()), folder / f"world{world}"))
     return found
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.parallel_world import run_world
 from dit.settings import TrainingConfig
-from tests.support.ranks import rows, selected
+from tests.support.ranks import others_selected, rows, selected
 
 DDP, DISTRIBUTED, FSDP = ({"data_parallel": kind} for kind in ("ddp", "distributed_optimizer", "fsdp"))
 KINDS = {
@@ -19,9 +19,7 @@ QUICK = ("fsdp", "pp2")
 HYBRID = {**FSDP, "num_distributed_optimizer_instances": 2}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
 INITIAL, WINDOW = 4.0, 2
-TRAINING = {
-    **{"global_batch_size": 4, "ema_decay": 0.5, "initial_loss_scale": INITIAL, "loss_scale_window": WINDOW},
-}
+TRAINING = {**{"global_batch_size": 4, "ema_decay": 0.5, "initial_loss_scale": INITIAL, "loss_scale_window": WINDOW}}
 SUBNORMAL = 2.0**-24
 FIRST = 4
 SETTINGS = ("initial_loss_scale", "loss_scale_window")
@@ -45,32 +43,32 @@ def results(request, tmp_path_factory):
         shared = {"task": task, "parallel": parallel, "precision": "fp16", "run_dir": folder / run_dir}
         return {**shared, "training": training, "steps": steps, **options}
 
-    two = {
-        **{(name, "good"): case(kind, BAD_STEP - 1) for name, kind in KINDS.items() if name in kinds},
-        **{(name, "bad"): case(kind, BAD_STEP, fault=ON_RANK_1) for name, kind in KINDS.items() if name in kinds},
-        **{(name, "large"): case(KINDS[name], FIRST, **LARGE) for name in ("distributed", "tp2_sp")},
-        "experts": case({**DISTRIBUTED, "expert_model_parallel_size": 2}, STEPS, model=EXPERTS, fault=ON_RANK_1),
-        "one optimizer": case(DISTRIBUTED, task="overflow_on_rank_1"),
-        "long": case(DISTRIBUTED, fault=ON_RANK_1),
-        "saved": case(DISTRIBUTED, SAVED_AT, run_dir="stopped", fault=ON_RANK_1, save=True),
-        "resumed": case(DISTRIBUTED, STEPS - SAVED_AT, run_dir="stopped"),
-        "always": case(DISTRIBUTED, fault={"steps": list(range(1, STEPS + 1)), "rank": 1}),
-        "loss": case(DISTRIBUTED, fault={**ON_RANK_1, "forward": True, "factor": math.nan}),
-        "constant": case(DISTRIBUTED, fault=ON_RANK_1, training={"loss_scale": 32.0}),
-    }
-    one = {
-        # Powers of two, so that fp16 rounds the same digits.
-        **{scale: case(DDP, 1, training={"loss_scale": scale}) for scale in (1.0, 4.0, 64.0)},
-        ("one rank", "large"): case(DDP, FIRST, **LARGE),
-        "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32}),
-    }
-    four = {
-        ("hybrid", "good"): case(HYBRID, BAD_STEP - 1),
-        ("hybrid", "bad"): case(HYBRID, BAD_STEP, fault=ON_RANK_1),
-    }
+    worlds = {1: {}}
+    for size, layouts in {2: KINDS, 4: {"hybrid": HYBRID}}.items():
+        chosen = {name: parallel for name, parallel in layouts.items() if name in kinds}
+        worlds[size] = {(name, "good"): case(parallel, BAD_STEP - 1) for name, parallel in chosen.items()}
+        worlds[size] |= {(name, "bad"): case(parallel, BAD_STEP, fault=ON_RANK_1) for name, parallel in chosen.items()}
+    if others_selected(request, ("kind",)):
+        worlds[1] = {
+            # Powers of two, so that fp16 rounds the same digits.
+            **{scale: case(DDP, 1, training={"loss_scale": scale}) for scale in (1.0, 4.0, 64.0)},
+            ("one rank", "large"): case(DDP, FIRST, **LARGE),
+            "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32}),
+        }
+        worlds[2] |= {
+            **{(name, "large"): case(KINDS[name], FIRST, **LARGE) for name in ("distributed", "tp2_sp")},
+            "experts": case({**DISTRIBUTED, "expert_model_parallel_size": 2}, STEPS, model=EXPERTS, fault=ON_RANK_1),
+            "one optimizer": case(DISTRIBUTED, task="overflow_on_rank_1"),
+            "long": case(DISTRIBUTED, fault=ON_RANK_1),
+            "saved": case(DISTRIBUTED, SAVED_AT, run_dir="stopped", fault=ON_RANK_1, save=True),
+            "resumed": case(DISTRIBUTED, STEPS - SAVED_AT, run_dir="stopped"),
+            "always": case(DISTRIBUTED, fault={"steps": list(range(1, STEPS + 1)), "rank": 1}),
+            "loss": case(DISTRIBUTED, fault={**ON_RANK_1, "forward": True, "factor": math.nan}),
+            "constant": case(DISTRIBUTED, fault=ON_RANK_1, training={"loss_scale": 32.0}),
+        }
     found = {}
-    for world, named in ((1, one), (2, two), *([(4, four)] if "hybrid" in kinds else [])):
-        found |= dict(zip(named, run_world(world, list(named.values()), folder / f"world{world}")))
+    for world, named in worlds.items():
+        found |= zip(named, run_world(world, list(named.values()), folder / f"world{world}") if named else [])
     return found
 
 

@@ -84,10 +84,11 @@ def results(request, tmp_path_factory):
     worlds = {1: {"one": case({})}}
     for size, layouts in ((4, FOUR), (2, LAYOUTS)):
         worlds[size] = {name: case(parallel) for name, parallel in layouts.items() if (name,) in plain}
-    worlds[2]["offload"] = case(LAYOUTS["distributed"], **offloaded)
-    for kind, options in HALF.items():
-        worlds[1]["one", kind] = case({}, **options)
-        worlds[2] |= {(name, kind): case(LAYOUTS[name], **options) for of, name in halves if of == kind}
+    if ("offload",) in plain:
+        worlds[2]["offload"] = case(LAYOUTS["distributed"], **offloaded)
+    for kind, name in sorted(halves):
+        worlds[1]["one", kind] = case({}, **HALF[kind])
+        worlds[2][name, kind] = case(LAYOUTS[name], **HALF[kind])
     sizes = {name: size for size, layouts in ((1, ["one"]), (2, LAYOUTS), (4, FOUR)) for name in layouts}
     for first, then in RESUMED.items():
         shared = {"run_dir": folder / first}
@@ -95,11 +96,10 @@ def results(request, tmp_path_factory):
             worlds[sizes[first]][first, "saved"] = case(ALL[first], steps=SAVED_AT, save=True, **shared)
         if (first,) in resumed:
             worlds[sizes[then]][first, "resumed"] = case(ALL[then], steps=STEPS - SAVED_AT, **shared)
-    for model, layouts in OF_MODELS.items():
+    for model, name in sorted(models):
         options = on_base.get(model, {})
         worlds[1]["one", model] = case({}, model, **options)
-        named = {name for of, name in models if of == model}
-        worlds[2] |= {name: case(layouts[name], model, **options) for name in named}
+        worlds[2][name] = case(OF_MODELS[model][name], model, **options)
     found = {}
     for size, named in ((size, named) for size, named in worlds.items() if named):
         found |= dict(zip(named, run_world(size, list(named.values()), folder / f"world{size}")))

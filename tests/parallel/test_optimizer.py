@@ -5,7 +5,7 @@ import pytest
 from benchmarks.parallel_world import run_world
 from dit.optimizer.schedules import TorchOneCycle
 from tests.parallel.test_fsdp import assert_close
-from tests.support.ranks import rows, selected
+from tests.support.ranks import others_selected, rows, selected
 
 DDP, DISTRIBUTED, FSDP = ({"data_parallel": kind} for kind in ("ddp", "distributed_optimizer", "fsdp"))
 KINDS = {
@@ -79,14 +79,16 @@ def results(request, tmp_path_factory):
     for world, named in KINDS.items():
         moved = {name: parallel for name, parallel in named.items() if name in offloaded}
         worlds[world] |= {(name, "offload"): run(parallel, "bf16", OFFLOADED) for name, parallel in moved.items()}
-    worlds[1] |= {("formulas", p): formulas(p) for p in PRECISIONS} | {"expert formulas": formulas("fp32", EXPERTS)}
-    worlds[2] |= {name: run(parallel, "fp32", EXPERTS) for name, parallel in EP2.items()}
-    for name in RESUMED:
-        worlds[2][name, "saved"] = run(KINDS[2][name], "bf16", run_dir=name, steps=SAVED_AT, save=True)
-        worlds[2][name, "resumed"] = run(KINDS[2][name], "bf16", run_dir=name, steps=NUM_STEPS - SAVED_AT)
-    for name, first, then in (("offload", OFFLOADED, SETTINGS), ("onload", SETTINGS, OFFLOADED)):
-        worlds[1][name, "saved"] = run(DISTRIBUTED, "bf16", first, run_dir=name, steps=SAVED_AT, save=True)
-        worlds[1][name, "resumed"] = run(DISTRIBUTED, "bf16", then, run_dir=name, steps=NUM_STEPS - SAVED_AT)
+    worlds[1] |= {("formulas", p): formulas(p) for p in PRECISIONS}
+    if others_selected(request, ROW, OFFLOAD_ROW):
+        worlds[1]["expert formulas"] = formulas("fp32", EXPERTS)
+        worlds[2] |= {name: run(parallel, "fp32", EXPERTS) for name, parallel in EP2.items()}
+        resumed = [(name, KINDS[2][name], SETTINGS, SETTINGS) for name in RESUMED]
+        resumed += [("offload", DISTRIBUTED, OFFLOADED, SETTINGS), ("onload", DISTRIBUTED, SETTINGS, OFFLOADED)]
+        for name, parallel, first, then in resumed:
+            world = worlds[2 if name in RESUMED else 1]
+            world[name, "saved"] = run(parallel, "bf16", first, run_dir=name, steps=SAVED_AT, save=True)
+            world[name, "resumed"] = run(parallel, "bf16", then, run_dir=name, steps=NUM_STEPS - SAVED_AT)
     found = {}
     for world, named in worlds.items():
         found |= dict(zip(named, run_world(world, list(named.values()), folder / f"world{world}")))

@@ -1,22 +1,30 @@
-"""Pipelines: sends, samples, held-out losses, checkpoints and resumed runs; `test_layouts.py` compares gradients."""
+"""Pipelines: sends, samples, held-out losses and resumed runs; `test_layouts.py` compares gradients."""
 
 import pytest
-import torch
 
+from benchmarks.parallel_training import tiny_model
 from benchmarks.parallel_world import run_world
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.edm import EDM
+from dit.objectives.losses import UncertaintyWeighting
+from energon_data.mock import MockData
 
 PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
-OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 ONE = {"data_parallel": "ddp"}
-UNEVEN = {**PP2, "pipeline_layers": [1, 3]}
 PREDICTING = {
     2: {"pp2": {**PP2, "data_parallel": "ddp"}, "pp2_vpp2": VPP2},
     4: {"pp2_tp2_sp": {**PP2, **TP2SP}, "pp2_distributed_optimizer2": PP2},
 }
 LEGS = {1: [(ONE, 4)], 2: [(PP2, 2), ({**VPP2, "pipeline_layers": [1, 1, 1, 1]}, 3), (TP2SP, 4)]}
+PARTS = {
+    "model": tiny_model(),
+    "data": MockData(
+        shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, pack_multiple_of=8, num_streams=1
+    ),
+    "objective": EDM(weighting=UncertaintyWeighting()),
+}
 # Only the order of sums differs, and the solver steps amplify the error little.
 PREDICTION_RTOL = 1e-5
 
@@ -27,20 +35,15 @@ def task(name: str, **case) -> dict:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Result of each case; each world size starts once. The checkpoint moves from 4 ranks to 1 and then to 2."""
+    """Result of each case; each world size starts once."""
     folder = tmp_path_factory.mktemp("worlds")
-    saved, moved = str(folder / "saved"), str(folder / "moved")
     cases: dict = {4: {}, 1: {}, 2: {}}
     cases[2]["sends"] = task("watch_sends", parallel=VPP2, packed=True)
     cases[1]["one", "predict"] = task("predict", parallel=ONE)
     for world, layouts in PREDICTING.items():
         cases[world] |= {(name, "predict"): task("predict", parallel=p) for name, p in layouts.items()}
-    cases[4]["saved"] = task("save", parallel={**PP2, **TP2SP}, packed=True, folder=saved)
-    cases[4]["loaded", 4] = task("load", parallel={**VPP2, **OVERLAP}, folder=saved)
-    cases[1]["loaded", 1] = task("load", parallel=ONE, folder=saved, save_to=moved)
-    cases[2]["loaded", 2] = task("load", parallel=UNEVEN, folder=moved)
     for world, legs in LEGS.items():
-        cases[world]["legs", world] = task("run_legs", legs=legs, folder=str(folder / f"run{world}"))
+        cases[world]["legs", world] = task("run_legs", legs=legs, folder=folder / f"run{world}", parts=PARTS)
     for name, layer in {"save_adapters": 3, "refuse": 7}.items():
         model = {"lora": LoRAConfig(targets=[f"layers.{layer}.*"])}
         averaging = {"packed": True, "recompute": {"ema_decay": 0.5}}
@@ -67,19 +70,6 @@ def test_samples_and_held_out_losses_equal_one_rank(results, name):
         assert (many[drawn] - one[drawn]).norm() / one[drawn].norm() <= PREDICTION_RTOL
 
 
-@pytest.mark.parametrize("world", [4, 1, 2])
-def test_checkpoints_move_between_layouts_bitwise_unchanged(results, world):
-    saved, loaded = results["saved"], results["loaded", world]
-    assert saved["drifted"] == loaded["drifted"] == []
-    assert loaded["shapes"] == saved["shapes"]
-    assert loaded["step"] == saved["step"] == 2
-    assert loaded["tensors"].keys() == saved["tensors"].keys()
-    different = [name for name, tensor in saved["tensors"].items() if not torch.equal(tensor, loaded["tensors"][name])]
-    assert different == []
-    for name, weight in loaded["ema_weights"].items():
-        assert torch.equal(weight, saved["tensors"][f"ema.{name}"])
-
-
 def test_a_first_stage_without_adapters_counts_the_updates_of_the_others(results):
     assert results["save_adapters"]["adam_step"] == 2
 
@@ -92,7 +82,7 @@ def test_adapters_that_no_stage_has_are_refused_on_all_ranks_by_one_message(resu
 
 
 def test_a_run_continues_on_other_layouts_with_the_same_numbers(results):
-    one, many = ([line for line in results["legs", world]["metrics"] if line["kind"] == "scalars"] for world in (1, 2))
+    one, many = ([line for line in results["legs", world] if line["kind"] == "scalars"] for world in (1, 2))
     losses = ("loss", "loss_raw", "loss_uncertainty", "held_out/loss", "held_out/loss_uncertainty")
     for name in ("step", "consumed_samples", "grad_norm", *losses):
         mine, theirs = ([line[name] for line in lines if name in line] for lines in (many, one))

@@ -431,7 +431,7 @@ def test_the_command_prints_equal_or_names_the_difference(verdicts, capsys):
     out = capsys.readouterr().out
     assert "2 ranks against one, ParallelConfig(tensor_model_parallel_size=2, data_parallel='ddp')" in out
     assert "equal: 36 gradients, losses, weights and their copies" in out
-    with mock.patch("launch.verify.compare", return_value=verdicts["no sum"]):
+    with mock.patch("launch.verify.verify_tiny", return_value=Outcome({}, {"fp32": verdicts["no sum"]})):
         assert main(words) == EXIT_UNEXPECTED
     assert "first wrong gradient of the backward pass: head.linear.bias" in capsys.readouterr().out
 

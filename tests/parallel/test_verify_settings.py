@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Optional
 from unittest import mock
 
@@ -22,7 +21,6 @@ from dit.optimizer.update import Update
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.loss_scale import LossScale
 from dit.verify.ranks import run_world
-from dit.verify.report import Verdict
 from dit.verify.trial import EMA_DECAY, HALF_OPTIMIZER, LARGE_LOSS_SCALE, train
 from launch.config_file import built
 from launch.train import call_recipe
@@ -101,6 +99,17 @@ def nan_weight(case: dict) -> dict:
     return train(replace(case["trial"], alter=alter))
 
 
+def overflowing_experts(case: dict) -> list[dict]:
+    """Train experts in fp16 with a loss scale whose first attempts overflow, then with the first one that fits."""
+    experts = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+    small = {"parallel": {"data_parallel": "ddp"}, "packed": True, "model": experts, "precision": "fp16"}
+    trial, found, scale = replace(trial_of(small), optimizer=HALF_OPTIMIZER), [], LARGE_LOSS_SCALE
+    for _ in range(2):
+        found.append(train(replace(trial, training=replace(trial.training, initial_loss_scale=scale))))
+        scale = found[0]["loss_scales"][0]
+    return found
+
+
 SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
     "offload": ("fp32", "offload", RUN),
     "offload, moments forgotten": ("fp32", "offload", "tests.parallel.test_verify_settings:forgetful_offload"),
@@ -130,16 +139,19 @@ def pair_with(precision: str, other: Optional[str]) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def with_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict, dict[str, Any]]]:
-    """Verdict of each of `SETTINGS`, and the result of its layout."""
+def with_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Verdict of each of `SETTINGS` and the result of its layout; results of `overflowing_experts`."""
     folder = tmp_path_factory.mktemp("settings")
     pairs = {name: pair_with(precision, other) for name, (precision, other, _) in SETTINGS.items()}
     ones = {repr(pair.one): pair.one for pair in pairs.values()}
-    references = run_world(1, [{"task": RUN, "trial": trial} for trial in ones.values()], folder / "1")
+    experts = {"task": f"{__name__}:overflowing_experts"}
+    cases = [{"task": RUN, "trial": trial} for trial in ones.values()]
+    *references, overflows = run_world(1, [*cases, experts], folder / "1")
     reports = dict(zip(ones, references, strict=True))
     cases = [{"task": SETTINGS[name][2], "trial": pair.many} for name, pair in pairs.items()]
     results = zip(pairs.items(), run_world(2, cases, folder / "2"), strict=True)
-    return {name: (compare(pair, reports[repr(pair.one)], many), many) for (name, pair), many in results}
+    verdicts = {name: (compare(pair, reports[repr(pair.one)], many), many) for (name, pair), many in results}
+    return {**verdicts, "experts": overflows}
 
 
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "," not in name])
@@ -220,18 +232,9 @@ def test_a_loss_that_is_not_finite_is_not_an_overflow(with_settings: dict[str, A
     assert verdict.comparison.wrong("losses").keys() == {"step 0", "step 1"}
 
 
-def test_attempts_that_overflow_do_not_count_in_the_load_of_experts(tmp_path: Path) -> None:
-    experts = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
-    case = {"parallel": {"data_parallel": "ddp"}, "packed": True, "model": experts, "precision": "fp16"}
-    trial = replace(trial_of(case), optimizer=HALF_OPTIMIZER)
-
-    def trained(loss_scale: float) -> dict[str, Any]:
-        training = replace(trial.training, initial_loss_scale=loss_scale)
-        return run_world(1, [{"task": RUN, "trial": replace(trial, training=training)}], tmp_path / str(loss_scale))[0]
-
-    overflows = trained(LARGE_LOSS_SCALE)
+def test_attempts_that_overflow_do_not_count_in_the_load_of_experts(with_settings: dict[str, Any]) -> None:
+    overflows, fits = with_settings["experts"]
     assert overflows["loss_scales"][0] < LARGE_LOSS_SCALE
-    fits = trained(overflows["loss_scales"][0])
     assert fits["losses"] == overflows["losses"]
     assert fits["expert_load"] == overflows["expert_load"]
 

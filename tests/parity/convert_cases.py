@@ -40,6 +40,12 @@ def packed(model: ModelConfig, latents: Sequence[Tensor], texts: Optional[list[T
     return batch
 
 
+def pictures_of(batch: PackedBatch, x_TC: Tensor, patch: int) -> Tensor:
+    """Return the pictures of a pack of equal sizes, `[N, C, H, W]`."""
+    parts = zip(x_TC.split(list(batch.layout.lengths)), batch.grids)
+    return torch.stack([unpatchify(x, grid, 1, patch)[:, 0] for x, grid in parts])
+
+
 @torch.no_grad()
 def load(network: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     """Copy weights into a network by name; the names must be equal."""

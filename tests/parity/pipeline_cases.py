@@ -1,7 +1,7 @@
 """Runs whose pipelines are compared with diffusers: models, autoencoders and text encoders with random weights."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -42,10 +42,12 @@ from dit.settings import SamplingConfig
 from tests.parity.convert_cases import random_weights
 from tests.support.encoders import (
     CLIP_WIDTH,
+    DC_AUTOENCODER,
     LANGUAGE_MODELS,
     LANGUAGE_WIDTH,
     PROJECTION,
     T5_WIDTH,
+    autoencoder_blocks,
     save_byt5,
     save_clip,
     save_language_model,
@@ -83,6 +85,7 @@ SD3_LINE = (
     "text={wide_t5}:max_tokens=9:padded:appended"
 )
 SHIFTED = FlowMatching(time_shift=3.0)
+BY_TOKENS = FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64])
 STEPS_1000 = DDPM(discrete_steps=1000)
 V = DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")
 
@@ -117,6 +120,17 @@ class Case:
     clean_parts: tuple[str, ...] = ()
 
 
+FLUX1 = Case(
+    "FluxPipeline",
+    FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5),
+    BY_TOKENS,
+    "text={t5}:max_tokens=9:padded,pooled={clip}",
+    guidance=1.0,
+    quant=False,
+)
+KLEIN = Case(
+    "Flux2KleinPipeline", Flux2Config(**FLUX2), BY_TOKENS, "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40"
+)
 CASES = {
     "pixart": Case("PixArtAlphaPipeline", STDiTConfig(**PIXART, context_size=T5_WIDTH), STEPS_1000, "{t5}"),
     "pixart bert": Case(
@@ -141,39 +155,19 @@ CASES = {
         shift=-0.4,
         quant=False,
     ),
-    "flux": Case(
-        "FluxPipeline",
-        FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5),
-        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
-        "text={t5}:max_tokens=9:padded,pooled={clip}",
-        guidance=1.0,
-        quant=False,
-    ),
-    "flux control": Case(
-        "FluxControlPipeline",
-        FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5, control_channels=4),
-        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
-        "text={t5}:max_tokens=9:padded,pooled={clip}",
-        guidance=1.0,
+    "flux": FLUX1,
+    "flux control": replace(
+        FLUX1,
+        pipeline="FluxControlPipeline",
+        model=replace(FLUX1.model, control_channels=4),
         shift=0.2,
-        quant=False,
         size=(8, 12),
     ),
-    "flux kontext": Case(
-        "FluxKontextPipeline",
-        FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5),
-        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
-        "text={t5}:max_tokens=9:padded,pooled={clip}",
-        guidance=1.0,
-        shift=0.2,
-        quant=False,
-        size=(8, 12),
-        clean_parts=("reference",),
-    ),
+    "flux kontext": replace(FLUX1, pipeline="FluxKontextPipeline", shift=0.2, size=(8, 12), clean_parts=("reference",)),
     "chroma": Case(
         "ChromaPipeline",
         ChromaConfig(**CHROMA, approximator=[16, 24, 2], rope_axes=[2, 4, 6]),
-        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        BY_TOKENS,
         "{t5}:max_tokens=9:padded_once",
         shift=0.2,
         quant=False,
@@ -202,27 +196,10 @@ CASES = {
         "{mistral3}:prompt=flux2:layer=10+20+30:padded",
         guidance=1.0,
     ),
-    "flux2 klein": Case(
-        "Flux2KleinPipeline",
-        Flux2Config(**FLUX2),
-        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
-        "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
-    ),
-    "flux2 klein edit": Case(
-        "Flux2KleinPipeline",
-        Flux2Config(**FLUX2),
-        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
-        "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
-        size=(16, 16),  # the pipeline edits pictures of at least 64 pixels
-        clean_parts=("reference",),
-    ),
-    "flux2 klein distilled": Case(
-        "Flux2KleinPipeline",
-        Flux2Config(**FLUX2),
-        SHIFTED,
-        "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
-        guidance=1.0,
-    ),
+    "flux2 klein": KLEIN,
+    # The pipeline edits pictures of at least 64 pixels.
+    "flux2 klein edit": replace(KLEIN, size=(16, 16), clean_parts=("reference",)),
+    "flux2 klein distilled": replace(KLEIN, objective=SHIFTED, guidance=1.0),
     "qwen image": Case(
         "QwenImagePipeline",
         QwenImageConfig(**QWEN),
@@ -272,15 +249,7 @@ VAES = {
             **{"spatial_compression_ratio": 4, "temporal_compression_ratio": 2},
         },
     ),
-    "SanaPipeline": (
-        AutoencoderDC,
-        {
-            **{f"{part}_block_out_channels": (8, 8, 8) for part in ("encoder", "decoder")},
-            **{f"{part}_layers_per_block": (1, 1, 1) for part in ("encoder", "decoder")},
-            **{f"{part}_qkv_multiscales": ((), (), ()) for part in ("encoder", "decoder")},
-            **{"latent_channels": 4, "attention_head_dim": 4, "scaling_factor": 0.41407},
-        },
-    ),
+    "SanaPipeline": (AutoencoderDC, DC_AUTOENCODER),
 }
 """Autoencoders of other classes than `AutoencoderKL`, by pipeline."""
 
@@ -292,16 +261,14 @@ def save_vae(folder: Path, case: Case) -> Path:
         kind, settings = VAES[name]
         kind(**settings).eval().save_pretrained(folder)
         return folder
-    down, up = ("DownEncoderBlock2D",) * case.blocks, ("UpDecoderBlock2D",) * case.blocks
-    kinds = {"down_block_types": down, "up_block_types": up}
-    sizes = {"block_out_channels": (8,) * case.blocks, "norm_num_groups": 4, "latent_channels": 4}
+    sizes = {**autoencoder_blocks(*(8,) * case.blocks), "norm_num_groups": 4, "latent_channels": 4}
     if case.pipeline.startswith("Flux2"):
-        model = AutoencoderKLFlux2(**sizes, **kinds).eval()
+        model = AutoencoderKLFlux2(**sizes).eval()
         model.bn.running_mean.normal_()
         model.bn.running_var.uniform_(0.5, 2.0)
     else:
         convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
-        model = AutoencoderKL(**sizes, **kinds, **convolutions, scaling_factor=0.3611, shift_factor=case.shift).eval()
+        model = AutoencoderKL(**sizes, **convolutions, scaling_factor=0.3611, shift_factor=case.shift).eval()
         if case.pipeline.startswith("Flux"):  # FluxControlPipeline samples the posterior, so its variance is ~0
             with torch.no_grad():
                 model.encoder.conv_out.weight[4:], model.encoder.conv_out.bias[4:] = 0, -30

@@ -56,8 +56,10 @@ def network(build_model: BuildModel, objective: FlowMatching = OBJECTIVE, model:
     return backbone
 
 
-def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, step: int = STEP) -> dict[str, Any]:
-    prediction_TC, loss_of = training_forward_step(objective, MODEL, SEED, step)(iter([batch]), backbone)
+def step_of(
+    backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, step: int = STEP, model: DiTConfig = MODEL
+) -> dict[str, Any]:
+    prediction_TC, loss_of = training_forward_step(objective, model, SEED, step)(iter([batch]), backbone)
     total, count, logs = loss_of(prediction_TC)
     backbone.zero_grad(set_to_none=True)
     total.backward()
@@ -65,18 +67,38 @@ def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, st
     return {"total": total.detach(), "count": count, "sums": logs["sums"], "gradients": gradients}
 
 
+def with_projection(reference: Any, monkeypatch: pytest.MonkeyPatch, features: int = PART.features) -> list[Tensor]:
+    """Add the projection to a reference; return a list that gets the tokens after the second block."""
+    for i, inputs, outputs in ((1, 48, 20), (2, 20, 20), (3, 20, features)):
+        setattr(reference, f"align_{i}", nn.Linear(inputs, outputs).double())
+    names = {f"alignment.fc{i}": f"align_{i}" for i in (1, 2, 3)}
+    monkeypatch.setattr(weights, "_DIRECT", {**weights._DIRECT, **names})
+    hidden: list[Tensor] = []
+    reference.blocks[1].register_forward_hook(lambda _, args, out: hidden.append(out))
+    return hidden
+
+
+def cosine(reference: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Return the cosine between the projection of a token and a feature of the teacher."""
+    h = reference.align_2(nn.functional.silu(reference.align_1(x)))
+    h = reference.align_3(nn.functional.silu(h))
+    return (h @ y) / (h.norm() * y.norm())
+
+
+def assert_gradients(actual: dict[str, Tensor], backbone: Backbone, reference: Any, model: DiTConfig) -> None:
+    exact = weights.reference_gradients(backbone, reference, model.num_attention_heads)
+    assert set(exact) == set(actual)
+    for name, gradient in actual.items():
+        assert relative_error(gradient, exact[name]) <= RTOL, name
+
+
 def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token adds -1/2 cos(y, h(x)) times the weight of its sample, without the factor 1 / t^2."""
     backbone, batch = network(build_model), aligned_pack()
     actual = step_of(backbone, OBJECTIVE, batch)
     reference: Any = weights.reference_of(MODEL)
-    for i, inputs, outputs in ((1, 48, 20), (2, 20, 20), (3, 20, 10)):
-        setattr(reference, f"align_{i}", nn.Linear(inputs, outputs).double())
-    ours_to_theirs = {f"alignment.fc{i}": f"align_{i}" for i in (1, 2, 3)}
-    monkeypatch.setattr(weights, "_DIRECT", {**weights._DIRECT, **ours_to_theirs})
+    hidden = with_projection(reference, monkeypatch)
     weights.copy_weights(backbone, reference, MODEL.num_attention_heads)
-    hidden: list[Tensor] = []
-    reference.blocks[1].register_forward_hook(lambda _, args, out: hidden.append(out))  # after the second block
     prepared = OBJECTIVE.prepare(batch, AddressedNoise(SEED, STEP, batch.sample_ids_S, batch.layout))
     error, alignment = torch.zeros(2, dtype=torch.float64)
     for i, (sample, rows) in enumerate(zip(SAMPLES, rows_of(batch.layout))):
@@ -85,17 +107,12 @@ def test_loss_and_gradients_equal_a_loop_over_samples(build_model: BuildModel, m
         residual = (x0 - batch.latents_TC[rows].double()) / max(float(t), 0.05)
         error = error + weight * residual.square().mean(1).sum()
         for x, y in zip(hidden[-1][0], batch.conditions["teacher"].values[rows].double()):
-            h = nn.functional.silu(reference.align_1(x))
-            h = reference.align_3(nn.functional.silu(reference.align_2(h)))
-            alignment = alignment - weight * 0.5 * (h @ y) / (h.norm() * y.norm())
+            alignment = alignment - weight * 0.5 * cosine(reference, x, y)
     (error + alignment).backward()
     assert actual["sums"][:2].tolist() == pytest.approx([error.item(), alignment.item()], rel=RTOL)
     assert actual["total"].item() == pytest.approx((error + alignment).item(), rel=RTOL)
     assert int(actual["count"]) == batch.layout.valid_tokens
-    exact = weights.reference_gradients(backbone, reference, MODEL.num_attention_heads)
-    assert set(exact) == set(actual["gradients"])
-    for name, gradient in actual["gradients"].items():
-        assert relative_error(gradient, exact[name]) <= RTOL, name
+    assert_gradients(actual["gradients"], backbone, reference, MODEL)
 
 
 def test_the_term_ends_at_its_step(build_model: BuildModel) -> None:

@@ -1,5 +1,7 @@
 """The autoencoder against diffusers' AutoencoderKL: equal outputs both ways, exact round trips, settings."""
 
+from functools import partial
+
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -7,32 +9,24 @@ from diffusers import AutoencoderKL
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder
 from dit.objectives.autoencoding import Autoencoding
 from dit.parallel.build import parameter_shapes
-from dit.patchify import patchify, unpatchify
+from dit.patchify import patchify
 from tests.conftest import BuildModel
 from tests.laws.backbones import pack
-from tests.parity.convert_cases import assert_same_bits, load, plain, random_weights, relative_error
+from tests.parity.convert_cases import assert_same_bits, load, pictures_of, plain, random_weights, relative_error
+from tests.support.encoders import autoencoder_blocks
 from tests.unit.objectives.packs import noise_for
 
 RTOL = 1e-5
 SIZES = {
-    "deep": {"block_out_channels": (8, 16, 24), "layers_per_block": 2, "norm_num_groups": 4, "latent_channels": 5},
-    "flat": {"block_out_channels": (8, 8), "norm_num_groups": 2, "mid_block_add_attention": False, "shift_factor": 0.2},
+    "deep": {**autoencoder_blocks(8, 16, 24), "layers_per_block": 2, "norm_num_groups": 4, "latent_channels": 5},
+    "flat": {**autoencoder_blocks(8, 8), "norm_num_groups": 2, "mid_block_add_attention": False, "shift_factor": 0.2},
 }
-
-
-def diffusers_model(**changes) -> AutoencoderKL:
-    resolutions = len(changes["block_out_channels"])
-    kinds = {
-        "down_block_types": ("DownEncoderBlock2D",) * resolutions,
-        "up_block_types": ("UpDecoderBlock2D",) * resolutions,
-    }
-    return AutoencoderKL(**kinds, **changes).eval()
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: str):
     """Posterior, decoded sample with the same noise, decoded mean; pictures are not square."""
-    form, external = DiffusersAutoencoder(), diffusers_model(**SIZES[name])
+    form, external = DiffusersAutoencoder(), AutoencoderKL(**SIZES[name]).eval()
     state = random_weights({n: tuple(x.shape) for n, x in external.state_dict().items()}, scale=0.3, seed=1)
     external.load_state_dict(state)
     imported = form.read_settings(external.config)
@@ -49,11 +43,7 @@ def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: st
     prepared = Autoencoding().prepare(batch, noise_for(batch))
     time_S = torch.zeros(3)
     C, z, p = model.token_channels, model.latent_channels, model.patch_spatial
-    lengths = list(batch.layout.lengths)
-
-    def pictures(x_TC: torch.Tensor, patch: int) -> torch.Tensor:
-        parts = zip(x_TC.split(lengths), batch.grids)
-        return torch.stack([unpatchify(x, grid, 1, patch)[:, 0] for x, grid in parts])
+    pictures = partial(pictures_of, batch)
 
     with torch.no_grad():
         sampled_TC = network(prepared.inputs_TC, time_S, batch)
@@ -73,7 +63,7 @@ def test_diffusers_module_has_the_same_outputs(build_model: BuildModel, name: st
 
 
 def test_the_frames_of_a_clip_are_encoded_one_by_one(build_model: BuildModel):
-    model = DiffusersAutoencoder().read_settings(diffusers_model(**SIZES["flat"]).config).model
+    model = DiffusersAutoencoder().read_settings(AutoencoderKL(**SIZES["flat"]).config).model
     network = build_model(model, perturb=0.1)
     clip = torch.randn(3, 2, 8, 8, generator=torch.Generator().manual_seed(2))
     outs = []

@@ -1,5 +1,7 @@
 """The VQ autoencoder against the paper's formulas and diffusers' VQModel: outputs, losses, gradients, round trips."""
 
+from functools import partial
+
 import pytest
 import torch
 from diffusers import VQModel
@@ -8,18 +10,18 @@ from torch import Tensor
 from dit.convert.diffusers_autoencoder import DiffusersVQModel
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.build import parameter_shapes
-from dit.patchify import unpatchify
 from dit.verify.compare import tensor_errors
 from tests.conftest import BuildModel
 from tests.laws.backbones import pack
-from tests.parity.convert_cases import assert_same_bits, load, plain, random_weights, relative_error
+from tests.parity.convert_cases import assert_same_bits, load, pictures_of, plain, random_weights, relative_error
+from tests.support.encoders import autoencoder_blocks
 from tests.unit.objectives.packs import noise_for
 
 RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # float32
 SIZES = {
-    "deep": {"block_out_channels": (8, 16, 24), "layers_per_block": 2, "norm_num_groups": 4, "latent_channels": 5},
+    "deep": {**autoencoder_blocks(8, 16, 24), "layers_per_block": 2, "norm_num_groups": 4, "latent_channels": 5},
     "flat": {
-        **{"block_out_channels": (8, 8), "norm_num_groups": 2, "mid_block_add_attention": False},
+        **{**autoencoder_blocks(8, 8), "norm_num_groups": 2, "mid_block_add_attention": False},
         **{"num_vq_embeddings": 40, "vq_embed_dim": 3, "scaling_factor": 0.7},
     },
 }
@@ -27,13 +29,7 @@ SIZES = {
 
 def public(name: str) -> tuple[VQModel, dict[str, Tensor]]:
     """Return a VQModel with the published loss, and its random weights, which use several entries of the codebook."""
-    changes = SIZES[name]
-    resolutions = len(changes["block_out_channels"])
-    kinds = {
-        "down_block_types": ("DownEncoderBlock2D",) * resolutions,
-        "up_block_types": ("UpDecoderBlock2D",) * resolutions,
-    }
-    model = VQModel(**kinds, **changes).eval()
+    model = VQModel(**SIZES[name]).eval()
     model.quantize.legacy = False
     state = random_weights({n: tuple(x.shape) for n, x in model.state_dict().items()}, scale=0.3, seed=1)
     model.load_state_dict(state)
@@ -61,11 +57,7 @@ def test_outputs_losses_and_gradients_equal_those_of_the_public_class(build_mode
     prepared = objective.prepare(batch, noise_for(batch))
     prediction_TC = network(prepared.inputs_TC, torch.zeros(3), batch)
     C, z, p = model.token_channels, model.latent_channels, model.patch_spatial
-
-    def pictures(x_TC: Tensor, patch: int) -> Tensor:
-        parts = zip(x_TC.split(list(batch.layout.lengths)), batch.grids)
-        return torch.stack([unpatchify(x, grid, 1, patch)[:, 0] for x, grid in parts])
-
+    pictures = partial(pictures_of, batch)
     x = pictures(batch.latents_TC, p)
     decoded = external(x)
     z_NCHW = external.encode(x).latents

@@ -5,14 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.condition_table import TEACHER, TEACHER_TOKEN
 from dit.conditions import Entry, per_sample
 from dit.errors import ConfigError
-from dit.models.base import Backbone
 from dit.models.dit.config import DiTConfig
 from dit.objective_checks import check_alignment, check_outputs
 from dit.objectives.addressed_noise import AddressedNoise
@@ -20,17 +18,15 @@ from dit.objectives.alignment import Alignment
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
-from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
 from tests.parity import weights
+from tests.parity.test_alignment import RTOL, SEED, STEP, assert_gradients, cosine, network, step_of, with_projection
+from tests.parity.test_alignment import SAMPLES as RAGGED
 from tests.parity.test_dit import JIT, assert_last_stage_equals, config, rows_of, two_stages
 from tests.support.batches import Sample, pack
-from tests.support.reference import relative_error
 
-RTOL = 1e-5  # float32 against float64, as without the token
-SEED, STEP, WIDTH, WEIGHT = 3, 11, 7, 0.2
-RAGGED = [Sample((1, 3, 4), label=2), Sample((2, 2, 3)), Sample((1, 1, 1), label=5), Sample((1, 5, 2), label=0)]
+WIDTH, WEIGHT = 7, 0.2
 DENSE = [Sample((1, 3, 4), label=i) for i in (2, 0, 6)]
 MODEL = config(num_layers=4, class_dropout=0.0, teacher_token_size=WIDTH)
 OBJECTIVE = FlowMatching(teacher_token_weight=WEIGHT, time_distribution="logit_normal")
@@ -48,26 +44,6 @@ def pack_with_tokens(model: DiTConfig = MODEL, samples: list[Sample] = RAGGED, m
     return replace(batch, loss_weight_S=torch.tensor([0.5, 1.0, 2.0, 1.0])[: len(samples)])
 
 
-def network(build_model: BuildModel, model: DiTConfig = MODEL, objective: FlowMatching = OBJECTIVE) -> Backbone:
-    backbone = build_model(model, perturb=0.1)
-    backbone.add_networks(objective.auxiliary, backbone.provider)  # type: ignore[arg-type]
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for name, parameter in backbone.named_parameters():
-            if name.startswith("alignment."):
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
-    return backbone
-
-
-def step_of(backbone: nn.Module, objective: FlowMatching, batch: PackedBatch, model: DiTConfig) -> dict[str, Any]:
-    prediction_TC, loss_of = training_forward_step(objective, model, SEED, STEP)(iter([batch]), backbone)
-    total, count, logs = loss_of(prediction_TC)
-    backbone.zero_grad(set_to_none=True)
-    total.backward()
-    gradients = {name: p.grad for name, p in backbone.named_parameters() if p.grad is not None}
-    return {"total": total.detach(), "count": count, "sums": logs["sums"], "gradients": gradients}
-
-
 CASES = {
     "dense": (MODEL, OBJECTIVE, DENSE, 1),
     "packed": (MODEL, OBJECTIVE, RAGGED, 4),
@@ -81,24 +57,6 @@ CASES = {
 }
 
 
-def with_projection(reference: Any, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """Add the projection of `ALIGNED` to a reference; return a list that gets the tokens after the second block."""
-    for i, inputs, outputs in ((1, 48, 20), (2, 20, 20), (3, 20, WIDTH)):
-        setattr(reference, f"align_{i}", nn.Linear(inputs, outputs).double())
-    names = {f"alignment.fc{i}": f"align_{i}" for i in (1, 2, 3)}
-    monkeypatch.setattr(weights, "_DIRECT", {**weights._DIRECT, **names})
-    hidden: list[Tensor] = []
-    reference.blocks[1].register_forward_hook(lambda _, args, out: hidden.append(out))
-    return hidden
-
-
-def cosine(reference: Any, x: Tensor, y: Tensor) -> Tensor:
-    """Return the cosine between the projection of a token and a feature of the teacher."""
-    h = reference.align_2(nn.functional.silu(reference.align_1(x)))
-    h = reference.align_3(nn.functional.silu(h))
-    return (h @ y) / (h.norm() * y.norm())
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_equal_a_loop_over_samples(
     build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, case: str
@@ -109,10 +67,10 @@ def test_loss_and_gradients_equal_a_loop_over_samples(
     """
     model, objective, samples, multiple = CASES[case]
     model.validate()
-    backbone, batch = network(build_model, model, objective), pack_with_tokens(model, samples, multiple)
-    actual = step_of(backbone, objective, batch, model)
+    backbone, batch = network(build_model, objective, model), pack_with_tokens(model, samples, multiple)
+    actual = step_of(backbone, objective, batch, model=model)
     reference: Any = weights.reference_of(model)
-    hidden = with_projection(reference, monkeypatch) if objective.alignment is not None else None
+    hidden = with_projection(reference, monkeypatch, WIDTH) if objective.alignment is not None else None
     weights.copy_weights(backbone, reference, model.num_attention_heads)
     noise = AddressedNoise(SEED, STEP, batch.sample_ids_S, batch.layout)
     prepared = objective.prepare(batch, noise)
@@ -141,10 +99,7 @@ def test_loss_and_gradients_equal_a_loop_over_samples(
     assert actual["sums"][: len(terms)].tolist() == pytest.approx([term.item() for term in terms], rel=RTOL)
     assert actual["total"].item() == pytest.approx(sum(term.item() for term in terms), rel=RTOL)
     assert int(actual["count"]) == batch.layout.valid_tokens
-    exact = weights.reference_gradients(backbone, reference, model.num_attention_heads)
-    assert set(exact) == set(actual["gradients"])
-    for name, gradient in actual["gradients"].items():
-        assert relative_error(gradient, exact[name]) <= RTOL, name
+    assert_gradients(actual["gradients"], backbone, reference, model)
 
 
 def test_tokens_of_a_pack_have_their_own_standard_normal_noise() -> None:
@@ -170,7 +125,7 @@ def test_features_of_another_width_than_the_token_are_refused() -> None:
 
 
 def test_the_held_out_loss_includes_the_token(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
-    backbone = network(build_model)
+    backbone = network(build_model, OBJECTIVE, MODEL)
     found = held_out_loss(backbone, iter([pack_with_tokens()]), OBJECTIVE, MODEL, torch.device("cpu"), one_rank_world)
     assert found["loss"] == pytest.approx(found["loss_error"] + found["loss_teacher_token"])
     assert found["loss_teacher_token"] > 0.05

@@ -24,7 +24,7 @@ from tests.conftest import BuildModel
 from tests.parity import weights
 from tests.parity.reference_dit import ReferenceDiT, normalise, silu
 from tests.parity.reference_positions import Grid, patch_indices, position_features, turns
-from tests.parity.test_dit import config, rows_of
+from tests.parity.test_dit import check_gradients, config, rows_of
 from tests.support.batches import Sample, pack
 from tests.support.reference import relative_error
 
@@ -154,10 +154,7 @@ def test_outputs_and_gradients_are_those_of_a_loop_over_samples(
         loss = loss + (exact * cotangent[rows].double()).sum()
     loss.backward()
     (out * cotangent)[batch.layout.valid_T].sum().backward()
-    exact_gradients = weights.reference_gradients(model, reference, model_config.num_attention_heads)
-    for parameter_name, parameter in model.named_parameters():
-        actual = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        assert relative_error(actual, exact_gradients[parameter_name]) <= RTOL, parameter_name
+    check_gradients(model, reference, model_config.num_attention_heads)
 
 
 @pytest.mark.parametrize("name", CASES)

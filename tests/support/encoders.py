@@ -231,12 +231,26 @@ def prepare_sdxl(root: Path) -> Path:
     return root
 
 
+DC_AUTOENCODER = {
+    **{f"{part}_block_out_channels": (8, 8, 8) for part in ("encoder", "decoder")},
+    **{f"{part}_layers_per_block": (1, 1, 1) for part in ("encoder", "decoder")},
+    **{f"{part}_qkv_multiscales": ((), (), ()) for part in ("encoder", "decoder")},
+    **{"latent_channels": 4, "attention_head_dim": 4, "scaling_factor": 0.41407},
+}
+"""Settings of a small `AutoencoderDC`."""
+
+
+def autoencoder_blocks(*channels: int) -> dict[str, tuple[Any, ...]]:
+    """Return the settings of diffusers' image autoencoders for blocks of these channels."""
+    down, up = ("DownEncoderBlock2D",) * len(channels), ("UpDecoderBlock2D",) * len(channels)
+    return {"block_out_channels": channels, "down_block_types": down, "up_block_types": up}
+
+
 def save_vae(folder: Path, blocks: int = 3) -> Path:
     """Save an image autoencoder of 4 channels that halves the sides between blocks; three compress 4 x 4 pixels."""
     torch.manual_seed(3)
-    kinds = {"down_block_types": ("DownEncoderBlock2D",) * blocks, "up_block_types": ("UpDecoderBlock2D",) * blocks}
-    sizes = {"block_out_channels": (8,) * blocks, "norm_num_groups": 4, "latent_channels": 4}
-    AutoencoderKL(**sizes, **kinds, scaling_factor=0.3611).eval().save_pretrained(folder)
+    sizes = {**autoencoder_blocks(*(8,) * blocks), "norm_num_groups": 4, "latent_channels": 4}
+    AutoencoderKL(**sizes, scaling_factor=0.3611).eval().save_pretrained(folder)
     return folder
 
 

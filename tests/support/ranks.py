@@ -36,8 +36,18 @@ def rows(
 
 def selected(request: pytest.FixtureRequest, names: tuple[str, ...]) -> set[tuple]:
     """Return the values of these parameters in all tests of the requesting module that this pytest session will run."""
+    return {tuple(params[n] for n in names) for params in _parameters(request) if params.keys() >= set(names)}
+
+
+def others_selected(request: pytest.FixtureRequest, *rows: tuple[str, ...]) -> bool:
+    """Return whether the session will run tests of the requesting module that have none of these sets of parameters."""
+    return any(not any(params.keys() >= set(names) for names in rows) for params in _parameters(request))
+
+
+def _parameters(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Return the parameters of all tests of the requesting module that this pytest session will run."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    return {tuple(call.params[n] for n in names) for call in calls if call and call.params.keys() >= set(names)}
+    return [{} if call is None else call.params for call in calls]
 
 
 def compared(pairs: Mapping[Key, "Pair"], folder: Path) -> dict[Key, Verdict]:
@@ -69,6 +79,11 @@ class Job:
     action: Callable[..., Any]
     arguments: dict[str, Any] = field(default_factory=dict)
     ranks: int = 1
+
+
+def call(action: Callable[..., Any], *words: object, ranks: int = 1, **options: Any) -> Job:
+    """Return a job that runs a command with these words, and with further options of the action."""
+    return Job(action, {"arguments": [str(word) for word in words], **options}, ranks)
 
 
 def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0) -> dict[str, Any]:

@@ -23,33 +23,21 @@ from einops import rearrange
 from dit.encoders.vae import VAE, Geometry, encode_together
 from dit.errors import ConfigError
 from dit.patchify import patchify
+from tests.support.encoders import DC_AUTOENCODER, autoencoder_blocks
 
 IMAGE = {
-    "block_out_channels": (8, 8, 8),
-    "down_block_types": ("DownEncoderBlock2D",) * 3,
-    "up_block_types": ("UpDecoderBlock2D",) * 3,
+    **autoencoder_blocks(8, 8, 8),
     "norm_num_groups": 4,
     "latent_channels": 4,
     "scaling_factor": 0.3611,
     "shift_factor": 0.1159,
 }
-NORMALISED = {
-    **IMAGE,
-    "shift_factor": None,
-    "latents_mean": (0.1, -0.2, 0.3, 0.4),
-    "latents_std": (0.5, 1.5, 2.0, 1.0),
-}
+NORMALISED = {**IMAGE, "shift_factor": None, "latents_mean": (0.1, -0.2, 0.3, 0.4), "latents_std": (0.5, 1.5, 2.0, 1.0)}
 HUNYUAN = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
 VQ = {
     **{name: value for name, value in IMAGE.items() if name != "shift_factor"},
     "num_vq_embeddings": 40,
     "vq_embed_dim": 3,
-}
-DC = {
-    **{f"{part}_block_out_channels": (8, 8, 8) for part in ("encoder", "decoder")},
-    **{f"{part}_layers_per_block": (1, 1, 1) for part in ("encoder", "decoder")},
-    **{f"{part}_qkv_multiscales": ((), (), ()) for part in ("encoder", "decoder")},
-    **{"latent_channels": 4, "attention_head_dim": 4, "scaling_factor": 0.41407},
 }
 WAN_2_2 = {
     **{"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1, "z_dim": 4, "is_residual": True, "patch_size": 2},
@@ -67,7 +55,7 @@ MODELS = {
     ),
     "vq": (VQModel, VQ),
     "flux2": (AutoencoderKLFlux2, {name: IMAGE[name] for name in list(IMAGE)[:5]}),
-    "dc": (AutoencoderDC, DC),
+    "dc": (AutoencoderDC, DC_AUTOENCODER),
     "qwen image": (AutoencoderKLQwenImage, {"base_dim": 8, "num_res_blocks": 1}),
     "wan 2.2": (AutoencoderKLWan, WAN_2_2),
 }

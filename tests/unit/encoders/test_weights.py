@@ -49,6 +49,7 @@ def test_the_hub_is_not_contacted(tmp_path):
         weight_bytes(OnlineEncoding(text_encoder="google/t5-v1_1-xxl"), (CONTEXT,))
 
 
+@pytest.mark.usefixtures("one_tracer")
 def test_the_dry_run_adds_encoders_to_the_memory(tmp_path):
     """If their size is unknown, the report has a line about it."""
     task = call_recipe("own_data")

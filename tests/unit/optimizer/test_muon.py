@@ -17,7 +17,6 @@ from dit.parallel.dims import ParallelConfig
 from dit.planner.devices import H100
 from dit.planner.job import Job
 from dit.planner.time import Cluster, cost_of, product_seconds, step_time
-from dit.planner.trace import Tracer
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
@@ -108,19 +107,12 @@ def test_owners_are_balanced_and_have_local_elements():
     assert all(weights[f"w{i}"].sources == [weights[f"w{i}"].owner] for i in range(8))
 
 
-@pytest.fixture(scope="module")
-def trace():
-    """Trace all jobs of this module in one process."""
-    with Tracer() as tracer:
-        yield tracer
-
-
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer", "fsdp"])
-def test_a_plan_counts_one_moment_and_the_operations(trace, data_parallel):
+def test_a_plan_counts_one_moment_and_the_operations(one_tracer, data_parallel):
     model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
     adamw, by_muon = OptimizerConfig(), OptimizerConfig(algorithm="muon")
     parts = (ParallelConfig(data_parallel=data_parallel), training, PackShape(((1, 4, 8),), text_lengths=(4,)))
-    steps = trace([Job(model, FlowMatching(), settings, *parts) for settings in (adamw, by_muon)])
+    steps = one_tracer([Job(model, FlowMatching(), settings, *parts) for settings in (adamw, by_muon)])
     weights = [(tuple(p.shape), p.sharding.matrices) for p in build_on_meta(model).parameters() if p.sharding.matrices]
     saved = steps[0].state_bytes["optimizer"] - steps[1].state_bytes["optimizer"]
     assert saved == pytest.approx(4 * sum(math.prod(shape) for shape, _ in weights), rel=1e-2)
@@ -133,7 +125,7 @@ def test_a_plan_counts_one_moment_and_the_operations(trace, data_parallel):
     ("data_parallel", "tensor", "least", "most"),
     [("ddp", 1, 3, 3), ("distributed_optimizer", 1, 0, 1), ("fsdp", 1, 0, 1), ("distributed_optimizer", 2, 1, 2)],
 )
-def test_a_plan_counts_each_matrix_once_and_its_exchange(trace, data_parallel, tensor, least, most):
+def test_a_plan_counts_each_matrix_once_and_its_exchange(one_tracer, data_parallel, tensor, least, most):
     """Four ranks have the operations of one; replicas send three copies, other ranks the parts that the owner lacks.
 
     Args:
@@ -144,7 +136,7 @@ def test_a_plan_counts_each_matrix_once_and_its_exchange(trace, data_parallel, t
         data_parallel=data_parallel, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1
     )
     parts = OptimizerConfig(algorithm="muon"), layout, training, PackShape(((1, 4, 8),), text_lengths=(4,))
-    steps = trace([Job(model, FlowMatching(), *parts, world_size=4, rank=rank) for rank in range(4)])
+    steps = one_tracer([Job(model, FlowMatching(), *parts, world_size=4, rank=rank) for rank in range(4)])
     updates = [step.parts["update"] for step in steps]
     weights = [(tuple(p.shape), p.sharding.matrices) for p in build_on_meta(model).parameters() if p.sharding.matrices]
     products = [item for update in updates for item in update.products.items()]
@@ -155,14 +147,14 @@ def test_a_plan_counts_each_matrix_once_and_its_exchange(trace, data_parallel, t
     assert least <= round(sent / torch.bfloat16.itemsize / elements, 3) <= most
 
 
-def test_a_plan_adds_the_time_of_products_and_exchange(trace):
+def test_a_plan_adds_the_time_of_products_and_exchange(one_tracer):
     model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
     layout, pack = ParallelConfig(data_parallel="ddp"), PackShape(((1, 4, 8),), text_lengths=(4,))
     jobs = [
         Job(model, FlowMatching(), settings, layout, training, pack, world_size=4)
         for settings in (OptimizerConfig(), OptimizerConfig(algorithm="muon"))
     ]
-    steps, cluster = trace(jobs), Cluster(H100, 4, layout)
+    steps, cluster = one_tracer(jobs), Cluster(H100, 4, layout)
     times = [step_time(cost_of(step, 1, cluster), 1, cluster).parts["optimizer"] for step in steps]
     update = steps[1].parts["update"]
     exchange = cluster.seconds("dp", update.sent_bytes["all_to_all", "dp"], 2)

@@ -18,7 +18,7 @@ from dit.optimizer.unit_rows import UnitRows
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.planner.job import Job
-from dit.planner.trace import trace
+from dit.planner.trace import Tracer
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
@@ -151,11 +151,11 @@ def test_moments_are_on_the_requested_device() -> None:
 
 
 @pytest.mark.parametrize("data_parallel", ["distributed_optimizer", "fsdp", "ddp"])
-def test_a_plan_counts_eight_bytes_per_parameter_less(data_parallel: str) -> None:
+def test_a_plan_counts_eight_bytes_per_parameter_less(one_tracer: Tracer, data_parallel: str) -> None:
     model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
     parts = (model, FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), training)
     job = Job(*parts, PackShape(((1, 4, 8),), text_lengths=(4,)))
-    on, off = trace([job, replace(job, optimizer=OptimizerConfig(offload=True))])
+    on, off = one_tracer([job, replace(job, optimizer=OptimizerConfig(offload=True))])
     count = count_parameters(model)
     assert on.state_bytes["optimizer"] - off.state_bytes["optimizer"] == pytest.approx(8 * count, rel=1e-3)
     assert off.peak < on.peak  # this small model is one part, so all moments are on the device temporarily

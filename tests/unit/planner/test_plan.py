@@ -16,7 +16,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner import trace_cache
 from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
-from dit.planner.trace import Tracer, TracerPool, fused_rms_norm, trace
+from dit.planner.trace import Tracer, TracerPool, fused_rms_norm, trace, trace_here
 from dit.planner.trace_cache import read_traces, write_traces
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
@@ -74,14 +74,14 @@ FEW = ("pp2", "fsdp", "one_rank", "flux_fsdp")
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
-def test_a_plan_equals_the_trace_of_the_full_step(name):
+def test_a_plan_equals_the_trace_of_the_full_step(one_tracer, name):
     (sizes, layout, micro_batches), ranks = CASES[name], 1 if name in ALONE else 2
     model, parallel = tiny_model(**{"hidden_size": 64, **sizes}), ParallelConfig(**layout)
     parts = (model, FlowMatching(), OptimizerConfig(), parallel, TrainingConfig(precision="fp32"), PACK)
     replicas = ranks // (parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size)
     replicas //= parallel.context_parallel_size
     planned = plan(Job(*parts), ParallelDims(ranks, replicas, 1, micro_batches, 1)).ranks[0]
-    (full,) = trace([Job(*parts, world_size=ranks, micro_batches=micro_batches, in_full=True)])
+    (full,) = one_tracer([Job(*parts, world_size=ranks, micro_batches=micro_batches, in_full=True)])
     assert planned.flops == full.flops > 0
     assert planned.calls == full.calls
     assert planned.moved_bytes == pytest.approx(full.moved_bytes, rel=OF_PEAK)
@@ -97,17 +97,17 @@ def test_a_plan_equals_the_trace_of_the_full_step(name):
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
 
-def test_a_stage_without_adapters_makes_only_forward_passes():
+def test_a_stage_without_adapters_makes_only_forward_passes(one_tracer):
     """Each of two stages has one layer; the first stage has adapters, or the second."""
     settings = OptimizerConfig(), ParallelConfig(pipeline_model_parallel_size=2), TrainingConfig(precision="fp32"), PACK
     models = [tiny_model(num_layers=2, lora=LoRAConfig(targets=[f"layers.{i}.*"])) for i in range(2)]
     jobs = [Job(model, FlowMatching(), *settings, world_size=2, micro_batches=2, in_full=True) for model in models]
-    trained, frozen = trace(jobs)
+    trained, frozen = one_tracer(jobs)
     assert 0 < frozen.flops < 0.6 * trained.flops
 
 
 @pytest.mark.slow
-def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
+def test_the_layers_that_are_traced_fill_the_window_of_fsdp(one_tracer):
     """The window has prefetched weights and pending gradients: 57 layers of FLUX in two sizes."""
     ranks, config = 8, built(call_recipe("flux_12b"))
     dims, _ = config.check(ranks)
@@ -115,7 +115,7 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
     parts = (config.model, config.objective, config.optimizer, config.parallel, config.training)
     pack = PackShape(((1, 64, 64),), text_lengths=(512,))
     planned = plan(Job(*parts, pack), dims).ranks[0]
-    (full,) = trace([Job(*parts, pack, world_size=ranks, micro_batches=dims.micro_batches, in_full=True)])
+    (full,) = one_tracer([Job(*parts, pack, world_size=ranks, micro_batches=dims.micro_batches, in_full=True)])
     assert planned.live == pytest.approx(full.live, rel=OF_PEAK)
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
@@ -129,7 +129,7 @@ def test_the_layers_that_are_traced_fill_the_window_of_fsdp():
         pytest.param("experts", "fsdp", marks=pytest.mark.slow),
     ],
 )
-def test_one_micro_batch_of_another_pack_equals_a_complete_trace(name, data_parallel):
+def test_one_micro_batch_of_another_pack_equals_a_complete_trace(one_tracer, name, data_parallel):
     """A trace with one pack gives the work once per step; another pack needs one micro-batch of the same model.
 
     In a complete step, the pack of the previous micro-batch is still in memory.
@@ -137,12 +137,18 @@ def test_one_micro_batch_of_another_pack_equals_a_complete_trace(name, data_para
     settings = FlowMatching(), OptimizerConfig(), ParallelConfig(data_parallel=data_parallel), TrainingConfig()
     packs = [replace(pack, text_lengths=()) if name == "unet" else pack for pack in (PACK, LONGER)]
     first, job = (Job(BACKBONES[name], *settings, pack, world_size=2, micro_batches=3) for pack in packs)
-    (*_, step), (complete,) = trace([first, replace(job, micro_batches=0), job]), trace([job])
+    *_, step = one_tracer([first, replace(job, micro_batches=0), job])
+    (complete,) = one_tracer.run(from_scratch, [job])
     nbytes = 40 * LONGER.layout().total_tokens
     assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=2e-3, abs=nbytes)
     for part in complete.parts:
         assert counts(step.parts[part]) == counts(complete.parts[part])
     assert counts(step) == counts(complete)
+
+
+def from_scratch(job):
+    """Trace a job with a new model."""
+    return trace_here(job)
 
 
 def counts(step):
@@ -189,7 +195,7 @@ def test_an_error_of_the_user_is_raised_and_has_no_traceback(capfd: pytest.Captu
     assert capfd.readouterr().err == ""
 
 
-def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_disk(tmp_path, monkeypatch):
+def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_disk(one_tracer, tmp_path, monkeypatch):
     """Two processes serve three requests of two calls each. A second pool only traces new jobs."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig()
@@ -208,7 +214,7 @@ def test_a_pool_answers_each_request_by_its_traces_and_reads_known_ones_from_dis
 
     results, begun = run([1, 2, 3])
     assert begun == sorted(results) == [1, 2, 3]
-    expected = trace([job(1, 1)]) + trace([job(1, 2), job(1, 3)])
+    expected = one_tracer([job(1, 1)]) + one_tracer([job(1, 2), job(1, 3)])
     for steps in results.values():
         assert [step.flops for step in steps] == [step.flops for step in expected]
         assert [step.calls for step in steps] == [step.calls for step in expected]

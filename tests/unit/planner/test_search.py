@@ -25,6 +25,8 @@ from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 from energon_data.mock import MockData
 
+pytestmark = pytest.mark.usefixtures("one_tracer")
+
 GRID, TEXT = (8, 32, 32), 256
 OF_MEMORY, OF_TIME = 0.07, 0.04
 OF_SMALL = 0.01
@@ -73,23 +75,23 @@ def small(gpus=8):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_known_traces(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(scope="module")
+def tracers(tmp_path_factory):
+    """Trace all costs of the module in one process, without known traces; another process traces the plans."""
+    with pytest.MonkeyPatch.context() as patch, TracerPool(1) as tracers:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
+        yield tracers
 
 
-def traced_costs(task, *shapes, found=()):
-    with TracerPool(1) as tracers:
-        return tracers.run({shape: costs(task, shape, found) for shape in shapes}, lambda _: None)
+def traced_costs(tracers, task, shape, found=()):
+    return tracers.run({shape: costs(task, shape, found)}, lambda _: None)
 
 
 @pytest.fixture(scope="module")
-def priced():
+def priced(tracers):
     """Return a problem, and prices from the one shape that all cases have."""
     task = problem()
-    return task, Prices(task, traced_costs(task, PLAIN))
+    return task, Prices(task, traced_costs(tracers, task, PLAIN))
 
 
 @pytest.mark.parametrize(
@@ -108,11 +110,11 @@ def test_interpolated_costs_equal_the_traced_layout(name, priced):
     assert price.time.total == pytest.approx(step.total, rel=OF_TIME)
 
 
-def compared(task, size):
+def compared(tracers, task, size):
     """Return traced sizes, the price of a micro-batch of `size` samples, and the result of tracing the layout."""
     candidate = Candidate(ALONE, 1, None, "distributed_optimizer", size)
     ((candidate, dims),) = found = allowed(task, iter([candidate])).layouts
-    traced = traced_costs(task, ALONE, found=found)
+    traced = traced_costs(tracers, task, ALONE, found)
     price = Prices(task, traced).of(candidate, dims)
     parts = candidate.parallel(task.parallel), candidate.training(task.training, 1)
     exact = plan(Job(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple)), dims)
@@ -120,22 +122,22 @@ def compared(task, size):
     return traced[ALONE].sizes, (price.time.total, price.peak), (step.total, exact.fullest.peak)
 
 
-def test_costs_of_unet_pictures_equal_a_trace():
+def test_costs_of_unet_pictures_equal_a_trace(tracers):
     """The second picture adds operations that further ones do not, so one and two cannot be extrapolated to four."""
     task = replace(
         small(),
         model=DDPMUNetConfig(block_out_channels=[8, 16], mid_out_channels=[16], hidden_size=32),
         pack_of=lambda samples, multiple: PackShape(((1, 16, 16),) * samples, (), multiple),
     )
-    sizes, price, exact = compared(task, 4)
+    sizes, price, exact = compared(tracers, task, 4)
     assert sizes == (1, 2, 4)
     assert price == pytest.approx(exact, rel=OF_SMALL)
 
 
 @pytest.mark.slow
-def test_costs_of_hundreds_of_small_samples_equal_a_trace():
+def test_costs_of_hundreds_of_small_samples_equal_a_trace(tracers):
     """Products with one row per sample take the time of reading their weights, until there are many rows."""
-    sizes, price, exact = compared(small(), 128)
+    sizes, price, exact = compared(tracers, small(), 128)
     assert sizes == (1, 2, 4, 8, 16, 32, 64, 128)
     assert price == pytest.approx(exact, rel=OF_SMALL)
 
@@ -336,12 +338,12 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
     assert not any(group == "inter_dist_opt" for _, group in hybrid.parts["micro-batch"].sent_bytes)
 
 
-def test_fsdp_with_pipeline_stages_has_the_costs_of_its_trace():
+def test_fsdp_with_pipeline_stages_has_the_costs_of_its_trace(tracers):
     """A stage fills a node: its eight ranks shard its state, and exchange over NVLink instead of the network."""
     task = replace(problem(64, num_layers=8, hidden_size=1024), device=replace(H100, nic=H100.nic / 8))
     wanted = Candidate(Shape(1, False, 1, 1, "none", True), 8, None, "fsdp", 1)
     ((candidate, dims),) = (found for found in allowed(task, candidates(task)).layouts if found[0] == wanted)
-    price = Prices(task, traced_costs(task, candidate.shape)).of(candidate, dims)
+    price = Prices(task, traced_costs(tracers, task, candidate.shape)).of(candidate, dims)
     layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
     exact = plan(Job(task.model, task.objective, task.optimizer, layout, task.training, pack), dims)
     for name, nbytes in exact.ranks[1].state_bytes.items():
