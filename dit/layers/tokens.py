@@ -19,7 +19,6 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import CONTROL
 from dit.joint_layout import JointLayout, joint_layout
-from dit.layers.adaln import LayerNorm
 from dit.layout import SequenceLayout
 
 
@@ -134,22 +133,6 @@ def last_leading(rows_KD: Tensor, joint: JointLayout) -> Tensor:
     """Return the last leading token of each sample, `[S, D]`, from all leading tokens `[K, D]`."""
     samples, count = joint.text.num_samples, joint.text.lengths[0]
     return rows_KD[: samples * count].unflatten(0, (samples, count))[:, -1]
-
-
-class TeacherToken(nn.Module):
-    """One token from the noised class token of a teacher: a linear layer and a layer norm.
-
-    Source: Wu et al. 2025 (REG), arXiv:2507.01467, and its published code.
-    """
-
-    def __init__(self, features: int, hidden_size: int, provider: LayerProvider) -> None:
-        super().__init__()
-        init = xavier_uniform(features, hidden_size)
-        self.linear = provider.replicated_linear(features, hidden_size, bias=True, init=init)
-        self.norm = LayerNorm(hidden_size, provider, eps=1e-6)
-
-    def forward(self, noised_SF: Tensor) -> Tensor:
-        return self.norm(self.linear(noised_SF.to(self.linear.weight.dtype)))
 
 
 class ClassTokens(nn.Module):

@@ -59,7 +59,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
 
     @property
     def vector_size(self) -> int:
-        """Width of the conditioning vector."""
         return 4 * self.hidden_size
 
     @property
@@ -82,7 +81,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         return 2 ** (len(self.channel_multipliers) - 1)
 
     def heads(self, channels: int) -> int:
-        """Return the number of attention heads for this number of channels."""
         return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
     @property

@@ -1,6 +1,7 @@
 """Common base of Imagen's two UNets: conditioning, and conversion of packs to pictures and back."""
 
 from abc import abstractmethod
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from dit.errors import BatchError
 from dit.kernels.attention import Attention
 from dit.kernels.stable_attention import stable_attention
 from dit.layers.caption import Caption
-from dit.layers.convolution import Convolution, as_pictures, as_tokens
-from dit.layers.embeddings import LabelEmbedder, TimeEmbedder
+from dit.layers.convolution import Convolution, as_pictures, as_tokens, torch_init
+from dit.layers.embeddings import LabelEmbedder, TimestepEmbedder
 from dit.layers.picture_blocks import BlockConditions
 from dit.models.base import Backbone, Stage
 from dit.models.imagen_config import ImagenConfig
@@ -26,25 +27,23 @@ class ImagenNetwork(Backbone):
         condition_size: width of the text tokens for attention.
     """
 
-    def __init__(self, config: ImagenConfig, condition_size: int, provider: LayerProvider, stage: Stage) -> None:
+    def __init__(
+        self, config: ImagenConfig, condition_size: int, provider: LayerProvider, attention: Attention, stage: Stage
+    ) -> None:
         super().__init__(stage)
         self.config = provider.config
+        self.attention = stable_attention if config.stable_attention else attention
         self.side_multiple = config.side_multiple
         self.attends_to_text = config.attention_type != "self"
-        size = config.vector_size
-        self.time = TimeEmbedder(size, provider, features=config.hidden_size)
-        self.augmentation = None
-        if config.noise_augmentation:
-            self.augmentation = TimeEmbedder(size, provider, features=config.hidden_size)
+        size, features = config.vector_size, config.hidden_size
+        inits = torch_init(features), torch_init(size)
+        embedder = partial(TimestepEmbedder, size, provider, time_scale=1.0, features=features, inits=inits)
+        self.time = embedder()
+        self.augmentation = embedder() if config.noise_augmentation else None
         self.caption = None
         if config.context_size is not None:
-            self.caption = Caption(
-                config.context_size,
-                condition_size,
-                size,
-                provider,
-                groups=config.norm_num_groups if self.attends_to_text else None,
-            )
+            groups = config.norm_num_groups if self.attends_to_text else None
+            self.caption = Caption(config.context_size, condition_size, size, provider, groups=groups)
         self.label = None if config.num_classes is None else LabelEmbedder(config.num_classes, size, provider)
         self.reads_low_resolution = config.low_resolution_factor is not None
         inputs = config.token_channels * (2 if self.reads_low_resolution else 1)
@@ -80,8 +79,3 @@ class ImagenNetwork(Backbone):
     @abstractmethod
     def predict(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         """Return the prediction `[N, token_channels, H, W]` from the first convolution's output."""
-
-
-def select_attention(config: ImagenConfig, attention: Attention) -> Attention:
-    """Return the attention of the run, or stable attention if the model's settings select it."""
-    return stable_attention if config.stable_attention else attention

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, TransposedConvolution
-from dit.layers.picture_blocks import AttentionBlock, BlockConditions, ConditionedBranch
+from dit.layers.picture_blocks import AttentionBlock, AttentionSizes, BlockConditions, ConditionedBranch
 from dit.models.base import Stage
 from dit.models.efficient_unet.config import EfficientUNetConfig
-from dit.models.imagen_network import ImagenNetwork, select_attention
+from dit.models.imagen_network import ImagenNetwork
 
 
 class ResidualBlock(nn.Module):
@@ -55,10 +55,8 @@ class Level(nn.Module):
         )
         self.attention: Optional[nn.Module] = None
         if level in config.attention_levels:
-            heads, groups = config.heads(outputs), config.norm_num_groups
-            self.attention = AttentionBlock(
-                config.attention_type, outputs, config.text_width, heads, groups, provider, attention
-            )
+            sizes = AttentionSizes(outputs, config.text_width, config.heads(outputs), config.norm_num_groups)
+            self.attention = AttentionBlock(config.attention_type, sizes, provider, attention)
 
     def forward(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         if self.before is not None:
@@ -88,8 +86,8 @@ class EfficientUNet(ImagenNetwork):
     def __init__(
         self, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention, stage: Stage
     ) -> None:
-        super().__init__(config, config.text_width or 0, provider, stage)
-        shared = config, provider, select_attention(config, attention)
+        super().__init__(config, config.text_width or 0, provider, attention, stage)
+        shared = config, provider, self.attention
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         for level, (channels, outputs_up) in enumerate(zip(config.channels, config.outputs_up)):
             inputs, is_last = config.channels[max(level - 1, 0)], level + 1 == len(config.channels)

@@ -110,12 +110,10 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks of both kinds."""
         return self.num_joint_layers + self.num_single_layers
 
     @property
     def condition_width(self) -> int:
-        """Width of the conditioning vector."""
         return min(self.hidden_size, self.condition_limit or self.hidden_size)
 
     @property
@@ -160,8 +158,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     def validate(self) -> None:
         super().validate()
-        if self.context_size is None:
-            raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
+        self.text_size()
         if self.block == "sandwich":
             self._check_sandwich()
         elif self.num_query_groups is not None:
