@@ -205,7 +205,7 @@ class Streams(Backbone):
 
 
 def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
-    """Return the sine-cosine positions of image tokens `[T, 3]`.
+    """Return the sine-cosine positions of image tokens `[T, 3]`; only h and w are cropped.
 
     Source: cropped positions: `PatchEmbed.cropped_pos_embed` of diffusers (Stable Diffusion 3).
     """
@@ -213,8 +213,9 @@ def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
         return batch.positions_T3
     side, span = config.position_crop
     _, h_S, w_S = batch.grid_sizes().unbind(1)
-    corner_S3 = torch.stack([torch.zeros_like(h_S), (side - h_S) // 2, (side - w_S) // 2], 1)
-    return (batch.positions_T3 + batch.layout.per_token(corner_S3)) / (side / span)
+    t_T1, hw_T2 = batch.positions_T3.split([1, 2], 1)
+    corner_T2 = batch.layout.per_token(torch.stack([(side - h_S) // 2, (side - w_S) // 2], 1))
+    return torch.cat([t_T1, (hw_T2 + corner_T2) / (side / span)], 1)
 
 
 def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLayout) -> tuple[Tensor, Tensor]:
