@@ -27,7 +27,6 @@ class RMSNorm(nn.Module):
 
     Args:
         gradient_covers: see `ParameterSharding`.
-        init: initial weights.
     """
 
     def __init__(
@@ -96,30 +95,22 @@ class SublayerModulation(NamedTuple):
 
     def gated_residual(self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout) -> Tensor:
         """Return x + gate * y."""
-        return self.kernels.residual(x_TD, *_with_gate(y_TD, self.gate_SD), layout.level_layout)
+        y_TD, bias_D = PendingBias.of(y_TD)
+        return self.kernels.residual(x_TD, y_TD, self.gate_SD, bias_D, layout.level_layout)
 
     def gated_residual_then_norm(
         self, following: "SublayerModulation", x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
         """Return x + gate * y, and the input of the following sub-layer."""
-        y_TD, gate_SD, bias_D = _with_gate(y_TD, self.gate_SD)
+        y_TD, bias_D = PendingBias.of(y_TD)
         into, rows = following.norm, layout.level_layout
-        return self.kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, into, rows)
+        return self.kernels.residual_norm_modulate(x_TD, y_TD, self.gate_SD, bias_D, into, rows)
 
     def residual_then_norm(
         self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
         """Return x + y for a previous sub-layer without a gate, and the input of this sub-layer."""
-        y_TD, gate_SD, bias_D = _with_gate(y_TD, None)
-        return self.kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, self.norm, layout.level_layout)
-
-
-def _with_gate(
-    y_TD: Tensor | PendingBias, gate_SD: Optional[Tensor]
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """Return output, gate and bias of a sub-layer, in the order of the kernels' arguments."""
-    y_TD, bias_D = PendingBias.of(y_TD)
-    return y_TD, gate_SD, bias_D
+        return self._replace(gate_SD=None).gated_residual_then_norm(self, x_TD, y_TD, layout)
 
 
 class Modulation(nn.Module):
@@ -128,7 +119,6 @@ class Modulation(nn.Module):
     Args:
         num_sublayers: number of sub-layers, each with its own shift, scale and gate.
         condition_size: width of the conditioning vector; None for `hidden_size`.
-        eps: epsilon of the layer norm.
         rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
         gated: whether sub-layers have a gate.
         per_token: whether the conditioning vectors belong to the local tokens instead of samples. The projection is

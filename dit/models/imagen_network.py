@@ -1,10 +1,12 @@
 """Common base of Imagen's two UNets: conditioning, and conversion of packs to pictures and back."""
 
+import math
 from abc import abstractmethod
 from functools import partial
+from typing import Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
@@ -14,10 +16,40 @@ from dit.kernels.attention import Attention
 from dit.kernels.stable_attention import stable_attention
 from dit.layers.caption import Caption
 from dit.layers.convolution import Convolution, as_pictures, as_tokens, torch_init
+from dit.layers.dropout import Dropout
 from dit.layers.embeddings import LabelEmbedder, TimestepEmbedder
-from dit.layers.picture_blocks import BlockConditions
+from dit.layers.picture_blocks import AttentionBlock, BlockConditions, ConditionedBranch
 from dit.models.base import Backbone, Stage
 from dit.models.imagen_config import ImagenConfig
+
+
+class ResidualBlock(nn.Module):
+    """A conditioned branch plus a shortcut, which is a projection if the number of channels changes.
+
+    Args:
+        scaled: always project the input, and divide it by sqrt(2) (Efficient UNet).
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        config: ImagenConfig,
+        provider: LayerProvider,
+        *,
+        dropout: Optional[Dropout] = None,
+        scaled: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = inputs, outputs, config.vector_size, config.norm_num_groups
+        self.branch, self.scaled = ConditionedBranch(*sizes, provider, dropout=dropout), scaled
+        projects = scaled or inputs != outputs
+        self.shortcut = Convolution(inputs, outputs, provider, size=1) if projects else None
+
+    def forward(self, x_NCHW: Tensor, vector_NE: Tensor, dropout_N: Optional[Tensor] = None) -> Tensor:
+        y_NCHW = self.branch(x_NCHW, vector_NE, dropout_N)
+        x_NCHW = x_NCHW if self.shortcut is None else self.shortcut(x_NCHW)
+        return y_NCHW + (x_NCHW * math.sqrt(0.5) if self.scaled else x_NCHW)
 
 
 class ImagenNetwork(Backbone):
@@ -26,6 +58,9 @@ class ImagenNetwork(Backbone):
     Args:
         condition_size: width of the text tokens for attention.
     """
+
+    fsdp_units = (ResidualBlock, AttentionBlock)
+    compiled_units = (ResidualBlock,)
 
     def __init__(
         self, config: ImagenConfig, condition_size: int, provider: LayerProvider, attention: Attention, stage: Stage

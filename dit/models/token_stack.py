@@ -31,11 +31,11 @@ from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
     ClassTokens,
     from_previous_stage,
-    gather_tokens,
     join_leading,
     last_leading,
     shard_tokens,
     to_next_stage,
+    unshard_tokens,
     with_control,
     with_leading,
 )
@@ -174,7 +174,7 @@ class TokenStack(Backbone, Generic[Config]):
         if not self.post_process:
             return to_next_stage(with_columns(x_TD, columns_T1))
         out_TC = self.head(x_TD, self.head_input(cond_SD, inputs_TC, time_S, batch), layout)
-        out_TC = gather_tokens(with_columns(out_TC, columns_T1), self.provider)
+        out_TC = unshard_tokens(with_columns(out_TC, columns_T1), self.provider, is_output=True)
         layout = layout.gathered
         return self._of_samples(out_TC, layout, batch) if isinstance(layout, JointLayout) else out_TC
 

@@ -33,9 +33,6 @@ class Discriminator(nn.Module):
     Leaky ReLUs follow all convolutions but the last. The last two have a stride of 1, which makes
     the picture one pixel smaller.
 
-    Args:
-        token_side: height and width of a token in pixels.
-
     Source: Isola et al. 2017, arXiv:1611.07004, appendix 6.1.2. Deviations: group norms instead of batch norms, whose
     statistics would depend on the micro-batch; no bias of the scores, because its gradient is zero while all scores are
     between -1 and 1.

@@ -42,8 +42,9 @@ class DiT(TokenStack[DiTConfig]):
 
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, provider, stage, attention)
+        size = config.hidden_size
         self.conditioner = Conditioner(
-            config.hidden_size,
+            size,
             provider,
             time_scale=config.time_scale,
             frequency_shift=config.time_frequency_shift,
@@ -56,12 +57,10 @@ class DiT(TokenStack[DiTConfig]):
             self.middle = range(first_layer, config.num_layers)
             received, inserted = stage.layers.start > first_layer, first_layer in stage.layers
             others = int(config.teacher_token_size is not None)
-            self.class_tokens = ClassTokens(
-                count, config.hidden_size, provider, received=received, inserted=inserted, others=others
-            )
+            self.class_tokens = ClassTokens(count, size, provider, received=received, inserted=inserted, others=others)
         self.teacher_features = config.teacher_token_size or 0
         if stage.first and self.teacher_features:
-            features, size = self.teacher_features, config.hidden_size
+            features = self.teacher_features
             linear = provider.replicated_linear(features, size, bias=True, init=xavier_uniform(features, size))
             layer_norm = LayerNorm(size, provider, eps=TEACHER_EPSILON)
             self.teacher_token = nn.Sequential(OrderedDict(linear=linear, norm=layer_norm))
@@ -71,8 +70,7 @@ class DiT(TokenStack[DiTConfig]):
             if config.bottleneck_size is not None:
                 init, inputs = xavier_uniform(inputs, config.bottleneck_size), config.bottleneck_size
                 self.bottleneck = provider.replicated_linear(config.token_channels, inputs, bias=False, init=init)
-            init = xavier_uniform(inputs, config.hidden_size)
-            self.embed = provider.replicated_linear(inputs, config.hidden_size, bias=True, init=init)
+            self.embed = provider.replicated_linear(inputs, size, bias=True, init=xavier_uniform(inputs, size))
         first = 0 if config.value_residual else None
         self.layers = nn.ModuleDict(
             {str(i): DiTLayer(config, provider, attention, returns_values=i == first) for i in stage.layers}
@@ -83,7 +81,7 @@ class DiT(TokenStack[DiTConfig]):
         if stage.last and config.wide_head is not None:
             self.head = WideHead(config, provider, attention)
         elif stage.last:
-            size, eps = config.hidden_size, config.layernorm_epsilon
+            eps = config.layernorm_epsilon
             norm = RMSNorm(size, provider, eps=eps) if config.rms_norm else None
             features = config.output_features + self.teacher_features
             self.head = FinalLayer(size, features, provider, eps=eps, norm=norm)

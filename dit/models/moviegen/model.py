@@ -73,9 +73,6 @@ class MovieGenLayer(nn.Module):
 class MovieGen(CrossStack[MovieGenConfig]):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
-    The learned position tables are replicated over pipeline stages, because every layer adds them; gradients are summed
-    over the stages.
-
     Source: Polyak et al. 2024, arXiv:2410.13720, section 3.1.2. Deviations from the paper: one text encoder instead of
     three, without a projection; queries and keys are normalised unless `qk_layernorm=False`; sine-cosine and rotary
     positions, and conditioning on frame rate and size, are options. Deviations from NeMo: the cross-attention is a

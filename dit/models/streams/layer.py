@@ -113,14 +113,9 @@ class JointLayer(nn.Module):
         self.text = Stream(config, provider, output=kind.text_output)
         dual: Optional[SelfAttention] = None
         if kind.dual:
+            sizes, eps = (config.hidden_size, config.num_attention_heads), config.layernorm_epsilon
             dual = SelfAttention(
-                config.hidden_size,
-                config.num_attention_heads,
-                provider,
-                attention,
-                bias=config.add_bias,
-                qk_layernorm=config.qk_layernorm,
-                eps=config.layernorm_epsilon,
+                *sizes, provider, attention, bias=config.add_bias, qk_layernorm=config.qk_layernorm, eps=eps
             )
         self.image = Stream(config, provider, dual_attention=dual)
 

@@ -16,7 +16,6 @@ from dit.layers.text import TextTokens, text_layout
 from dit.layers.tokens import (
     PatchEmbedding,
     from_previous_stage,
-    gather_tokens,
     shard_tokens,
     to_next_stage,
     unshard_tokens,
@@ -166,8 +165,8 @@ class Streams(Backbone):
         if not self.post_process:
             return to_next_stage(x_JD)
         # The head also processes the few text tokens; dropping them first would communicate wider tensors.
-        out_JC = gather_tokens(self.head(x_JD, condition if has_approximator else cond, local_joint), provider)
-        return joint.split(out_JC)[1]
+        out_JC = self.head(x_JD, condition if has_approximator else cond, local_joint)
+        return joint.split(unshard_tokens(out_JC, provider, is_output=True))[1]
 
     def of_layer(self, layer: int, condition: Condition) -> Condition:
         """Return the part of the modulations of all layers for one layer; a conditioning vector unchanged."""

@@ -37,15 +37,9 @@ class SandwichBlock(nn.Module):
         self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = (
             RMSNorm(size, provider, eps=eps) for _ in range(4)
         )
+        heads, groups, normed = config.num_attention_heads, config.num_query_groups, config.qk_layernorm
         self.attention = SelfAttention(
-            size,
-            config.num_attention_heads,
-            provider,
-            attention,
-            num_query_groups=config.num_query_groups,
-            bias=bias,
-            qk_layernorm=config.qk_layernorm,
-            eps=eps,
+            size, heads, provider, attention, num_query_groups=groups, bias=bias, qk_layernorm=normed, eps=eps
         )
         self.mlp = MLPS[config.activation](size, config.ffn_size, provider, bias=bias)
 

@@ -12,28 +12,10 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm, TransposedConvolution
 from dit.layers.dropout import Dropout
-from dit.layers.picture_blocks import AttentionBlock, AttentionSizes, BlockConditions, ConditionedBranch
+from dit.layers.picture_blocks import AttentionBlock, AttentionSizes, BlockConditions
 from dit.models.base import Stage
-from dit.models.imagen_network import ImagenNetwork
+from dit.models.imagen_network import ImagenNetwork, ResidualBlock
 from dit.models.unet.config import UNetConfig
-
-
-class ResidualBlock(nn.Module):
-    """A conditioned branch plus a shortcut, which is a projection if the number of channels changes.
-
-    Args:
-        number: number of this block in its network, for dropout.
-    """
-
-    def __init__(self, inputs: int, outputs: int, config: UNetConfig, provider: LayerProvider, *, number: int) -> None:
-        super().__init__()
-        sizes, dropout = (config.vector_size, config.norm_num_groups), Dropout(config.dropout, number)
-        self.branch = ConditionedBranch(inputs, outputs, *sizes, provider, dropout=dropout)
-        self.shortcut = None if inputs == outputs else Convolution(inputs, outputs, provider, size=1)
-
-    def forward(self, x_NCHW: Tensor, vector_NE: Tensor, dropout_N: Optional[Tensor]) -> Tensor:
-        y_NCHW = self.branch(x_NCHW, vector_NE, dropout_N)
-        return (x_NCHW if self.shortcut is None else self.shortcut(x_NCHW)) + y_NCHW
 
 
 class Step(nn.Module):
@@ -66,15 +48,12 @@ class UNet(ImagenNetwork):
     sizes and modules as in NVIDIA NeMo's Imagen.
     """
 
-    fsdp_units = (ResidualBlock, AttentionBlock)
-    compiled_units = (ResidualBlock,)
-
     def __init__(self, config: UNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, config.condition_size, provider, attention, stage)
         numbers = count()
 
         def block(inputs: int, outputs: int) -> ResidualBlock:
-            return ResidualBlock(inputs, outputs, config, provider, number=next(numbers))
+            return ResidualBlock(inputs, outputs, config, provider, dropout=Dropout(config.dropout, next(numbers)))
 
         def resample(convolution: nn.Module) -> nn.Sequential:
             return nn.Sequential(OrderedDict(convolution=convolution))
