@@ -95,7 +95,6 @@ class Condition:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether there is a value for each token of the latent."""
         return self.axis in PER_TOKEN
 
     @property
@@ -243,16 +242,14 @@ class Entry:
             mask = dropped_S.view(-1, *[1] * (self.values.dim() - 1))
         else:
             mask = (layout if self.layout is None else self.layout).per_token(dropped_S)
-        if self.null is not None and self.axis == "sample":
-            return replace(self, values=torch.where(mask, self.null.to(self.values.dtype), self.values))
-        if self.null is not None:
-            assert self.layout is not None
-            null_KD = self.null.to(self.values.dtype)[self.layout.token_index_T % len(self.null)]
-            return replace(self, values=torch.where(mask, null_KD, self.values))
-        return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
+        if self.null is None:
+            return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
+        null = self.null.to(self.values.dtype)
+        if self.layout is not None:
+            null = null[self.layout.token_index_T % len(null)]
+        return replace(self, values=torch.where(mask, null, self.values))
 
     def without_tokens(self) -> "Entry":
-        """Return texts without tokens."""
         assert self.layout is not None
         layout = SequenceLayout.from_lengths(
             [0] * self.layout.num_samples, device=self.layout.device, may_be_empty=True
@@ -317,7 +314,6 @@ class Conditions(Mapping[str, Entry]):
         return self._entries[name].layout if name in self._entries else None
 
     def without(self, *names: str) -> "Conditions":
-        """Return the conditions without some of them."""
         return Conditions({name: entry for name, entry in self.items() if name not in names})
 
     def with_nulls(self, nulls: Mapping[str, Tensor]) -> "Conditions":
@@ -374,7 +370,6 @@ class Conditions(Mapping[str, Entry]):
         return self | dropped | {c.name: self[c.name].without_tokens() for c in droppable if c.may_be_empty}
 
     def followed_by(self, others: "Conditions") -> "Conditions":
-        """Concatenate the conditions of another pack of the same number of samples."""
         if set(self) != set(others):
             raise BatchError(f"packs with the conditions {sorted(self)} and {sorted(others)} cannot be joined")
         return Conditions({name: entry.followed_by(others[name]) for name, entry in self.items()})
@@ -436,10 +431,7 @@ def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch
 
 
 def pack_conditions(
-    required: Sequence[Condition],
-    values: Mapping[str, Sequence[Value]],
-    layout: SequenceLayout,
-    patch: tuple[int, int],
+    required: Sequence[Condition], values: Mapping[str, Sequence[Value]], layout: SequenceLayout, patch: tuple[int, int]
 ) -> Conditions:
     """Pack the conditions of samples.
 

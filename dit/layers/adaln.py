@@ -4,6 +4,7 @@ Suffix S counts samples, or their noise levels if a sample has several (`Sequenc
 """
 
 import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -26,7 +27,6 @@ class RMSNorm(nn.Module):
 
     Args:
         gradient_covers: see `ParameterSharding`.
-        init: initial weights.
     """
 
     def __init__(
@@ -95,40 +95,30 @@ class SublayerModulation(NamedTuple):
 
     def gated_residual(self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout) -> Tensor:
         """Return x + gate * y."""
-        return self.kernels.residual(x_TD, *_with_gate(y_TD, self.gate_SD), layout.level_layout)
+        y_TD, bias_D = PendingBias.of(y_TD)
+        return self.kernels.residual(x_TD, y_TD, self.gate_SD, bias_D, layout.level_layout)
 
     def gated_residual_then_norm(
         self, following: "SublayerModulation", x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
         """Return x + gate * y, and the input of the following sub-layer."""
-        y_TD, gate_SD, bias_D = _with_gate(y_TD, self.gate_SD)
+        y_TD, bias_D = PendingBias.of(y_TD)
         into, rows = following.norm, layout.level_layout
-        return self.kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, into, rows)
+        return self.kernels.residual_norm_modulate(x_TD, y_TD, self.gate_SD, bias_D, into, rows)
 
     def residual_then_norm(
         self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
         """Return x + y for a previous sub-layer without a gate, and the input of this sub-layer."""
-        y_TD, gate_SD, bias_D = _with_gate(y_TD, None)
-        return self.kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, self.norm, layout.level_layout)
-
-
-def _with_gate(
-    y_TD: Tensor | PendingBias, gate_SD: Optional[Tensor]
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
-    """Return output, gate and bias of a sub-layer, in the order of the kernels' arguments."""
-    y_TD, bias_D = PendingBias.of(y_TD)
-    return y_TD, gate_SD, bias_D
+        return self._replace(gate_SD=None).gated_residual_then_norm(self, x_TD, y_TD, layout)
 
 
 class Modulation(nn.Module):
     """Linear(SiLU(c)) to shift, scale and gate of each sub-layer, zero-initialised (adaLN-Zero).
 
     Args:
-        hidden_size: width of the tokens.
         num_sublayers: number of sub-layers, each with its own shift, scale and gate.
         condition_size: width of the conditioning vector; None for `hidden_size`.
-        eps: epsilon of the layer norm.
         rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
         gated: whether sub-layers have a gate.
         per_token: whether the conditioning vectors belong to the local tokens instead of samples. The projection is
@@ -205,21 +195,6 @@ class ScaleGateModulation(nn.Module):
         return [SublayerModulation(none_SD, scale, gate.tanh(), self.eps, self.kernels) for scale, gate in pairs]
 
 
-class SelectedModulation(nn.Module):
-    """Modulations of some sub-layers, from a `Modulation` that several layers share.
-
-    Args:
-        sublayers: indices of the sub-layers.
-    """
-
-    def __init__(self, sublayers: slice) -> None:
-        super().__init__()
-        self.sublayers = sublayers
-
-    def forward(self, shared: Sequence[SublayerModulation]) -> Sequence[SublayerModulation]:
-        return shared[self.sublayers]
-
-
 class Approximator(nn.Module):
     """A network from the time and the index of a vector to this vector: shift, scale or gate of a sub-layer.
 
@@ -293,30 +268,21 @@ def index_features(count: int, size: int, device: torch.device) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], -1).float()
 
 
-class SharedModulation(nn.Module):
-    """Linear(SiLU(c)) to shift, scale and gate of all sub-layers, shared by all layers (see `TableModulation`).
+def shared_modulation(hidden_size: int, num_sublayers: int, provider: LayerProvider) -> nn.Sequential:
+    """Return Linear(SiLU(c)) to shift, scale and gate of all sub-layers in turn, for the tables of all layers.
 
     It is replicated over pipeline stages; gradients are summed over the stages. It is zero-initialised like the tables,
     so every gated residual starts as the identity, as in adaLN-Zero.
 
     Source: adaLN-single, Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
     """
-
-    def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider) -> None:
-        super().__init__()
-        self.linear = provider.replicated_linear(hidden_size, 3 * num_sublayers * hidden_size, bias=True, init=ZEROS)
-        replicate_on_all_stages(self.parameters())
-
-    def forward(self, cond_SD: Tensor) -> Tensor:
-        """Return `[S, 3 * num_sublayers * D]`: shift, scale and gate of each sub-layer in turn."""
-        return self.linear(nn.functional.silu(cond_SD))
+    linear = provider.replicated_linear(hidden_size, 3 * num_sublayers * hidden_size, bias=True, init=ZEROS)
+    replicate_on_all_stages(linear.parameters())
+    return nn.Sequential(OrderedDict(silu=nn.SiLU(), linear=linear))
 
 
 class TableModulation(nn.Module):
-    """One layer's learned table, added to the output of `SharedModulation`.
-
-    Source: adaLN-single, see `SharedModulation`.
-    """
+    """One layer's learned table, added to the output of `shared_modulation`."""
 
     def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider, *, eps: float = 1e-6) -> None:
         super().__init__()

@@ -12,8 +12,6 @@ class AlignmentHead(nn.Module):
     """Three linear layers with SiLU, replicated over tensor-parallel ranks; each rank projects its tokens.
 
     Args:
-        size: width of the hidden states.
-        inner: inner width.
         features: width of the teacher's features.
 
     Source: Yu et al. 2024 (REPA), arXiv:2410.06940, and `build_mlp` of its published code.

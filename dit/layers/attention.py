@@ -49,10 +49,12 @@ class WidthRMSNorm(nn.Module):
 
 
 def qk_norms(
-    heads: int, groups: int, head_size: int, provider: LayerProvider, *, eps: float, full_width: bool
+    heads: int, groups: int, head_size: int, provider: LayerProvider, *, eps: float, enabled: bool, width: bool = False
 ) -> tuple[nn.Module, nn.Module]:
-    """Return the norms of queries and keys: per head, or over the full width."""
-    if full_width:
+    """Return the norms of queries and keys: per head, over the full width, or identities if not `enabled`."""
+    if not enabled:
+        return nn.Identity(), nn.Identity()
+    if width:
         return WidthRMSNorm(heads, head_size, provider, eps=eps), WidthRMSNorm(groups, head_size, provider, eps=eps)
     return HeadRMSNorm(head_size, provider, eps=eps), HeadRMSNorm(head_size, provider, eps=eps)
 
@@ -118,12 +120,10 @@ class SelfAttention(nn.Module):
           group 0       group 1
 
     Args:
-        hidden_size: width of the tokens.
         num_heads: attention heads on all ranks.
         num_query_groups: key and value heads; num_heads / num_query_groups query heads share one (grouped-query
             attention, Ainslie et al. 2023, arXiv:2305.13245). Default: `num_heads`.
-        bias: whether the projections have biases.
-        qkv_bias: whether the projection to queries, keys and values has one. Default: `bias`.
+        qkv_bias: whether the projection to queries, keys and values has a bias. Default: `bias`.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
@@ -159,10 +159,9 @@ class SelfAttention(nn.Module):
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), returns_bias=True
         )
-        norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
-        if qk_layernorm:
-            norms = qk_norms(num_heads, groups, head_size, provider, eps=eps, full_width=norm_full_width)
-        self.q_layernorm, self.k_layernorm = norms
+        self.q_layernorm, self.k_layernorm = qk_norms(
+            num_heads, groups, head_size, provider, eps=eps, enabled=qk_layernorm, width=norm_full_width
+        )
 
     def forward(
         self,
@@ -200,13 +199,8 @@ class CrossAttention(nn.Module):
     queries of every rank need all of it. The key and value projection is split over tensor-parallel ranks by groups.
 
     Args:
-        hidden_size: width of the tokens.
         context_size: width of the text embeddings.
-        num_heads: attention heads on all ranks.
-        num_query_groups: key and value heads. Default: `num_heads`.
-        bias: whether the projections have biases.
-        qk_layernorm: normalise queries and keys per head.
-        norm_full_width: normalise them over the full width instead, as in `SelfAttention`.
+        num_heads, num_query_groups, qk_layernorm, norm_full_width: as in `SelfAttention`.
         zero_output: zero-initialise the output projection, for a residual without gate (PixArt-alpha, Chen et al. 2023,
             section 2.3).
         attention: the attention implementation of this process; replicated keys need no communication.
@@ -230,7 +224,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
         groups = num_heads if num_query_groups is None else num_query_groups
-        self.local_heads = provider.split(num_heads, "num_attention_heads")
+        self.local_heads = provider.split(num_heads, "heads of cross-attention")
         self.local_groups = provider.split(groups, "num_query_groups")
         head_size = hidden_size // num_heads
         square, rows = xavier_uniform(hidden_size, hidden_size), 2 * groups * head_size
@@ -242,10 +236,9 @@ class CrossAttention(nn.Module):
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, returns_bias=True
         )
-        norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
-        if qk_layernorm:
-            norms = qk_norms(num_heads, groups, head_size, provider, eps=eps, full_width=norm_full_width)
-        self.q_layernorm, self.k_layernorm = norms
+        self.q_layernorm, self.k_layernorm = qk_norms(
+            num_heads, groups, head_size, provider, eps=eps, enabled=qk_layernorm, width=norm_full_width
+        )
 
     def forward(
         self, x_TD: Tensor, context_KD: Tensor, layout: SequenceLayout, context_layout: SequenceLayout

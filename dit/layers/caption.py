@@ -17,11 +17,6 @@ from dit.layers.convolution import torch_init
 from dit.layout import SequenceLayout
 
 
-def mean_of_texts(x_KD: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the mean over the tokens of each text `[S, D]`, float32."""
-    return layout.sum_per_sample(x_KD.float()) / layout.lengths_S[:, None].clamp(min=1)
-
-
 def normalise_texts(x_KD: Tensor, layout: SequenceLayout, groups: int, epsilon: float = 1e-5) -> Tensor:
     """Normalise texts over (the channels of a group) x (the tokens of a text), in float32."""
     x_KGC = x_KD.float().unflatten(1, (groups, -1))

@@ -6,17 +6,12 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
+from dit.backends.init import ZEROS, normal
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import replicate_on_all_stages
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL, POOLED
-from dit.layers.embeddings import (
-    LabelEmbedder,
-    PooledTextEmbedder,
-    ScalarEmbedder,
-    TimestepEmbedder,
-    VectorEmbedder,
-)
+from dit.layers.embeddings import LabelEmbedder, PooledTextEmbedder, ScalarEmbedder, TimestepEmbedder, VectorEmbedder
 
 
 class Conditioner(nn.Module):
@@ -63,7 +58,7 @@ class Conditioner(nn.Module):
         )
         vector = partial(VectorEmbedder, POOLED.name, hidden_size=hidden_size, provider=provider, bias=bias)
         self.time = scalar(frequency_shift=frequency_shift)
-        self.interval = scalar(zero_output=True) if interval else None
+        self.interval = scalar(inits=(normal(0.02), ZEROS)) if interval else None
         self.label = None if num_classes is None else LabelEmbedder(num_classes, hidden_size, provider)
         self.text = None if context_size is None else PooledTextEmbedder(context_size, hidden_size, provider)
         self.guidance = None if guidance is None else scalar()

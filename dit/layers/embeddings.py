@@ -5,12 +5,14 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from dit.backends.init import ZEROS, normal, xavier_uniform
+from dit.backends.init import ZEROS, Init, normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT
-from dit.layers.convolution import torch_init
+from dit.layout import SequenceLayout
 
+Inits = tuple[Init, Init]
+NORMAL: Inits = (normal(0.02), normal(0.02))
 CONDITION_FEATURES = 256
 """Width of the sinusoid of the time and of every other scalar condition."""
 
@@ -33,7 +35,22 @@ def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *,
     return torch.cat([angle.cos(), angle.sin()], -1).float()
 
 
-class TimestepEmbedder(nn.Module):
+class EmbeddingMLP(nn.Module):
+    """Linear-SiLU-Linear, the last part of every embedder; `inits` are the initial weights of both linear layers."""
+
+    def __init__(
+        self, inputs: int, inner: int, size: int, provider: LayerProvider, *, bias: bool = True, inits: Inits = NORMAL
+    ) -> None:
+        super().__init__()
+        self.linear_1 = provider.replicated_linear(inputs, inner, bias=bias, init=inits[0])
+        self.linear_2 = provider.replicated_linear(inner, size, bias=bias, init=inits[1])
+
+    def project(self, features: Tensor) -> Tensor:
+        """Apply both linear layers to features of any precision."""
+        return self.linear_2(nn.functional.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
+
+
+class TimestepEmbedder(EmbeddingMLP):
     """Sinusoid of the scaled time, then Linear-SiLU-Linear (DiT).
 
     Args:
@@ -41,7 +58,7 @@ class TimestepEmbedder(nn.Module):
         features: width of the sinusoid.
         inner_size: width between the linear layers; None for `hidden_size`.
         frequency_shift: see `timestep_features`.
-        zero_output: whether the output starts at zero.
+        inits: see `EmbeddingMLP`.
     """
 
     def __init__(
@@ -54,53 +71,27 @@ class TimestepEmbedder(nn.Module):
         inner_size: Optional[int] = None,
         frequency_shift: int = 0,
         bias: bool = True,
-        zero_output: bool = False,
+        inits: Inits = NORMAL,
     ) -> None:
-        super().__init__()
+        super().__init__(features, inner_size or hidden_size, hidden_size, provider, bias=bias, inits=inits)
         self.features, self.time_scale, self.frequency_shift = features, time_scale, frequency_shift
-        inner_size = inner_size or hidden_size
-        self.linear_1 = provider.replicated_linear(features, inner_size, bias=bias, init=normal(0.02))
-        init = ZEROS if zero_output else normal(0.02)
-        self.linear_2 = provider.replicated_linear(inner_size, hidden_size, bias=bias, init=init)
 
     def forward(self, time_S: Tensor) -> Tensor:
         time_S = time_S.double() * self.time_scale
-        features = timestep_features(time_S, self.features, shift=self.frequency_shift).to(self.linear_1.weight.dtype)
-        return self.linear_2(nn.functional.silu(self.linear_1(features)))
+        return self.project(timestep_features(time_S, self.features, shift=self.frequency_shift))
 
 
-class TimeEmbedder(nn.Module):
-    """A sinusoid of the unscaled time, then Linear-SiLU-Linear.
-
-    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, appendix F, as in NVIDIA NeMo.
-    """
-
-    def __init__(self, hidden_size: int, provider: LayerProvider, *, features: int) -> None:
-        super().__init__()
-        self.features = features
-        self.linear_1 = provider.replicated_linear(features, hidden_size, bias=True, init=torch_init(features))
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=torch_init(hidden_size))
-
-    def forward(self, time_S: Tensor) -> Tensor:
-        features = timestep_features(time_S, self.features)
-        return self.linear_2(nn.functional.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
-
-
-class ScalarEmbedder(nn.Module):
+class ScalarEmbedder(EmbeddingMLP):
     """Sinusoids of several numbers per sample, concatenated, then Linear-SiLU-Linear.
 
     Source: Podell et al. 2023 (SDXL), arXiv:2307.01952, section 2.2.
     """
 
     def __init__(self, count: int, hidden_size: int, provider: LayerProvider) -> None:
-        super().__init__()
-        inputs = count * CONDITION_FEATURES
-        self.linear_1 = provider.replicated_linear(inputs, hidden_size, bias=True, init=normal(0.02))
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
+        super().__init__(count * CONDITION_FEATURES, hidden_size, hidden_size, provider)
 
     def forward(self, *numbers_S: Tensor) -> Tensor:
-        features = torch.cat([timestep_features(x_S, CONDITION_FEATURES) for x_S in numbers_S], -1)
-        return self.linear_2(nn.functional.silu(self.linear_1(features.to(self.linear_1.weight.dtype))))
+        return self.project(torch.cat([timestep_features(x_S, CONDITION_FEATURES) for x_S in numbers_S], -1))
 
 
 class LabelEmbedder(nn.Module):
@@ -114,29 +105,30 @@ class LabelEmbedder(nn.Module):
         return nn.functional.embedding(labels_S, self.weight)
 
 
-class PooledTextEmbedder(nn.Module):
+def mean_of_texts(x_KD: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the mean over the tokens of each text `[S, D]`, float32; zeros for empty texts (fixed packs)."""
+    return layout.sum_per_sample(x_KD.float()) / layout.lengths_S[:, None].clamp(min=1)
+
+
+class PooledTextEmbedder(EmbeddingMLP):
     """Mean of each sample's real text tokens, then Linear-SiLU-Linear; a learned vector replaces a missing text."""
 
     def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
-        super().__init__()
+        inits = xavier_uniform(context_size, hidden_size), normal(0.02)
+        super().__init__(context_size, hidden_size, hidden_size, provider, inits=inits)
         self.null = provider.parameter((context_size,), ZEROS)
-        init = xavier_uniform(context_size, hidden_size)
-        self.linear_1 = provider.replicated_linear(context_size, hidden_size, bias=True, init=init)
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:
         text = batch.conditions.get(CONTEXT.name)
         if text is None or text.layout is None:
-            pooled = self.null.expand(batch.layout.num_samples, -1)
-        else:
-            lengths = text.layout.lengths_S[:, None].float().clamp(min=1)  # a fixed pack has empty samples
-            pooled = (text.layout.sum_per_sample(text.values.float()) / lengths).to(self.null.dtype)
-            if text.dropped_S is not None:
-                pooled = torch.where(text.dropped_S[:, None], self.null, pooled)
-        return self.linear_2(nn.functional.silu(self.linear_1(pooled)))
+            return self.project(self.null.expand(batch.layout.num_samples, -1))
+        pooled = mean_of_texts(text.values, text.layout).to(self.null.dtype)
+        if text.dropped_S is not None:
+            pooled = torch.where(text.dropped_S[:, None], self.null, pooled)
+        return self.project(pooled)
 
 
-class VectorEmbedder(nn.Module):
+class VectorEmbedder(EmbeddingMLP):
     """Linear-SiLU-Linear on a vector per sample; a learned vector replaces a dropped or missing vector.
 
     Args:
@@ -156,19 +148,16 @@ class VectorEmbedder(nn.Module):
         bias: bool = True,
         learned_null: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(width, hidden_size, hidden_size, provider, bias=bias)
         self.condition = condition
         self.null = provider.parameter((width,), ZEROS) if learned_null else None
-        self.linear_1 = provider.replicated_linear(width, hidden_size, bias=bias, init=normal(0.02))
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=bias, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:
         condition = batch.conditions.get(self.condition)
         if condition is None:
             assert self.null is not None  # otherwise every pack has the condition
-            vectors = self.null.expand(batch.layout.num_samples, -1)
-        else:
-            vectors = condition.values.to(self.linear_1.weight.dtype)
-            if condition.dropped_S is not None and self.null is not None:
-                vectors = torch.where(condition.dropped_S[:, None], self.null, vectors)
-        return self.linear_2(nn.functional.silu(self.linear_1(vectors)))
+            return self.project(self.null.expand(batch.layout.num_samples, -1))
+        vectors = condition.values.to(self.linear_1.weight.dtype)
+        if condition.dropped_S is not None and self.null is not None:
+            vectors = torch.where(condition.dropped_S[:, None], self.null, vectors)
+        return self.project(vectors)

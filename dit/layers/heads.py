@@ -21,6 +21,7 @@ class FinalLayer(nn.Module):
         condition_size: width of the conditioning vector; None for `hidden_size`.
         shifted: modulate by shift and scale, otherwise by the scale only.
         bias: whether both linear layers have biases.
+        modulated: False if the layer receives its modulation.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 ("Transformer decoder").
     """
@@ -36,32 +37,33 @@ class FinalLayer(nn.Module):
         condition_size: Optional[int] = None,
         shifted: bool = True,
         bias: bool = True,
+        modulated: bool = True,
     ) -> None:
         super().__init__()
         self.eps, self.norm, self.kernels, self.shifted = eps, norm, provider.kernels, shifted
-        rows = (2 if shifted else 1) * hidden_size
-        self.modulation = provider.replicated_linear(condition_size or hidden_size, rows, bias=bias, init=ZEROS)
+        self.modulation: Optional[nn.Linear] = None
+        if modulated:
+            rows = (2 if shifted else 1) * hidden_size
+            self.modulation = provider.replicated_linear(condition_size or hidden_size, rows, bias=bias, init=ZEROS)
         self.linear = provider.replicated_linear(hidden_size, out_features, bias=bias, init=ZEROS)
 
-    def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
-        rows = self.modulation(nn.functional.silu(cond_SD))
-        shift_SD, scale_SD = rows.chunk(2, dim=-1) if self.shifted else (torch.zeros_like(rows), rows)
-        mod = SublayerModulation(shift_SD, scale_SD, None, self.eps, self.kernels)
+    def forward(self, x_TD: Tensor, condition: Tensor | Sequence[SublayerModulation], layout: SequenceLayout) -> Tensor:
+        """Return the prediction of the local tokens.
+
+        Args:
+            condition: conditioning vector of each sample; if the layer is not `modulated`, modulations, the last of
+                which is that of this layer.
+        """
+        if isinstance(condition, Tensor):
+            assert self.modulation is not None
+            rows = self.modulation(nn.functional.silu(condition))
+            shift_SD, scale_SD = rows.chunk(2, dim=-1) if self.shifted else (torch.zeros_like(rows), rows)
+            mod = SublayerModulation(shift_SD, scale_SD, None, self.eps, self.kernels)
+        else:
+            mod = condition[-1]
         if self.norm is not None:
             mod = self.norm.before(mod)
         return self.linear(mod.norm_modulate(x_TD, layout)[1])
-
-
-class ModulatedFinalLayer(nn.Module):
-    """`FinalLayer` for a modulation that another layer computes."""
-
-    def __init__(self, hidden_size: int, out_features: int, provider: LayerProvider, *, bias: bool = True) -> None:
-        super().__init__()
-        self.linear = provider.replicated_linear(hidden_size, out_features, bias=bias, init=ZEROS)
-
-    def forward(self, x_TD: Tensor, modulations: Sequence[SublayerModulation], layout: SequenceLayout) -> Tensor:
-        """Return the prediction, modulated by the last of `modulations`."""
-        return self.linear(modulations[-1].norm_modulate(x_TD, layout)[1])
 
 
 class TableFinalLayer(nn.Module):

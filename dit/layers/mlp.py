@@ -11,15 +11,23 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import Matrices, set_matrices
 from dit.layout import SequenceLayout
 
+GATED = Matrices(((2, 2),))
+"""Gates and values of SwiGLU, which alternate."""
+
 
 class MLP(nn.Module):
     """Linear, tanh-GELU, Linear (DiT)."""
 
+    kernel: ClassVar[str] = "gelu_tanh"
+    gated: ClassVar[bool] = False
+
     def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool = True) -> None:
         super().__init__()
-        init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.activation = provider.kernels.gelu_tanh
-        self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, returns_bias=True)
+        init, inner = xavier_uniform(hidden_size, ffn_hidden_size), ffn_hidden_size * (2 if self.gated else 1)
+        self.activation = getattr(provider.kernels, self.kernel)
+        self.linear_fc1 = provider.column_linear(hidden_size, inner, bias=bias, init=init, returns_bias=True)
+        if self.gated:
+            set_matrices(self.linear_fc1, GATED)
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, returns_bias=True)
 
     def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
@@ -31,11 +39,7 @@ class MLP(nn.Module):
         return self.linear_fc2(self.activation(*self.linear_fc1(x_TD)))
 
 
-GATED = Matrices(((2, 2),))
-"""Gates and values of SwiGLU, which alternate."""
-
-
-class SwiGLU(nn.Module):
+class SwiGLU(MLP):
     """Down(SiLU(gate(x)) * up(x)).
 
     The output features of the fused projection alternate (gate 0, up 0, gate 1, up 1, ...), so that every
@@ -44,21 +48,7 @@ class SwiGLU(nn.Module):
     Source: Shazeer 2020, arXiv:2002.05202, Eq. 6; Llama 3 (arXiv:2407.21783) without biases.
     """
 
-    kernel: ClassVar[str] = "swiglu"
-
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool = False) -> None:
-        super().__init__()
-        init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.activation = getattr(provider.kernels, self.kernel)
-        self.linear_fc1 = provider.column_linear(
-            hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, returns_bias=True
-        )
-        set_matrices(self.linear_fc1, GATED)
-        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, returns_bias=True)
-
-    def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
-        """Apply the layer to each token; `layout` is unused, see `MLP`."""
-        return self.linear_fc2(self.activation(*self.linear_fc1(x_TD)))
+    kernel, gated = "swiglu", True
 
 
 class GeGLU(SwiGLU):
@@ -67,5 +57,5 @@ class GeGLU(SwiGLU):
     kernel = "geglu_tanh"
 
 
-MLPS: Mapping[str, type[MLP | SwiGLU]] = {"gelu_tanh": MLP, "swiglu": SwiGLU}
+MLPS: Mapping[str, type[MLP]] = {"gelu_tanh": MLP, "swiglu": SwiGLU}
 """By the name of the activation's kernel."""

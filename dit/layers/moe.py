@@ -78,8 +78,6 @@ class MoE(nn.Module):
         scores_TE --select--> selected_TE --dispatch--> tokens of each expert --experts--> combine --> y_TD
 
     Args:
-        ffn_hidden_size: inner width of each expert.
-        router: `expert_choice` or `top_k`.
         capacity_factor: mean number of experts per token (`expert_choice`).
         top_k: experts of every token (`top_k`).
         aux_loss_coeff: weight of the balancing loss relative to the main loss (`top_k`).
@@ -119,7 +117,6 @@ class MoE(nn.Module):
         self.load = ExpertLoad(num_experts)
 
     def forward(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Route the local tokens through the experts."""
         run_pre_hooks(self.router)
         scores_TE = nn.functional.linear(x_TD.float(), self.router.weight.float()).softmax(-1)
         if self.routing == "expert_choice":

@@ -7,7 +7,7 @@ of all pictures, D width of the text tokens.
 """
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal, NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,43 @@ class ConditionedBranch(nn.Module):
         return self.convolution_2(y_NCHW)
 
 
+class ResidualBlock(nn.Module):
+    """Two convolutions after group norms and SiLU, plus a shortcut, which is a projection if the channels change.
+
+    Args:
+        condition_size: width of a conditioning vector, whose projection is added between the convolutions. The second
+            is then zero-initialised, so the block starts as the shortcut. None for no vector.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        groups: int,
+        provider: LayerProvider,
+        *,
+        epsilon: float,
+        condition_size: Optional[int] = None,
+    ) -> None:
+        super().__init__()
+        self.norm1 = GroupNorm(inputs, groups, provider, epsilon=epsilon)
+        self.conv1 = Convolution(inputs, outputs, provider)
+        self.condition: Optional[nn.Linear] = None
+        if condition_size is not None:
+            init = torch_init(condition_size)
+            self.condition = provider.replicated_linear(condition_size, outputs, bias=True, init=init)
+        self.norm2 = GroupNorm(outputs, groups, provider, epsilon=epsilon)
+        self.conv2 = Convolution(outputs, outputs, provider, init=None if condition_size is None else ZEROS)
+        self.conv_shortcut = None if inputs == outputs else Convolution(inputs, outputs, provider, size=1)
+
+    def forward(self, x_NCHW: Tensor, cond_ND: Optional[Tensor] = None) -> Tensor:
+        y_NCHW = self.conv1(self.norm1(x_NCHW, activate=True))
+        if self.condition is not None and cond_ND is not None:
+            y_NCHW = y_NCHW + self.condition(silu(cond_ND))[:, :, None, None]
+        y_NCHW = self.conv2(self.norm2(y_NCHW, activate=True))
+        return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW
+
+
 class TextNormAffine(nn.Module):
     """Learned scale and shift of text tokens that `dit.layers.caption` normalised, in float32."""
 
@@ -99,6 +136,15 @@ def pictures_of(x_TC: Tensor, like_NCHW: Tensor) -> Tensor:
     return x_TC.view(pictures, height, width, -1).permute(0, 3, 1, 2)
 
 
+class AttentionSizes(NamedTuple):
+    """Channels of the picture, width of the text tokens (None without text), heads, and groups of the norms."""
+
+    channels: int
+    context_size: Optional[int]
+    num_heads: int
+    groups: int
+
+
 class PictureAttention(nn.Module):
     """Attention of the positions of a picture to each other (self), to the text (cross), or to both at once (fused).
 
@@ -108,10 +154,6 @@ class PictureAttention(nn.Module):
 
     The output projection is zero-initialised, and its result is added to the picture.
 
-    Args:
-        channels: channels of the picture.
-        context_size: width of the text tokens; None for self-attention.
-
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4 and appendix D.3.1 (cross-attention by
     concatenating the text to keys and values); NVIDIA NeMo's Imagen for the norms.
     """
@@ -119,15 +161,13 @@ class PictureAttention(nn.Module):
     def __init__(
         self,
         kind: Literal["self", "cross", "fused"],
-        channels: int,
-        context_size: Optional[int],
-        num_heads: int,
-        groups: int,
+        sizes: AttentionSizes,
         provider: LayerProvider,
         attention: Attention,
     ) -> None:
         super().__init__()
-        self.kind, self.num_heads, self.attention = kind, num_heads, attention
+        channels, context_size, self.num_heads, groups = sizes
+        self.kind, self.attention = kind, attention
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return provider.replicated_linear(inputs, outputs, bias=True, init=torch_init(inputs))
@@ -147,31 +187,21 @@ class PictureAttention(nn.Module):
     def forward(self, x_NCHW: Tensor, context_KD: Optional[Tensor], texts: Optional[SequenceLayout]) -> Tensor:
         layout = picture_layout(x_NCHW)
         normed_TC = tokens_of(self.norm(x_NCHW))
-        kv_KC, layout_kv = self._keys_and_values(x_NCHW, normed_TC, layout, context_KD, texts)
+        layout_kv = layout
+        if self.kind == "self":
+            kv_KC = self.to_kv(normed_TC)
+        else:
+            assert context_KD is not None
+            assert texts is not None
+            kv_KC, layout_kv = self.context_to_kv(self.norm_context(context_KD).to(x_NCHW.dtype)), texts
+            if self.kind == "fused":
+                layout_kv = joint = joint_layout(texts, layout)
+                kv_KC = joint.join(kv_KC, self.to_kv(tokens_of(self.norm_kv(x_NCHW))))
         q_TNH, k_KNH, v_KNH = (
             x.unflatten(-1, (self.num_heads, -1)) for x in (self.to_q(normed_TC), *kv_KC.chunk(2, -1))
         )
         out_TC = self.attention(q_TNH, k_KNH, v_KNH, layout, layout_kv).flatten(1)
         return x_NCHW + pictures_of(self.to_out(out_TC), x_NCHW)
-
-    def _keys_and_values(
-        self,
-        x_NCHW: Tensor,
-        normed_TC: Tensor,
-        layout: SequenceLayout,
-        context_KD: Optional[Tensor],
-        texts: Optional[SequenceLayout],
-    ) -> tuple[Tensor, SequenceLayout]:
-        """Return the concatenated keys and values, and their layout."""
-        if self.kind == "self":
-            return self.to_kv(normed_TC), layout
-        assert context_KD is not None
-        assert texts is not None
-        text_kv_KC = self.context_to_kv(self.norm_context(context_KD).to(x_NCHW.dtype))
-        if self.kind == "cross":
-            return text_kv_KC, texts
-        joint = joint_layout(texts, layout)
-        return joint.join(text_kv_KC, self.to_kv(tokens_of(self.norm_kv(x_NCHW)))), joint
 
 
 class GatedFeedForward(nn.Module):
@@ -194,23 +224,12 @@ class GatedFeedForward(nn.Module):
 class StackedAttention(nn.Module):
     """Self-attention, cross-attention and feed-forward between two projections; the last is zero-initialised.
 
-    Args:
-        channels, context_size, num_heads, groups: as in `PictureAttention`.
-
     Source: Rombach et al. 2022, arXiv:2112.10752, the spatial transformer; NVIDIA NeMo's Imagen for the norms.
     """
 
-    def __init__(
-        self,
-        channels: int,
-        context_size: Optional[int],
-        num_heads: int,
-        groups: int,
-        provider: LayerProvider,
-        attention: Attention,
-    ) -> None:
+    def __init__(self, sizes: AttentionSizes, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
-        common = (channels, context_size, num_heads, groups, provider, attention)
+        channels, groups, common = sizes.channels, sizes.groups, (sizes, provider, attention)
         self.norm = GroupNorm(channels, groups, provider, fp32=True)
         self.to_inner = provider.replicated_linear(channels, channels, bias=True, init=torch_init(channels))
         self.self_attention = PictureAttention("self", *common)
@@ -229,17 +248,10 @@ class AttentionBlock(nn.Module):
     """An attention block of any kind, as the unit of FSDP and recompute."""
 
     def __init__(
-        self,
-        kind: AttentionKind,
-        channels: int,
-        context_size: Optional[int],
-        num_heads: int,
-        groups: int,
-        provider: LayerProvider,
-        attention: Attention,
+        self, kind: AttentionKind, sizes: AttentionSizes, provider: LayerProvider, attention: Attention
     ) -> None:
         super().__init__()
-        common = (channels, context_size, num_heads, groups, provider, attention)
+        common = sizes, provider, attention
         self.inner = StackedAttention(*common) if kind == "stacked" else PictureAttention(kind, *common)
 
     def forward(self, x_NCHW: Tensor, context_KD: Optional[Tensor], texts: Optional[SequenceLayout]) -> Tensor:

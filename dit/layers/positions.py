@@ -104,6 +104,34 @@ class RotaryPositions:
     axes: Optional[Sequence[int]] = None
     axis_names: Sequence[str] = AXES
 
+    def __post_init__(self) -> None:
+        if self.time_only and self.head_size % 2:
+            raise ConfigError(
+                f"a head of {self.head_size} features (hidden_size / num_attention_heads) has no pairs to rotate with "
+                "t; use an even head size, or model.layer_pattern=['full']"
+            )
+        if not self.time_only and (self.head_size % 2 or self.head_size < 6):
+            raise ConfigError(
+                f"a head of {self.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "
+                "and w; position_embedding='rope_3d' needs an even head size of at least 6"
+            )
+        if self.axes is not None:
+            names = self.axis_names
+            if len(self.axes) != len(names) or any(size % 2 for size in self.axes):
+                raise ConfigError(
+                    f"model.rope_axes={list(self.axes)} must be {len(names)} even numbers, one for each of "
+                    f"{', '.join(names)}; 0 for none"
+                )
+            if sum(self.axes) != self.head_size:
+                raise ConfigError(
+                    f"model.rope_axes={list(self.axes)} add up to {sum(self.axes)}, but a head has {self.head_size} "
+                    "features (hidden_size / num_attention_heads); they must be equal"
+                )
+        if len(self.factors) != 3:
+            raise ConfigError(
+                f"model.rope_factors={list(self.factors)} must be three numbers, for t, h and w; 1 for none"
+            )
+
     def pairs(self) -> tuple[int, ...]:
         """Return the number of feature pairs that rotate with each axis."""
         if self.axes is not None:
@@ -130,36 +158,6 @@ class RotaryPositions:
         """Return the rotation of tokens at (t, h, w) patch indices, and their indices on further axes."""
         angles = self.angles(positions_TA)[:, None]
         return Rotation(angles.cos().float(), angles.sin().float())
-
-
-def check_rope(rotary: RotaryPositions) -> None:
-    """Check the sizes of a rotary embedding."""
-    if rotary.time_only and rotary.head_size % 2:
-        raise ConfigError(
-            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pairs to rotate with t; "
-            "use an even head size, or model.layer_pattern=['full']"
-        )
-    if not rotary.time_only and (rotary.head_size % 2 or rotary.head_size < 6):
-        raise ConfigError(
-            f"a head of {rotary.head_size} features (hidden_size / num_attention_heads) has no pair for each of t, h "
-            "and w; position_embedding='rope_3d' needs an even head size of at least 6"
-        )
-    if rotary.axes is not None:
-        names = rotary.axis_names
-        if len(rotary.axes) != len(names) or any(size % 2 for size in rotary.axes):
-            raise ConfigError(
-                f"model.rope_axes={list(rotary.axes)} must be {len(names)} even numbers, one for each of "
-                f"{', '.join(names)}; 0 for none"
-            )
-        if sum(rotary.axes) != rotary.head_size:
-            raise ConfigError(
-                f"model.rope_axes={list(rotary.axes)} add up to {sum(rotary.axes)}, but a head has {rotary.head_size} "
-                "features (hidden_size / num_attention_heads); they must be equal"
-            )
-    if len(rotary.factors) != 3:
-        raise ConfigError(
-            f"model.rope_factors={list(rotary.factors)} must be three numbers, for t, h and w; 1 for none"
-        )
 
 
 class LearnedPositions(nn.Module):

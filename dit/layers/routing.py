@@ -4,7 +4,6 @@ Shape suffixes: E experts of a layer on all ranks, T tokens of the global pack (
 """
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -21,19 +20,6 @@ def expert_capacity(length: int, num_experts: int, capacity_factor: float) -> in
     return min(length, math.ceil(exact))
 
 
-@dataclass(frozen=True)
-class _Slots:
-    """Indices of the selected tokens in a pack that is sorted by sample, then by score, with padding last.
-
-    Attributes:
-        segment_T: sample of each token; padding counts as one more sample.
-        selected_J: indices, in the sorted order, of the first tokens of each sample, up to the capacity.
-    """
-
-    segment_T: Tensor
-    selected_J: Tensor
-
-
 @lru_cache(maxsize=16)
 def _slots(
     lengths: tuple[int, ...],
@@ -42,7 +28,13 @@ def _slots(
     device: torch.device,
     num_experts: int,
     capacity_factor: float,
-) -> _Slots:
+) -> tuple[Tensor, Tensor]:
+    """Return indices for a pack that is sorted by sample, then by score, with padding last.
+
+    Returns:
+        Sample of each token, where padding counts as one more sample; and indices, in the sorted order, of the first
+        tokens of each sample, up to the capacity.
+    """
     full = SequenceLayout(lengths, padded_lengths, total_tokens)
     segment_T = torch.where(full.valid_T, full.segment_ids_T, full.num_samples)
     first = 0
@@ -50,7 +42,7 @@ def _slots(
     for length in lengths:
         selected.append(torch.arange(first, first + expert_capacity(length, num_experts, capacity_factor)))
         first += length
-    return _Slots(to_device(segment_T, device), to_device(torch.cat(selected), device))
+    return to_device(segment_T, device), to_device(torch.cat(selected), device)
 
 
 def select_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: float) -> Tensor:
@@ -67,14 +59,14 @@ def select_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: fl
     Source: Zhou et al. 2022, arXiv:2202.09368, section 3.2, with the sample in place of the batch.
     """
     num_experts = scores_TE.shape[1]
-    slots = _slots(
+    segment_T, selected_J = _slots(
         layout.lengths, layout.padded_lengths, layout.total_tokens, scores_TE.device, num_experts, capacity_factor
     )
     # Two stable sorts: each column is ordered by sample, then by descending score, then by token.
     best_TE = scores_TE.detach().argsort(dim=0, descending=True, stable=True)
-    by_sample_TE = slots.segment_T[best_TE].argsort(dim=0, stable=True)
+    by_sample_TE = segment_T[best_TE].argsort(dim=0, stable=True)
     best_TE = best_TE.gather(0, by_sample_TE)
-    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best_TE[slots.selected_J], True)
+    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best_TE[selected_J], True)
 
 
 def select_experts(scores_TE: Tensor, valid_T: Tensor, top_k: int) -> Tensor:

@@ -3,6 +3,7 @@
 Shape suffixes: K text tokens of the pack, D width.
 """
 
+from collections import OrderedDict
 from typing import Optional
 
 import torch
@@ -35,7 +36,6 @@ class TextTokens(nn.Module):
     which avoids a host sync.
 
     Args:
-        context_size: width of the text embeddings.
         condition: name of the text condition, for a model with several.
         stream: whether the text passes through the layers like the image. Then its tokens are split under sequence
             parallelism, and only the first pipeline stage uses this module. Otherwise every layer reads these tokens.
@@ -83,35 +83,31 @@ class TextTokens(nn.Module):
         return context_KD, layout
 
 
-class TextProjection(nn.Module):
-    """Linear, tanh-GELU, Linear on every text token, once for all layers.
+def text_projection(
+    context_size: int, hidden_size: int, provider: LayerProvider, *, norm_eps: Optional[float] = None
+) -> nn.Sequential:
+    """Return Linear, tanh-GELU, Linear on every text token, once for all layers.
+
+    Like the null token, it is replicated over tensor-parallel ranks and pipeline stages.
 
     Args:
-        context_size: width of the text embeddings.
-        hidden_size: width of the tokens.
         norm_eps: epsilon of an RMSNorm after them, whose weights start at 0.01; None for no norm.
 
     Source: the caption embedder of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426; the norm is that of SANA.
     """
-
-    def __init__(
-        self, context_size: int, hidden_size: int, provider: LayerProvider, *, norm_eps: Optional[float] = None
-    ) -> None:
-        super().__init__()
-        init, square = (xavier_uniform(size, hidden_size) for size in (context_size, hidden_size))
-        # Like the null token, replicated over tensor-parallel ranks and pipeline stages.
-        covers: GradientCovers = "all_tokens"
-        self.linear_1 = provider.replicated_linear(
-            context_size, hidden_size, bias=True, init=init, gradient_covers=covers
+    covers: GradientCovers = "all_tokens"
+    linear_1, linear_2 = (
+        provider.replicated_linear(
+            size, hidden_size, bias=True, init=xavier_uniform(size, hidden_size), gradient_covers=covers
         )
-        self.linear_2 = provider.replicated_linear(
-            hidden_size, hidden_size, bias=True, init=square, gradient_covers=covers
-        )
-        self.norm: nn.Module = nn.Identity()
-        if norm_eps is not None:
-            start = Init("constant", 0.01)
-            self.norm = RMSNorm(hidden_size, provider, eps=norm_eps, gradient_covers=covers, init=start)
-        replicate_on_all_stages(self.parameters())
-
-    def forward(self, context_KD: Tensor) -> Tensor:
-        return self.norm(self.linear_2(nn.functional.gelu(self.linear_1(context_KD), approximate="tanh")))
+        for size in (context_size, hidden_size)
+    )
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        linear_1=linear_1, gelu=nn.GELU(approximate="tanh"), linear_2=linear_2
+    )
+    if norm_eps is not None:
+        start = Init("constant", 0.01)
+        layers["norm"] = RMSNorm(hidden_size, provider, eps=norm_eps, gradient_covers=covers, init=start)
+    projection = nn.Sequential(layers)
+    replicate_on_all_stages(projection.parameters())
+    return projection

@@ -2,7 +2,7 @@
 
 Under sequence parallelism with 2 tensor-parallel ranks (T local tokens of the context-parallel rank):
 
-    tokens 0 ... T-1 --shard_tokens--> rank 0: 0 ... T/2-1, rank 1: T/2 ... T-1 --gather_tokens--> 0 ... T-1
+    tokens 0 ... T-1 --shard_tokens--> rank 0: 0 ... T/2-1, rank 1: T/2 ... T-1 --unshard_tokens--> 0 ... T-1
 """
 
 from dataclasses import replace
@@ -19,7 +19,6 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import CONTROL
 from dit.joint_layout import JointLayout, joint_layout
-from dit.layers.adaln import LayerNorm
 from dit.layout import SequenceLayout
 
 
@@ -47,30 +46,22 @@ def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayou
     return layout.table(_padded, multiple) if layout.total_tokens % multiple else layout
 
 
-def unshard_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
-    """Gather the shards of `shard_tokens` inside the network: `[T / tp, D]` becomes `[T, D]`.
+def unshard_tokens(x_TD: Tensor, provider: LayerProvider, *, is_output: bool = False) -> Tensor:
+    """Gather the shards of `shard_tokens`: `[T / tp, D]` becomes `[T, D]`.
 
-    The ranks compute different functions of the gathered tokens, so the backward pass sums their gradients.
+    Inside the network, the ranks compute different functions of the gathered tokens, so the backward pass sums their
+    gradients. At its output, every tensor-parallel rank computes the same loss from all tokens, so the backward pass
+    selects the gradient of this rank's tokens.
     """
     if not provider.sequence_parallel:
         return x_TD
-    return gather_from_sequence_parallel_region(x_TD, tensor_parallel_output_grad=True, group=provider.tp_group)
+    group = provider.tp_group
+    return gather_from_sequence_parallel_region(x_TD, tensor_parallel_output_grad=not is_output, group=group)
 
 
 def gather_from_ranks(x_T: Tensor, group: ProcessGroup) -> Tensor:
     """Gather the local tokens of the ranks of a group, rank by rank; the backward pass sums their gradients."""
     return gather_from_sequence_parallel_region(x_T, group=group)
-
-
-def gather_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
-    """Gather the shards of `shard_tokens` at the output of the network: `[T / tp, D]` becomes `[T, D]`.
-
-    Every tensor-parallel rank computes the same loss from all tokens, so the backward pass does not sum: it selects
-    the gradient of this rank's tokens.
-    """
-    if not provider.sequence_parallel:
-        return x_TD
-    return gather_from_sequence_parallel_region(x_TD, tensor_parallel_output_grad=False, group=provider.tp_group)
 
 
 def to_next_stage(x_TD: Tensor) -> Tensor:
@@ -134,22 +125,6 @@ def last_leading(rows_KD: Tensor, joint: JointLayout) -> Tensor:
     """Return the last leading token of each sample, `[S, D]`, from all leading tokens `[K, D]`."""
     samples, count = joint.text.num_samples, joint.text.lengths[0]
     return rows_KD[: samples * count].unflatten(0, (samples, count))[:, -1]
-
-
-class TeacherToken(nn.Module):
-    """One token from the noised class token of a teacher: a linear layer and a layer norm.
-
-    Source: Wu et al. 2025 (REG), arXiv:2507.01467, and its published code.
-    """
-
-    def __init__(self, features: int, hidden_size: int, provider: LayerProvider) -> None:
-        super().__init__()
-        init = xavier_uniform(features, hidden_size)
-        self.linear = provider.replicated_linear(features, hidden_size, bias=True, init=init)
-        self.norm = LayerNorm(hidden_size, provider, eps=1e-6)
-
-    def forward(self, noised_SF: Tensor) -> Tensor:
-        return self.norm(self.linear(noised_SF.to(self.linear.weight.dtype)))
 
 
 class ClassTokens(nn.Module):

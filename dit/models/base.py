@@ -107,7 +107,6 @@ class Supports:
     fixed_packs: bool = False
 
     def abilities(self) -> dict[Ability, bool]:
-        """Return the flags by feature."""
         return {ability: getattr(self, ability.name.lower()) for ability in Ability}
 
     def __str__(self) -> str:
@@ -223,7 +222,6 @@ class ModelConfig(ABC):
         return getattr(self, "lora", None)
 
     def without_adapters(self) -> Self:
-        """Return the settings of the base model."""
         return self if self.adapters is None else self.with_adapters(None)
 
     def with_adapters(self, lora: Optional[LoRAConfig]) -> Self:
@@ -371,7 +369,6 @@ class Backbone(nn.Module, ABC):
             self.register_forward_hook(_append_uncertainty)
 
     def set_input_tensor(self, input_tensor: Tensor | list[Optional[Tensor]] | None) -> None:
-        """Set the activations of the previous pipeline stage."""
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def sum_over_context_ranks(self, x: Tensor) -> Tensor:

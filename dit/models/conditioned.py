@@ -9,6 +9,7 @@ from typing import Literal, Optional
 
 from dit.condition_table import CONTEXT, CONTROL, LABEL
 from dit.conditions import Condition
+from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 
 NullText = Literal["learned", "empty"]
@@ -59,7 +60,7 @@ class TextConditioned(ModelConfig):
 
 @dataclass(kw_only=True)
 class NullTextConditioned(TextConditioned):
-    """A model with a choice of the replacement of a dropped text.
+    """A model that attends to text, with a choice of the replacement of a dropped text.
 
     Attributes:
         null_text: replacement of a dropped text, also in guidance: a learned token, or the empty text's embedding, as
@@ -67,6 +68,15 @@ class NullTextConditioned(TextConditioned):
     """
 
     null_text: NullText = "learned"
+
+    def text_size(self) -> int:
+        """Return the width of the text embeddings, which the model needs."""
+        if self.context_size is None:
+            raise ConfigError(
+                f"model.context_size=None, but {type(self).__name__} attends to text; set it to the width of the text "
+                "embeddings (1024 for T5-large), or use the DiT backbone, which needs no text"
+            )
+        return self.context_size
 
     def conditions(self) -> tuple[Condition, ...]:
         null = NULLS[self.null_text]

@@ -1,9 +1,8 @@
 """Settings common to the backbones with text cross-attention, and their checks."""
 
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import ClassVar, Optional
 
-from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
 from dit.models.conditioned import ClassConditioned, NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig, check_query_groups
@@ -20,6 +19,9 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
         fps_conditioning, size_conditioning: condition on the frame rate, and on height, width and duration.
     """
 
+    norm_full_width: ClassVar[bool] = False
+    """Norms of queries and keys span all heads, and their weights are split with the heads."""
+
     in_channels: int = 16
     context_size: Optional[int] = 1024
     num_layers: int = 12
@@ -31,11 +33,8 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
     def check_sizes(self) -> None:
         super().check_sizes()
         check_query_groups(self.num_attention_heads, self.num_query_groups)
-        if self.context_size is None:
-            raise ConfigError(
-                "model.context_size=None, but every layer of this backbone attends to text; set it to the width of the "
-                "text embeddings (1024 for T5-large), or use the DiT backbone, which needs no text"
-            )
+        self.text_size()
 
     def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), num_query_groups=self.num_query_groups, qk_layernorm=self.qk_layernorm)
+        qk_layernorm = self.qk_layernorm and not self.norm_full_width  # Megatron-Core sums the gradients of replicas
+        return replace(super().megatron_sizes(), num_query_groups=self.num_query_groups, qk_layernorm=qk_layernorm)

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
-from dit.layers.adaln import SharedModulation
+from dit.layers.adaln import shared_modulation
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import TableFinalLayer
-from dit.layers.text import TextProjection, TextTokens
+from dit.layers.text import TextTokens, text_projection
 from dit.layers.tokens import PatchEmbedding
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
@@ -33,8 +33,13 @@ class AttentionOptions(TypedDict, total=False):
 
 def attention_options(config: CrossAttentionModelConfig, **others: Unpack[AttentionOptions]) -> AttentionOptions:
     """Return the options that follow from the settings, and others, which take precedence."""
-    groups, eps = config.num_query_groups, config.layernorm_epsilon
-    return {"num_query_groups": groups, "qk_layernorm": config.qk_layernorm, "eps": eps, **others}
+    return {
+        "num_query_groups": config.num_query_groups,
+        "qk_layernorm": config.qk_layernorm,
+        "norm_full_width": config.norm_full_width,
+        "eps": config.layernorm_epsilon,
+        **others,
+    }
 
 
 class CrossStack(TokenStack[Config]):
@@ -45,7 +50,6 @@ class CrossStack(TokenStack[Config]):
     ) -> None:
         super().__init__(config, provider, stage, attention)
         size, side = config.hidden_size, config.patch_spatial
-        assert config.context_size is not None
         self.conditioner = Conditioner(
             size,
             provider,
@@ -54,7 +58,7 @@ class CrossStack(TokenStack[Config]):
             fps=config.fps_conditioning,
             size_patch=(config.patch_temporal, side, side) if config.size_conditioning else None,
         )
-        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
+        self.text = TextTokens(config.text_size(), provider, learned_null=config.null_text == "learned")
         if stage.first:
             self.embed = PatchEmbedding(config.input_features, size, provider)
 
@@ -90,9 +94,8 @@ class SharedModulationStack(CrossStack[Config]):
     ) -> None:
         super().__init__(config, provider, stage)
         size = config.hidden_size
-        assert config.context_size is not None
-        self.modulation = SharedModulation(size, num_sublayers, provider)
-        self.text_projection = TextProjection(config.context_size, size, provider, norm_eps=text_norm_eps)
+        self.modulation = shared_modulation(size, num_sublayers, provider)
+        self.text_projection = text_projection(config.text_size(), size, provider, norm_eps=text_norm_eps)
         self.layers = nn.ModuleDict({str(i): build_layer(i) for i in stage.layers})
         if stage.last:
             self.head = TableFinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)

@@ -57,7 +57,6 @@ class ExpertOptions(TransformerModelConfig):
 
     @property
     def expert_size(self) -> int:
-        """Inner width of one expert."""
         return self.ffn_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     def megatron_sizes(self) -> TransformerSizes:

@@ -59,7 +59,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
 
     @property
     def vector_size(self) -> int:
-        """Width of the conditioning vector."""
         return 4 * self.hidden_size
 
     @property
@@ -78,11 +77,14 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         return {self.channels[level] for level in self.attention_levels}
 
     @property
+    def orders_frames(self) -> bool:
+        return False  # clips are refused
+
+    @property
     def side_multiple(self) -> int:
         return 2 ** (len(self.channel_multipliers) - 1)
 
     def heads(self, channels: int) -> int:
-        """Return the number of attention heads for this number of channels."""
         return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
     @property

@@ -1,9 +1,12 @@
 """Common base of Imagen's two UNets: conditioning, and conversion of packs to pictures and back."""
 
+import math
 from abc import abstractmethod
+from functools import partial
+from typing import Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
@@ -12,11 +15,41 @@ from dit.errors import BatchError
 from dit.kernels.attention import Attention
 from dit.kernels.stable_attention import stable_attention
 from dit.layers.caption import Caption
-from dit.layers.convolution import Convolution, as_pictures, as_tokens
-from dit.layers.embeddings import LabelEmbedder, TimeEmbedder
-from dit.layers.picture_blocks import BlockConditions
+from dit.layers.convolution import Convolution, as_pictures, as_tokens, torch_init
+from dit.layers.dropout import Dropout
+from dit.layers.embeddings import LabelEmbedder, TimestepEmbedder
+from dit.layers.picture_blocks import AttentionBlock, BlockConditions, ConditionedBranch
 from dit.models.base import Backbone, Stage
 from dit.models.imagen_config import ImagenConfig
+
+
+class ResidualBlock(nn.Module):
+    """A conditioned branch plus a shortcut, which is a projection if the number of channels changes.
+
+    Args:
+        scaled: always project the input, and divide it by sqrt(2) (Efficient UNet).
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        config: ImagenConfig,
+        provider: LayerProvider,
+        *,
+        dropout: Optional[Dropout] = None,
+        scaled: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = inputs, outputs, config.vector_size, config.norm_num_groups
+        self.branch, self.scaled = ConditionedBranch(*sizes, provider, dropout=dropout), scaled
+        projects = scaled or inputs != outputs
+        self.shortcut = Convolution(inputs, outputs, provider, size=1) if projects else None
+
+    def forward(self, x_NCHW: Tensor, vector_NE: Tensor, dropout_N: Optional[Tensor] = None) -> Tensor:
+        y_NCHW = self.branch(x_NCHW, vector_NE, dropout_N)
+        x_NCHW = x_NCHW if self.shortcut is None else self.shortcut(x_NCHW)
+        return y_NCHW + (x_NCHW * math.sqrt(0.5) if self.scaled else x_NCHW)
 
 
 class ImagenNetwork(Backbone):
@@ -26,25 +59,26 @@ class ImagenNetwork(Backbone):
         condition_size: width of the text tokens for attention.
     """
 
-    def __init__(self, config: ImagenConfig, condition_size: int, provider: LayerProvider, stage: Stage) -> None:
+    fsdp_units = (ResidualBlock, AttentionBlock)
+    compiled_units = (ResidualBlock,)
+
+    def __init__(
+        self, config: ImagenConfig, condition_size: int, provider: LayerProvider, attention: Attention, stage: Stage
+    ) -> None:
         super().__init__(stage)
         self.config = provider.config
+        self.attention = stable_attention if config.stable_attention else attention
         self.side_multiple = config.side_multiple
         self.attends_to_text = config.attention_type != "self"
-        size = config.vector_size
-        self.time = TimeEmbedder(size, provider, features=config.hidden_size)
-        self.augmentation = None
-        if config.noise_augmentation:
-            self.augmentation = TimeEmbedder(size, provider, features=config.hidden_size)
+        size, features = config.vector_size, config.hidden_size
+        inits = torch_init(features), torch_init(size)
+        embedder = partial(TimestepEmbedder, size, provider, time_scale=1.0, features=features, inits=inits)
+        self.time = embedder()
+        self.augmentation = embedder() if config.noise_augmentation else None
         self.caption = None
         if config.context_size is not None:
-            self.caption = Caption(
-                config.context_size,
-                condition_size,
-                size,
-                provider,
-                groups=config.norm_num_groups if self.attends_to_text else None,
-            )
+            groups = config.norm_num_groups if self.attends_to_text else None
+            self.caption = Caption(config.context_size, condition_size, size, provider, groups=groups)
         self.label = None if config.num_classes is None else LabelEmbedder(config.num_classes, size, provider)
         self.reads_low_resolution = config.low_resolution_factor is not None
         inputs = config.token_channels * (2 if self.reads_low_resolution else 1)
@@ -80,8 +114,3 @@ class ImagenNetwork(Backbone):
     @abstractmethod
     def predict(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         """Return the prediction `[N, token_channels, H, W]` from the first convolution's output."""
-
-
-def select_attention(config: ImagenConfig, attention: Attention) -> Attention:
-    """Return the attention of the run, or stable attention if the model's settings select it."""
-    return stable_attention if config.stable_attention else attention

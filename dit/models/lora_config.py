@@ -33,7 +33,6 @@ class LoRAConfig:
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def validate(self) -> None:
-        """Check the range of every field."""
         check_ranges("model.lora", self, {"rank": WIDTH, "alpha": POSITIVE})
         if not self.targets:
             raise ConfigError(f"model.lora.targets is empty; name linear layers, such as [{BLOCK_LINEARS}]")

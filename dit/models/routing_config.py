@@ -39,7 +39,6 @@ class RoutingConfig:
         return range(self.first_layers, num_layers - self.last_layers)
 
     def validate(self, num_layers: int) -> None:
-        """Check the range of every field, and that there is a middle."""
         layers = dict.fromkeys(("first_layers", "last_layers"), whole(0, 1000))
         check_ranges("model.routing", self, {"share": SHARE_BELOW_1, **layers, "path_dropout": SHARE})
         if self.rejoin == "unchanged":

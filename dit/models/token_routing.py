@@ -144,7 +144,6 @@ class TokenRouting(nn.Module):
         return selected.join(leading_K, self._gather(x_T).index_select(0, index_T))
 
     def _gather(self, x_T: Tensor) -> Tensor:
-        """Gather the tokens of the context-parallel ranks."""
         return x_T if self.context is None else gather_from_ranks(x_T, self.context.group)
 
     def _places(self, layout: SequenceLayout, tokens: Tensor) -> Tensor:

@@ -30,13 +30,12 @@ from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
 from dit.layers.tokens import (
     ClassTokens,
-    TeacherToken,
     from_previous_stage,
-    gather_tokens,
     join_leading,
     last_leading,
     shard_tokens,
     to_next_stage,
+    unshard_tokens,
     with_control,
     with_leading,
 )
@@ -75,7 +74,7 @@ class TokenStack(Backbone, Generic[Config]):
         self.rotary = config.rotary()
         self.middle, self.routing = range(0), None
         self.class_tokens: Optional[ClassTokens] = None
-        self.teacher_token: Optional[TeacherToken] = None
+        self.teacher_token: Optional[nn.Module] = None
         self.value_weights: Optional[nn.Parameter] = None
         if isinstance(config, TokenRouted) and config.routing is not None:
             assert attention is not None
@@ -110,17 +109,9 @@ class TokenStack(Backbone, Generic[Config]):
         """Return the positions of the fixed sine-cosine embedding; a subclass may scale them."""
         return positions_T3
 
-    def predict(
-        self,
-        x_TD: Tensor,
-        cond_SD: Tensor,
-        inputs_TC: Tensor,
-        time_S: Tensor,
-        layout: SequenceLayout,
-        batch: PackedBatch,
-    ) -> Tensor:
-        """Return the prediction of the local tokens from the output of the blocks."""
-        return self.head(x_TD, cond_SD, layout)
+    def head_input(self, cond_SD: Tensor, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Any:
+        """Return the input of the head between the tokens and their layout."""
+        return cond_SD
 
     def rotation(self, batch: PackedBatch) -> Optional[Rotation]:
         """Return the rotation of queries and keys, for the tokens of all tensor-parallel ranks."""
@@ -139,7 +130,7 @@ class TokenStack(Backbone, Generic[Config]):
             pack, joint = with_leading(batch, 1, self.provider)
             layout, (positions_T3,) = shard_tokens(joint, self.provider, pack.positions_T3)
             if self.teacher_token is not None:
-                token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values)
+                token_SD = self.teacher_token(batch.conditions[TEACHER_TOKEN.name].values.to(x_TD.dtype))
                 x_TD = join_leading(joint.text.per_token(token_SD), x_TD, joint, self.provider)
         inputs = self.layer_inputs(cond_SD, positions_T3, layout, pack)
         aligned = self.aligned_layer if TEACHER.name in batch.conditions else None
@@ -182,13 +173,12 @@ class TokenStack(Backbone, Generic[Config]):
         x_TD, _ = run(after, x_TD, inputs, values_TGH)
         if not self.post_process:
             return to_next_stage(with_columns(x_TD, columns_T1))
-        out_TC = self.predict(x_TD, cond_SD, inputs_TC, time_S, layout, batch)
-        out_TC = gather_tokens(with_columns(out_TC, columns_T1), self.provider)
+        out_TC = self.head(x_TD, self.head_input(cond_SD, inputs_TC, time_S, batch), layout)
+        out_TC = unshard_tokens(with_columns(out_TC, columns_T1), self.provider, is_output=True)
         layout = layout.gathered
         return self._of_samples(out_TC, layout, batch) if isinstance(layout, JointLayout) else out_TC
 
     def _received(self, layout: SequenceLayout) -> tuple[Tensor, list[Tensor]]:
-        """Return the tokens and the columns of the previous pipeline stage."""
         x_TD, size = from_previous_stage(self.input_tensor), self.model_config.hidden_size
         columns_T1 = [x_TD[:, size:]] if x_TD.shape[1] > size else []
         if columns_T1:

@@ -147,7 +147,6 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 
     @property
     def head_size(self) -> int:
-        """Features per head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
@@ -157,7 +156,6 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 
     @property
     def output_features(self) -> int:
-        """Width of the output layer: predicted channels per patch."""
         return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
 
     def validate(self) -> None:
@@ -169,11 +167,11 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         check_numbers(self)
         if self.lora is not None:
             self.lora.validate()
-        if self.lora is not None and self.base_width is not None:
-            raise ConfigError(
-                f"model.base_width={self.base_width} scales the training of all weights, but model.lora trains only "
-                "adapters; use model.base_width=null"
-            )
+            if self.base_width is not None:
+                raise ConfigError(
+                    f"model.base_width={self.base_width} scales the training of all weights, but model.lora trains "
+                    "only adapters; use model.base_width=null"
+                )
         if self.hidden_size % self.num_attention_heads:
             fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0 and n <= 64]
             raise ConfigError(
@@ -208,17 +206,15 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         Args:
             time_only: whether all features of a head rotate with t, for temporal attention.
         """
-        from dit.layers.positions import RotaryPositions, check_rope
+        from dit.layers.positions import RotaryPositions
 
         if self.position_embedding != "rope_3d" and not time_only:
             return None
         axes: Optional[list[int]] = getattr(self, "rope_axes", None)  # features of each of `position_axes`
         factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
-        positions = RotaryPositions(
+        return RotaryPositions(
             self.head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes, self.position_axes
         )
-        check_rope(positions)
-        return positions
 
     def megatron_sizes(self) -> TransformerSizes:
         return TransformerSizes(

@@ -115,7 +115,8 @@ class FluxReference:
             indices = [(0, 0, 0)] * len(given) + patch_indices(grid)
             by = turns(indices, self.head_size, config, config.rope_axes)
         else:
-            image = image + position_features(grid, config.hidden_size, config.position_embedding)
+            kind, crop = config.position_embedding, config.position_crop
+            image = image + position_features(grid, config.hidden_size, kind, crop=crop)
         for i in range(config.num_joint_layers):
             text, image = self.joint_block(text, image, conds, by, f"layers.{i}")
         x, cond = torch.cat([text, image]), torch.cat([conds["text"], conds["image"]])

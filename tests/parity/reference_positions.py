@@ -26,7 +26,9 @@ def waves(position: float, width: int) -> list[float]:
     return [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
 
 
-def position_features(grid: Grid, size: int, kind: str, span: Optional[float] = None) -> Tensor:
+def position_features(
+    grid: Grid, size: int, kind: str, span: Optional[float] = None, crop: Optional[Sequence[int]] = None
+) -> Tensor:
     """Return the position features added to the tokens of one sample, `[n, size]`.
 
     `sincos_2d`: w in the first half of the features, h in the second. `sincos_3d`: an even third for time (so that four
@@ -34,14 +36,19 @@ def position_features(grid: Grid, size: int, kind: str, span: Optional[float] = 
 
     Args:
         span: indices that the height and the width of the sample span; None for one per patch.
+        crop: side of a square in patches and number of indices it spans; the sample is in its middle.
     """
     stretch = [1.0, 1.0, 1.0] if span is None else [1.0, span / grid[1], span / grid[2]]
+    start = [0, 0, 0]
+    if crop is not None:
+        start = [0, (crop[0] - grid[1]) // 2, (crop[0] - grid[2]) // 2]
+        stretch = [1.0, crop[1] / crop[0], crop[1] / crop[0]]
     time = 2 * (size // 6)
     while (size - time) % 4:
         time -= 1
     rows = []
     for index in patch_indices(grid):
-        t, h, w = (i * factor for i, factor in zip(index, stretch))
+        t, h, w = ((i + first) * factor for i, first, factor in zip(index, start, stretch))
         if kind == "sincos_2d":
             rows.append(waves(w, size // 2) + waves(h, size // 2))
         else:

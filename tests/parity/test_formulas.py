@@ -106,6 +106,7 @@ FAMILIES = {
             "default": {},
             "guidance": {"guidance": 3.5, "time_scale": 30.0},
             "sincos_3d": {"position_embedding": "sincos_3d", "rope_axes": [16, 56, 56]},
+            "crop": {"position_embedding": "sincos_3d", "rope_axes": [16, 56, 56], "position_crop": [12, 4]},
             "constants": {"layernorm_epsilon": 1e-2, "rope_theta": 50.0, "out_channels": 5, "patch_temporal": 2},
             "single": {"num_joint_layers": 1, "num_single_layers": 3, "rope_axes": [4, 4, 4]},
             "rope_ntk": {"rope_factors": [2.0, 1.5, 3.0]},

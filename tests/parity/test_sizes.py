@@ -412,7 +412,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], list[str]]]] = {
         ({"position_embedding": "rope_3d"}, ["position_embedding='rope_3d'", "'none', 'sincos_2d', 'sincos_3d'"]),
     ],
     "prx": [
-        ({"context_size": None}, ["PRX needs text"]),
+        ({"context_size": None}, ["PRXConfig attends to text"]),
         ({"rope_axes": [0, 32, 30]}, ["add up to 62"]),
         ({"rope_axes": [0]}, ["3 even"]),
     ],

@@ -1,6 +1,7 @@
 """The discriminator of an autoencoder's reconstructions."""
 
 import math
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,10 @@ NEGATIVE_SLOPE = 0.2
 INIT = normal(0.02)
 
 
-class NormedConvolution(nn.Module):
-    """A 4 x 4 convolution and a group norm."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int, provider: LayerProvider) -> None:
-        super().__init__()
-        self.convolution = Convolution(inputs, outputs, provider, size=4, stride=stride, bias=False, init=INIT)
-        self.norm = GroupNorm(outputs, math.gcd(outputs, MAX_GROUPS), provider)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return self.norm(self.convolution(x_NCHW))
+def _normed_convolution(inputs: int, outputs: int, stride: int, provider: LayerProvider) -> nn.Sequential:
+    convolution = Convolution(inputs, outputs, provider, size=4, stride=stride, bias=False, init=INIT)
+    norm = GroupNorm(outputs, math.gcd(outputs, MAX_GROUPS), provider)
+    return nn.Sequential(OrderedDict(convolution=convolution, norm=norm))
 
 
 class Discriminator(nn.Module):
@@ -37,9 +32,6 @@ class Discriminator(nn.Module):
 
     Leaky ReLUs follow all convolutions but the last. The last two have a stride of 1, which makes
     the picture one pixel smaller.
-
-    Args:
-        token_side: height and width of a token in pixels.
 
     Source: Isola et al. 2017, arXiv:1611.07004, appendix 6.1.2. Deviations: group norms instead of batch norms, whose
     statistics would depend on the micro-batch; no bias of the scores, because its gradient is zero while all scores are
@@ -51,7 +43,7 @@ class Discriminator(nn.Module):
         self.token_side, self.smallest = token_side, sizes.smallest_side
         (_, width, stride), *normed, (last_width, scores, _) = sizes.convolutions(channels)
         self.first = Convolution(channels, width, provider, size=4, stride=stride, init=INIT)
-        self.layers = nn.ModuleList(NormedConvolution(*convolution, provider) for convolution in normed)
+        self.layers = nn.ModuleList(_normed_convolution(*convolution, provider) for convolution in normed)
         self.last = Convolution(last_width, scores, provider, size=4, bias=False, init=INIT)
 
     def forward(self, x_SthwC: Tensor, y_SthwC: Tensor) -> Tensor:

@@ -15,29 +15,10 @@ from torch.nn.functional import embedding, interpolate
 from dit.backends.init import uniform
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import segment_sdpa
-from dit.layers.convolution import Convolution, GroupNorm, torch_init
-from dit.layout import SequenceLayout
+from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
+from dit.layers.picture_blocks import ResidualBlock, pictures_of, tokens_of
 
 NORM_EPSILON = 1e-6
-
-
-class ResidualBlock(nn.Module):
-    """Two convolutions after norms, plus a shortcut, which is a projection if the number of channels changes."""
-
-    def __init__(self, inputs: int, outputs: int, groups: int, provider: LayerProvider) -> None:
-        super().__init__()
-        self.norm1 = GroupNorm(inputs, groups, provider, epsilon=NORM_EPSILON)
-        self.conv1 = Convolution(inputs, outputs, provider)
-        self.norm2 = GroupNorm(outputs, groups, provider, epsilon=NORM_EPSILON)
-        self.conv2 = Convolution(outputs, outputs, provider)
-        self.conv_shortcut: Optional[Convolution] = None
-        if inputs != outputs:
-            self.conv_shortcut = Convolution(inputs, outputs, provider, size=1)
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        y_NCHW = self.conv1(self.norm1(x_NCHW, activate=True))
-        y_NCHW = self.conv2(self.norm2(y_NCHW, activate=True))
-        return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW
 
 
 class AttentionBlock(nn.Module):
@@ -51,13 +32,11 @@ class AttentionBlock(nn.Module):
         )
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        pictures, _, height, width = x_NCHW.shape
-        y_TC = self.group_norm(x_NCHW).permute(0, 2, 3, 1).flatten(0, 2)
+        y_TC, layout = tokens_of(self.group_norm(x_NCHW)), picture_layout(x_NCHW)
         # Pictures of a batch have equal sizes, so attention is dense; other kernels do not support one wide head.
-        layout = SequenceLayout.from_lengths([height * width] * pictures, device=x_NCHW.device)
         q_T1C, k_T1C, v_T1C = (linear(y_TC)[:, None] for linear in (self.to_q, self.to_k, self.to_v))
         y_TC = self.to_out(segment_sdpa(q_T1C, k_T1C, v_T1C, layout, layout)[:, 0])
-        return x_NCHW + y_TC.view(pictures, height, width, -1).permute(0, 3, 1, 2)
+        return x_NCHW + pictures_of(y_TC, x_NCHW)
 
 
 class MidBlock(nn.Module):
@@ -65,7 +44,9 @@ class MidBlock(nn.Module):
 
     def __init__(self, channels: int, groups: int, provider: LayerProvider, *, attention: bool) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(ResidualBlock(channels, channels, groups, provider) for _ in range(2))
+        self.resnets = nn.ModuleList(
+            ResidualBlock(channels, channels, groups, provider, epsilon=NORM_EPSILON) for _ in range(2)
+        )
         self.attentions = nn.ModuleList([AttentionBlock(channels, groups, provider)] if attention else [])
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
@@ -86,7 +67,8 @@ class Resolution(nn.Module):
     ) -> None:
         super().__init__()
         self.resnets = nn.ModuleList(
-            ResidualBlock(outputs if i else inputs, outputs, groups, provider) for i in range(layers)
+            ResidualBlock(outputs if i else inputs, outputs, groups, provider, epsilon=NORM_EPSILON)
+            for i in range(layers)
         )
         self.downsampler = (
             Convolution(outputs, outputs, provider, stride=2, pad_after=True) if resample == "down" else None
@@ -120,7 +102,6 @@ class Codebook(nn.Module):
     objective trains these. Entries are float32 even in a model of half precision.
 
     Args:
-        size: number of entries.
         channels: width of a vector and of an entry.
 
     Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 1-3; initial entries: Esser et al. 2021, arXiv:2012.09841.

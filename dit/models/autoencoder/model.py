@@ -11,17 +11,10 @@ from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm
+from dit.layers.picture_blocks import ResidualBlock
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.autoencoder.discriminator import Discriminator
-from dit.models.autoencoder.layer import (
-    NORM_EPSILON,
-    AttentionBlock,
-    Codebook,
-    MidBlock,
-    ResidualBlock,
-    resolutions,
-    to_pictures,
-)
+from dit.models.autoencoder.layer import NORM_EPSILON, AttentionBlock, Codebook, MidBlock, resolutions, to_pictures
 from dit.models.base import Backbone, Stage
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)

@@ -103,12 +103,6 @@ class Block(nn.Module):
         return self.attention(y_NCHW + self.condition(silu(cond_ND))[:, :, None, None])
 
 
-def concat_skip(x_NCHW: Tensor, skip_NCHW: Tensor) -> Tensor:
-    """Resize pictures bilinearly (aligned corners) to the size of the skip connection, and concatenate both."""
-    enlarged_NCHW = interpolate(x_NCHW, skip_NCHW.shape[-2:], mode="bilinear", align_corners=True)
-    return torch.cat([skip_NCHW, enlarged_NCHW], 1)
-
-
 TIME_SCALE = 1000.0
 """Number of timesteps between time 0 and 1."""
 
@@ -170,5 +164,7 @@ class DDPMUNet(Backbone):
         for block in self.mid_blocks:
             x_NCHW = block(x_NCHW)
         for block in self.up_blocks:
-            x_NCHW = block(concat_skip(x_NCHW, skips.pop()), cond_ND)
+            skip_NCHW = skips.pop()
+            x_NCHW = interpolate(x_NCHW, skip_NCHW.shape[-2:], mode="bilinear", align_corners=True)
+            x_NCHW = block(torch.cat([skip_NCHW, x_NCHW], 1), cond_ND)
         return as_tokens(self.last(x_NCHW), batch)

@@ -36,26 +36,21 @@ class DiTLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.returns_values = returns_values
+        size, heads = config.hidden_size, config.num_attention_heads
         bias, eps = config.add_bias, config.layernorm_epsilon
-        self.modulation = Modulation(config.hidden_size, 2, provider, bias=bias, eps=eps, per_token=per_token)
+        self.modulation = Modulation(size, 2, provider, bias=bias, eps=eps, per_token=per_token)
         self.attention = SelfAttention(
-            config.hidden_size,
-            config.num_attention_heads,
-            provider,
-            attention,
-            bias=bias,
-            qk_layernorm=config.qk_layernorm,
-            eps=eps,
+            size, heads, provider, attention, bias=bias, qk_layernorm=config.qk_layernorm, eps=eps
         )
         self.attention_norm: Optional[RMSNorm] = None
         self.mlp_norm: Optional[RMSNorm] = None
         if config.rms_norm:
-            self.attention_norm, self.mlp_norm = (RMSNorm(config.hidden_size, provider, eps=eps) for _ in range(2))
+            self.attention_norm, self.mlp_norm = (RMSNorm(size, provider, eps=eps) for _ in range(2))
         if config.num_experts is None:
-            self.mlp: nn.Module = MLPS[config.activation](config.hidden_size, config.ffn_size, provider, bias=bias)
+            self.mlp: nn.Module = MLPS[config.activation](size, config.ffn_size, provider, bias=bias)
         else:
             gated = config.activation == "swiglu"
-            self.mlp = MoE(config.hidden_size, provider, bias=bias, gated=gated, **config.moe_arguments())
+            self.mlp = MoE(size, provider, bias=bias, gated=gated, **config.moe_arguments())
 
     def forward(
         self,

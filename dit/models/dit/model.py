@@ -1,5 +1,6 @@
 """The original DiT on Megatron-Core linears."""
 
+from collections import OrderedDict
 from typing import Any, Optional
 
 from torch import Tensor, nn
@@ -8,16 +9,18 @@ from dit.backends.init import Init, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
-from dit.layers.adaln import RMSNorm
+from dit.layers.adaln import LayerNorm, RMSNorm
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
-from dit.layers.tokens import ClassTokens, TeacherToken, embed_patches
+from dit.layers.tokens import ClassTokens, embed_patches
 from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.layer import DiTLayer
 from dit.models.dit.wide_head import WideHead
 from dit.models.token_stack import TokenStack
+
+TEACHER_EPSILON = 1e-6  # of the layer norm of the teacher's token, in the code of REG
 
 
 class DiT(TokenStack[DiTConfig]):
@@ -39,8 +42,9 @@ class DiT(TokenStack[DiTConfig]):
 
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, provider, stage, attention)
+        size = config.hidden_size
         self.conditioner = Conditioner(
-            config.hidden_size,
+            size,
             provider,
             time_scale=config.time_scale,
             frequency_shift=config.time_frequency_shift,
@@ -53,20 +57,20 @@ class DiT(TokenStack[DiTConfig]):
             self.middle = range(first_layer, config.num_layers)
             received, inserted = stage.layers.start > first_layer, first_layer in stage.layers
             others = int(config.teacher_token_size is not None)
-            self.class_tokens = ClassTokens(
-                count, config.hidden_size, provider, received=received, inserted=inserted, others=others
-            )
+            self.class_tokens = ClassTokens(count, size, provider, received=received, inserted=inserted, others=others)
         self.teacher_features = config.teacher_token_size or 0
         if stage.first and self.teacher_features:
-            self.teacher_token = TeacherToken(self.teacher_features, config.hidden_size, provider)
+            features = self.teacher_features
+            linear = provider.replicated_linear(features, size, bias=True, init=xavier_uniform(features, size))
+            layer_norm = LayerNorm(size, provider, eps=TEACHER_EPSILON)
+            self.teacher_token = nn.Sequential(OrderedDict(linear=linear, norm=layer_norm))
         self.bottleneck = None
         if stage.first:
             inputs = config.token_channels
             if config.bottleneck_size is not None:
                 init, inputs = xavier_uniform(inputs, config.bottleneck_size), config.bottleneck_size
                 self.bottleneck = provider.replicated_linear(config.token_channels, inputs, bias=False, init=init)
-            init = xavier_uniform(inputs, config.hidden_size)
-            self.embed = provider.replicated_linear(inputs, config.hidden_size, bias=True, init=init)
+            self.embed = provider.replicated_linear(inputs, size, bias=True, init=xavier_uniform(inputs, size))
         first = 0 if config.value_residual else None
         self.layers = nn.ModuleDict(
             {str(i): DiTLayer(config, provider, attention, returns_values=i == first) for i in stage.layers}
@@ -77,7 +81,7 @@ class DiT(TokenStack[DiTConfig]):
         if stage.last and config.wide_head is not None:
             self.head = WideHead(config, provider, attention)
         elif stage.last:
-            size, eps = config.hidden_size, config.layernorm_epsilon
+            eps = config.layernorm_epsilon
             norm = RMSNorm(size, provider, eps=eps) if config.rms_norm else None
             features = config.output_features + self.teacher_features
             self.head = FinalLayer(size, features, provider, eps=eps, norm=norm)
@@ -87,19 +91,11 @@ class DiT(TokenStack[DiTConfig]):
     ) -> tuple[Any, ...]:
         return cond_SD, layout, self.rotation(batch)
 
-    def predict(
-        self,
-        x_TD: Tensor,
-        cond_SD: Tensor,
-        inputs_TC: Tensor,
-        time_S: Tensor,
-        layout: SequenceLayout,
-        batch: PackedBatch,
-    ) -> Tensor:
+    def head_input(self, cond_SD: Tensor, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Any:
         if self.model_config.wide_head is None:
-            return super().predict(x_TD, cond_SD, inputs_TC, time_S, layout, batch)
+            return cond_SD
         time_LD = self.conditioner.time(time_S if time_S.dim() == 1 else time_S[:, 0])
-        return self.head(x_TD, time_LD, inputs_TC, batch.positions_T3, layout)
+        return time_LD, inputs_TC, batch.positions_T3
 
     def embed_tokens(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
         if self.bottleneck is None:

@@ -43,17 +43,15 @@ class WideHead(nn.Module):
         norm = RMSNorm(size, provider, eps=eps) if config.rms_norm else None
         self.final = FinalLayer(size, config.output_features, provider, eps=eps, norm=norm)
 
-    def forward(
-        self, x_TD: Tensor, time_LD: Tensor, inputs_TC: Tensor, positions_T3: Tensor, layout: SequenceLayout
-    ) -> Tensor:
+    def forward(self, x_TD: Tensor, inputs: tuple[Tensor, Tensor, Tensor], layout: SequenceLayout) -> Tensor:
         """Return the prediction of the local tokens, `[T, channels]`.
 
         Args:
             x_TD: output of the body.
-            time_LD: embedding of the time of each noise level.
-            inputs_TC: noised latents of the local tokens.
-            positions_T3: (t, h, w) patch index of the tokens of all tensor-parallel ranks.
+            inputs: embedding of the time of each noise level; noised latents of the local tokens; (t, h, w) patch
+                index of the tokens of all tensor-parallel ranks.
         """
+        time_LD, inputs_TC, positions_T3 = inputs
         rotation: Optional[Rotation] = None if self.rotary is None else self.rotary(positions_T3)
         count = layout.num_local_tokens
         rows = SequenceLayout((1,) * count, (1,) * count, count, layout.device)  # every token has its own modulation

@@ -28,11 +28,10 @@ class DiTCrossLayer(nn.Module):
         super().__init__()
         bias, eps = config.add_bias, config.layernorm_epsilon
         size, heads = config.hidden_size, config.num_attention_heads
-        assert config.context_size is not None
         options = attention_options(config, bias=bias)
         self.modulation = Modulation(size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
-        self.cross_attention = CrossAttention(size, config.context_size, heads, provider, attention, **options)
+        self.cross_attention = CrossAttention(size, config.text_size(), heads, provider, attention, **options)
         self.mlp = MLP(size, config.ffn_size, provider, bias=bias)
 
     def forward(

@@ -124,7 +124,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.way, self.resample = way, resample
-        self.shortcut = None if inputs == outputs else UnitWeight(inputs, outputs, provider, size=1)
+        self.shortcut = nn.Identity() if inputs == outputs else UnitWeight(inputs, outputs, provider, size=1)
         self.convolution_1 = UnitWeight(outputs if way == "down" else inputs, outputs, provider, size=3)
         self.condition = UnitWeight(config.condition_size, outputs, provider)
         self.gain = provider.parameter((1,), ZEROS, dtype=torch.float32)
@@ -136,16 +136,13 @@ class Block(nn.Module):
         if self.resample:
             x_NCHW = avg_pool2d(x_NCHW, 2) if self.way == "down" else interpolate(x_NCHW, scale_factor=2)
         if self.way == "down":
-            x_NCHW = unit_rms(self._shortcut(x_NCHW), 1)
+            x_NCHW = unit_rms(self.shortcut(x_NCHW), 1)
         scale_NC = 1 + self.condition(cond_NE, self.gain)
         y_NCHW = self.convolution_1(mp_silu(x_NCHW)) * scale_NC[:, :, None, None]
         y_NCHW = self.convolution_2(self.dropout(mp_silu(y_NCHW), dropout_N))
         if self.way == "up":
-            x_NCHW = self._shortcut(x_NCHW)
+            x_NCHW = self.shortcut(x_NCHW)
         x_NCHW = mp_sum(x_NCHW, y_NCHW, RESIDUAL_SHARE)
         if self.attention is not None:
             x_NCHW = self.attention(x_NCHW)
         return x_NCHW.clamp(-LIMIT, LIMIT)
-
-    def _shortcut(self, x_NCHW: Tensor) -> Tensor:
-        return x_NCHW if self.shortcut is None else self.shortcut(x_NCHW)

@@ -94,7 +94,6 @@ class EDM2UNet(Backbone):
         return as_tokens(self.last(x_NCHW, self.gain), batch)
 
     def _condition(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the conditioning vector of each sample."""
         features_SF = fourier_features(time_S, self.noise_features).to(self.noise.weight.dtype)
         cond_SE = self.noise(features_SF)
         if self.label is not None:

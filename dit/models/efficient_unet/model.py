@@ -1,6 +1,5 @@
 """Imagen's Efficient UNet, on pictures `[N, C, H, W]`."""
 
-import math
 from typing import Optional
 
 from torch import Tensor, nn
@@ -8,22 +7,10 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, TransposedConvolution
-from dit.layers.picture_blocks import AttentionBlock, BlockConditions, ConditionedBranch
+from dit.layers.picture_blocks import AttentionBlock, AttentionSizes, BlockConditions
 from dit.models.base import Stage
 from dit.models.efficient_unet.config import EfficientUNetConfig
-from dit.models.imagen_network import ImagenNetwork, select_attention
-
-
-class ResidualBlock(nn.Module):
-    """A conditioned branch plus a projection of the input, which is divided by sqrt(2)."""
-
-    def __init__(self, inputs: int, outputs: int, config: EfficientUNetConfig, provider: LayerProvider) -> None:
-        super().__init__()
-        self.branch = ConditionedBranch(inputs, outputs, config.vector_size, config.norm_num_groups, provider)
-        self.shortcut = Convolution(inputs, outputs, provider, size=1)
-
-    def forward(self, x_NCHW: Tensor, vector_NE: Tensor) -> Tensor:
-        return self.branch(x_NCHW, vector_NE, None) + self.shortcut(x_NCHW) * math.sqrt(0.5)
+from dit.models.imagen_network import ImagenNetwork, ResidualBlock
 
 
 class Level(nn.Module):
@@ -50,15 +37,13 @@ class Level(nn.Module):
         super().__init__()
         self.before, self.after = before, after
         self.blocks = nn.ModuleList(
-            ResidualBlock(outputs if i else inputs, outputs, config, provider)
+            ResidualBlock(outputs if i else inputs, outputs, config, provider, scaled=True)
             for i in range(config.num_res_blocks[level])
         )
         self.attention: Optional[nn.Module] = None
         if level in config.attention_levels:
-            heads, groups = config.heads(outputs), config.norm_num_groups
-            self.attention = AttentionBlock(
-                config.attention_type, outputs, config.text_width, heads, groups, provider, attention
-            )
+            sizes = AttentionSizes(outputs, config.text_width, config.heads(outputs), config.norm_num_groups)
+            self.attention = AttentionBlock(config.attention_type, sizes, provider, attention)
 
     def forward(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         if self.before is not None:
@@ -82,14 +67,11 @@ class EfficientUNet(ImagenNetwork):
     in NVIDIA NeMo's Imagen.
     """
 
-    fsdp_units = (ResidualBlock, AttentionBlock)
-    compiled_units = (ResidualBlock,)
-
     def __init__(
         self, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention, stage: Stage
     ) -> None:
-        super().__init__(config, config.text_width or 0, provider, stage)
-        shared = config, provider, select_attention(config, attention)
+        super().__init__(config, config.text_width or 0, provider, attention, stage)
+        shared = config, provider, self.attention
         self.down, self.up = nn.ModuleList(), nn.ModuleList()
         for level, (channels, outputs_up) in enumerate(zip(config.channels, config.outputs_up)):
             inputs, is_last = config.channels[max(level - 1, 0)], level + 1 == len(config.channels)

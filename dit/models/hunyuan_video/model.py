@@ -1,5 +1,7 @@
 """HunyuanVideo 1.5: the joint blocks of `dit.models.streams` with three conditions as the text stream."""
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -13,8 +15,7 @@ from dit.joint_layout import joint_layout
 from dit.kernels.attention import Attention
 from dit.layers.adaln import LayerNorm
 from dit.layers.attention import SelfAttention
-from dit.layers.caption import mean_of_texts
-from dit.layers.embeddings import TimestepEmbedder
+from dit.layers.embeddings import TimestepEmbedder, mean_of_texts
 from dit.layers.mlp import MLP
 from dit.layers.text import TextTokens, text_layout
 from dit.layers.tokens import pad_tokens, shard_tokens, unshard_tokens
@@ -68,9 +69,8 @@ class TextRefiner(nn.Module):
     def __init__(self, config: HunyuanVideoConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size = config.hidden_size
-        assert config.context_size is not None
         self.time = TimestepEmbedder(size, provider, time_scale=config.time_scale)
-        self.linear_1 = _linear(provider, config.context_size, size)
+        self.linear_1 = _linear(provider, config.text_size(), size)
         self.linear_2 = _linear(provider, size, size)
         self.layers = nn.ModuleList(
             TextRefinerBlock(config, provider, attention) for _ in range(config.num_refiner_layers)
@@ -87,47 +87,38 @@ class TextRefiner(nn.Module):
         return self.time(time_S) + self.linear_2(nn.functional.silu(pooled_SD))
 
     def forward(self, x_KD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the local tokens of the texts."""
         for layer in self.layers:
             x_KD = layer(x_KD, cond_SD, layout)
         return x_KD
 
 
-class GlyphProjection(nn.Module):
-    """LayerNorm, then three linear layers with GELU between them.
-
-    Source: `HunyuanVideo15ByT5TextProjection` of diffusers.
-    """
-
-    def __init__(self, config: HunyuanVideoConfig, provider: LayerProvider) -> None:
-        super().__init__()
-        inputs, inner = config.glyph_size, config.glyph_hidden_size
-        self.norm = LayerNorm(inputs, provider, eps=PROJECTION_EPSILON)
-        self.linear_1 = _linear(provider, inputs, inner)
-        self.linear_2 = _linear(provider, inner, inner)
-        self.linear_3 = _linear(provider, inner, config.hidden_size)
-
-    def forward(self, x_KC: Tensor) -> Tensor:
-        x_KC = nn.functional.gelu(self.linear_1(self.norm(x_KC)))
-        return self.linear_3(nn.functional.gelu(self.linear_2(x_KC)))
+def _glyph_projection(config: HunyuanVideoConfig, provider: LayerProvider) -> nn.Sequential:
+    """Return LayerNorm, then three linear layers with GELU between them (`HunyuanVideo15ByT5TextProjection`)."""
+    inputs, inner = config.glyph_size, config.glyph_hidden_size
+    return nn.Sequential(
+        OrderedDict(
+            norm=LayerNorm(inputs, provider, eps=PROJECTION_EPSILON),
+            linear_1=_linear(provider, inputs, inner),
+            gelu_1=nn.GELU(),
+            linear_2=_linear(provider, inner, inner),
+            gelu_2=nn.GELU(),
+            linear_3=_linear(provider, inner, config.hidden_size),
+        )
+    )
 
 
-class ImageProjection(nn.Module):
-    """Two linear layers with GELU between them, after and before a LayerNorm.
-
-    Source: `HunyuanVideo15ImageProjection` of diffusers.
-    """
-
-    def __init__(self, config: HunyuanVideoConfig, provider: LayerProvider) -> None:
-        super().__init__()
-        inputs, size = config.image_context_size, config.hidden_size
-        self.norm_in = LayerNorm(inputs, provider, eps=PROJECTION_EPSILON)
-        self.linear_1 = _linear(provider, inputs, inputs)
-        self.linear_2 = _linear(provider, inputs, size)
-        self.norm_out = LayerNorm(size, provider, eps=PROJECTION_EPSILON)
-
-    def forward(self, x_KC: Tensor) -> Tensor:
-        return self.norm_out(self.linear_2(nn.functional.gelu(self.linear_1(self.norm_in(x_KC)))))
+def _image_projection(config: HunyuanVideoConfig, provider: LayerProvider) -> nn.Sequential:
+    """Return LayerNorm, two linear layers with GELU between them, LayerNorm (`HunyuanVideo15ImageProjection`)."""
+    inputs, size = config.image_context_size, config.hidden_size
+    return nn.Sequential(
+        OrderedDict(
+            norm_in=LayerNorm(inputs, provider, eps=PROJECTION_EPSILON),
+            linear_1=_linear(provider, inputs, inputs),
+            gelu=nn.GELU(),
+            linear_2=_linear(provider, inputs, size),
+            norm_out=LayerNorm(size, provider, eps=PROJECTION_EPSILON),
+        )
+    )
 
 
 class HunyuanVideo(Streams):
@@ -151,9 +142,9 @@ class HunyuanVideo(Streams):
             return
         self.refiner = TextRefiner(config, provider, attention)
         self.glyph_tokens = TextTokens(config.glyph_size, provider, condition=CONTEXT_2.name, optional=True)
-        self.glyph = GlyphProjection(config, provider)
+        self.glyph = _glyph_projection(config, provider)
         self.image_tokens = TextTokens(config.image_context_size, provider, condition=IMAGE_TOKENS.name, optional=True)
-        self.image = ImageProjection(config, provider)
+        self.image = _image_projection(config, provider)
         self.kinds = provider.parameter((3, config.hidden_size), normal(0.02))
 
     def text_layout(self, batch: PackedBatch) -> SequenceLayout:

@@ -67,7 +67,6 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
         return conditions
 
     def heads(self, channels: int) -> int:
-        """Return the number of attention heads for this number of channels."""
         return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
     @property
@@ -86,10 +85,7 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
         return 4 * self.block_out_channels[0]
 
     def validate(self) -> None:
-        if self.context_size is None:
-            raise ConfigError(
-                "model.context_size=None, but this UNet attends to text; set it to the width of the text embeddings"
-            )
+        self.text_size()
         check_numbers(self)
         if self.lora is not None:
             self.lora.validate()

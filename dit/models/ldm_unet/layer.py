@@ -7,17 +7,17 @@ from typing import Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu
 
-from dit.backends.init import ZEROS, normal
+from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.condition_table import POOLED, SIZE_AND_CROP, size_and_crop
 from dit.kernels.attention import Attention
 from dit.layers.adaln import LayerNorm
-from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
-from dit.layers.embeddings import timestep_features
-from dit.layers.picture_blocks import BlockConditions, pictures_of, tokens_of
+from dit.layers.convolution import GroupNorm, picture_layout, torch_init
+from dit.layers.embeddings import EmbeddingMLP, timestep_features
+from dit.layers.picture_blocks import BlockConditions, ResidualBlock, pictures_of, tokens_of
 from dit.layout import SequenceLayout
 from dit.models.ldm_unet.config import LDMUNetConfig
 
@@ -26,17 +26,14 @@ LENGTHS, LENGTH_FEATURES = 6, 256
 """Number of lengths in the conditioning vector, and width of the sinusoid of each."""
 
 
-class AddedEmbedding(nn.Module):
+class AddedEmbedding(EmbeddingMLP):
     """Linear-SiLU-Linear on a pooled text and sinusoids of six lengths, added to the conditioning vector.
 
     Source: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2; diffusers' `text_time`.
     """
 
     def __init__(self, pooled_size: int, outputs: int, provider: LayerProvider) -> None:
-        super().__init__()
-        inputs = pooled_size + LENGTHS * LENGTH_FEATURES
-        self.linear_1 = provider.replicated_linear(inputs, outputs, bias=True, init=normal(0.02))
-        self.linear_2 = provider.replicated_linear(outputs, outputs, bias=True, init=normal(0.02))
+        super().__init__(pooled_size + LENGTHS * LENGTH_FEATURES, outputs, outputs, provider)
 
     def forward(self, batch: PackedBatch) -> Tensor:
         """Return `[S, outputs]`; without the size condition, the size of the uncropped latents is used."""
@@ -48,32 +45,7 @@ class AddedEmbedding(nn.Module):
             lengths_SL = size.values
         lengths_R = lengths_SL.to(pooled_SD.device).flatten().double()
         features_SD = timestep_features(lengths_R, LENGTH_FEATURES).view(len(pooled_SD), -1)
-        x_SD = torch.cat([pooled_SD.to(features_SD.dtype), features_SD], 1).to(self.linear_1.weight.dtype)
-        return self.linear_2(silu(self.linear_1(x_SD)))
-
-
-class ResidualBlock(nn.Module):
-    """Two convolutions after norms, with the conditioning vector added between them, plus a shortcut.
-
-    The second convolution is zero-initialised, so the block starts as the shortcut.
-    """
-
-    def __init__(self, inputs: int, outputs: int, config: LDMUNetConfig, provider: LayerProvider) -> None:
-        super().__init__()
-        size = config.condition_size
-        self.norm1 = GroupNorm(inputs, config.norm_num_groups, provider, epsilon=NORM_EPSILON)
-        self.conv1 = Convolution(inputs, outputs, provider)
-        self.condition = provider.replicated_linear(size, outputs, bias=True, init=torch_init(size))
-        self.norm2 = GroupNorm(outputs, config.norm_num_groups, provider, epsilon=NORM_EPSILON)
-        self.conv2 = Convolution(outputs, outputs, provider, init=ZEROS)
-        self.conv_shortcut: Optional[Convolution] = None
-        if inputs != outputs:
-            self.conv_shortcut = Convolution(inputs, outputs, provider, size=1)
-
-    def forward(self, x_NCHW: Tensor, cond_ND: Tensor) -> Tensor:
-        y_NCHW = self.conv1(self.norm1(x_NCHW, activate=True)) + self.condition(silu(cond_ND))[:, :, None, None]
-        y_NCHW = self.conv2(self.norm2(y_NCHW, activate=True))
-        return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW
+        return self.project(torch.cat([pooled_SD.to(features_SD.dtype), features_SD], 1))
 
 
 class SelfAttention(nn.Module):
@@ -130,12 +102,11 @@ class TransformerLayer(nn.Module):
 
     def __init__(self, channels: int, config: LDMUNetConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
-        assert config.context_size is not None  # checked in validate
         heads = config.heads(channels)
         self.norm1 = LayerNorm(channels, provider, eps=NORM_EPSILON)
         self.attn1 = SelfAttention(channels, heads, provider, attention)
         self.norm2 = LayerNorm(channels, provider, eps=NORM_EPSILON)
-        self.attn2 = CrossAttention(channels, config.context_size, heads, provider, attention)
+        self.attn2 = CrossAttention(channels, config.text_size(), heads, provider, attention)
         self.norm3 = LayerNorm(channels, provider, eps=NORM_EPSILON)
         self.ff = GatedMLP(channels, provider)
 
@@ -197,13 +168,16 @@ class Blocks(nn.Module):
         transformers: Optional[int] = None,
     ) -> None:
         super().__init__()
-        self.resnets = nn.ModuleList(ResidualBlock(width, outputs, config, provider) for width in inputs)
+        groups, size = config.norm_num_groups, config.condition_size
+        self.resnets = nn.ModuleList(
+            ResidualBlock(width, outputs, groups, provider, epsilon=NORM_EPSILON, condition_size=size)
+            for width in inputs
+        )
         count = 0 if transformer_layers == 0 else len(inputs) if transformers is None else transformers
         self.attentions = nn.ModuleList(
             SpatialTransformer(outputs, transformer_layers, config, provider, attention) for _ in range(count)
         )
 
     def block(self, i: int, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
-        """Run one residual block and its transformer."""
         x_NCHW = self.resnets[i](x_NCHW, conditions.vector_NE)
         return self.attentions[i](x_NCHW, conditions) if i < len(self.attentions) else x_NCHW

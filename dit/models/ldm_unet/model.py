@@ -12,12 +12,12 @@ from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm, as_pictures, as_tokens
 from dit.layers.embeddings import TimestepEmbedder
-from dit.layers.picture_blocks import BlockConditions
+from dit.layers.picture_blocks import BlockConditions, ResidualBlock
 from dit.layers.text import TextTokens
 from dit.layers.tokens import with_control
 from dit.models.base import Backbone, Stage
 from dit.models.ldm_unet.config import LDMUNetConfig
-from dit.models.ldm_unet.layer import NORM_EPSILON, AddedEmbedding, Blocks, ResidualBlock, SpatialTransformer
+from dit.models.ldm_unet.layer import NORM_EPSILON, AddedEmbedding, Blocks, SpatialTransformer
 
 TIME_SCALE = 1000.0
 """Number of timesteps between time 0 and 1."""
@@ -96,11 +96,10 @@ class LDMUNet(Backbone):
     def __init__(self, config: LDMUNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
-        assert config.context_size is not None  # checked in validate
         channels, levels = config.block_out_channels, range(len(config.block_out_channels))
         first, last, layers = channels[0], channels[-1], config.layers_per_block
         self.time = TimestepEmbedder(config.condition_size, provider, time_scale=TIME_SCALE, features=first)
-        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
+        self.text = TextTokens(config.text_size(), provider, learned_null=config.null_text == "learned")
         self.added: Optional[AddedEmbedding] = None
         if config.pooled_size is not None:
             self.added = AddedEmbedding(config.pooled_size, config.condition_size, provider)

@@ -41,9 +41,9 @@ class MovieGenConfig(CrossAttentionModelConfig, ExpertOptions):
 
     def validate(self) -> None:
         super().validate()
-        if len(self.max_grid) != 3 or min(self.max_grid) < 1:
+        if len(self.max_grid) != 3:
             raise ConfigError(
-                f"model.max_grid={self.max_grid} must be three numbers of at least 1: the largest t, h and w in patches"
+                f"model.max_grid={self.max_grid} must be three numbers: the largest t, h and w in patches"
             )
         if self.position_embedding != "learned_3d":
             where = f"with model.position_embedding={self.position_embedding!r}"

@@ -33,8 +33,7 @@ class MovieGenLayer(nn.Module):
     def __init__(self, config: MovieGenConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.layernorm_epsilon
-        heads, context_size = config.num_attention_heads, config.context_size
-        assert context_size is not None
+        heads, context_size = config.num_attention_heads, config.text_size()
         options = attention_options(config, bias=False)
         self.modulation = Modulation(size, 2, provider, bias=False, eps=eps)
         self.attention_norm = RMSNorm(size, provider, eps=eps)
@@ -46,7 +45,7 @@ class MovieGenLayer(nn.Module):
         self.mlp_norm = RMSNorm(size, provider, eps=eps)
         self.mlp: SwiGLU | MoE
         if config.num_experts is None:
-            self.mlp = SwiGLU(size, config.ffn_size, provider)
+            self.mlp = SwiGLU(size, config.ffn_size, provider, bias=False)
         else:
             self.mlp = MoE(size, provider, bias=False, gated=True, **config.moe_arguments())
 
@@ -73,9 +72,6 @@ class MovieGenLayer(nn.Module):
 
 class MovieGen(CrossStack[MovieGenConfig]):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
-
-    The learned position tables are replicated over pipeline stages, because every layer adds them; gradients are summed
-    over the stages.
 
     Source: Polyak et al. 2024, arXiv:2410.13720, section 3.1.2. Deviations from the paper: one text encoder instead of
     three, without a projection; queries and keys are normalised unless `qk_layernorm=False`; sine-cosine and rotary

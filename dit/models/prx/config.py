@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal, Optional
 
-from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig
@@ -35,8 +34,7 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
 
     def validate(self) -> None:
         super().validate()
-        if self.context_size is None:
-            raise ConfigError("model.context_size=None, but PRX needs text; set it to the width of the embeddings")
+        self.text_size()
 
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), add_bias_linear=False, qk_layernorm=True)

@@ -61,7 +61,7 @@ class PRXLayer(nn.Module):
         super().__init__()
         self.modulation = Modulation(config.hidden_size, 2, provider, eps=config.layernorm_epsilon)
         self.attention = TextAttention(config, provider, attention)
-        self.mlp = GeGLU(config.hidden_size, config.ffn_size, provider)
+        self.mlp = GeGLU(config.hidden_size, config.ffn_size, provider, bias=False)
 
     def forward(
         self,
@@ -99,8 +99,7 @@ class PRX(TokenStack[PRXConfig]):
 
     def __init__(self, config: PRXConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, provider, stage)
-        size, context_size = config.hidden_size, config.context_size
-        assert context_size is not None
+        size, context_size = config.hidden_size, config.text_size()
         self.conditioner = Conditioner(size, provider, time_scale=config.time_scale)
         self.text = TextTokens(context_size, provider, learned_null=config.null_text == "learned")
         # Like the null token, replicated over tensor-parallel ranks and pipeline stages.

@@ -1,10 +1,10 @@
 """Sizes of the SANA backbone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.cross_config import CrossAttentionModelConfig
 
 Positions = Literal["none", "sincos_2d", "sincos_3d"]
@@ -21,6 +21,7 @@ class SanaConfig(CrossAttentionModelConfig):
     """
 
     supports = Supports(aligned=True)
+    norm_full_width = True
 
     in_channels: int = 32
     patch_spatial: int = 1
@@ -59,7 +60,3 @@ class SanaConfig(CrossAttentionModelConfig):
     @property
     def attention_tokens(self) -> int:
         return 1 << 40  # the cost of a token does not depend on the length of its sample
-
-    def megatron_sizes(self) -> TransformerSizes:
-        # The query and key norms are split with the heads, so their gradients are not summed over ranks.
-        return replace(super().megatron_sizes(), qk_layernorm=False)

@@ -76,7 +76,7 @@ class SanaLayer(nn.Module):
     def __init__(self, config: SanaConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size = config.hidden_size
-        options = attention_options(config, norm_full_width=True, eps=NORM_EPSILON)
+        options = attention_options(config, eps=NORM_EPSILON)
         self.modulation = TableModulation(size, 2, provider, eps=config.layernorm_epsilon)
         self.attention = SelfAttention(
             size, config.num_attention_heads, provider, partial(_attend, provider), qkv_bias=False, **options

@@ -28,7 +28,6 @@ class STDiTConfig(CrossAttentionModelConfig):
     position_span: Optional[float] = None
 
     def kinds(self, layer: int) -> tuple[AttentionKind, ...]:
-        """Return the self-attentions of a layer."""
         return tuple(self.layer_pattern[layer % len(self.layer_pattern)].split("+"))  # type: ignore[arg-type]
 
     @property
@@ -61,11 +60,10 @@ class STDiTConfig(CrossAttentionModelConfig):
                 f"model.position_embedding={self.position_embedding!r}, because temporal attention rotates only with "
                 "t; use 'rope_3d', or 1 for h and w"
             )
-        if self.position_span is not None and (self.position_embedding == "rope_3d" or self.position_span <= 0):
+        if self.position_span is not None and self.position_embedding == "rope_3d":
             raise ConfigError(
-                f"model.position_span={self.position_span} scales sine-cosine positions to a positive number of "
-                f"indices, but position_embedding is {self.position_embedding!r}; use 'sincos_2d' or 'sincos_3d', "
-                "or no span"
+                f"model.position_span={self.position_span} scales sine-cosine positions, but position_embedding is "
+                "'rope_3d'; use 'sincos_2d' or 'sincos_3d', or no span"
             )
 
     def _check_pattern(self) -> None:

@@ -1,7 +1,6 @@
 """The spatial-temporal DiT on Megatron-Core linears."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Optional
 
 from torch import Tensor, nn
@@ -21,18 +20,8 @@ from dit.models.base import Stage
 from dit.models.cross_stack import SharedModulationStack, attention_options
 from dit.models.stdit.config import STDiTConfig
 
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Plan of one kind of self-attention in this step.
-
-    Attributes:
-        segments: exchange of tokens, and attention within segments.
-        rotation: rotary positions of the tokens after the exchange, or None.
-    """
-
-    segments: SegmentAttentionPlan
-    rotation: Optional[Rotation]
+AttentionPlan = tuple[SegmentAttentionPlan, Optional[Rotation]]
+"""One kind of self-attention in this step, and the rotary positions of the tokens after its exchange."""
 
 
 class STDiTLayer(nn.Module):
@@ -69,7 +58,7 @@ class STDiTLayer(nn.Module):
     ) -> Tensor:
         *attention_mods, mlp_mod = self.modulation(shared_SD)
         for (kind, attention), mod in zip(self.attentions.items(), attention_mods):
-            segments, rotation = plans[kind].segments, plans[kind].rotation
+            segments, rotation = plans[kind]
             x_TD, y_TD = mod.norm_modulate(x_TD, layout)
             y_TD = attention(segments.dispatch(y_TD), layout, rotation, attend=segments.attend)
             x_TD = mod.gated_residual(x_TD, y_TD.map(segments.combine), layout)
@@ -93,10 +82,13 @@ class STDiT(SharedModulationStack[STDiTConfig]):
     fsdp_units = (STDiTLayer,)
 
     def __init__(self, config: STDiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        def build_layer(layer: int) -> STDiTLayer:
-            return STDiTLayer(config, config.kinds(layer), provider, attention)
-
-        super().__init__(config, provider, stage, build_layer, num_sublayers=len(config.kinds(0)) + 1)
+        super().__init__(
+            config,
+            provider,
+            stage,
+            lambda layer: STDiTLayer(config, config.kinds(layer), provider, attention),
+            num_sublayers=len(config.kinds(0)) + 1,
+        )
         self.attention = attention
         self.rotary_time = config.rotary(time_only=True) if config.has_temporal else self.rotary
 
@@ -113,5 +105,5 @@ class STDiT(SharedModulationStack[STDiTConfig]):
             rotary = self.rotary_time if kind == "temporal" else self.rotary
             # Attention gets the tokens of all tensor-parallel ranks, so these positions are not split.
             positions_T3 = batch.positions_T3 if segments.positions_T3 is None else segments.positions_T3
-            plans[kind] = AttentionPlan(segments, None if rotary is None else rotary(positions_T3))
+            plans[kind] = segments, None if rotary is None else rotary(positions_T3)
         return plans

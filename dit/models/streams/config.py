@@ -110,12 +110,10 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks of both kinds."""
         return self.num_joint_layers + self.num_single_layers
 
     @property
     def condition_width(self) -> int:
-        """Width of the conditioning vector."""
         return min(self.hidden_size, self.condition_limit or self.hidden_size)
 
     @property
@@ -160,10 +158,15 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     def validate(self) -> None:
         super().validate()
-        if self.context_size is None:
-            raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
+        self.text_size()
         if self.block == "sandwich":
-            self._check_sandwich()
+            check_query_groups(self.num_attention_heads, self.num_query_groups)
+            if self.num_dual_layers or not self.num_single_layers:
+                raise ConfigError(
+                    f"model.num_dual_layers={self.num_dual_layers} and model.num_single_layers={self.num_single_layers}"
+                    f": the two streams of {type(self).__name__} meet only in single blocks, and each block has one "
+                    "attention; use 0 and at least 1"
+                )
         elif self.num_query_groups is not None:
             raise ConfigError(
                 f"model.num_query_groups={self.num_query_groups} has no effect with {type(self).__name__}, whose "
@@ -176,27 +179,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"model.num_attention_heads={self.num_attention_heads}, but a single-stream block splits its MLP over "
                 f"the heads; use {nearest}"
             )
-        self._check_blocks()
-        if self.position_embedding == "rope_3d" and self.position_crop is not None:
-            raise ConfigError(
-                f"model.position_crop={self.position_crop} has no effect with model.position_embedding='rope_3d'; use "
-                "'sincos_2d' or 'sincos_3d', or model.position_crop=None"
-            )
-        if self.position_crop is not None and len(self.position_crop) != 2:
-            raise ConfigError(
-                f"model.position_crop={self.position_crop} must be two numbers: side and span of a square"
-            )
-
-    def _check_sandwich(self) -> None:
-        check_query_groups(self.num_attention_heads, self.num_query_groups)
-        if self.num_dual_layers or not self.num_single_layers:
-            raise ConfigError(
-                f"model.num_dual_layers={self.num_dual_layers} and model.num_single_layers={self.num_single_layers}: "
-                f"the two streams of {type(self).__name__} meet only in single blocks, and each block has one "
-                "attention; use 0 and at least 1"
-            )
-
-    def _check_blocks(self) -> None:
         most = 0 if self.shared_modulation or self.approximator_sizes else self.num_joint_layers
         if self.num_dual_layers > most:
             raise ConfigError(
@@ -208,6 +190,15 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
             raise ConfigError(
                 f"model.num_single_layers={self.num_single_layers}, but the last joint block of {type(self).__name__} "
                 "computes no text, which single blocks read; use 0"
+            )
+        if self.position_embedding == "rope_3d" and self.position_crop is not None:
+            raise ConfigError(
+                f"model.position_crop={self.position_crop} has no effect with model.position_embedding='rope_3d'; use "
+                "'sincos_2d' or 'sincos_3d', or model.position_crop=None"
+            )
+        if self.position_crop is not None and len(self.position_crop) != 2:
+            raise ConfigError(
+                f"model.position_crop={self.position_crop} must be two numbers: side and span of a square"
             )
 
     def megatron_sizes(self) -> TransformerSizes:

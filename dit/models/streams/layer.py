@@ -12,7 +12,7 @@ from dit.backends.sharding import Matrices, set_matrices
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Heads, Rotation
-from dit.layers.adaln import Modulation, SelectedModulation, SublayerModulation
+from dit.layers.adaln import Modulation, SublayerModulation
 from dit.layers.attention import ONE_HEAD, SelfAttention, head_matrices, head_norm, qk_norms, split_heads
 from dit.layers.mlp import MLPS
 from dit.layout import SequenceLayout
@@ -24,33 +24,19 @@ Condition = Tensor | Sequence[SublayerModulation]
 If samples have several noise levels, those of the text and of each level (`dit.levels.with_text_level`).
 """
 
-SUBLAYERS = {"text": slice(0, 2), "image": slice(2, 4), "single": slice(0, 1)}
-"""Sub-layers of the streams of a joint block, and of a single block."""
 
-
-def _modulation(
-    config: StreamsConfig, provider: LayerProvider, part: str, *, dual: bool = False, output: bool = True
-) -> nn.Module:
-    """Build the modulation of one of `SUBLAYERS`, from a `Condition`.
-
-    Args:
-        dual: add a sub-layer, the second attention.
-        output: False for the norm before attention only.
-    """
-    sublayers = SUBLAYERS[part]
+def _modulation(config: StreamsConfig, provider: LayerProvider, count: int, *, gated: bool = True) -> nn.Module:
+    """Build the modulation of `count` sub-layers; the identity if the block receives modulations."""
     if config.sublayers(0) is not None:
-        return SelectedModulation(sublayers)
-    count, eps = (sublayers.stop - sublayers.start + dual if output else 1), config.layernorm_epsilon
-    size, width = config.hidden_size, config.condition_width
-    return Modulation(size, count, provider, condition_size=width, bias=config.add_bias, eps=eps, gated=output)
+        return nn.Identity()
+    size, width, eps = config.hidden_size, config.condition_width, config.layernorm_epsilon
+    return Modulation(size, count, provider, condition_size=width, bias=config.add_bias, eps=eps, gated=gated)
 
 
 def _head_norms(config: StreamsConfig, provider: LayerProvider) -> tuple[nn.Module, nn.Module]:
     """Build the norms of queries and keys."""
-    if not config.qk_layernorm:
-        return nn.Identity(), nn.Identity()
     heads, eps = config.num_attention_heads, config.layernorm_epsilon
-    return qk_norms(heads, heads, config.head_size, provider, eps=eps, full_width=False)
+    return qk_norms(heads, heads, config.head_size, provider, eps=eps, enabled=config.qk_layernorm)
 
 
 class Stream(nn.Module):
@@ -69,7 +55,6 @@ class Stream(nn.Module):
         self,
         config: StreamsConfig,
         provider: LayerProvider,
-        part: str,
         *,
         dual_attention: Optional[SelfAttention] = None,
         output: bool = True,
@@ -78,7 +63,8 @@ class Stream(nn.Module):
         size, bias = config.hidden_size, config.add_bias
         self.local_heads = provider.split(config.num_attention_heads, "num_attention_heads")
         self.kernels, self.has_output = provider.kernels, output
-        self.modulation = _modulation(config, provider, part, dual=dual_attention is not None, output=output)
+        count = (2 if dual_attention is None else 3) if output else 1  # only the norm before attention without output
+        self.modulation = _modulation(config, provider, count, gated=output)
         self.linear_qkv = provider.heads_linear(size, 3 * size, bias=bias, init=xavier_uniform(size, 3 * size))
         set_matrices(self.linear_qkv, head_matrices(Heads(1), config.head_size))
         if output:
@@ -124,19 +110,14 @@ class JointLayer(nn.Module):
     def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention, kind: LayerKind) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
-        self.text = Stream(config, provider, "text", output=kind.text_output)
+        self.text = Stream(config, provider, output=kind.text_output)
         dual: Optional[SelfAttention] = None
         if kind.dual:
+            sizes, eps = (config.hidden_size, config.num_attention_heads), config.layernorm_epsilon
             dual = SelfAttention(
-                config.hidden_size,
-                config.num_attention_heads,
-                provider,
-                attention,
-                bias=config.add_bias,
-                qk_layernorm=config.qk_layernorm,
-                eps=config.layernorm_epsilon,
+                *sizes, provider, attention, bias=config.add_bias, qk_layernorm=config.qk_layernorm, eps=eps
             )
-        self.image = Stream(config, provider, "image", dual_attention=dual)
+        self.image = Stream(config, provider, dual_attention=dual)
 
     def forward(
         self,
@@ -154,7 +135,9 @@ class JointLayer(nn.Module):
             text_layout, layout: layouts of the local text and image tokens.
             joint: layout of the tokens in attention.
         """
-        text_mods, image_mods = self.text.modulation(condition), self.image.modulation(condition)
+        split = not isinstance(condition, Tensor)
+        of_text, of_image = (condition[:2], condition[2:]) if split else (condition, condition)
+        text_mods, image_mods = self.text.modulation(of_text), self.image.modulation(of_image)
         text_KD, y_KD = text_mods[0].norm_modulate(text_KD, text_layout)
         x_TD, y_TD = image_mods[0].norm_modulate(x_TD, layout)
         q, k, v = (joint.join(*pair) for pair in zip(self.text.qkv(y_KD), self.image.qkv(y_TD)))
@@ -190,7 +173,7 @@ class SingleLayer(nn.Module):
         self.shares = [3 * config.head_size, config.mlp_inputs // heads]
         self.activation = getattr(provider.kernels, config.activation)
         wide, inner = 3 * size + config.mlp_inputs, size + config.ffn_size
-        self.modulation = _modulation(config, provider, "single")
+        self.modulation = _modulation(config, provider, 1)
         self.linear_in = provider.column_linear(size, wide, bias=bias, init=xavier_uniform(size, wide))
         self.linear_out = provider.row_linear(
             inner, size, bias=bias, init=xavier_uniform(inner, size), returns_bias=True

@@ -10,13 +10,12 @@ from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.layers.adaln import Approximator, Modulation, RMSNorm
 from dit.layers.conditioner import Conditioner
-from dit.layers.heads import FinalLayer, ModulatedFinalLayer
+from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
 from dit.layers.text import TextTokens, text_layout
 from dit.layers.tokens import (
     PatchEmbedding,
     from_previous_stage,
-    gather_tokens,
     shard_tokens,
     to_next_stage,
     unshard_tokens,
@@ -61,7 +60,6 @@ class Streams(Backbone):
         self.provider = provider
         size, eps, width = config.hidden_size, config.layernorm_epsilon, config.condition_width
         bias = config.add_bias or config.block == "sandwich"
-        assert config.context_size is not None
         learned_null = config.null_text == "learned"
         self.rotary = config.rotary()
         self.modulation: nn.Module = nn.Identity()
@@ -89,10 +87,11 @@ class Streams(Backbone):
         replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
             self.embed = PatchEmbedding(config.input_features, size, provider, bias=bias)
-            self.text = TextTokens(config.context_size, provider, stream=True, learned_null=learned_null)
-            self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
-            init = xavier_uniform(config.context_size, size)
-            self.embed_text = provider.replicated_linear(config.context_size, size, bias=bias, init=init)
+            text_size = config.text_size()
+            self.text = TextTokens(text_size, provider, stream=True, learned_null=learned_null)
+            self.text_norm = RMSNorm(text_size, provider, eps=eps) if config.text_norm else nn.Identity()
+            init = xavier_uniform(text_size, size)
+            self.embed_text = provider.replicated_linear(text_size, size, bias=bias, init=init)
             if config.learned_padding > 1:
                 self.text_padding, self.image_padding = (provider.parameter((size,), normal(0.02)) for _ in range(2))
         two_streams, one_stream = BLOCKS[config.block]
@@ -105,12 +104,16 @@ class Streams(Backbone):
         )
         if stage.last:
             shifted = config.block != "sandwich"
-            eps = eps if shifted else SANDWICH_HEAD_EPSILON
-            self.head: FinalLayer | ModulatedFinalLayer = FinalLayer(
-                size, config.output_features, provider, eps=eps, condition_size=width, shifted=shifted, bias=bias
+            self.head = FinalLayer(
+                size,
+                config.output_features,
+                provider,
+                eps=eps if shifted else SANDWICH_HEAD_EPSILON,
+                condition_size=width,
+                shifted=shifted,
+                bias=bias,
+                modulated=config.approximator_sizes is None,
             )
-            if config.approximator_sizes is not None:
-                self.head = ModulatedFinalLayer(size, config.output_features, provider, bias=bias)
 
     def sum_over_context_ranks(self, x: Tensor) -> Tensor:
         return self.provider.sum_over_context_ranks(x)
@@ -162,8 +165,8 @@ class Streams(Backbone):
         if not self.post_process:
             return to_next_stage(x_JD)
         # The head also processes the few text tokens; dropping them first would communicate wider tensors.
-        out_JC = gather_tokens(self.head(x_JD, condition if has_approximator else cond, local_joint), provider)
-        return joint.split(out_JC)[1]
+        out_JC = self.head(x_JD, condition if has_approximator else cond, local_joint)
+        return joint.split(unshard_tokens(out_JC, provider, is_output=True))[1]
 
     def of_layer(self, layer: int, condition: Condition) -> Condition:
         """Return the part of the modulations of all layers for one layer; a conditioning vector unchanged."""
@@ -173,7 +176,6 @@ class Streams(Backbone):
         return [condition[i] for i in indices]
 
     def text_layout(self, batch: PackedBatch) -> SequenceLayout:
-        """Return the layout of the text stream."""
         return text_layout(batch)
 
     def embed_texts(self, time_S: Tensor, batch: PackedBatch, layouts: StreamLayouts) -> Tensor:
@@ -202,7 +204,7 @@ class Streams(Backbone):
 
 
 def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
-    """Return the sine-cosine positions of image tokens `[T, 3]`.
+    """Return the sine-cosine positions of image tokens `[T, 3]`; only h and w are cropped.
 
     Source: cropped positions: `PatchEmbed.cropped_pos_embed` of diffusers (Stable Diffusion 3).
     """
@@ -210,8 +212,9 @@ def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
         return batch.positions_T3
     side, span = config.position_crop
     _, h_S, w_S = batch.grid_sizes().unbind(1)
-    corner_S3 = torch.stack([torch.zeros_like(h_S), (side - h_S) // 2, (side - w_S) // 2], 1)
-    return (batch.positions_T3 + batch.layout.per_token(corner_S3)) / (side / span)
+    t_T1, hw_T2 = batch.positions_T3.split([1, 2], 1)
+    corner_T2 = batch.layout.per_token(torch.stack([(side - h_S) // 2, (side - w_S) // 2], 1))
+    return torch.cat([t_T1, (hw_T2 + corner_T2) / (side / span)], 1)
 
 
 def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLayout) -> tuple[Tensor, Tensor]:

@@ -37,27 +37,15 @@ class SandwichBlock(nn.Module):
         self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = (
             RMSNorm(size, provider, eps=eps) for _ in range(4)
         )
+        heads, groups, normed = config.num_attention_heads, config.num_query_groups, config.qk_layernorm
         self.attention = SelfAttention(
-            size,
-            config.num_attention_heads,
-            provider,
-            attention,
-            num_query_groups=config.num_query_groups,
-            bias=bias,
-            qk_layernorm=config.qk_layernorm,
-            eps=eps,
+            size, heads, provider, attention, num_query_groups=groups, bias=bias, qk_layernorm=normed, eps=eps
         )
         self.mlp = MLPS[config.activation](size, config.ffn_size, provider, bias=bias)
 
     def forward(
-        self,
-        x_TD: Tensor,
-        cond_SC: Tensor,
-        layout: SequenceLayout,
-        joint: SequenceLayout,
-        rotation: Optional[Rotation],
+        self, x_TD: Tensor, cond_SC: Tensor, layout: SequenceLayout, joint: SequenceLayout, rotation: Optional[Rotation]
     ) -> Tensor:
-        """Return the local tokens; arguments as of `SingleLayer`."""
         attention_mod, mlp_mod = self.modulation(cond_SC)
         attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
@@ -84,7 +72,6 @@ class RefinerLayer(nn.Module):
         joint: JointLayout,
         rotation_J: Optional[Rotation],
     ) -> tuple[Tensor, Tensor]:
-        """Return text and image; arguments as of `JointLayer`."""
         of_text = of_image = None
         if rotation_J is not None:
             cosines, sines = joint.split(rotation_J.cos_T1H), joint.split(rotation_J.sin_T1H)

@@ -1,5 +1,7 @@
 """Imagen's regular UNet, on pictures `[N, C, H, W]`."""
 
+from collections import OrderedDict
+from itertools import count
 from typing import Optional
 
 import torch
@@ -10,57 +12,14 @@ from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm, TransposedConvolution
 from dit.layers.dropout import Dropout
-from dit.layers.picture_blocks import AttentionBlock, BlockConditions, ConditionedBranch
+from dit.layers.picture_blocks import AttentionBlock, AttentionSizes, BlockConditions
 from dit.models.base import Stage
-from dit.models.imagen_network import ImagenNetwork, select_attention
+from dit.models.imagen_network import ImagenNetwork, ResidualBlock
 from dit.models.unet.config import UNetConfig
 
 
-class ResidualBlock(nn.Module):
-    """A conditioned branch plus a shortcut, which is a projection if the number of channels changes.
-
-    Args:
-        number: number of this block in its network, for dropout.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        config: UNetConfig,
-        provider: LayerProvider,
-        *,
-        number: int,
-    ) -> None:
-        super().__init__()
-        self.branch = ConditionedBranch(
-            inputs,
-            outputs,
-            config.vector_size,
-            config.norm_num_groups,
-            provider,
-            dropout=Dropout(config.dropout, number),
-        )
-        self.shortcut = None if inputs == outputs else Convolution(inputs, outputs, provider, size=1)
-
-    def forward(self, x_NCHW: Tensor, vector_NE: Tensor, dropout_N: Optional[Tensor]) -> Tensor:
-        y_NCHW = self.branch(x_NCHW, vector_NE, dropout_N)
-        return (x_NCHW if self.shortcut is None else self.shortcut(x_NCHW)) + y_NCHW
-
-
-class Resample(nn.Module):
-    """Resampling by 2: a 3 x 3 convolution with stride 2 down, a 4 x 4 transposed one up."""
-
-    def __init__(self, convolution: nn.Module) -> None:
-        super().__init__()
-        self.convolution = convolution
-
-    def forward(self, x_NCHW: Tensor) -> Tensor:
-        return self.convolution(x_NCHW)
-
-
 class Step(nn.Module):
-    """A residual block, attention and resampling, each optional."""
+    """A residual block, attention and resampling by 2, each optional."""
 
     def __init__(
         self,
@@ -89,19 +48,19 @@ class UNet(ImagenNetwork):
     sizes and modules as in NVIDIA NeMo's Imagen.
     """
 
-    fsdp_units = (ResidualBlock, AttentionBlock)
-    compiled_units = (ResidualBlock,)
-
     def __init__(self, config: UNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, config.condition_size, provider, stage)
-        selected, numbers = select_attention(config, attention), iter(range(10_000))
+        super().__init__(config, config.condition_size, provider, attention, stage)
+        numbers = count()
 
         def block(inputs: int, outputs: int) -> ResidualBlock:
-            return ResidualBlock(inputs, outputs, config, provider, number=next(numbers))
+            return ResidualBlock(inputs, outputs, config, provider, dropout=Dropout(config.dropout, next(numbers)))
+
+        def resample(convolution: nn.Module) -> nn.Sequential:
+            return nn.Sequential(OrderedDict(convolution=convolution))
 
         def attend(channels: int) -> nn.Module:
-            heads, groups = config.heads(channels), config.norm_num_groups
-            return AttentionBlock(config.attention_type, channels, config.text_width, heads, groups, provider, selected)
+            sizes = AttentionSizes(channels, config.text_width, config.heads(channels), config.norm_num_groups)
+            return AttentionBlock(config.attention_type, sizes, provider, self.attention)
 
         channels = config.channels
         x, skips = channels[0], [channels[0]]
@@ -113,7 +72,7 @@ class UNet(ImagenNetwork):
                 x = outputs
                 skips.append(x)
             if level + 1 < len(channels):
-                self.down.append(Step(resample=Resample(Convolution(x, x, provider, stride=2))))
+                self.down.append(Step(resample=resample(Convolution(x, x, provider, stride=2))))
                 skips.append(x)
         self.middle = nn.ModuleList([Step(block(x, x), attend(x)), Step(block(x, x))])
         for level, outputs in reversed(list(enumerate(channels))):
@@ -121,7 +80,7 @@ class UNet(ImagenNetwork):
             for i in range(config.num_res_blocks[level] + 1):
                 last = level > 0 and i == config.num_res_blocks[level]
                 layers = block(x + skips.pop(), outputs), attend(outputs) if attended else None
-                up = Resample(TransposedConvolution(outputs, outputs, provider)) if last else None
+                up = resample(TransposedConvolution(outputs, outputs, provider)) if last else None
                 self.up.append(Step(*layers, up))
                 x = outputs
         self.norm = GroupNorm(x, config.norm_num_groups, provider, fp32=True)

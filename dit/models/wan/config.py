@@ -1,9 +1,9 @@
 """Sizes of the Wan-shaped backbone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Optional
 
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.cross_config import CrossAttentionModelConfig
 
 Positions = Literal["rope_3d", "sincos_3d"]
@@ -15,10 +15,10 @@ class WanConfig(CrossAttentionModelConfig):
 
     Texts (UMT5-XXL) are projected once for all layers; query and key norms span all heads. Conditioning on class, frame
     rate and size is optional; Wan has none of them.
-
     """
 
     supports = Supports(aligned=True, compiled=True, fixed_packs=True)
+    norm_full_width = True
 
     context_size: Optional[int] = 4096
     hidden_size: int = 1536
@@ -27,7 +27,3 @@ class WanConfig(CrossAttentionModelConfig):
     ffn_hidden_size: Optional[int] = 8960
     fps_conditioning: bool = False
     position_embedding: Positions = "rope_3d"
-
-    def megatron_sizes(self) -> TransformerSizes:
-        # The query and key norms are split with the heads, so their gradients are not summed over ranks.
-        return replace(super().megatron_sizes(), qk_layernorm=False)

@@ -26,7 +26,7 @@ class WanLayer(nn.Module):
     def __init__(self, config: WanConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         size, heads, eps = config.hidden_size, config.num_attention_heads, config.layernorm_epsilon
-        options = attention_options(config, norm_full_width=True)
+        options = attention_options(config)
         self.modulation = TableModulation(size, 2, provider, eps=eps)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_norm = LayerNorm(size, provider, eps=eps)

@@ -16,6 +16,7 @@ from dit.convert.diffusers_pipeline import pipeline_of
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
 from dit.models.stdit.config import STDiTConfig
+from dit.models.unet.config import UNetConfig
 from dit.models.wan.config import WanConfig
 from energon_data.contents import Contents
 from energon_data.media_files import video_bytes
@@ -136,6 +137,8 @@ def test_clips_are_refused_by_the_model_of_a_folder_of_pictures(tmp_path):
     task.data.blend = [{"path": str(tmp_path / "data")}, {"path": str(clips)}]
     with pytest.raises(ConfigError, match=r"both has clips of 4 frames, and model.position_embedding=sincos_2d"):
         first_packs(task)
+    with pytest.raises(ConfigError, match=r"both has clips of 4 frames, and .*UNets"):
+        fiddle.build(task.data).validate(UNetConfig(context_size=257).batch_spec(), 1, 2)
     task.model.position_embedding = "sincos_3d"
     first_packs(task)
     assert DiTConfig(position_embedding="rope_3d").orders_frames
