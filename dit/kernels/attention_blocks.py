@@ -114,7 +114,7 @@ class FlashBlocks(BlockAttention):
         if segments is None:
             return Attended(torch.zeros_like(q_TNH), lse_TN)
         tokens, heads, features = q_TNH.shape
-        if segments.count > MOST_SEGMENTS or count_sums(heads, tokens, features) > MOST_SUMS:
+        if segments.count > MOST_SEGMENTS or count_sums(heads, tokens, features, segments.count) > MOST_SUMS:
             raise BatchError(
                 f"{segments.count} segments of {tokens} local tokens exceed the limits of FlashAttention; use shorter "
                 "packs, more context-parallel ranks, or parallel.context_comm=a2a"
