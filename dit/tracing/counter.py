@@ -336,8 +336,9 @@ def _names(groups: ProcessGroups) -> dict[tuple[int, ...], str]:
     """Map the ranks of each group to its name; if groups have the same ranks, the first name wins."""
     names: dict[tuple[int, ...], str] = {}
     dense = ("tp", "cp", "pp", "ep", "dp", "dp_cp", "intra_dp_cp", "inter_dist_opt")
-    for name in (*dense, "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp"):
-        group = getattr(groups.collection, name, None)
+    named = [(n, getattr(groups.collection, n, None)) for n in (*dense, "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp")]
+    named += zip(("cp_heads", "cp_ring"), getattr(groups.collection, "hcp", None) or ())
+    for name, group in named:
         if group is not None:
             names.setdefault(tuple(dist.get_process_group_ranks(group)), name)
     names.setdefault(tuple(range(groups.world_size)), "world")
