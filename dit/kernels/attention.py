@@ -192,7 +192,11 @@ def _packed(
     layout_k: SequenceLayout,
 ) -> Tensor:
     """Call a kernel for packed segments; dense batches, and packs that it does not support, use `segment_sdpa`."""
-    if layout_q.uniform_length and layout_k.uniform_length:
+    # Single tokens need no kernel (`_OneKey`): columns of stills in temporal attention, next to those of clips.
+    mostly_single = (
+        layout_q is layout_k and not layout_q.is_fixed and 2 * layout_q.lengths.count(1) > layout_q.num_samples
+    )
+    if mostly_single or (layout_q.uniform_length and layout_k.uniform_length):
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     if nothing_attends(layout_q, layout_k):  # kernels may not support zero queries
         return zeros_of(q_TNH, k_KNH, v_KNH)

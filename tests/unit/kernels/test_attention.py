@@ -168,7 +168,11 @@ def test_a_packed_kernel_gets_no_more_sums_than_it_can_number(monkeypatch: pytes
         calls.clear()
 
 
-@pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 4, 1, 4)], ids=str)
+def no_kernel(*_: object) -> torch.Tensor:
+    raise AssertionError("a packed kernel allocates 128 sums of dq for each of the single tokens")
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 4, 1, 4, 1)], ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_a_single_query_with_a_single_key_needs_no_kernel(lengths: tuple[int, ...], groups: int):
     """Temporal attention of a still: the output is the value, and the gradients of query and key are 0."""
@@ -190,6 +194,7 @@ def test_a_single_query_with_a_single_key_needs_no_kernel(lengths: tuple[int, ..
         )
         out = attention(q, k, v, layout, layout)
         results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert torch.equal(_packed(no_kernel, *leaves, layout, layout), segment_sdpa(*leaves, layout, layout))
     assert batches == [count for count in [lengths.count(4)] if count]
     for ours, exact in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, rtol=RTOL, atol=RTOL)
