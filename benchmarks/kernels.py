@@ -1,22 +1,12 @@
-"""Memory bandwidth of the fused kernels, modelled or measured: `python -m benchmarks.kernels [--device h200]`.
+"""Memory bandwidth of the fused kernels on this GPU: `python -m benchmarks.kernels`.
 
-Without a GPU this is a model, not a measurement. Each kernel is compiled for the device. Registers and shared memory of
-the machine code determine the number of concurrent programs per multiprocessor, and its loads the bytes in flight:
-
-    bytes in flight = programs at once x threads x bytes of a thread's widest loads x unmasked share
-    modelled        = min(bandwidth, bytes in flight / latency x (reads + writes) / reads) x balance
-    balance         = programs / (programs of the multiprocessor that has most x multiprocessors)
-
-Rows that a loop copies to shared memory in advance are in flight, the row that it processes is not. This is an upper
-bound, because barriers, instructions and caches are ignored. On a GPU the same command also times each call with cold
-caches and prints the measurements.
+Each call is timed with cold caches. Without a GPU nothing runs, and the table has only the bytes of each call.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
@@ -27,86 +17,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.clock import append
 from benchmarks.layer_traffic import WRITE_ONLY
-from benchmarks.prediction import device_of
-from dit.backends.device import describe, device_seconds, local_device, use_cuda
+from dit.backends.device import device_seconds, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
-from dit.planner.devices import B200, H100, H200
 from dit.terminal import echo
 from dit.tracing.repeats import tensors_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
 TOKENS, HIDDEN, HEAD_SIZE = 8192, 4096, 128
 LENGTHS = [3000, 410, 1999, 2005]
-
-
-@dataclass(frozen=True)
-class Chip:
-    """Limits of a GPU.
-
-    Attributes:
-        capability: compute capability, as an integer.
-        multiprocessors: of the GPU.
-        bandwidth: bytes per second that an element-wise kernel reaches (`dit.planner.devices`).
-        shared_bytes: of a multiprocessor; a program needs one kilobyte more than it requests.
-    """
-
-    capability: int
-    multiprocessors: int
-    bandwidth: float
-    shared_bytes: int = 228 * 1024
-
-
-CHIPS = {
-    "h100": Chip(90, 132, H100.memory_bandwidth),
-    "h200": Chip(90, 132, H200.memory_bandwidth),
-    "b200": Chip(100, 148, B200.memory_bandwidth),
-}
-OTHERWISE = "h200"  # default without a GPU, or for an unknown one
-REGISTERS, WARPS, PROGRAMS = 65536, 64, 32
-"""Limits of a multiprocessor; a warp gets registers in units of 256."""
-LATENCY_S = 0.8e-6
-"""Latency of a load under load, an assumption: about 1,400 cycles."""
 WARM_UP, REPEATS = 3, 20
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kernel of a call.
-
-    Attributes:
-        programs: concurrent programs of a multiprocessor.
-        occupancy: their warps, divided by the largest possible number.
-        in_flight: bytes of outstanding loads.
-        modelled: bytes per second, reads and writes.
-    """
-
-    case: str
-    kernel: str
-    grid: int
-    registers: int
-    spills: int
-    shared_bytes: int
-    programs: int
-    occupancy: float
-    in_flight: int
-    modelled: float
-
-
-@dataclass(frozen=True)
-class Call:
-    """Traffic and bandwidth of a call.
-
-    Attributes:
-        read, written: bytes.
-        modelled: bytes per second of its slowest kernel.
-        measured: bytes per second; None without a GPU.
-    """
-
-    case: str
-    read: int
-    written: int
-    modelled: float
-    measured: Optional[float] = None
 
 
 class Traffic(TorchDispatchMode):
@@ -128,12 +47,12 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def cases(device: torch.device, chip: Chip, hidden: int = HIDDEN) -> dict[str, Callable[[], object]]:
+def cases(device: torch.device, hidden: int = HIDDEN) -> dict[str, Callable[[], object]]:
     """Return every fused operation at a size of published models, by name."""
     from dit.kernels.adamw import Elements, Rates
     from dit.kernels.fused import noise, ops, picture_ops
     from dit.kernels.fused.adamw import adamw
-    from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, rows_of_blocks, rows_of_pictures
+    from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, blocks_with_sums, rows_of_pictures
     from dit.kernels.fused.residual_norm import WIDEST_WITH_BIAS
     from dit.layout import SequenceLayout
     from dit.objectives.addressed_noise import AddressedNoise
@@ -153,7 +72,7 @@ def cases(device: torch.device, chip: Chip, hidden: int = HIDDEN) -> dict[str, C
     cos, sin = (empty(TOKENS, 1, size // 2, dtype=FP32) for _ in range(2))
     q = empty(TOKENS, count, size)
     inner, of_inner, of_gated = empty(TOKENS, 4 * hidden), empty(TOKENS, 4 * hidden), empty(TOKENS, 2 * hidden)
-    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_of(layout, rows_of_blocks(TOKENS, chip.multiprocessors))
+    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_with_sums(layout)
     tables = (forward.table, forward.offsets), (backward.table, backward.offsets)
     sums = empty(len(backward.table), 3 + (bias is not None), hidden, dtype=FP32)
     pictures, channels = empty(16, 64 * 64, 256), 256
@@ -183,10 +102,10 @@ def cases(device: torch.device, chip: Chip, hidden: int = HIDDEN) -> dict[str, C
         "heads: gradient": lambda: ops.heads_backward(
             *(q, q, q, heads[:, :, :2], of_head, of_head, cos, sin, count, 1e-6, False)
         ),
-        "GELU + bias": lambda: ops.activation(inner, None, False),
-        "GELU: gradient": lambda: ops.activation_backward(of_inner, inner, None, False),
-        "SwiGLU": lambda: ops.activation(inner, None, True),
-        "SwiGLU: gradient": lambda: ops.activation_backward(of_gated, inner, None, True),
+        "GELU + bias": lambda: ops.activation(inner, of_inner[0], 0),
+        "GELU: gradient": lambda: ops.activation_backward(of_inner, inner, None, 0),
+        "SwiGLU": lambda: ops.activation(inner, None, ops.SILU),
+        "SwiGLU: gradient": lambda: ops.activation_backward(of_gated, inner, None, ops.SILU),
         "group norm: sums": lambda: picture_ops.group_sums(pictures, rows),
         "group norm: factors": lambda: picture_ops.group_factors(
             *(of_blocks, weight, weight, *modulation, 16, 64 * 64, 32, rows, 1e-5)
@@ -203,109 +122,33 @@ def cases(device: torch.device, chip: Chip, hidden: int = HIDDEN) -> dict[str, C
     }
 
 
-def occupancy(registers: int, shared_bytes: int, warps: int, chip: Chip) -> int:
-    """Return the number of concurrent programs of a kernel per multiprocessor."""
-    of_warp = -(-registers * 32 // 256) * 256
-    return min(PROGRAMS, WARPS // warps, REGISTERS // of_warp // warps, chip.shared_bytes // (shared_bytes + 1024))
-
-
-def unmasked(launch: Any) -> float:
-    """Return the share of the lanes of a kernel's tiles that have columns."""
-    tile = launch.flags.get("WIDTH", launch.flags.get("COLUMNS", 1)) + launch.flags.get("REST", 0)
-    size = launch.sizes.get("size", launch.sizes.get("channels", tile))
-    return float(size / (-(-size // tile) * tile))
-
-
-def _loads_in_flight(launch: Any, binary: Any) -> dict[int, float]:
-    """Return loads of a thread by width; a loop of N stages has its copies N times, for N - 1 rows in advance."""
-    stages, copies = launch.flags.get("STAGES", 1), binary.copies
-    return {w: binary.loads.get(w, 0) + copies.get(w, 0) * (stages - 1) / stages for w in {*binary.loads, *copies}}
-
-
-def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list[Row]]:
-    """Compile the kernels of a call for a chip, and model their bandwidth; nothing runs."""
+def counted(call: Callable[[], object]) -> Traffic:
+    """Return the traffic of a call, whose kernels are not started."""
     from benchmarks.ahead_of_time import record_launches
 
-    with record_launches() as launches, Traffic() as traffic:
+    with record_launches(), Traffic() as traffic:
         call()
-    rows = []
-    for launch in launches:
-        binary = launch.compiled(chip.capability)
-        programs = occupancy(binary.registers, binary.shared_bytes, launch.num_warps, chip)
-        loads = _loads_in_flight(launch, binary)
-        widest = max(loads)
-        at_once = min(launch.grid, programs * chip.multiprocessors)
-        in_flight = int(at_once * launch.num_warps * 32 * loads[widest] * widest / 8 * unmasked(launch))
-        balance = launch.grid / (-(-launch.grid // chip.multiprocessors) * chip.multiprocessors)
-        reached = in_flight / LATENCY_S * (traffic.read + traffic.written) / traffic.read
-        modelled = min(chip.bandwidth, reached) * balance
-        share = programs * launch.num_warps / WARPS
-        rows.append(
-            Row(
-                *(case, launch.name, launch.grid, binary.registers, binary.spills, binary.shared_bytes),
-                *(programs, share, in_flight, modelled),
-            )
-        )
-    return Call(case, traffic.read, traffic.written, min(row.modelled for row in rows)), rows
-
-
-def measure(call: Callable[[], object], nbytes: int) -> float:
-    """Return the bytes per second of a call on the present GPU: the median, each time with cold caches."""
-    return nbytes / median(device_seconds(call, WARM_UP + REPEATS)[WARM_UP:])
-
-
-def table(calls: Sequence[Call], rows: Sequence[Row], chip: Chip) -> str:
-    """Return calls and their kernels as a Markdown table."""
-    lines = [
-        "| operation | MB | kernel | programs | registers | shared bytes | at once | occupancy | MB in flight "
-        "| modelled GB/s | of attainable | measured GB/s |",
-        "| --- " * 12 + "|",
-    ]
-    for call in calls:
-        measured = "not measured" if call.measured is None else f"{call.measured / 1e9:.0f}"
-        for row in (row for row in rows if row.case == call.case):
-            lines.append(
-                f"| {call.case} | {(call.read + call.written) / 1e6:.1f} | {row.kernel} | {row.grid} | {row.registers} "
-                f"| {row.shared_bytes} | {row.programs} | {row.occupancy:.0%} | {row.in_flight / 1e6:.1f} "
-                f"| {row.modelled / 1e9:.0f} | {row.modelled / chip.bandwidth:.0%} | {measured} |"
-            )
-    return "\n".join(lines)
-
-
-def kind_of(name: str) -> Optional[str]:
-    """Return the key in `CHIPS` of a device, by its CUDA name; None if it is unknown."""
-    device = device_of(name)
-    return device.name.lower() if device is not None and device.name.lower() in CHIPS else None
+    return traffic
 
 
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--device", choices=CHIPS, help=f"modelled device (this GPU if known, else {OTHERWISE})")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="operations whose name contains one of these")
-    parser.add_argument("--hidden", type=int, default=HIDDEN, help="hidden size of the layers")
-    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--out", type=Path, help="append one JSON line per operation to this file")
     args = parser.parse_args(argv)
-    device = args.device or kind_of(describe()) or OTHERWISE
-    chip, calls, rows = CHIPS[device], [], []
-    for case, operation in cases(local_device(), chip, args.hidden).items():
+    echo(f"{'operation':<32}{'MB':>8}{'GB/s':>8}")
+    for case, call in cases(local_device()).items():
         if args.only and not any(text in case for text in args.only):
             continue
-        call, kernels = model(case, operation, chip)
+        traffic, measured = counted(call), None
         if use_cuda():
-            call = replace(call, measured=measure(operation, call.read + call.written))
-        calls.append(call)
-        rows += kernels
-    if args.out:
-        for call in calls:
-            append(args.out, {"modelled_for": device, **asdict(call)})
-    if args.json:
-        echo(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
-        return EXIT_OK
-    echo(f"modelled for {device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured unless marked as measured")
-    echo(table(calls, rows, chip))
+            seconds = median(device_seconds(call, WARM_UP + REPEATS)[WARM_UP:])
+            measured = (traffic.read + traffic.written) / seconds
+        append(args.out, {"case": case, "read": traffic.read, "written": traffic.written, "measured": measured})
+        rate = "-" if measured is None else f"{measured / 1e9:.0f}"
+        echo(f"{case:<32}{(traffic.read + traffic.written) / 1e6:>8.1f}{rate:>8}")
     return EXIT_OK
 
 

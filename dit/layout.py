@@ -25,12 +25,10 @@ LONG = 128
 """From this average sample length, `sum_tokens` makes one vectorised sum per sample; below it, one call for all."""
 
 
-TABLES = frozenset(
-    (
-        *("lengths_S", "cu_seqlens", "cu_seqlens_padded", "segment_ids_T", "token_index_T", "valid_T"),
-        *("real_tokens", "tokens_by_sample"),
-    )
-)
+TABLES = {
+    *("lengths_S", "cu_seqlens", "cu_seqlens_padded", "segment_ids_T", "token_index_T", "valid_T"),
+    *("real_tokens", "tokens_by_sample"),
+}
 """Properties of a layout that are computed once and are tensors."""
 MOST_TABLES = 64
 ITSELF = "itself"
@@ -391,6 +389,8 @@ class SequenceLayout:
 
         The tail pad of each becomes padding of its last sample.
         """
+        kinds = [(x.local_indices is None, x.levels is None, x.is_fixed) for x in (self, other)]
+        assert kinds[0] == kinds[1], "either both packs or none are sharded, have noise levels, or have a fixed size"
         indices = levels = None
         if self.local_indices is not None and other.local_indices is not None:
             indices = torch.cat([self.local_indices, other.local_indices + self.total_tokens])
@@ -413,8 +413,8 @@ class SequenceLayout:
     def shard(self, rank: int, size: int) -> "SequenceLayout":
         """Return the layout of one of `size` consecutive, equal parts of the local tokens (sequence parallelism)."""
         indices = self.local_indices
-        indices_T = torch.arange(self.total_tokens, device=self.device) if indices is None else indices
-        part_T = indices_T.chunk(size)[rank]
+        assert self.num_local_tokens % size == 0, f"{self.num_local_tokens} tokens have no {size} equal parts"
+        part_T = (torch.arange(self.total_tokens, device=self.device) if indices is None else indices).chunk(size)[rank]
         levels = None if self.levels is None else replace(self.levels, layout=self.levels.layout.shard(rank, size))
         return replace(self, local_indices=part_T, parent=self, share=(rank, size), local=None, levels=levels)
 

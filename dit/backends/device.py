@@ -27,6 +27,8 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "H200": 989e12,
     "B200": 2250e12,
+    "GB200": 2500e12,
+    "GB300": 2500e12,
     "A100": 312e12,
 }
 """Peak dense bf16 FLOP/s by words in the device's name, the denominator of MFU. Source: the devices' data sheets."""

@@ -16,7 +16,7 @@ from dit.kernels.graph_tables import graph_tables
 
 WARM_UP = 2
 """Number of eager runs before the capture. They compile kernels and create tables and states on the device."""
-COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_, torch.ops.aten._foreach_copy_)
 
 T = TypeVar("T")
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
@@ -43,9 +43,10 @@ class NoCopiesFromHost(_CaptureMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in COPIES:
-            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
-            if source.device.type == "cpu" and result.device.type != "cpu":
+        targets, sources = args[:2] if len(args) > 1 else (result, args)
+        pairs = zip(tree_leaves(targets), tree_leaves(sources)) if func.overloadpacket in COPIES else ()
+        for target, source in pairs:
+            if source.device.type == "cpu" and target.device.type != "cpu":
                 raise BatchError(
                     f"training.cuda_graph=True: the passes copy numbers of shape {list(source.shape)} from the host, "
                     "such as the lengths of texts; use texts of one length, or training.cuda_graph=False"

@@ -42,25 +42,21 @@ def quantized(fp8: Optional[Fp8Products]) -> AbstractContextManager[Any]:
     return te.fp8_autocast(enabled=True, fp8_recipe=RECIPES[fp8.kind](), fp8_group=fp8.group)
 
 
-class TEColumnLinear(TEColumnParallelLinear):
+class _Linear:
+    """The call of both linears; see `dit.backends.linears`."""
+
+    returns_bias = False
+    fp8: Optional[Fp8Products] = None
+
+    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
+        with quantized(self.fp8):
+            y_TD, bias = super().forward(x_TD)  # type: ignore[misc]
+        return PendingBias(y_TD, bias) if self.returns_bias else y_TD
+
+
+class TEColumnLinear(_Linear, TEColumnParallelLinear):
     """`ColumnLinear` with Transformer Engine."""
 
-    returns_bias = False
-    fp8: Optional[Fp8Products] = None
 
-    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
-        with quantized(self.fp8):
-            y_TD, bias = super().forward(x_TD)
-        return PendingBias(y_TD, bias) if self.returns_bias else y_TD
-
-
-class TERowLinear(TERowParallelLinear):
+class TERowLinear(_Linear, TERowParallelLinear):
     """`RowLinear` with Transformer Engine."""
-
-    returns_bias = False
-    fp8: Optional[Fp8Products] = None
-
-    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
-        with quantized(self.fp8):
-            y_TD, bias = super().forward(x_TD)
-        return PendingBias(y_TD, bias) if self.returns_bias else y_TD

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
-from dit.context_parallel.partition import ContextSplit, FixedPartition, TokenPartition, context_partition
+from dit.context_parallel.partition import ContextSplit, FixedPartition, Partition, context_partition
 from dit.errors import ConfigError
 from dit.joint_layout import JointLayout, joint_layout
 from dit.kernels.attention import Attention
@@ -88,14 +88,14 @@ class ContextAttention:
             return self.local(q_TNH, k_KNH, v_KNH, local, layout_k)
         return self.exchange(q_TNH, k_KNH, v_KNH, partition)
 
-    def _partition(self, layout: SequenceLayout) -> TokenPartition:
+    def _partition(self, layout: SequenceLayout) -> Partition:
         """Return the partition of the pack of which a rank has these tokens, or these tokens and replicated texts."""
         if layout.is_fixed:
             return FixedPartition(layout, self.group.size(), self.split)
         pack = layout.image if isinstance(layout, JointLayout) else layout
         return context_partition(pack, self.group.size(), self.split)
 
-    def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: TokenPartition) -> Tensor:
+    def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: Partition) -> Tensor:
         """Attend inside segments that are split over the ranks.
 
         Args:
@@ -110,7 +110,7 @@ class ContextAttention:
         return _GatheredKeys.apply(self._gathering(queries, partition), q_TNH, k_KNH, v_KNH)
 
     def _gathering(
-        self, queries: SequenceLayout, partition: TokenPartition, replicated: Optional[SequenceLayout] = None
+        self, queries: SequenceLayout, partition: Partition, replicated: Optional[SequenceLayout] = None
     ) -> "_Plan":
         """Return the plan of attention of the local queries to the gathered keys of all ranks."""
         all_keys, order = partition.blocks(partition.size)[:1], partition.order(0, partition.size)
@@ -125,13 +125,13 @@ class ContextAttention:
         return self.inner, self.outer.rank()
 
     def _across(
-        self, queries: SequenceLayout, partition: TokenPartition, size: int, replicated: Optional[SequenceLayout] = None
+        self, queries: SequenceLayout, partition: Partition, size: int, replicated: Optional[SequenceLayout] = None
     ) -> "_Plan":
         """Return the plan of the outer ring for the tokens of `size` ranks, after their exchange of heads."""
         assert self.outer is not None
         return _Plan(queries, partition.blocks(size), self.outer, self.kernel, replicated=replicated)
 
-    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: TokenPartition) -> Tensor:
+    def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: Partition) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
         inner, index = self._inner()
         order, blocks = partition.order(index, inner.size()), partition.blocks(inner.size())
@@ -167,7 +167,7 @@ class ContextAttention:
         texts: tuple[Optional[Tensor], Tensor, Tensor],
         images: list[Tensor],
         joint: JointLayout,
-        partition: TokenPartition,
+        partition: Partition,
     ) -> Tensor:
         """Attend as in `_by_heads`; a rank processes only some heads of its text copy, then gathers all heads.
 

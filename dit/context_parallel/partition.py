@@ -20,8 +20,9 @@ are again a pack, with shorter samples (some may be empty).
 Shape suffixes: T tokens, S samples (or finer segments), R context-parallel ranks, B blocks of adjacent ranks.
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, Optional
+from typing import Literal, Optional, Protocol
 
 import torch
 from torch import Tensor
@@ -50,8 +51,28 @@ def check_split(layout: SequenceLayout, size: int, split: ContextSplit) -> None:
         )
 
 
+class Partition(Protocol):
+    """Layouts of the tokens of adjacent ranks, and their order.
+
+    Attributes:
+        size: number of context-parallel ranks.
+    """
+
+    @property
+    def size(self) -> int: ...
+
+    def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
+        """Return, for each block of adjacent ranks, the layout of their tokens as one pack; samples may be empty."""
+
+    def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
+        """Return the permutation from rank-by-rank order to ascending order, and its inverse, int64.
+
+        None if it is the identity, as for one sample under the contiguous split, unless the pack has a fixed size.
+        """
+
+
 class TokenPartition:
-    """Local tokens of each rank, and their layouts as packs.
+    """Local tokens of each rank, and their layouts as packs; a `Partition`.
 
     Args:
         indices_RT: global indices of each rank's tokens, ascending, int64; every rank has the same number.
@@ -80,7 +101,6 @@ class TokenPartition:
         return to_device(self.indices_RT[rank], self._device)
 
     def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
-        """Return, for each block of adjacent ranks, the layout of their tokens as one pack; samples may be empty."""
         if ranks_per_block not in self._blocks:
             count, tokens = self.size // ranks_per_block, self.indices_RT.numel()
             lengths_BS = self._counts_SR.unflatten(1, (count, ranks_per_block)).sum(-1).T.tolist()
@@ -95,10 +115,6 @@ class TokenPartition:
         return self._blocks[ranks_per_block]
 
     def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
-        """Return the permutation from rank-by-rank order to ascending order, and its inverse, int64.
-
-        None if it is the identity, as for one sample under the contiguous split, unless the pack has a fixed size.
-        """
         key = (block, ranks_per_block)
         if key not in self._orders:
             ranks = slice(block * ranks_per_block, (block + 1) * ranks_per_block)
@@ -132,28 +148,30 @@ class ContextPartition(TokenPartition):
         )
 
 
-class FixedPartition(TokenPartition):
-    """Partition of a pack of fixed size as one block of all ranks, for `a2a` in a CUDA graph.
+@dataclass(frozen=True)
+class FixedPartition:
+    """Partition of a pack of fixed size as one block of all ranks, for `a2a` in a CUDA graph; a `Partition`.
 
     The layout of the block and its order are tables of `layout`. The graph reads tables as inputs, so a replay can use
     other lengths.
 
-    Args:
+    Attributes:
         layout: layout of the local tokens, or of replicated texts and the local tokens.
         size: number of context-parallel ranks.
         split: division of the tokens over them.
     """
 
-    def __init__(self, layout: SequenceLayout, size: int, split: ContextSplit) -> None:
-        self.size, self._layout, self._split = size, layout, split
+    layout: SequenceLayout
+    size: int
+    split: ContextSplit
 
     def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
         assert ranks_per_block == self.size
-        return (self._layout.table(_tokens_of_all_ranks),)
+        return (self.layout.table(_tokens_of_all_ranks),)
 
     def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
         assert ranks_per_block == self.size
-        return self._layout.table(_order_of_all_ranks, self.size, self._split)
+        return self.layout.table(_order_of_all_ranks, self.size, self.split)
 
 
 def _tokens_of_all_ranks(layout: SequenceLayout) -> SequenceLayout:

@@ -26,10 +26,10 @@ Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], T
 MOST_SEGMENTS = 65535
 """Segments of one call: CUDA's limit for the dimensions y and z of a grid, in which attention kernels count them."""
 MOST_SUMS = 2**31
-"""Sums of dq in one call, which FlashAttention up to 2.8.3 numbers with 32 bits.
+"""Sums of dq in one call (`count_sums`), which FlashAttention up to 2.8.3 numbers with 32 bits.
 
-Each head of each segment has the queries rounded up to 128, times the features rounded up to 64. Source: `dq_accum` in
-flash_bwd_preprocess_kernel.h of Dao-AILab/flash-attention 2.8.3, which its pull request 2260 corrects.
+Source: `dq_accum` in flash_api.cpp and flash_bwd_preprocess_kernel.h of Dao-AILab/flash-attention 2.8.3, which its pull
+request 2260 corrects.
 """
 
 
@@ -101,8 +101,28 @@ def attend_densely(
     return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
 
 
+class _OneKey(torch.autograd.Function):
+    """Attention of one query of each segment to one key: the softmax of one score is 1, so the output is the value.
+
+    The temporal attention of single frames would otherwise allocate 128 sums of dq for each feature of a token.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.shapes = q.shape, k.shape
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        dq, dk = (grads[0].new_zeros(shape) for shape in ctx.shapes)
+        return dq, dk, grads[0].unflatten(1, (dk.shape[1], -1)).sum(2)
+
+
 def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
     """Attend inside `batch` segments of equal length; return `[batch * n, N, H]`."""
+    if len(q) == len(k) == batch:
+        one: Tensor = _OneKey.apply(q, k, v)
+        return one
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
     if batch > (most := _most_segments(*q.shape[1:])):
         parts = zip(*(x.split(most) for x in (q, k, v)))
@@ -115,9 +135,13 @@ def _most_segments(heads: int, queries: int, features: int) -> int:
     return max(1, min(MOST_SEGMENTS, MOST_SUMS // count_sums(heads, queries, features)))
 
 
-def count_sums(heads: int, queries: int, features: int) -> int:
-    """Return the number of sums of dq for a segment, or for a pack, see `MOST_SUMS`."""
-    return heads * (-(-queries // 128) * 128) * (-(-features // 64) * 64)
+def count_sums(heads: int, queries: int, features: int, segments: int = 0) -> int:
+    """Return the number of sums of dq for a segment, with its queries rounded up to 128, or for a pack.
+
+    Args:
+        segments: number of segments of a pack, each of which has 128 more queries; 0 for one segment.
+    """
+    return heads * (-(-queries // 128) + segments) * 128 * (-(-features // 64) * 64)
 
 
 def varlen_attention(
@@ -168,13 +192,17 @@ def _packed(
     layout_k: SequenceLayout,
 ) -> Tensor:
     """Call a kernel for packed segments; dense batches, and packs that it does not support, use `segment_sdpa`."""
-    if layout_q.uniform_length and layout_k.uniform_length:
+    # Single tokens need no kernel (`_OneKey`): columns of stills in temporal attention, next to those of clips.
+    mostly_single = (
+        layout_q is layout_k and not layout_q.is_fixed and 2 * layout_q.lengths.count(1) > layout_q.num_samples
+    )
+    if mostly_single or (layout_q.uniform_length and layout_k.uniform_length):
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     if nothing_attends(layout_q, layout_k):  # kernels may not support zero queries
         return zeros_of(q_TNH, k_KNH, v_KNH)
     cu_q, cu_k, max_q, max_k = _segments_with_padding(layout_q, layout_k)
-    tokens, heads, features = q_TNH.shape
-    if len(cu_q) > MOST_SEGMENTS + 1 or count_sums(heads, tokens, features) > MOST_SUMS:
+    (tokens, heads, features), segments = q_TNH.shape, len(cu_q) - 1
+    if segments > MOST_SEGMENTS or count_sums(heads, tokens, features, segments) > MOST_SUMS:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     return kernel(q_TNH, k_KNH, v_KNH, cu_q, cu_k, max_q, max_k)
 

@@ -114,9 +114,9 @@ class FlashBlocks(BlockAttention):
         if segments is None:
             return Attended(torch.zeros_like(q_TNH), lse_TN)
         tokens, heads, features = q_TNH.shape
-        if segments.count > MOST_SEGMENTS or count_sums(heads, tokens, features) > MOST_SUMS:
+        if segments.number > MOST_SEGMENTS or count_sums(heads, tokens, features, segments.number) > MOST_SUMS:
             raise BatchError(
-                f"{segments.count} segments of {tokens} local tokens exceed the limits of FlashAttention; use shorter "
+                f"{segments.number} segments of {tokens} local tokens exceed the limits of FlashAttention; use shorter "
                 "packs, more context-parallel ranks, or parallel.context_comm=a2a"
             )
         q, k, v = _take(q_TNH, segments.rows_q), _take(k_KNH, segments.rows_k), _take(v_KNH, segments.rows_k)
@@ -144,7 +144,7 @@ class FlashBlocks(BlockAttention):
         )
 
 
-class _Segments:
+class _Segments(NamedTuple):
     """The segments with both queries and keys, without padding, as arguments of the kernel.
 
     Attributes:
@@ -152,30 +152,29 @@ class _Segments:
         lengths: cu_seqlens of queries and of keys (int32), maximal lengths of queries and of keys.
     """
 
-    def __init__(self, layout_q: SequenceLayout, layout_k: SequenceLayout) -> None:
-        present = [i for i, both in enumerate(zip(layout_q.lengths, layout_k.lengths)) if all(both)]
-        self.count = len(present)
-        self.rows_q, cu_q, max_q = self._side(layout_q, present)
-        self.rows_k, cu_k, max_k = self._side(layout_k, present)
-        self.lengths = (cu_q, cu_k, max_q, max_k)
-
-    @staticmethod
-    def _side(layout: SequenceLayout, present: list[int]) -> tuple[Optional[Tensor], Tensor, int]:
-        lengths = torch.tensor([layout.lengths[i] for i in present], dtype=torch.int64)
-        starts = torch.tensor([layout.starts[i] for i in present], dtype=torch.int64)
-        ends = lengths.cumsum(0)
-        total = int(lengths.sum())
-        rows = torch.arange(total) + (starts - ends + lengths).repeat_interleave(lengths)
-        cu_seqlens = to_device(torch.nn.functional.pad(ends, (1, 0)).int(), layout.device)
-        all_rows = total == layout.total_tokens
-        return None if all_rows else to_device(rows, layout.device), cu_seqlens, max(lengths.tolist(), default=0)
+    number: int
+    rows_q: Optional[Tensor]
+    rows_k: Optional[Tensor]
+    lengths: tuple[Tensor, Tensor, int, int]
 
 
 @lru_cache(maxsize=256)
 def _segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Optional[_Segments]:
     """Return the segments of a pair of blocks, cached for all layers; None if there are none."""
-    segments = _Segments(layout_q, layout_k)
-    return segments if segments.count else None
+    present = [i for i, both in enumerate(zip(layout_q.lengths, layout_k.lengths)) if all(both)]
+    if not present:
+        return None
+    (rows_q, cu_q, max_q), (rows_k, cu_k, max_k) = (_side(layout, present) for layout in (layout_q, layout_k))
+    return _Segments(len(present), rows_q, rows_k, (cu_q, cu_k, max_q, max_k))
+
+
+def _side(layout: SequenceLayout, present: list[int]) -> tuple[Optional[Tensor], Tensor, int]:
+    lengths, starts = torch.tensor([(layout.lengths[i], layout.starts[i]) for i in present]).T
+    ends = lengths.cumsum(0)
+    rows = torch.arange(int(ends[-1])) + (starts - ends + lengths).repeat_interleave(lengths)
+    cu_seqlens = to_device(torch.nn.functional.pad(ends, (1, 0)).int(), layout.device)
+    all_rows = len(rows) == layout.total_tokens
+    return None if all_rows else to_device(rows, layout.device), cu_seqlens, int(lengths.max())
 
 
 def _take(x_TNH: Tensor, rows: Optional[Tensor]) -> Tensor:

@@ -34,9 +34,14 @@ def graph_tables() -> Iterator[Tables]:
         table.copy_(to_device(values, table.device))
 
 
+def is_capturing() -> bool:
+    """Return whether a graph is being captured, which has to contain its own tables."""
+    return bool(_captures)
+
+
 def table_on(values: Tensor, device: torch.device) -> Tensor:
     """Return a table on the device; in `graph_tables`, it has its values when the context ends."""
-    if not _captures:
+    if not is_capturing():
         return to_device(values, device)
     table = torch.empty_like(values, device=device)
     _captures[-1].append((table, values))

@@ -179,11 +179,10 @@ def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Argumen
 
     @wraps(function)
     def call(*args: *Arguments) -> Tensor:
-        if torch.compiler.is_compiling():  # the compiler decides
+        if torch.compiler.is_compiling() or (region := _REGION.get()) is None:  # the compiler decides
             return function(*args)
-        region = _REGION.get()
         grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        return region.run(function, args) if region is not None and grad else function(*args)
+        return region.run(function, args) if grad else function(*args)
 
     return call
 

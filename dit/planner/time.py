@@ -76,11 +76,14 @@ class Cluster:
             layout.context_parallel_size,
             layout.pipeline_model_parallel_size,
         )
+        inner = layout.context_a2a_size or 1  # of the two levels of `a2a+p2p`
         ep, instances = layout.expert_model_parallel_size, layout.num_distributed_optimizer_instances
         stage = self.world_size // pp
         return {
             "tp": (tp, 1),
             "cp": (cp, tp),
+            "cp_heads": (inner, tp),
+            "cp_ring": (cp // inner, tp * inner),
             "tp_cp": (tp * cp, 1),
             "dp": (stage // (tp * cp), tp * cp),
             "dp_cp": (stage // tp, tp),
@@ -113,7 +116,7 @@ def _kind(collective: str, group: str) -> Kind:
     """Return the kind of time that a collective inside a micro-batch counts as."""
     if group == "pp":
         return Kind.SEND
-    if group == "cp":
+    if group in ("cp", "cp_heads", "cp_ring"):
         return Kind.RING if collective == "send" else Kind.CONTEXT
     if collective == "all_to_all" or group in ("ep", "tp_ep"):
         return Kind.EXPERT
@@ -205,8 +208,8 @@ def cost_of(trace: StepTrace, micro_batches: int, cluster: Cluster) -> Cost:
 def pass_parts(seconds: Seconds, cluster: Cluster) -> dict[str, float]:
     """Return the parts of one micro-batch, or of one pass of it, on one rank."""
     layout = cluster.parallel
-    cp = layout.context_parallel_size
-    hidden = seconds[Kind.ATTENTION] * (cp - 1) / cp  # the first block of keys and values is local
+    ring, _ = cluster.group("cp_ring")
+    hidden = seconds[Kind.ATTENTION] * (ring - 1) / ring  # the first block of keys and values is local
     tp = layout.tensor_model_parallel_size
     products = seconds[Kind.MATMUL] * (tp - 1) / tp if cluster.overlaps_tensor else 0.0  # the first tokens are local
     parts = {

@@ -152,13 +152,19 @@ class DeviceBatches(Iterator[PackedBatch]):
         sizes = [(prod(grid), grid, fps) for grid, fps in zip(batch.grids, rates)]
         largest = max(sizes)
         if self.largest is None or largest >= self.largest[:3]:
-            starts = [start for start, size in zip(batch.layout.starts, sizes) if size == largest]
-            tokens = (batch.latents_TC[start : start + largest[0]] for start in starts)
-            sample = Largest(*largest, max(num_frames(x_TC, largest[1], *self._spec.patch) for x_TC in tokens))
+            members = [i for i, size in enumerate(sizes) if size == largest]
+            sample = Largest(*largest, max(self._frames(pack, i) for i in members))
             self.largest = sample if self.largest is None else max(self.largest, sample)
         local = self._shard(padded)
         self.step_batches.append(local)
         return self._copy(local)
+
+    def _frames(self, pack: PackedBatch, i: int) -> int:
+        """Return the frames of the latent of a sample, 1 for a still; encoded latents on the device are not read."""
+        grid, patch = pack.grids[i], self._spec.patch
+        if pack.raw is not None and pack.raw.pixels is not None:
+            return 1 if pack.raw.pixels[i].shape[1] == 1 else grid[0] * patch[0]
+        return num_frames(pack.latents_TC[pack.layout.starts[i] :][: prod(grid)], grid, *patch)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from dit.backends.process_groups import ProcessGroups
+from dit.kernels.attention import count_sums
 from dit.tracing.repeats import CPU, fake_op_cache, tensors_in
 
 REAL_ELEMENTS = 1 << 23
@@ -241,6 +242,8 @@ class StepCounter(TorchDispatchMode):
             rows, columns = output.numel() // output.shape[1], output.shape[1]
             product = Product(1, rows, columns, flops // (2 * rows * columns), nbytes)
         else:
+            if "backward" in name:
+                self.peak = max(self.peak, self.live + _bytes_of_sums(*args))
             trace.work[ATTENTION_BACKWARD if "backward" in name else ATTENTION] += flops
             return
         trace.products[product] = trace.products.get(product, 0) + 1
@@ -333,8 +336,9 @@ def _names(groups: ProcessGroups) -> dict[tuple[int, ...], str]:
     """Map the ranks of each group to its name; if groups have the same ranks, the first name wins."""
     names: dict[tuple[int, ...], str] = {}
     dense = ("tp", "cp", "pp", "ep", "dp", "dp_cp", "intra_dp_cp", "inter_dist_opt")
-    for name in (*dense, "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp"):
-        group = getattr(groups.collection, name, None)
+    named = [(n, getattr(groups.collection, n, None)) for n in (*dense, "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp")]
+    named += zip(("cp_heads", "cp_ring"), getattr(groups.collection, "hcp", None) or ())
+    for name, group in named:
         if group is not None:
             names.setdefault(tuple(dist.get_process_group_ranks(group)), name)
     names.setdefault(tuple(range(groups.world_size)), "world")
@@ -400,6 +404,17 @@ def _packed_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **_: 
 def _packed_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **_: Any) -> int:
     """Count q k^T again and the gradients of p, q, k and v; out and lse precede the segments."""
     return 2 * query.shape[1] * _pairs(*args[2:6]) * (3 * key.shape[2] + 2 * value.shape[2])
+
+
+def _bytes_of_sums(_grad: Tensor, query: Tensor, *args: Any) -> int:
+    """Return the memory of the float32 sums of dq inside a backward pass of FlashAttention, for half precision."""
+    if query.element_size() > 2:
+        return 0
+    if query.dim() == 4:  # of segments of equal length
+        segments, heads, queries, features = query.shape
+        return 4 * segments * count_sums(heads, queries, features)
+    tokens, heads, features = query.shape
+    return 4 * count_sums(heads, tokens, features, len(args[4]) - 1)
 
 
 def _pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> int:

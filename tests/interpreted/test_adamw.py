@@ -10,6 +10,7 @@ from dit.kernels.adamw import Elements, Rates
 from dit.kernels.fused import adamw as fused
 from dit.kernels.fused.gpu import adamw as gpu
 from dit.kernels.fused.gpu.adamw import BLOCK, CHUNK
+from dit.kernels.graph_tables import graph_tables
 from tests.interpreted.formulas import ULP
 
 ULPS = 2.5  # of the largest number that an element's update adds: four roundings, and those of the square root
@@ -154,3 +155,13 @@ def test_twenty_updates_match_adamw_of_torch():
         reference.step()
     size = weight.detach().abs().clamp(min=0.1)
     assert float(((found[0].main - weight.detach()).abs() / size).max()) <= 16 * ULP[torch.float32]
+
+
+def test_a_graph_keeps_its_table_of_addresses(monkeypatch):
+    """The update runs eagerly before its capture; other updates then fill the cache of tables."""
+    launches, found = [], parameters((5,))
+    fused.adamw(found, RATES)
+    with graph_tables() as tables, monkeypatch.context() as patches:
+        patches.setattr(gpu, "adamw", lambda table, *_, **__: launches.append(table))
+        fused.adamw(found, RATES)
+    assert any(table is launches[0] for table, _ in tables)

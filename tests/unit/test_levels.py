@@ -118,6 +118,22 @@ def test_two_packs_are_joined_with_their_segments() -> None:
     assert torch.equal(joined.level_layout.valid_T, joined.valid_T)
 
 
+def test_packs_that_differ_in_what_they_have_are_not_joined() -> None:
+    """The joined layout would be that of full packs, or have one level for each sample."""
+    layout = a_layout()
+    for other in (replace(layout, levels=None), layout.select(torch.arange(3)), replace(layout, is_fixed=True)):
+        for first, second in ((layout, other), (other, layout)):
+            with pytest.raises(AssertionError, match="either both packs or none"):
+                first.followed_by(second)
+
+
+def test_a_shard_needs_equal_parts() -> None:
+    layout = SequenceLayout.from_lengths([3, 4])
+    assert layout.shard(6, 7).num_local_tokens == 1
+    with pytest.raises(AssertionError, match="7 tokens have no 2 equal parts"):
+        layout.shard(0, 2)
+
+
 @pytest.mark.parametrize("prediction", ["velocity", "x0"])
 @pytest.mark.parametrize("gamma", [None, 5.0])
 def test_flow_matching_mixes_every_token_at_its_level(prediction: str, gamma: float | None) -> None:

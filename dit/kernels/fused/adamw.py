@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dit.kernels.adamw import Elements, Rates
 from dit.kernels.fused.blocks import cdiv
-from dit.kernels.graph_tables import table_on
+from dit.kernels.graph_tables import is_capturing, table_on
 
 VECTOR_BYTES = 16
 """Size of a vectorised memory access, which requires aligned addresses."""
@@ -45,8 +45,9 @@ def adamw_op(
     )
     half = bool(models) and models[0].dtype == torch.float16
     parts = {"average": bool(averages), "model": bool(models), "half": half}
+    tables_of = tables if is_capturing() else _cached_tables  # the cache may free a table that a graph reads
     for aligned, group in by_alignment(rows):
-        table, chunks = _cached_tables(group, gpu.CHUNK, mains[0].device)
+        table, chunks = tables_of(group, gpu.CHUNK, mains[0].device)
         gpu.adamw(table, chunks, clip, rates, **parts, aligned=aligned)
 
 

@@ -152,6 +152,54 @@ def test_a_call_has_no_more_segments_than_a_gpu_supports(monkeypatch: pytest.Mon
     assert _most_segments(64, 10**6, 128) == 1
 
 
+def test_a_packed_kernel_gets_no_more_sums_than_it_can_number(monkeypatch: pytest.MonkeyPatch):
+    """A pack has 128 sums of dq for each segment in addition to those of its tokens."""
+    calls = []
+
+    def packed(q: torch.Tensor, *_: object) -> torch.Tensor:
+        calls.append(len(q))
+        return q
+
+    case = AttentionCase("columns", (2, 3, 2, 3), heads=4)
+    for sums, packed_calls in ((4 * (128 + 4 * 128) * 64, 1), (4 * (128 + 4 * 128) * 64 - 1, 0)):
+        monkeypatch.setattr("dit.kernels.attention.MOST_SUMS", sums)
+        _packed(packed, *case.qkv(), *case.layouts())
+        assert len(calls) == packed_calls
+        calls.clear()
+
+
+def no_kernel(*_: object) -> torch.Tensor:
+    raise AssertionError("a packed kernel allocates 128 sums of dq for each of the single tokens")
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 4, 1, 4, 1)], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_single_query_with_a_single_key_needs_no_kernel(lengths: tuple[int, ...], groups: int):
+    """Temporal attention of a still: the output is the value, and the gradients of query and key are 0."""
+    batches = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        batches.append(len(q))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    layout = SequenceLayout.from_lengths(lengths, total_tokens=sum(lengths) + 2)
+    leaves = [torch.randn(layout.total_tokens, heads, 8, requires_grad=True) for heads in (4, groups, groups)]
+    grad = torch.randn(layout.total_tokens, 4, 8)
+    results = []
+    for attention in (partial(attend_densely, kernel), reference_attention):
+        q, k, v = (
+            leaves
+            if attention is not reference_attention
+            else (leaves[0], *(x.repeat_interleave(4 // groups, 1) for x in leaves[1:]))
+        )
+        out = attention(q, k, v, layout, layout)
+        results.append([out, *torch.autograd.grad(out, leaves, grad)])
+    assert torch.equal(_packed(no_kernel, *leaves, layout, layout), segment_sdpa(*leaves, layout, layout))
+    assert batches == [count for count in [lengths.count(4)] if count]
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=RTOL, atol=RTOL)
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -87,7 +87,7 @@ def test_one_block_of_all_keys_equals_the_reference(case: AttentionCase, kernel:
     check(OneBlock(KERNELS[kernel]()), case, case.qkv(), rtol=RTOL)
 
 
-@pytest.mark.parametrize(("limit", "most"), [("MOST_SEGMENTS", 3), ("MOST_SUMS", 2 * 128 * 64 - 1)])
+@pytest.mark.parametrize(("limit", "most"), [("MOST_SEGMENTS", 3), ("MOST_SUMS", 2 * (128 + 4 * 128) * 64 - 1)])
 def test_blocks_above_the_limits_of_the_packed_kernel_are_refused(limit: str, most: int, monkeypatch):
     monkeypatch.setattr(f"dit.kernels.attention_blocks.{limit}", most)
     layout, x = SequenceLayout.from_lengths([3, 1, 2, 4]), torch.randn(10, 2, 8)

@@ -97,6 +97,15 @@ def test_a_plan_equals_the_trace_of_the_full_step(one_tracer, name):
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
 
+def test_the_groups_of_two_levels_of_context_parallelism_are_named(one_tracer):
+    layout = ParallelConfig(context_parallel_size=4, context_comm="a2a+p2p", context_a2a_size=2)
+    parts = tiny_model(num_layers=1), FlowMatching(), OptimizerConfig(), layout, TrainingConfig(precision="fp32")
+    pack = PackShape(((1, 4, 8), (1, 4, 8)), text_lengths=(4, 4), multiple_of=4)
+    (step,) = trace([Job(*parts, pack, world_size=4, in_full=True)])
+    assert {("all_to_all", "cp_heads"), ("send", "cp_ring")} <= step.sent_bytes.keys()
+    assert not any(group == "other" for _, group in step.sent_bytes)
+
+
 def test_a_stage_without_adapters_makes_only_forward_passes(one_tracer):
     """Each of two stages has one layer; the first stage has adapters, or the second."""
     settings = OptimizerConfig(), ParallelConfig(pipeline_model_parallel_size=2), TrainingConfig(precision="fp32"), PACK

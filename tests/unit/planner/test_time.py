@@ -85,6 +85,25 @@ def test_an_instance_uses_nvlink_and_the_sum_over_instances_the_network(group, s
     assert cluster.seconds(group, 1e9, 3) == pytest.approx(1e9 / bandwidth + 3 * LATENCY_S * np.log2(size))
 
 
+def test_two_levels_of_context_parallelism_are_an_exchange_of_heads_and_a_ring():
+    """Four ranks exchange heads inside a node; attention hides only the ring over the two nodes."""
+    layout = ParallelConfig(
+        tensor_model_parallel_size=2, context_parallel_size=8, context_comm="a2a+p2p", context_a2a_size=4
+    )
+    cluster = Cluster(H100, 16, layout)
+    assert cluster.group("cp_heads") == (4, 2)
+    assert cluster.group("cp_ring") == (2, 8)
+    assert (cluster.bandwidth("cp_heads"), cluster.bandwidth("cp_ring")) == (H100.nvlink, H100.nic)
+    kinds = ("all_to_all", "cp_heads"), ("send", "cp_ring")
+    trace = replace(work(attention=535), sent_bytes=Counter(dict.fromkeys(kinds, int(45e9))), calls=Counter())
+    found = seconds_of(trace, cluster)
+    assert found[Kind.CONTEXT] == pytest.approx(45e9 / H100.nvlink)
+    assert found[Kind.RING] == pytest.approx(1)
+    assert found[[Kind.EXPERT, Kind.REDUCE]].sum() == 0
+    hidden = found[Kind.ATTENTION] / 2
+    assert pass_parts(found, cluster)["context parallel"] == pytest.approx(found[Kind.CONTEXT] + 1 - hidden)
+
+
 def test_times_are_counts_divided_by_rates():
     trace = replace(
         work(products=3, attention=535, backward=535),

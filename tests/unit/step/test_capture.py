@@ -285,7 +285,8 @@ def assert_equal_steps_without_waits(recorded: list[Any], least: int) -> None:
 def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
     """A replay would read the memory of the host after it was freed."""
     table, device_table = torch.arange(3), torch.zeros(3, dtype=torch.int64, device=META)
-    for copy in (lambda: table.to(META), lambda: device_table.copy_(table)):
+    in_a_list = lambda: torch._foreach_copy_([device_table, device_table], [device_table, table])  # noqa: E731
+    for copy in (lambda: table.to(META), lambda: device_table.copy_(table), in_a_list):
         with NoCopiesFromHost(), pytest.raises(BatchError, match=r"shape \[3\] from the host.*texts of one length"):
             copy()
     with NoCopiesFromHost():

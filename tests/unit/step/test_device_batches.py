@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dit.batch import PackedBatch
+from dit.batch import PackedBatch, RawSamples
 from dit.condition_table import LABEL
 from dit.data_api import BatchSpec
 from dit.fixed_packs import PackMaxima
@@ -59,6 +59,25 @@ def test_a_patch_of_equal_frames_is_a_still_and_smaller_than_a_clip(frames: list
     batches.restore_largest({"latent_size": [1, 8, 8]}, spec)
     assert batches.largest is not None
     assert (batches.largest.tokens, batches.latent_size(spec)) == (16, (1, 8, 8))
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_the_largest_sample_is_found_without_a_read_of_encoded_latents(frames: int) -> None:
+    """A GPU would finish all its work before it answers whether the frames of a patch are equal."""
+    spec = replace(SPEC, patch_temporal=2)
+    stream: Any = MockData(frames=2).build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    pack = next(stream)
+    pixels = tuple(torch.zeros(3, frames, 16, 16, dtype=torch.uint8) for _ in pack.grids)
+    packs: Any = iter([replace(pack, raw=RawSamples(pixels))])
+
+    def encode(batch: PackedBatch) -> PackedBatch:
+        return replace(batch, latents_TC=batch.latents_TC.to("meta"), raw=None)
+
+    batches = DeviceBatches(packs, torch.device("cpu"), spec, lambda batch: 7, encode=encode)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(PackedBatch, "to", lambda batch, _: batch)
+        next(batches)
+    assert batches.latent_size(spec)[0] == (1 if frames == 1 else 2)
 
 
 def test_a_batch_read_before_the_clock_started_is_not_counted_as_waiting() -> None:

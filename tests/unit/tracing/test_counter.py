@@ -54,6 +54,23 @@ def test_packed_attention_counts_equal_those_of_torch(name):
     assert counter.flop_formulas()[op](*args) == flop_registry[op](*args)
 
 
+def test_the_peak_of_a_backward_pass_in_half_precision_has_the_sums_of_dq():
+    """FlashAttention rounds the queries of each segment up to 128: in temporal attention, most of its memory."""
+    peaks = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        with FakeTensorMode():
+            q, k, v = (torch.empty(30, 4, 2, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            grad = torch.empty_like(out)
+            with counter.StepCounter() as counting:
+                out.backward(grad)
+        peaks[dtype] = counting.peak / q.nbytes
+    assert peaks[torch.float32] <= 5  # gradients
+    assert 3 <= peaks[torch.bfloat16] - 128 <= 5
+    query, cu_seqlens = torch.empty(60, 4, 64, dtype=torch.half, device="meta"), torch.arange(0, 61, 2)
+    assert counter._bytes_of_sums(*[query] * 6, cu_seqlens, cu_seqlens, 2, 2) == (128 + 30 * 128) * 4 * 64 * 4
+
+
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_both_gradients_of_a_convolution_cost_as_much_as_its_forward_pass(groups, transposed):

@@ -92,7 +92,13 @@ def test_drops_of_earlier_attempts_are_not_reported_again(
     ("device", "tflops"),
     [
         *(("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA B200", 2250)),
-        *(("NVIDIA A100-SXM4-80GB", 312), ("CPU", None), ("NVIDIA GeForce RTX 4090", None)),
+        *(
+            ("NVIDIA GB200", 2500),
+            ("NVIDIA GB300", 2500),
+            ("NVIDIA A100-SXM4-80GB", 312),
+            ("CPU", None),
+            ("NVIDIA GeForce RTX 4090", None),
+        ),
     ],
 )
 def test_mfu_is_the_share_of_the_peak_of_a_known_device(

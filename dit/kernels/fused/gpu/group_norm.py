@@ -24,28 +24,40 @@ SIZES = ["positions", "rows", "blocks"]
 """Numbers that differ between pictures; a kernel is compiled once for all of them."""
 
 
+@triton.jit
+def _block(positions, channels, rows, blocks):
+    """Return the picture of a program, the number of positions of its block, and the offset of the first one."""
+    picture, first = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks * rows
+    return picture, tl.minimum(rows, positions - first), (picture * positions + first) * channels
+
+
+@triton.jit
+def _load_factors(at, channels, inside):
+    """Return mean, factor and offset of each channel of a picture."""
+    mean, factor = tl.load(at, mask=inside, other=0.0), tl.load(at + channels, mask=inside, other=0.0)
+    return mean, factor, tl.load(at + 2 * channels, mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=SIZES)
 def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """Write each channel's mean and sum of squared deviations over a block of positions of one picture."""
-    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    _, count, base = _block(positions, channels, rows, blocks)
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
-    first = block * rows
-    last = tl.minimum(first + rows, positions)
-    at = x + (picture.to(tl.int64) * positions + first) * channels
+    at = x + base
     origin = tl.load(at + columns, mask=inside, other=0.0).to(tl.float32)
     total, squares = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, last - first, ROWS):
+    for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < last - first) & inside
+        mask = (row < count) & inside
         value = tl.load(at + row * channels + columns, mask=mask, other=0.0).to(tl.float32)
         value = tl.where(mask, value - origin, 0.0)
         total += value
         squares += value * value
-    distance = tl.sum(total, 0)[None, :] / (last - first)
+    distance = tl.sum(total, 0)[None, :] / count
     into = sums + tl.program_id(0).to(tl.int64) * 2 * channels + columns
     tl.store(into, origin + distance, mask=inside)
-    tl.store(into + channels, tl.sum(squares, 0)[None, :] - distance * distance * (last - first), mask=inside)
+    tl.store(into + channels, tl.sum(squares, 0)[None, :] - distance * distance * count, mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -111,19 +123,14 @@ def norm_groups_kernel(
     x, factors, out, positions, channels, rows, blocks, ACTIVATE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
     """Compute the output for a block of positions of one picture."""
-    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    picture, count, base = _block(positions, channels, rows, blocks)
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
-    of_picture = factors + picture.to(tl.int64) * 4 * channels + columns
-    mean = tl.load(of_picture, mask=inside, other=0.0)
-    factor = tl.load(of_picture + channels, mask=inside, other=0.0)
-    offset = tl.load(of_picture + 2 * channels, mask=inside, other=0.0)
-    first = block * rows
-    last = tl.minimum(first + rows, positions)
-    base = (picture.to(tl.int64) * positions + first) * channels
-    for start in range(0, last - first, ROWS):
+    of_picture = factors + picture * 4 * channels + columns
+    mean, factor, offset = _load_factors(of_picture, channels, inside)
+    for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < last - first) & inside
+        mask = (row < count) & inside
         value = tl.load(x + base + row * channels + columns, mask=mask, other=0.0).to(tl.float32)
         value = (value - mean) * factor + offset
         if ACTIVATE:
@@ -154,20 +161,15 @@ def group_gradient_sums_kernel(
     ROWS: tl.constexpr,
 ):
     """Write each channel's sums of dh and of dh times the normalised value over a block of positions."""
-    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    picture, count, base = _block(positions, channels, rows, blocks)
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
-    of_picture = factors + picture.to(tl.int64) * 4 * channels + columns
-    mean = tl.load(of_picture, mask=inside, other=0.0)
-    factor = tl.load(of_picture + channels, mask=inside, other=0.0)
-    offset = tl.load(of_picture + 2 * channels, mask=inside, other=0.0)
-    first = block * rows
-    last = tl.minimum(first + rows, positions)
-    base = (picture.to(tl.int64) * positions + first) * channels
+    of_picture = factors + picture * 4 * channels + columns
+    mean, factor, offset = _load_factors(of_picture, channels, inside)
     total, along = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
-    for start in range(0, last - first, ROWS):
+    for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < last - first) & inside
+        mask = (row < count) & inside
         at = base + row * channels + columns
         distance = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mean
         dy = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -251,22 +253,17 @@ def norm_groups_backward_kernel(
     ROWS: tl.constexpr,
 ):
     """Compute the gradient of x for a block of positions of one picture."""
-    picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    picture, count, base = _block(positions, channels, rows, blocks)
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
-    of_picture = factors + picture.to(tl.int64) * 4 * channels + columns
-    mean = tl.load(of_picture, mask=inside, other=0.0)
-    factor = tl.load(of_picture + channels, mask=inside, other=0.0)
-    offset = tl.load(of_picture + 2 * channels, mask=inside, other=0.0)
-    of_picture = rest + picture.to(tl.int64) * 2 * channels + columns
+    of_picture = factors + picture * 4 * channels + columns
+    mean, factor, offset = _load_factors(of_picture, channels, inside)
+    of_picture = rest + picture * 2 * channels + columns
     along = tl.load(of_picture, mask=inside, other=0.0)
     across = tl.load(of_picture + channels, mask=inside, other=0.0)
-    first = block * rows
-    last = tl.minimum(first + rows, positions)
-    base = (picture.to(tl.int64) * positions + first) * channels
-    for start in range(0, last - first, ROWS):
+    for start in range(0, count, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        mask = (row < last - first) & inside
+        mask = (row < count) & inside
         at = base + row * channels + columns
         distance = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mean
         dy = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
@@ -284,11 +281,16 @@ def _members(channels, groups):
     return {"WIDTH": triton.next_power_of_2(channels // groups), "BLOCKS": BLOCKS, "num_warps": 4}
 
 
-def group_sums(x_NPC, rows, sums):
-    """Launch the kernel that sums blocks of `rows` positions."""
+def _launch(kernel, x_NPC, rows, *tensors, **flags):
+    """Launch a kernel with a program for each block of `rows` positions."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
-    group_sums_kernel[(pictures * blocks,)](x_NPC, sums, positions, channels, rows, blocks, **_tile(channels))
+    kernel[(pictures * blocks,)](*tensors, positions, channels, rows, blocks, **flags, **_tile(channels))
+
+
+def group_sums(x_NPC, rows, sums):
+    """Launch the kernel that sums blocks of `rows` positions."""
+    _launch(group_sums_kernel, x_NPC, rows, x_NPC, sums)
 
 
 def group_factors(sums, weight, bias, scale_NC, shift_NC, pictures, positions, groups, rows, eps, factors_N4C):
@@ -304,20 +306,12 @@ def group_factors(sums, weight, bias, scale_NC, shift_NC, pictures, positions, g
 
 def norm_groups(x_NPC, factors_N4C, rows, activate, out):
     """Launch the second pass of forward."""
-    pictures, positions, channels = x_NPC.shape
-    blocks = cdiv(positions, rows)
-    norm_groups_kernel[(pictures * blocks,)](
-        *(x_NPC, factors_N4C, out, positions, channels, rows, blocks), ACTIVATE=activate, **_tile(channels)
-    )
+    _launch(norm_groups_kernel, x_NPC, rows, x_NPC, factors_N4C, out, ACTIVATE=activate)
 
 
 def group_gradient_sums(grad, x_NPC, factors_N4C, rows, activate, sums):
     """Launch the first pass of backward."""
-    pictures, positions, channels = x_NPC.shape
-    blocks = cdiv(positions, rows)
-    group_gradient_sums_kernel[(pictures * blocks,)](
-        *(grad, x_NPC, factors_N4C, sums, positions, channels, rows, blocks), ACTIVATE=activate, **_tile(channels)
-    )
+    _launch(group_gradient_sums_kernel, x_NPC, rows, grad, x_NPC, factors_N4C, sums, ACTIVATE=activate)
 
 
 def group_gradients(sums, factors_N4C, weight, bias, scale_NC, positions, groups, dtype, outputs):
@@ -336,10 +330,4 @@ def group_gradients(sums, factors_N4C, weight, bias, scale_NC, positions, groups
 
 def norm_groups_backward(grad, x_NPC, factors_N4C, rest_N2C, rows, activate, grad_x):
     """Launch the second pass of backward."""
-    pictures, positions, channels = x_NPC.shape
-    blocks = cdiv(positions, rows)
-    norm_groups_backward_kernel[(pictures * blocks,)](
-        *(grad, x_NPC, factors_N4C, rest_N2C, grad_x, positions, channels, rows, blocks),
-        ACTIVATE=activate,
-        **_tile(channels),
-    )
+    _launch(norm_groups_backward_kernel, x_NPC, rows, grad, x_NPC, factors_N4C, rest_N2C, grad_x, ACTIVATE=activate)
