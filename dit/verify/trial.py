@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.backends.init import init_of
-from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
@@ -28,14 +27,12 @@ from dit.monitoring.expert_load import expert_layers, expert_load
 from dit.objectives.addressed_noise import NoiseMixer
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import MasterShard, copy_masters_to_model, master_shards
+from dit.optimizer.master_weights import MasterShard, copy_masters_to_model
+from dit.optimizer.model_state import ModelState, build_model_state
 from dit.optimizer.part_norms import PartNorms
-from dit.optimizer.update import Update
-from dit.parallel.build import build_model, build_optimizer, wrap
+from dit.parallel.build import build_model, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
-from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.step.balance import balanced
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
@@ -83,21 +80,12 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Built:
-    """The model, optimizer and groups of a trial on this rank: its `dit.step.train_step.StepState`."""
+class Built(ModelState):
+    """The model and optimizer of a trial on this rank."""
 
     trial: Trial
     dims: ParallelDims
-    groups: ProcessGroups
-    chunks: list[Backbone]
-    wrapped: Sequence[Any]
-    optimizer: MegatronOptimizer
-    shards: list[MasterShard]
-    ema: Optional[EMA]
-    update: Update
-    loss_scale: Optional[LossScale]
     mix: NoiseMixer
-    step: int = 0
 
     @property
     def model(self) -> ModelConfig:
@@ -261,26 +249,9 @@ def build(trial: Trial) -> Built:
     groups, chunks = build_chunks(trial)
     target = target_of(model, training.precision)
     wrapped = wrap(chunks, parallel, groups, target, training.kernels)
-    optimizer = build_optimizer(
-        wrapped, trial.optimizer, parallel, training, groups, auxiliary=trial.objective.auxiliary
-    )
-    shards = master_shards(optimizer, chunks, trial.optimizer)
-    ema, lengths = None, training.ema_sigma_rel or ()
-    if training.ema_decay is not None:
-        ema = EMA(shards, training.ema_decay, offload=training.ema_offload, sigma_rel=lengths)
-    return Built(
-        trial=trial,
-        dims=dims,
-        groups=groups,
-        chunks=chunks,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        shards=shards,
-        ema=ema,
-        update=Update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
-        loss_scale=loss_scale_of(optimizer),
-        mix=noise_kernel(model, training),
-    )
+    auxiliary = trial.objective.auxiliary
+    state = build_model_state(chunks, wrapped, trial.optimizer, parallel, training, groups, target, auxiliary)
+    return Built(**vars(state), trial=trial, dims=dims, mix=noise_kernel(model, training))
 
 
 def gradients_of(session: Built) -> dict[str, Any]:
