@@ -34,7 +34,6 @@ class StepFunctions:
     """Functions and sizes that do not change between the steps of a run.
 
     Attributes:
-        objective: objective of the run.
         forward_step: returns the forward step that follows a number of completed steps.
         rates: returns learning rate and Adam's beta1 of the update that follows a number of completed steps.
         micro_batches: micro-batches of each replica in a step.

@@ -155,9 +155,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     A checkpoint is saved before validation and sampling of its step, so that an error there loses no step.
 
     Args:
-        run: state and actions of this rank.
         record: exit record, updated with the number of every completed step.
-        preemption: request to stop.
         beat: called after every step.
 
     Returns:
@@ -249,16 +247,10 @@ class Run:
         phase: phase of this rank, for its heartbeat.
 
     Attributes:
-        state: everything that a step changes.
-        saves: pending checkpoints.
         packs: full packs that this rank computes.
         batches: micro-batches on this rank's device.
-        hooks: hooks that the loop calls after steps and validations.
         functions: forward step and rates of every step.
-        bad_steps: judges each step before its update.
-        checks: all checks of a step.
         last_action: use of the newest gradients, as far as they were read.
-        must_stop: whether any rank asked to stop.
         grad_norm: gradient norm of the newest update that was read.
     """
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from benchmarks.parallel_training import build, micro_batch, tiny_model, train
+from dit.backends.process_groups import gather_objects
 from dit.errors import ConfigError
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.verify.trial import Built, global_values, global_weights, of_all_stages
+from dit.verify.trial import Built, global_values, global_weights, named_parameters
 
 
 def watch_sends(case: dict) -> dict:
@@ -73,7 +74,8 @@ def predict(case: dict) -> dict:
         churn = SamplingConfig(**options, churn=[1.5, 0.0, 1e9, 1.0], guidance_rescale=0.5)
         churned = generate(network, EDM(), pack, spec, churn)
     after = [p for chunk in it.chunks for p in chunk.parameters()]
-    _, differ = of_all_stages([("samples", samples), ("loss", torch.tensor(losses["loss"]))], groups)
+    stages = gather_objects([samples, torch.tensor(losses["loss"])], groups.pp)
+    differ = [stage for stage, values in enumerate(stages) if not all(map(torch.equal, values, stages[0]))]
     process_groups.release()
     return {
         "losses": losses,
@@ -95,7 +97,7 @@ def _state(it: Built, ema) -> dict:
         slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
         named += [(f"{slot}.{shard.name}", shard, values) for slot, values in slots.items()]
     tensors, drifted = global_values(named, it.groups)
-    weights, drifted_weights = global_weights(it.chunks, it.groups)
+    weights, drifted_weights = global_weights(named_parameters(it.chunks), it.groups)
     tensors |= {f"model.{name}": weight for name, weight in weights.items()}
     drifted += drifted_weights
     shapes = global_shapes(parameters_of(it.shards), it.groups)
@@ -137,7 +139,7 @@ def load(case: dict) -> dict:
         Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
         save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
     load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
-    found["ema_weights"], _ = global_weights(it.chunks, it.groups)
+    found["ema_weights"], _ = global_weights(named_parameters(it.chunks), it.groups)
     process_groups.release()
     return found
 
