@@ -119,7 +119,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),
         *("dit.kernels", "dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.run_config"),
         *("dit.checkpoint", "dit.patchify", "dit.tracing", "dit.ranges", "dit.media", "dit.data_api"),
-        *("dit.auxiliary", "dit.batch", "dit.condition_table", "dit.config_record"),
+        *("dit.auxiliary", "dit.batch", "dit.condition_table", "dit.config_record", "dit.patches"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
