@@ -8,7 +8,7 @@ import torch
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
 from dit.optimizer.ema import EMA
-from dit.verify.trial import Built, global_values, global_weights
+from dit.verify.trial import Built, global_values, global_weights, named_parameters
 
 
 def state_of(it: Built, ema: EMA) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     ema = EMA([*it.shards], 0.9)
     load_state(Path(case["folder"]), it.shards, ema, it.optimizer, it.wrapped, it.groups)
     state = state_of(it, ema)
-    weights, drifted = global_weights(it.chunks, it.groups)
+    weights, drifted = global_weights(named_parameters(it.chunks), it.groups)
     tensors = {f"model.{name}": weight for name, weight in weights.items()}
     load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
     tensors |= {f"averaged.{name}": weight for name, weight in global_weights(it.chunks, it.groups)[0].items()}

@@ -125,7 +125,8 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     from dit.parallel.build import count_parameters
     from dit.parallel.implementations import implementations
     from dit.training.pretrain import Run
-    from dit.training.rates import mean_loss
+    from dit.training.rates import mean_terms
+    from dit.training.validate import named_losses
 
     dims, spec = config.check_here()
     groups = process_groups.initialize(config.parallel)
@@ -185,7 +186,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
         **{f"tflops_per_rank_{c}": value for c, value in tflops.items()},
         "mfu": None if peak is None else 1e12 * tflops["model"] / peak,
         "peak_memory_gib": next(iter(peak_memory().values())) / 2**30,
-        "loss": mean_loss(config.objective, losses, groups),
+        "loss": named_losses(config.objective, mean_terms(losses, groups))["loss"],
     }
     process_groups.destroy()
     return record

@@ -44,7 +44,8 @@ def final_loss(config: "RunConfig", groups: "ProcessGroups") -> float:
     import torch
 
     from dit.training.pretrain import Run
-    from dit.training.rates import mean_loss
+    from dit.training.rates import mean_terms
+    from dit.training.validate import named_losses
 
     dims, spec = config.check_here()
     run, losses = Run(config, dims, spec, groups, quiet=True), []
@@ -52,7 +53,7 @@ def final_loss(config: "RunConfig", groups: "ProcessGroups") -> float:
         for _ in range(config.training.num_steps):
             sums = torch.zeros(len(config.objective.logged) + 1, device=run.device)
             run.step(sums)
-            losses.append(mean_loss(config.objective, sums, groups))
+            losses.append(named_losses(config.objective, mean_terms(sums, groups))["loss"])
             run.batches.reset()
     except NotFiniteError:
         return math.inf

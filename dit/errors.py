@@ -35,6 +35,19 @@ EXIT_UNEXPECTED = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+EXIT_REASONS = {
+    EXIT_OK: "completed",
+    EXIT_CONFIG: "config",
+    EXIT_DATA: "data",
+    EXIT_NOT_FINITE: "not_finite",
+    EXIT_CHECKPOINT: "checkpoint",
+    EXIT_SAVE: "save",
+    EXIT_MACHINE: "machine",
+    EXIT_UNEXPECTED: "unexpected",
+    EXIT_PREEMPTED: "preempted",
+    EXIT_INTERRUPTED: "interrupted",
+}
+"""Names of the codes in `exit.json`."""
 DISK_ERRORS = {
     errno.ENOSPC: "free space",
     errno.EDQUOT: "free space",

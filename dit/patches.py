@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import ParamSpec, TypeVar
+from typing import Optional, ParamSpec, TypeVar
 
 from dit.errors import ConfigError
 
@@ -56,14 +56,19 @@ def replaced(owner: object, **attributes: object) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def installed_version(package: str) -> Optional[str]:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 @functools.cache
 def check_version(library: str, part: str) -> None:
     """Check that the installed version of a library is one that a patch was written for."""
     package, first, last = versions_of(library)
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
-        installed = "no version"
+    installed = installed_version(package) or "no version"
     number = re.match(r"(\d+)\.(\d+)", installed)
     if number is None or not first <= (int(number[1]), int(number[2])) <= last:
         raise ConfigError(

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Optional
 
@@ -16,6 +15,7 @@ from dit.backends.device import accelerator_versions, describe
 from dit.durable_files import write_record
 from dit.kernels.choice import Selection
 from dit.monitoring.run_lock import job_id
+from dit.patches import installed_version
 from dit.safe_files import parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def environment_record(world_size: int, kernels: Mapping[str, Selection]) -> dic
 
 def versions() -> dict[str, Any]:
     """Return the versions of the accelerator's software, of Python and of `PACKAGES` (None: not installed)."""
-    packages = {name: _version(name) for name in PACKAGES}
+    packages = {name: installed_version(name) for name in PACKAGES}
     return {**accelerator_versions(), "python": platform.python_version(), "packages": packages}
 
 
@@ -86,10 +86,3 @@ def append_attempt(path: Path, record: dict[str, Any]) -> None:
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(ROOT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
-
-def _version(name: str) -> Optional[str]:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

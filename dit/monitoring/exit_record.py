@@ -18,20 +18,7 @@ from types import TracebackType
 from typing import Optional
 
 from dit.durable_files import strict_json, write_atomic
-from dit.errors import (
-    EXIT_CHECKPOINT,
-    EXIT_CONFIG,
-    EXIT_DATA,
-    EXIT_INTERRUPTED,
-    EXIT_MACHINE,
-    EXIT_NOT_FINITE,
-    EXIT_OK,
-    EXIT_PREEMPTED,
-    EXIT_SAVE,
-    EXIT_UNEXPECTED,
-    UserError,
-    exit_code,
-)
+from dit.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_REASONS, EXIT_UNEXPECTED, UserError, exit_code
 from dit.monitoring.time_limit import started_at
 from dit.safe_files import parse_json, read_bytes
 from dit.terminal import echo
@@ -42,18 +29,6 @@ EXIT_FILE = "exit.json"
 CODE_FILE = "DIT_EXIT_CODE_FILE"
 """Environment variable: an existing file of this node for the code of a refused attempt, see launch/train.sh."""
 PEER_LOST = "peer_lost"
-REASONS = {
-    EXIT_OK: "completed",
-    EXIT_CONFIG: "config",
-    EXIT_DATA: "data",
-    EXIT_NOT_FINITE: "not_finite",
-    EXIT_CHECKPOINT: "checkpoint",
-    EXIT_SAVE: "save",
-    EXIT_MACHINE: "machine",
-    EXIT_UNEXPECTED: "unexpected",
-    EXIT_PREEMPTED: "preempted",
-    EXIT_INTERRUPTED: "interrupted",
-}
 # Errors that torch.distributed raises, and words in the messages of gloo, NCCL and the store, when another rank died
 # or hangs.
 PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
@@ -124,7 +99,7 @@ def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int
     """
     at_end = EXIT_PREEMPTED if preempted else EXIT_OK
     code = at_end if error is None else exit_code(error)
-    outcome = Outcome(code, REASONS.get(code, REASONS[EXIT_UNEXPECTED]), step, rank)
+    outcome = Outcome(code, EXIT_REASONS.get(code, EXIT_REASONS[EXIT_UNEXPECTED]), step, rank)
     if error is None or code in (EXIT_OK, EXIT_PREEMPTED):
         return outcome
     reason = PEER_LOST if is_peer_lost(error) else outcome.reason

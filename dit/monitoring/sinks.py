@@ -124,6 +124,8 @@ class JsonlSink(Sink):
         try:
             write_all(self._descriptor, line.encode() + b"\n")
         except OSError as error:
+            with suppress(OSError):
+                _cut_torn_line(self._descriptor)  # a failed save is reported here, and training continues
             raise self._failed(error) from error
         if not is_at(self.path, self._descriptor):
             # Writes to a deleted file succeed, but the data are lost.

@@ -87,7 +87,9 @@ class TimeLimit:
         return self.near
 
     def reason(self) -> str:
-        """Return a description of the limit, and of the time that is reserved before it."""
+        """Return why a run stops without a signal to this rank, with the time that is reserved before the limit."""
+        if not self.near:
+            return "a request to another rank"
         return f"{self._description()}, before which {self.needed_s:.0f} s are reserved for steps and the save"
 
     def _description(self) -> str:

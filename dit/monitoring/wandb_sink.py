@@ -19,12 +19,17 @@ from dit.safe_files import make_folder, read_bytes
 
 logger = logging.getLogger(__name__)
 
+FINISH_S, UPLOAD_S = 20.0, 600.0
+"""Time to send the last records at the end of a run, without and with checkpoints; by default, wandb waits for hours.
+Schedulers kill a stopped run after about 30 s, and a run that waits for `training.hang_timeout_s` counts as hung."""
+
 
 class WandbSink(Sink):
     """Mirrors records to Weights & Biases; all its files are inside the run folder.
 
-    Without a key, or if the service does not respond, the run is recorded offline (`wandb sync` uploads it later). The
-    id is stored in `run_dir/wandb_id`, so a resumed run continues the same page.
+    Without a key, or if the service does not respond, the run is recorded offline (`wandb sync` uploads it later), as
+    are records that cannot be sent in time at the end. The id is stored in `run_dir/wandb_id`, so a resumed run
+    continues the same page.
 
     The step is also a logged value, because wandb's own step must increase: wandb drops other records. It is the next
     one for steps that a rewound or resumed run repeats.
@@ -54,7 +59,14 @@ class WandbSink(Sink):
 
         self._wandb = wandb
         self._artifacts, self._epoch_samples = artifacts, epoch_samples
-        settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            finish_timeout=UPLOAD_S if artifacts else FINISH_S,
+            finish_timeout_raises=True,
+        )
         arguments: dict[str, Any] = {
             "project": project,
             "name": name,

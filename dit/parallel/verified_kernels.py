@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from functools import cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Optional
 
@@ -20,6 +19,7 @@ from dit.backends.device import accelerator_versions, describe, use_cuda
 from dit.backends.process_groups import gather_objects
 from dit.durable_files import strict_json, write_atomic
 from dit.errors import UserError
+from dit.patches import installed_version
 from dit.safe_files import read_bytes, read_json
 
 RECORD = "verified_kernels.json"
@@ -35,19 +35,12 @@ def record_path() -> Path:
 
 def machine() -> str:
     """Return device, versions and a digest of the kernels' sources, the name of an entry in the record."""
-    packages = "".join(f", {name} {_version(name)}" for name in PACKAGES)
+    packages = "".join(f", {name} {installed_version(name) or 'none'}" for name in PACKAGES)
     digest = sha256()
     for path in sorted(Path(kernels.__file__).parent.rglob("*.py")):
         digest.update(read_bytes(path))
     driver = accelerator_versions()["driver"]
     return f"{describe()}, driver {driver}, torch {torch.__version__}{packages}, {digest.hexdigest()[:12]}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _entries() -> dict[str, Any]:

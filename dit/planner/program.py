@@ -9,19 +9,15 @@ import torch
 from torch import nn
 
 from dit.backends.device import local_device
-from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, Stage
-from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import master_shards
+from dit.optimizer.model_state import ModelState, build_model_state
 from dit.optimizer.step_numbers import StepNumbers
-from dit.optimizer.update import Update
-from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
+from dit.parallel.build import TracedBuild, build_model, wrap
 from dit.parallel.fsdp import gathered_bytes
 from dit.parallel.implementations import target_of
-from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.patches import replaced
 from dit.planner.job import Job, steady_state
 from dit.step.device_batches import PackCopy
@@ -30,18 +26,6 @@ from dit.step.schedule import Logs
 from dit.step.train_step import Action, Compute, Part, Step, StepFunctions, StepObserver, train_step
 from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
 from dit.tracing.packs import batch_of
-
-
-@dataclass
-class State:
-    """State of the traced rank, see `dit.step.train_step.StepState`."""
-
-    wrapped: Sequence[Any]
-    optimizer: MegatronOptimizer
-    update: Update
-    loss_scale: Optional[LossScale]
-    groups: ProcessGroups
-    step: int = 0
 
 
 class Phases(StepObserver):
@@ -146,24 +130,18 @@ class Program:
         target = target_of(job.model, training.precision, job.kernels)
         wrapped = wrap(chunks, job.parallel, self.groups, target, training.kernels)
         weights = counter.live
-        optimizer = build_optimizer(wrapped, job.optimizer, job.parallel, training, self.groups)
-        shards = master_shards(optimizer, chunks, job.optimizer)
-        before = counter.live
-        decay = None if training.ema_offload else training.ema_decay
-        ema = None if decay is None else EMA(shards, decay, sigma_rel=training.ema_sigma_rel or ())
-        average = counter.live - before
+        on_device = replace(training, cuda_graph=False, ema_decay=None if training.ema_offload else training.ema_decay)
+        self.state = build_model_state(chunks, wrapped, job.optimizer, job.parallel, on_device, self.groups, target)
         self.mix = noise_kernel(job.model, training, job.kernels)
-        update = Update(optimizer, shards, ema, job.optimizer, self.groups, target, training.kernels)
-        self._create_optimizer_state(wrapped, optimizer, update)
+        self._create_optimizer_state(self.state)
+        ema, scale = self.state.ema, self.state.loss_scale
+        average = 0 if ema is None else sum(value.nbytes for values in ema.by_slot.values() for value in values)
         if job.optimizer.offload:
-            counter.live -= sum(master.slot(name).nbytes for master in shards for name in master.slots)
+            counter.live -= sum(master.slot(name).nbytes for master in self.state.shards for name in master.slots)
         optimizer_state = counter.live - weights - average - gathered_bytes(wrapped)
-        state = dict(zip(STATE, (weights, optimizer_state, average)))
-        scale = loss_scale_of(optimizer)
+        self._state_bytes = dict(zip(STATE, (weights, optimizer_state, average)))
         if scale is not None:
             scale.tokens = 1  # the traced step is not the first of its run
-        self.state = State(wrapped, optimizer, update, scale, self.groups)
-        self._state_bytes = state
         return self._trace()
 
     def _trace(self) -> StepTrace:
@@ -217,14 +195,14 @@ class Program:
         self.counter.begin()
         self._step(self.job.micro_batches)
 
-    def _create_optimizer_state(self, wrapped: Sequence[Any], optimizer: MegatronOptimizer, update: Update) -> None:
+    def _create_optimizer_state(self, state: ModelState) -> None:
         """Run an update without a step, in which the optimizer creates its state."""
-        for chunk in wrapped:
+        for chunk in state.wrapped:
             chunk.zero_grad_buffer()
             if self.job.parallel.data_parallel == "fsdp":
                 chunk.finish_grad_sync()  # shows the optimizer the local gradients
-        update(StepNumbers(optimizer, self.groups, torch.zeros(2, device=local_device()), 1), 1)
-        update.end(1, is_good=True)
+        state.update(StepNumbers(state.optimizer, self.groups, torch.zeros(2, device=local_device()), 1), 1)
+        state.update.end(1, is_good=True)
 
     @torch.no_grad()
     def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:

@@ -53,25 +53,28 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
         dealt[rank].append(pack)
         if len(dealt[rank]) < count:
             heapq.heappush(loads, (load + costs[pack], rank))
-    while _swap(dealt, costs):
+    work = [sum(costs[i] for i in packs) for packs in dealt]
+    while _swap(dealt, work, costs):
         pass
     read = [list(range(rank, len(costs), ranks)) for rank in range(ranks)]
-    shares = min(read, sorted(map(sorted, dealt)), key=lambda shares: max(_work(shares, costs)))
+    shares = sorted(map(sorted, dealt)) if max(work) < max(sum(costs[i] for i in packs) for packs in read) else read
     return [sorted(packs, key=lambda i: (i != 0, -costs[i])) for packs in shares]
 
 
-def _work(shares: Sequence[Sequence[int]], costs: Sequence[int]) -> list[int]:
-    return [sum(costs[i] for i in packs) for packs in shares]
+def _swap(shares: Sequence[list[int]], work: list[int], costs: Sequence[int]) -> bool:
+    """Exchange a pack of the busiest rank and one of the idlest, if this brings their work closer together.
 
-
-def _swap(shares: Sequence[list[int]], costs: Sequence[int]) -> bool:
-    """Exchange a pack of the busiest rank and one of the idlest, if this brings their work closer together."""
-    work = _work(shares, costs)
-    busiest, idlest = shares[work.index(max(work))], shares[work.index(min(work))]
-    gap = max(work) - min(work)
+    Args:
+        work: of each rank; updated.
+    """
+    busy, idle = work.index(max(work)), work.index(min(work))
+    busiest, idlest, gap = shares[busy], shares[idle], work[busy] - work[idle]
     new_gap, pack, other = min((abs(2 * (costs[i] - costs[k]) - gap), i, k) for i in busiest for k in idlest)
     if new_gap < gap:
         busiest[busiest.index(pack)], idlest[idlest.index(other)] = other, pack
+        moved = costs[pack] - costs[other]
+        work[busy] -= moved
+        work[idle] += moved
     return new_gap < gap
 
 

@@ -58,11 +58,7 @@ class Largest(NamedTuple):
 
 
 class PackCopy:
-    """Copies the packs of a run to the device, one after another.
-
-    Args:
-        device: target device.
-    """
+    """Copies the packs of a run to a device, one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +81,6 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     Args:
         stream: source of full packs.
-        device: target device.
         spec: the properties that the model requires.
         flops: returns the executed training FLOPs of a micro-batch.
         shard: selects the local tokens of a full pack (context parallel).
@@ -94,7 +89,6 @@ class DeviceBatches(Iterator[PackedBatch]):
         maxima: pads packs to fixed sizes; None for no padding.
 
     Attributes:
-        device: target device.
         largest: the largest sample so far; None before the first one.
         step_batches: local micro-batches since `begin_step`, before their copy to the device.
     """

@@ -2,24 +2,21 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Optional, Protocol
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
 
 from dit.backends.device import local_device
 from dit.backends.graphs import Runner, call
-from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.objectives.base import Objective
 from dit.optimizer.master_weights import set_rates
+from dit.optimizer.model_state import ModelState
 from dit.optimizer.step_numbers import Limits, StepNumbers
-from dit.optimizer.update import Update
-from dit.parallel.loss_scale import LossScale
 from dit.step.forward_step import ForwardStep
 from dit.step.schedule import Logs, Schedule, forward_backward
 
@@ -32,26 +29,11 @@ Compute = Callable[[Iterator[PackedBatch]], Logs]
 """Computes the gradients of a step from its micro-batches, starting from zero."""
 
 
-class StepState(Protocol):
-    """The state that a step changes: `dit.checkpoint.train_state.TrainState`, or a smaller one."""
-
-    wrapped: Sequence[Any]
-    optimizer: MegatronOptimizer
-    loss_scale: Optional[LossScale]
-    groups: ProcessGroups
-    step: int
-
-    @property
-    def update(self) -> Update:
-        """Update of the weights and their average."""
-
-
 @dataclass(frozen=True)
 class StepFunctions:
     """Functions and sizes that do not change between the steps of a run.
 
     Attributes:
-        objective: objective of the run.
         forward_step: returns the forward step that follows a number of completed steps.
         rates: returns learning rate and Adam's beta1 of the update that follows a number of completed steps.
         micro_batches: micro-batches of each replica in a step.
@@ -136,7 +118,7 @@ class StepObserver:
 
 
 def train_step(
-    state: StepState,
+    state: ModelState,
     batches: Iterator[PackedBatch],
     functions: StepFunctions,
     observer: StepObserver,
@@ -200,7 +182,7 @@ def train_step(
     return step
 
 
-def settle(state: StepState, step: Step, observer: StepObserver) -> Action:
+def settle(state: ModelState, step: Step, observer: StepObserver) -> Action:
     """Read the numbers of a pending step, and handle a bad one. The device has already applied or omitted the update.
 
     If the observer raises an error, which it does for bad steps only, the step does not count.
@@ -213,7 +195,7 @@ def settle(state: StepState, step: Step, observer: StepObserver) -> Action:
     return step.action
 
 
-def _end(state: StepState, step: Step, observer: StepObserver, *, is_queued: bool) -> None:
+def _end(state: ModelState, step: Step, observer: StepObserver, *, is_queued: bool) -> None:
     is_good = step.action == "update"
     if is_queued:
         state.update.end(step.number, is_good=is_good)
@@ -223,7 +205,7 @@ def _end(state: StepState, step: Step, observer: StepObserver, *, is_queued: boo
 
 
 def compute_gradients(
-    state: StepState,
+    state: ModelState,
     forward_step: ForwardStep,
     micro_batches: int,
     batches: Iterator[PackedBatch],

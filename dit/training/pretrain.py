@@ -155,9 +155,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     A checkpoint is saved before validation and sampling of its step, so that an error there loses no step.
 
     Args:
-        run: state and actions of this rank.
         record: exit record, updated with the number of every completed step.
-        preemption: request to stop.
         beat: called after every step.
 
     Returns:
@@ -170,7 +168,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if state.step > 0:  # the previous attempt may have ended between saving and these, or left a file `*.part`
         if is_due(state.step, training.validation_interval) and not state.is_validated:
             run.validate(saved=True)
-        if is_due(state.step, training.sample_interval) and not any_rank(any(run.samples_folder.glob("*.???"))):
+        drawn = any(run.samples_folder.glob("*.???"))
+        if is_due(state.step, training.sample_interval) and not any_rank(drawn or preemption.requested):
             run.sample()
     if training.stop_at_step is not None and state.step >= training.stop_at_step:
         return False  # not code 75, after which launch/train.sh would start it again and again
@@ -206,19 +205,21 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             last = state.step == training.num_steps
             stop = run.must_stop
             if stop and state.step != training.stop_at_step:
-                reason = preemption.signal_name or (limit.reason() if limit.near else "a request to another rank")
-                run.log.stops(state.step, reason)
+                run.log.stops(state.step, preemption.signal_name or limit.reason())
             run.saves.poll()
             save = stop or last or is_due(state.step, config.checkpoint.interval)
             # The counts since the last line are not in a checkpoint, so report them before.
             if save or state.step % training.log_interval == 0:
-                run.report(loss_sums, time.perf_counter() - started)
+                counted = time.perf_counter()  # `report` waits for the device, which may still update the weights
+                run.report(loss_sums, counted - started)
                 loss_sums.zero_()
-                started = time.perf_counter()
+                started = counted
             training_ended = time.perf_counter()
             if save:
                 run.save()
-                stop = stop or any_rank(preemption.requested)  # saving may have taken minutes
+                if not stop and any_rank(preemption.requested):  # saving may have taken minutes
+                    stop = True
+                    run.log.stops(state.step, preemption.signal_name or limit.reason())
             validates = is_due(state.step, training.validation_interval)
             samples = is_due(state.step, training.sample_interval)
             if stop and (not last or validates or samples):  # the next start validates and samples
@@ -246,16 +247,10 @@ class Run:
         phase: phase of this rank, for its heartbeat.
 
     Attributes:
-        state: everything that a step changes.
-        saves: pending checkpoints.
         packs: full packs that this rank computes.
         batches: micro-batches on this rank's device.
-        hooks: hooks that the loop calls after steps and validations.
         functions: forward step and rates of every step.
-        bad_steps: judges each step before its update.
-        checks: all checks of a step.
         last_action: use of the newest gradients, as far as they were read.
-        must_stop: whether any rank asked to stop.
         grad_norm: gradient norm of the newest update that was read.
     """
 
@@ -451,23 +446,19 @@ class Run:
 
     def validate(self, *, saved: bool = False) -> None:
         """Measure the held-out loss; if the weights are `saved`, add it to their checkpoint."""
-        state = self.state
+        config, state, groups = self.config, self.state, self.groups
         self.phase.enter("validates")
+        held_out = config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
+        batches = (self.spec.check(self.encode(batch)) for batch in held_out)
+        inputs = batches, config.objective, config.model, self.device, groups, self.shard
         with state.averaged():
-            losses = self.held_out_losses()
+            losses = held_out_loss(self.network, *inputs)
         state.held_out = HeldOut(losses["loss"], state.step)
         self.log.held_out(state, losses)
         if saved:
             self.saves.attach_held_out(state)
         for hook in self.hooks:
             hook.on_validation(state, losses)
-
-    def held_out_losses(self) -> dict[str, float]:
-        """Return the held-out losses of the current weights."""
-        config, groups = self.config, self.groups
-        held_out = config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
-        batches = (self.spec.check(self.encode(batch)) for batch in held_out)
-        return held_out_loss(self.network, batches, config.objective, config.model, self.device, groups, self.shard)
 
     @property
     def samples_folder(self) -> Path:

@@ -11,9 +11,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.train_state import TrainState
 from dit.data_api import DataStream
 from dit.monitoring.heartbeat import Phase
-from dit.objectives.base import Objective
 from dit.step.device_batches import Consumed
-from dit.training.validate import named_losses
 
 
 def rates(
@@ -27,8 +25,6 @@ def rates(
     """Reduce the counts of the steps since the last line; every rank calls this.
 
     Args:
-        consumed: counts of this rank.
-        stream: data stream of this rank.
         micro_batches: micro-batches of each replica in a step.
         seconds: duration of these steps.
 
@@ -93,11 +89,6 @@ def mean_terms(loss_sums: torch.Tensor, groups: ProcessGroups) -> list[float]:
     dist.all_reduce(sums, group=groups.dp_cp)
     dist.all_reduce(sums, group=groups.pp)  # only the last stage has losses
     return (sums[:-1] / sums[-1]).tolist()
-
-
-def mean_loss(objective: Objective, loss_sums: torch.Tensor, groups: ProcessGroups) -> float:
-    """Return the mean loss over all ranks from the sums of `Run.step`; every rank calls this."""
-    return named_losses(objective, mean_terms(loss_sums, groups))["loss"]
 
 
 def counters(state: TrainState, skipped_updates: int) -> dict[str, float]:

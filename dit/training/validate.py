@@ -37,10 +37,6 @@ def held_out_loss(
     Args:
         network: predicts on full packs or, with `shard`, on their local tokens.
         batches: held-out micro-batches of this data-parallel rank.
-        objective: objective of the run.
-        model: configuration of the backbone.
-        device: device of the network.
-        groups: process groups.
         shard: selects the local tokens of a full pack (context parallel).
 
     Returns:

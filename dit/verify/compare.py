@@ -87,7 +87,7 @@ def compare_training(
     Args:
         floor: see `floored`.
     """
-    bounds = with_averages(bounds, "averages" in one)
+    bounds = {**bounds, "averages": bounds["parameters"]} if "averages" in one else bounds
     errors: dict[str, dict[str, float]] = {}
     for kind in bounds:
         norms = {name: float(value.norm()) for name, value in _named(one[kind]).items()}
@@ -102,11 +102,6 @@ def floored(errors: Mapping[str, float], norms: Mapping[str, float], floor: floa
         name: error * norms[name] / smallest if norms.get(name, smallest) < smallest and math.isfinite(error) else error
         for name, error in errors.items()
     }
-
-
-def with_averages(bounds: Mapping[str, float], has_averages: bool) -> Mapping[str, float]:
-    """Add the bound of the weight average, if there is one."""
-    return {**bounds, "averages": bounds["parameters"]} if has_averages else bounds
 
 
 def relative_errors(expected: Values, actual: Values) -> dict[str, float]:

@@ -2,16 +2,19 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import torch
 from torch import Tensor, nn
 
 from dit.backends.sharding import HEADS, Axis, AxisSizes, ParameterSharding, Row, describe, in_columns, sharding_of
+from dit.boxes import Box
 from dit.errors import first_few
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.verify.compare import BOUNDS, Comparison, compare_training
+from dit.verify.trial import LocalValues
 
 MOST_ROWS, MOST_NAMES = 20, 4
 
@@ -198,12 +201,12 @@ def _listed(errors: Mapping[str, Optional[float]]) -> str:
     return first_few([name if error is None else f"{name} ({error:.1e})" for name, error in errors.items()], MOST_NAMES)
 
 
-def _by_rank(name: str, expected: Tensor, ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the norm of each rank's shard, relative to the norm of the same slice on one rank."""
+def _by_rank(name: str, expected: Tensor, ranks: Mapping[str, Sequence[LocalValues]]) -> dict[str, float]:
+    """Return the norm of each rank's values, relative to the norm of the same elements on one rank."""
     ratios = {}
-    for place, gradients in ranks.items():
-        if name in gradients:
-            origin, values = gradients[name]
-            part = expected[tuple(slice(start, start + size) for start, size in zip(origin, values.shape))]
-            ratios[place] = float(values.norm() / part.norm())
+    for place, local in ranks.items():
+        for part, values in ((part, torch.as_tensor(values)) for other, part, values in local if other == name):
+            boxes = [box.slices_in(Box.of(part.shape)) for box, _ in part.views(values, part.start)]
+            if boxes:
+                ratios[place] = float(values.norm() / torch.cat([expected[box].flatten() for box in boxes]).norm())
     return ratios

@@ -5,7 +5,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dit import boxes
 from dit.backends import process_groups
 from dit.backends.device import local_device
 from dit.backends.init import init_of
-from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
@@ -28,14 +28,12 @@ from dit.monitoring.expert_load import expert_layers, expert_load
 from dit.objectives.addressed_noise import NoiseMixer
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import MasterShard, copy_masters_to_model, master_shards
+from dit.optimizer.master_weights import MasterShard, copy_masters_to_model, part_of
+from dit.optimizer.model_state import ModelState, build_model_state
 from dit.optimizer.part_norms import PartNorms
-from dit.optimizer.update import Update
-from dit.parallel.build import build_model, build_optimizer, wrap
+from dit.parallel.build import build_model, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
-from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.step.balance import balanced
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
@@ -83,21 +81,12 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Built:
-    """The model, optimizer and groups of a trial on this rank: its `dit.step.train_step.StepState`."""
+class Built(ModelState):
+    """The model and optimizer of a trial on this rank."""
 
     trial: Trial
     dims: ParallelDims
-    groups: ProcessGroups
-    chunks: list[Backbone]
-    wrapped: Sequence[Any]
-    optimizer: MegatronOptimizer
-    shards: list[MasterShard]
-    ema: Optional[EMA]
-    update: Update
-    loss_scale: Optional[LossScale]
     mix: NoiseMixer
-    step: int = 0
 
     @property
     def model(self) -> ModelConfig:
@@ -109,124 +98,62 @@ def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
     return [pair for chunk in chunks for pair in chunk.named_parameters()]
 
 
-def gathered(shards: Sequence[MasterShard], values: Sequence[Tensor]) -> list[Tensor]:
-    """Gather values that are sharded like the master weights over the ranks of each shard's group.
-
-    The bits of the shards are summed as integers, because adding integer zeros changes no bit, not even the sign of a
-    zero.
-
-    Returns:
-        fp32 tensors in the shapes of this rank's parameters, on every rank of the groups.
-    """
-    tensors = [torch.zeros(s.parameter.numel(), dtype=torch.float32, device=v.device) for s, v in zip(shards, values)]
-    for s, tensor, value in zip(shards, tensors, values):
-        tensor[s.start : s.stop] = value.detach().flatten()
-    shard_groups = [s.group if s.group is not None and s.group.size() > 1 else None for s in shards]
-    for group in dict.fromkeys(shard_groups):
-        if group is not None:
-            parts = [tensor for tensor, of_shard in zip(tensors, shard_groups) if of_shard is group]
-            flat = torch.cat(parts)
-            dist.all_reduce(flat.view(torch.int32), group=group)
-            for part, summed in zip(parts, flat.split([len(part) for part in parts])):
-                part.copy_(summed)
-    return [tensor.view(s.parameter.shape) for s, tensor in zip(shards, tensors)]
+def place_of(groups: ProcessGroups) -> str:
+    """Return this rank's coordinates in the layout, such as "tp 0 pp 1"."""
+    return " ".join(
+        f"{name} {group.rank()}"
+        for name, group in (("tp", groups.tp), ("pp", groups.pp), ("cp", groups.cp), ("dp", groups.dp))
+        if group.size() > 1
+    )
 
 
-def copies(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
-    """Return the tensors of each rank of a group, gathered in one collective.
-
-    Args:
-        tensors: their shapes and types are the same on all ranks.
-    """
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    flat = torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    flats = [torch.empty_like(flat) for _ in range(group.size())]
-    dist.all_gather(flats, flat, group=group)
-    return [
-        [part.clone().view(x.dtype).view(x.shape) for part, x in zip(of_rank.split(sizes), tensors)]
-        for of_rank in flats
-    ]
+LocalValues = tuple[str, boxes.Part, Any]
+"""Name of a tensor, position of some of its values, and these values."""
 
 
-def unsharded(tensors: Sequence[Tensor], parameters: Sequence[Tensor], groups: ProcessGroups) -> list[Tensor]:
-    """Return tensors in the shapes of this rank's parameters with the parts of all tensor-parallel ranks."""
-    result = [tensor.detach().clone() for tensor in tensors]
-    split = {i: dim for i, p in enumerate(parameters) if (dim := sharding_of(p).split_dim) is not None}
-    if groups.tp.size() > 1 and split:
-        parts = zip(*copies([tensors[i] for i in split], groups.tp))
-        for (i, dim), part in zip(split.items(), parts):
-            result[i] = torch.cat(part, dim)
-    return result
-
-
-def copies_differ(tensors: Sequence[Tensor], parameters: Sequence[Tensor], groups: ProcessGroups) -> list[bool]:
-    """Return for each tensor whether it differs from its copies on ranks that differ from this one in one axis.
-
-    Args:
-        tensors: in the shapes of this rank's parameters, which name the axes over which they are replicated.
-    """
-    differ = [False] * len(tensors)
-    axes = [sharding_of(parameter).replicated_over for parameter in parameters]
-    for axis in dict.fromkeys(axis for of_parameter in axes for axis in of_parameter):
-        numbers = [i for i, of_parameter in enumerate(axes) if axis in of_parameter]
-        first, *others = copies([tensors[i] for i in numbers], groups.along(axis))
-        for i, *values in zip(numbers, first, *others):
-            differ[i] |= any(not torch.equal(values[0], value) for value in values[1:])
-    return differ
-
-
-def on_first_rank(value: Any, group: Optional[dist.ProcessGroup]) -> list[Any]:
-    """Return the values of all ranks of a group on its first rank, and this rank's value on the others.
-
-    Args:
-        group: None for all ranks.
-    """
-    size = dist.get_world_size(group)
-    if size == 1:
-        return [value]
-    values: Optional[list[Any]] = [None] * size if dist.get_rank(group) == 0 else None
-    dist.gather_object(value, values, group=group, group_dst=0)
-    return [value] if values is None else values
-
-
-def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
-    """Gather (name, tensor) pairs over pipeline stages and experts, on the first rank of each such group.
-
-    Returns:
-        The tensors by name; and the names of tensors that several stages have, with different values.
-    """
+def of_all_ranks(local: Iterable[LocalValues], groups: ProcessGroups) -> dict[str, list[LocalValues]]:
+    """Return the values of all ranks on rank 0, by the rank's coordinates in the layout; nothing on other ranks."""
     # Pickling a tensor takes 0.6 ms, much more than an array; numpy has no bfloat16.
-    sent = [(name, tensor if tensor.dtype == torch.bfloat16 else tensor.cpu().numpy()) for name, tensor in named]
-    tensors, drifted = dict[str, Tensor](), []
-    for of_rank in on_first_rank(sent, groups.different_parameters):
-        for name, value in of_rank:
-            tensor = torch.as_tensor(value)
-            if not torch.equal(tensors.setdefault(name, tensor), tensor):
-                drifted.append(name)
-    return tensors, drifted
+    sent = [
+        (name, part, x.contiguous() if x.dtype == torch.bfloat16 else x.detach().cpu().contiguous().numpy())
+        for name, part, x in local
+    ]
+    received: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
+    dist.gather_object((place_of(groups), sent), received)
+    return dict(received or ())
+
+
+def assembled(by_rank: Mapping[str, Sequence[LocalValues]]) -> tuple[dict[str, Tensor], list[str]]:
+    """Return unsharded tensors by name from the values of all ranks, and the names of tensors whose copies differ."""
+    tensors, filled, differing = dict[str, Tensor](), dict[str, Tensor](), dict[str, None]()
+    for name, part, values in itertools.chain(*by_rank.values()):
+        values = torch.as_tensor(values)
+        tensor = tensors.setdefault(name, torch.zeros(part.shape, dtype=values.dtype))
+        is_filled = filled.setdefault(name, torch.zeros(part.shape, dtype=torch.bool))
+        for box, copy in part.views(values, part.start):
+            place = box.slices_in(boxes.Box.of(part.shape))
+            first = torch.where(is_filled[place], tensor[place], copy)
+            if not torch.equal(first, copy):
+                differing[name] = None
+            tensor[place], is_filled[place] = first, True
+    return tensors, list(differing)
 
 
 def global_values(
-    named: Sequence[tuple[str, MasterShard, Tensor]], groups: ProcessGroups
+    named: Iterable[tuple[str, MasterShard, Tensor]], groups: ProcessGroups
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Gather values that are sharded like the master weights: over data-parallel and tensor-parallel ranks, and stages.
+    """Gather values that are sharded like the master weights; returns as `assembled`, on rank 0.
 
     Args:
         named: name, shard and local values of each tensor.
-
-    Returns:
-        As `of_all_stages`; copies on other replicas are not compared.
     """
-    shards = [shard for _, shard, _ in named]
-    tensors = unsharded(gathered(shards, [values for *_, values in named]), [s.parameter for s in shards], groups)
-    return of_all_stages([(name, tensor) for (name, *_), tensor in zip(named, tensors)], groups)
+    local = [(name, part_of(s.parameter, groups, s.start, s.stop), values) for name, s, values in named]
+    return assembled(of_all_ranks(local, groups))
 
 
-def global_weights(chunks: Sequence[nn.Module], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
-    """Gather the weights of the model over tensor-parallel ranks and stages; returns as `of_all_stages`."""
-    names, parameters = zip(*named_parameters(chunks))
-    weights = unsharded([parameter.data for parameter in parameters], parameters, groups)
-    return of_all_stages(list(zip(names, weights)), groups)
+def global_weights(named: Iterable[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
+    """Gather named parameters of the model; returns as `assembled`, on rank 0."""
+    return assembled(of_all_ranks([(name, part_of(p, groups), p.detach()) for name, p in named], groups))
 
 
 @torch.no_grad()
@@ -261,60 +188,35 @@ def build(trial: Trial) -> Built:
     groups, chunks = build_chunks(trial)
     target = target_of(model, training.precision)
     wrapped = wrap(chunks, parallel, groups, target, training.kernels)
-    optimizer = build_optimizer(
-        wrapped, trial.optimizer, parallel, training, groups, auxiliary=trial.objective.auxiliary
-    )
-    shards = master_shards(optimizer, chunks, trial.optimizer)
-    ema, lengths = None, training.ema_sigma_rel or ()
-    if training.ema_decay is not None:
-        ema = EMA(shards, training.ema_decay, offload=training.ema_offload, sigma_rel=lengths)
-    return Built(
-        trial=trial,
-        dims=dims,
-        groups=groups,
-        chunks=chunks,
-        wrapped=wrapped,
-        optimizer=optimizer,
-        shards=shards,
-        ema=ema,
-        update=Update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
-        loss_scale=loss_scale_of(optimizer),
-        mix=noise_kernel(model, training),
-    )
+    auxiliary = trial.objective.auxiliary
+    state = build_model_state(chunks, wrapped, trial.optimizer, parallel, training, groups, target, auxiliary)
+    return Built(**vars(state), trial=trial, dims=dims, mix=noise_kernel(model, training))
 
 
 def gradients_of(session: Built) -> dict[str, Any]:
-    """Return `gradients` of the first step by name, and `by_rank` if the trial requests it."""
-    shards, groups = session.shards, session.groups
-    local = gathered(shards, [s.grad for s in shards])
-    gradients = unsharded(local, [s.parameter for s in shards], groups)
-    by_name, _ = of_all_stages([(s.name, gradient) for s, gradient in zip(shards, gradients)], groups)
-    by_rank = {"by_rank": _of_all_ranks(shards, local, groups)} if session.trial.by_rank else {}
-    return {"gradients": by_name, **by_rank}
+    """Return `gradients` of the first step by name, and `by_rank` if the trial requests it, on rank 0."""
+    groups = session.groups
+    local = [(s.name, part_of(s.parameter, groups, s.start, s.stop), s.grad) for s in session.shards]
+    by_rank = of_all_ranks(local, groups)
+    return {"gradients": assembled(by_rank)[0], **({"by_rank": by_rank} if session.trial.by_rank else {})}
 
 
 def weights_of(session: Built) -> dict[str, Any]:
-    """Return `parameters` after the last step, `averages` if there are any, and `drifted`.
+    """Return, on rank 0, `parameters` after the last step, `averages` if there are any, and `drifted`.
 
-    `drifted` has, on rank 0, the names of parameters and averages whose copies differ anywhere.
+    `drifted` has the names of parameters and averages whose copies differ anywhere.
     """
-    groups, names = session.groups, [s.name for s in session.shards]
-    parameters = [s.parameter for s in session.shards]
-    copied = [name for name, differs in zip(names, copies_differ(parameters, parameters, groups)) if differs]
-    weights = unsharded([p.detach().float() for p in parameters], parameters, groups)
-    by_name, drifted = of_all_stages(list(zip(names, weights)), groups)
-    result: dict[str, Any] = {"parameters": by_name, "drifted": drifted + copied}
-    averages = [] if session.ema is None else [session.ema, *session.ema.powers]
-    for number, average in enumerate(averages):
-        suffix = f" (power {number})" if number else ""
-        values = gathered(session.shards, [v.to(s.main.device) for s, v in zip(session.shards, average.values)])
-        differ = copies_differ(values, parameters, groups)
-        named = list(zip([name + suffix for name in names], unsharded(values, parameters, groups)))
-        by_name, drifted = of_all_stages(named, groups)
-        drifted += [name for (name, _), differs in zip(named, differ) if differs]
-        result["drifted"] += [f"{name} (average)" for name in drifted]
-        result["averages"] = result.get("averages", {}) | by_name
-    result["drifted"] = list(dict.fromkeys(itertools.chain(*on_first_rank(result["drifted"], None))))
+    groups, shards, ema = session.groups, session.shards, session.ema
+    weights, drifted = global_weights([(s.name, s.parameter) for s in shards], groups)
+    result: dict[str, Any] = {"parameters": {name: x.float() for name, x in weights.items()}, "drifted": drifted}
+    if ema is not None:
+        named = [
+            (f"{s.name} (power {number})" if number else s.name, s, values)
+            for number, average in enumerate([ema, *ema.powers])
+            for s, values in zip(shards, average.values)
+        ]
+        result["averages"], differing = global_values(named, groups)
+        result["drifted"] += [f"{name} (average)" for name in differing]
     return result
 
 
@@ -434,28 +336,6 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
     process_groups.release()
     result["connections"] = len(list(Path("/proc/self/fd").glob("*")))
     return result
-
-
-def _of_all_ranks(shards: Sequence[MasterShard], local: Sequence[Tensor], groups: ProcessGroups) -> dict[str, Any]:
-    """Return for each rank, by its coordinates, the origin and values of its local gradients by name (on rank 0)."""
-    local_gradients = {
-        s.name: (sharding_of(s.parameter, s.name).origin(s.parameter.shape, groups.tp.rank()), grad.cpu().numpy())
-        for s, grad in zip(shards, local)
-    }
-    by_rank = on_first_rank((place_of(groups), local_gradients), None)
-    return {
-        place: {name: (origin, torch.from_numpy(grad)) for name, (origin, grad) in gradients.items()}
-        for place, gradients in by_rank
-    }
-
-
-def place_of(groups: ProcessGroups) -> str:
-    """Return this rank's coordinates in the layout, such as "tp 0 pp 1"."""
-    return " ".join(
-        f"{name} {group.rank()}"
-        for name, group in (("tp", groups.tp), ("pp", groups.pp), ("cp", groups.cp), ("dp", groups.dp))
-        if group.size() > 1
-    )
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:

@@ -102,6 +102,17 @@ def test_a_resumed_run_has_its_held_out_loss_and_its_largest_sample(
         assert described(checkpoint(folder / name, saved)) == described(checkpoint(folder / "uninterrupted", saved))
 
 
+@pytest.mark.parametrize(
+    ("name", "step"), [("between", 7), ("in the step", 6), ("in the save", 6), ("last save", 6), ("last grid", 6)]
+)
+def test_a_signal_is_recorded_once(ended: dict[str, Any], folder: Path, name: str, step: int) -> None:
+    """Also one that arrives during a save."""
+    records = [record for record in read_records(folder / name / "metrics.jsonl") if record["kind"] == "incident"]
+    signals = [(record["step"], record["details"]) for record in records if record["incident"] == "signal"]
+    assert signals == [(step, {"signal": "SIGTERM"})]
+    assert f"step {step}: stops for SIGTERM" in ended[name].out
+
+
 def test_a_checkpoint_records_the_step_of_its_held_out_loss(ended: dict[str, Any], folder: Path) -> None:
     measured = {step: values.pop() for step, values in held_out(folder / "uninterrupted").items()}
     assert list(measured) == [6, 12]

@@ -39,7 +39,7 @@ from dit.settings import (
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import forward_backward
 from dit.training.pretrain import Run
-from dit.verify.trial import SEED, gathered, global_values
+from dit.verify.trial import SEED, global_values
 from energon_data.mock import MockData
 from tests.parallel.traffic import bytes_sent
 
@@ -270,7 +270,7 @@ def gradients(case: dict) -> dict:
     left = unsharded(backbone.layers)
     config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
     numbers = StepNumbers(optimizer, groups, torch.tensor([0.0, len(x)]), 1)
-    gradients = dict(zip((s.name for s in shards), gathered(shards, [s.grad for s in shards])))
+    gradients, _ = global_values([(s.name, s, s.grad) for s in shards], groups)
     result = {"norm": numbers.host.grad_norm, "gradients": gradients}
     result |= {"gathered": getattr(backbone, "gathered", None), "left": left}
     process_groups.release()

@@ -31,7 +31,7 @@ from dit.monitoring import run_lock
 from dit.monitoring.run_lock import RunLock
 from dit.monitoring.run_log import RunLog, open_log
 from dit.training.pretrain import Run
-from dit.verify.trial import gathered
+from dit.verify.trial import global_values
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -178,7 +178,7 @@ def not_a_number(step: int, rank: int, weights: Path) -> Iterator[None]:
 
     def close_and_tell(self: Run) -> None:
         shards = self.state.shards
-        full = dict(zip([f"weight.{s.name}" for s in shards], gathered(shards, [s.main for s in shards])))
+        full, _ = global_values([(f"weight.{s.name}", s, s.main) for s in shards], self.groups)
         if self.groups.rank == 0:
             torch.save(full, weights)
         weights.with_suffix(f".rank{self.groups.rank}.json").write_text(json.dumps(self.batches.consumed.keys))

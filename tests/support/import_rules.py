@@ -70,12 +70,14 @@ MAY_IMPORT = {
         *("dit.patchify", "dit.pack_copy", "dit.backends", "dit.layers", "dit.models", "dit.parallel"),
     },
     "dit.optimizer": {
+        "dit.auxiliary",
         "dit.errors",
         "dit.boxes",
         "dit.patches",
         "dit.ranges",
         "dit.settings",
         "dit.kernels",
+        "dit.models",
         "dit.backends",
         "dit.parallel",
     },
@@ -117,7 +119,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),
         *("dit.kernels", "dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.run_config"),
         *("dit.checkpoint", "dit.patchify", "dit.tracing", "dit.ranges", "dit.media", "dit.data_api"),
-        *("dit.auxiliary", "dit.batch", "dit.condition_table", "dit.config_record"),
+        *("dit.auxiliary", "dit.batch", "dit.condition_table", "dit.config_record", "dit.patches"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -143,7 +145,7 @@ MAY_IMPORT = {
     "dit.verify": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.objectives", "dit.context_parallel", "dit.kernels"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.step"),
-        *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert"),
+        *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert", "dit.boxes"),
     },
     "dit.planner": {
         *("dit.durable_files", "dit.safe_files"),

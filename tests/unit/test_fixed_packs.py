@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dit import philox
 from dit.backends import process_groups
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
 from dit.context_parallel.shard_batch import shard
@@ -30,7 +30,7 @@ from dit.settings import TrainingConfig
 from dit.step.cuda_graph import inputs_of
 from dit.step.forward_step import training_forward_step
 from dit.verify.ranks import run_world
-from dit.verify.trial import disturb_constants, on_first_rank
+from dit.verify.trial import disturb_constants
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from launch.config_file import built
@@ -143,7 +143,7 @@ def replay_on_a_rank(case: dict[str, Any]) -> list[list[str]]:
                 replay()
                 expected = numbers_of(model, config, other)
                 differing += [key for key, value in expected.items() if not torch.equal(replayed[key], value)]
-        return on_first_rank([*differing, str(len(replayed))], None)
+        return gather_objects([*differing, str(len(replayed))])
     finally:
         process_groups.release()
 

@@ -27,7 +27,7 @@ from tests.support.tiny_runs import ONE_STREAM, finish, tiny_config, tiny_run
 @pytest.mark.parametrize(("held_out", "validated"), [(None, False), (HeldOut(0.5, 3), False), (HeldOut(0.5, 6), True)])
 def test_a_held_out_loss_belongs_only_to_its_step(held_out: HeldOut | None, validated: bool) -> None:
     """A run that resumes at step 6 with the held-out loss of step 3 must validate first."""
-    names = "wrapped", "chunks", "optimizer", "shards", "ema", "stream", "groups", "update"
+    names = "wrapped", "chunks", "optimizer", "shards", "ema", "stream", "groups", "update", "loss_scale"
     parts: dict[str, Any] = dict.fromkeys(names)
     assert TrainState(**parts, step=6, held_out=held_out).is_validated is validated
 

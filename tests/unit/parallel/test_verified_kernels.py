@@ -47,8 +47,8 @@ def test_the_record_holds_for_one_device_driver_and_version(monkeypatch, change)
 @pytest.mark.parametrize("package", ["triton", "transformer-engine", "flash-attn"])
 def test_another_version_of_a_package_must_pass_again(monkeypatch, package):
     record_results({"attention.flash_attn": True})
-    former = verified._version
-    monkeypatch.setattr(verified, "_version", lambda name: "9.9" if name == package else former(name))
+    former = verified.installed_version
+    monkeypatch.setattr(verified, "installed_version", lambda name: "9.9" if name == package else former(name))
     verified._of_this_machine.cache_clear()
     assert verified_here() == frozenset()
 

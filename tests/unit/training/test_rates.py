@@ -1,6 +1,9 @@
 """Rates and gradient norms that a step reports."""
 
+import time
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +15,7 @@ from dit.data_api import SampleCounts
 from dit.optimizer.part_norms import part_of
 from dit.step.forward_step import training_forward_step
 from dit.training import rates
-from dit.training.pretrain import Run
+from dit.training.pretrain import Run, train
 from energon_data.streams import StreamGroup
 from tests.support.tiny_runs import ONE_STREAM, finish, tiny_run
 
@@ -86,6 +89,25 @@ def test_drops_of_earlier_attempts_are_not_reported_again(
     run.close()
     run.log.incident.assert_called_once_with("samples_dropped", 1, samples=1, total=8, by_reason={"damaged": 8})
     run.log.message.assert_not_called()
+
+
+def test_rates_count_the_time_in_which_a_report_waits_for_the_device(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, one_rank_world: ProcessGroups
+) -> None:
+    """On a GPU, the update of a logged step is queued when the host reads its numbers, and `report` waits for it."""
+    seconds, update_s = [], 0.2
+
+    def report(run: Run, loss_sums: torch.Tensor, duration: float) -> None:
+        seconds.append(duration)
+        time.sleep(update_s)
+
+    monkeypatch.setattr(Run, "report", report)
+    run = tiny_run(tmp_path, one_rank_world, *ONE_STREAM, "training.num_steps=4", "training.log_interval=1")
+    unasked: Any = SimpleNamespace(signal_name=None, requested=False)
+    train(run, SimpleNamespace(step=0), unasked)  # type: ignore[arg-type]
+    run.close()
+    assert len(seconds) == 4
+    assert min(seconds[1:]) >= update_s
 
 
 @pytest.mark.parametrize(
