@@ -37,6 +37,10 @@ CURE = "delete or restore the folder; an older valid checkpoint is used if there
 _FOLDER = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
 
 
+class UnlistedFileError(CheckpointError):
+    """A checkpoint has a file that its manifest does not list."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Size and SHA-256 (hex) of one file."""
@@ -317,9 +321,6 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
             raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, a path outside the checkpoint; {CURE}")
     try:
         present = set(tree_files(folder)) - {MANIFEST}
-        unlisted = sorted(present - manifest.files.keys())
-        if unlisted:
-            raise CheckpointError(f"{folder / unlisted[0]} is not in {MANIFEST}; remove that file")
         for name, record in manifest.files.items():
             if name not in present:
                 raise CheckpointError(f"{folder / name} is missing; {CURE}")
@@ -328,6 +329,8 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
                 raise CheckpointError(
                     f"{folder / name} has {status.st_size} bytes, {MANIFEST} says {record.size_bytes}; {CURE}"
                 )
+        if unlisted := sorted(present - manifest.files.keys()):
+            raise UnlistedFileError(f"{folder / unlisted[0]} is not in {MANIFEST}; remove that file")
         if hashes:
             with ThreadPoolExecutor(HASH_THREADS) as pool:
                 largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))

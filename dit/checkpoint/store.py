@@ -32,6 +32,7 @@ from dit.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
+    UnlistedFileError,
     hash_tree,
     read_manifest,
     step_of_folder,
@@ -57,12 +58,16 @@ class CheckpointStore:
 
     One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, even while
     another process saves.
+
+    Attributes:
+        published: step of the checkpoint that this object published last.
     """
 
     def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
         config.validate()
         self.root = Path(root)
         self.config = config
+        self.published: Optional[int] = None
 
     def path(self, step: int) -> Path:
         """Return the folder of the published checkpoint of `step`."""
@@ -139,6 +144,7 @@ class CheckpointStore:
                     f"{partial} is empty, because no rank wrote a file; earlier checkpoints are intact"
                 )
             self._put_in_place(manifest)
+        self.published = step
         self.prune(up_to=step, verified=step)
         return manifest
 
@@ -179,14 +185,14 @@ class CheckpointStore:
         self._discard(replaced)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
+        """Add entries to the manifest of the last published checkpoint, and apply the retention rules again.
 
-        Does nothing if the checkpoint was deleted. The manifest is replaced by one rename, so readers see either the
-        old one or the new one.
+        Does nothing if that is not the checkpoint of `step`: its save failed, and another attempt may have left an
+        older one. The manifest is replaced by one rename, so readers see either the old one or the new one.
         """
-        folder = self.path(step)
-        if not folder.is_dir():
+        if step != self.published:
             return
+        folder = self.path(step)
         manifest = read_manifest(folder)
         try:
             # Outside the folder, because a leftover of a crash inside it would fail verification. `begin` removes it.
@@ -208,7 +214,8 @@ class CheckpointStore:
         """Delete the checkpoints that no retention rule selects.
 
         Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, and the `keep_best`
-        ones with the lowest held-out loss. The rules ignore damaged checkpoints. Nothing is deleted unless one of the
+        ones with the lowest held-out loss. The rules ignore damaged checkpoints, and those that may be intact: with an
+        added file, or on a disk that cannot be read now, which are not deleted. Nothing is deleted unless one of the
         retained checkpoints verifies. A checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the
         next save.
 
@@ -223,7 +230,13 @@ class CheckpointStore:
         manifests: dict[int, Optional[Manifest]] = {}
         for step in self.steps():
             if self.path(step).exists() and (up_to is None or step <= up_to):
-                manifests[step] = self._manifest_if_valid(step, hashes=False)
+                try:
+                    manifests[step] = verify_folder(self.path(step), hashes=False)
+                except CheckpointError as error:
+                    cause = error.__cause__
+                    may_be_intact = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+                    if not (may_be_intact or isinstance(error, UnlistedFileError)):
+                        manifests[step] = None
         keep = self.retained({step: m.held_out_loss for step, m in manifests.items() if m is not None})
         unselected = sorted(manifests.keys() - keep - {verified})
         if (
