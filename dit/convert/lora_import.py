@@ -121,8 +121,11 @@ def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
         file = files[0]
     if file.name == PEFT_FILE:
         return file, read_json(file.with_name(PEFT_CONFIG))
-    text = read_metadata(file).get(METADATA_KEY) if file.is_file() else None
-    settings = {} if text is None else parse_json(text)
+    text = read_metadata(file).get(METADATA_KEY, "{}") if file.is_file() else "{}"
+    try:
+        settings = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"{file}: its {METADATA_KEY} cannot be read: {error}; save it again") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file}: its {METADATA_KEY} is {settings!r:.80}, not settings by name; save it again")
     return file, {name.removeprefix(f"{part}."): value for name, value in settings.items()}

@@ -163,7 +163,9 @@ class TextEncoder:
         out = self._model(**inputs, **options, output_hidden_states=bool(layers))
         tokens = torch.cat([out.hidden_states[i] for i in layers], -1) if layers else out.last_hidden_state
         if kind == "sentence":
-            return tokens, torch.nn.functional.normalize(tokens.mean(1), dim=-1)
+            mask_BK = inputs.get("attention_mask")
+            mean = tokens.mean(1) if mask_BK is None else (tokens * mask_BK[..., None]).sum(1)
+            return tokens, torch.nn.functional.normalize(mean, dim=-1)
         if kind == "clip_projected":
             return tokens, out.text_embeds
         return tokens, out.pooler_output if kind == "clip" else None
@@ -177,7 +179,7 @@ class TextEncoder:
             start = shape[1] - len(numbers) if self._tokenizer.padding_side == "left" else 0
             ids_BK[row, start : start + len(numbers)] = torch.tensor(numbers)
             mask_BK[row, start : start + len(numbers)] = 1
-        is_masked = self.config.padded_once or self.geometry.kind in LANGUAGE_MODELS
+        is_masked = self.config.padded_once or self.geometry.kind in (*LANGUAGE_MODELS, "sentence")
         masks = {"attention_mask": mask_BK.to(self.device)} if is_masked else {}
         return {"input_ids": ids_BK.to(self.device), **masks}
 

@@ -32,7 +32,7 @@ from dit.encoders.pretrained import load_without_code, recorded_name
 from dit.encoders.prompts import PROMPTS, Prompt
 from dit.errors import ConfigError
 from dit.hub import check_hub
-from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
+from dit.pipeline_folder import PIPELINE_INDEX, entries_and_name, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")
 CLASSES = {
@@ -145,7 +145,7 @@ class TextEncoderConfig:
     def parse(cls, text: str) -> "TextEncoderConfig":
         """Parse one encoder of a line; does not check whether it exists."""
         head, *options = text.strip().split(":")
-        entries, _, name = head.rpartition("=")
+        entries, name = entries_and_name(head)
         makes = tuple(entries.split("+")) if entries else ("text",)
         if not name or len(set(makes)) < len(makes) or not set(makes) <= set(ENTRIES):
             raise ConfigError(

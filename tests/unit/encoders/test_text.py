@@ -62,6 +62,16 @@ def test_the_pooled_vector_equals_that_of_sentence_transformers(encoder):
 
 
 @installed
+@pytest.mark.parametrize("padding", ["padded", "padded_once", "zero_padded"])
+def test_padding_changes_neither_pooled_vector_nor_tokens(encoder, padding):
+    expected = text.TextEncoders(f"text+pooled={NAME}").encode(TEXTS)
+    found = text.TextEncoders(f"text+pooled={NAME}:max_tokens=40:{padding}").encode(TEXTS)
+    for i, tokens in enumerate(expected["text"]):
+        torch.testing.assert_close(found["pooled"][i], expected["pooled"][i], atol=BATCH_ATOL, rtol=0)
+        torch.testing.assert_close(found["text"][i][: len(tokens)], tokens, atol=BATCH_ATOL, rtol=0)
+
+
+@installed
 def test_other_weights_under_the_same_name_are_refused(monkeypatch):
     entry = replace(text_config.ENCODERS[NAME], sha256="0" * 64)
     monkeypatch.setitem(text_config.ENCODERS, NAME, entry)
