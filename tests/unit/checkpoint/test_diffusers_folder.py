@@ -465,6 +465,21 @@ def test_a_name_of_the_hub_is_read_from_the_cache(
     assert capsys.readouterr().err == ""
 
 
+def test_a_variant_in_the_cache_is_read_without_network(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repository may have other weights, so they are downloaded if the hub can be reached."""
+    _, expected = read_diffusers(folders / "flux")
+    cached(tmp_path, folders / "flux")
+    for weights in tmp_path.rglob("diffusion_pytorch_model*"):
+        weights.unlink()
+    (folder,) = tmp_path.rglob("transformer")
+    save_file(expected, folder / "diffusion_pytorch_model.fp16.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert local_path("hf://owner/name") == folder.parent
+
+
 def test_a_part_of_a_repository_in_the_cache_is_not_the_repository(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
