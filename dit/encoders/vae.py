@@ -340,7 +340,13 @@ def encode_together(encoder: Encoder, clips: Sequence[Tensor], batch: int) -> li
     return [latents[i] for i in range(len(clips))]
 
 
-@lru_cache(maxsize=1)
 def load_vae(name: str, device: str = "cpu", precision: Precision = "fp32") -> VAE:
-    """Return a cached autoencoder, for commands that use it more than once."""
+    """Return an autoencoder; the last one is cached until a file in its folder changes."""
+    folder = folder_of(name)
+    files = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
+    return _loaded(name, device, precision, tuple(file.stat().st_mtime_ns for file in files))
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, device: str, precision: Precision, _times: tuple[int, ...]) -> VAE:
     return VAE(name, device=device, precision=precision)
