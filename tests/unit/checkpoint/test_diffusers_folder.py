@@ -24,7 +24,7 @@ from dit.checkpoint.state_files import read_full
 from dit.convert import sliced_weights
 from dit.convert.diffusers_format import format_of_settings
 from dit.convert.diffusers_sampling import scheduler_config
-from dit.convert.rules import ByHead, Chunks, Pointwise
+from dit.convert.rules import POINTWISE, ByHead, SwappedHalves
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import INDEX, read_diffusers
 from dit.errors import CheckpointError, ConfigError, UserError
@@ -154,8 +154,8 @@ def test_a_box_reads_only_its_slices() -> None:
     for form, rows, expected in (
         (ByHead(4, (2, 2)), slice(4, 8), [[(2, 4)], [(2, 4)]]),
         (ByHead(4, (2, 2), fused=True), slice(4, 8), [[(2, 4), (10, 12)]]),
-        (Chunks((1, 0)), slice(6, 10), [[(0, 2), (14, 16)]]),
-        (Pointwise(), slice(3, 5), [[(3, 5)]]),
+        (SwappedHalves(), slice(6, 10), [[(0, 2), (14, 16)]]),
+        (POINTWISE, slice(3, 5), [[(3, 5)]]),
     ):
         positions = sliced_weights.positions_of(form, (16, 3))
         with pytest.MonkeyPatch.context() as patch:
