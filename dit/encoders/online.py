@@ -21,10 +21,9 @@ from torch import Tensor
 from dit.batch import PackedBatch, pixel_values
 from dit.conditions import Condition, Conditions, pack_conditions
 from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
-from dit.encoders.batching import in_batches
 from dit.encoders.text import TextEncoder, empty_texts, join_entries, texts_as_conditions
 from dit.encoders.text_config import as_conditions, check_text_encoder
-from dit.encoders.vae import VAE
+from dit.encoders.vae import VAE, in_batches
 from dit.layout import to_device
 from dit.patchify import patchify_all
 

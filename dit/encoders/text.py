@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from dit.conditions import Condition
-from dit.encoders.batching import in_batches
 from dit.encoders.pictures import PictureReader
 from dit.encoders.pretrained import load_network, load_without_code
 from dit.encoders.text_config import (
@@ -34,7 +33,7 @@ from dit.encoders.text_config import (
     encoder_config,
     source_of,
 )
-from dit.encoders.vae import DTYPES, Precision
+from dit.encoders.vae import DTYPES, Precision, in_batches
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
 from dit.terminal import counted

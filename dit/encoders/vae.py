@@ -10,22 +10,22 @@ the encoder's output. `AutoencoderKLFlux2` has mean and std per channel and posi
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Optional, Protocol
+from typing import Any, Literal, Optional, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dit.encoders.batching import in_batches
 from dit.encoders.pretrained import load_network
 from dit.errors import ConfigError
 from dit.hub import check_hub
 from dit.pipeline_folder import name_a_part
 from dit.safe_files import parse_json, read_bytes
 
+Key = TypeVar("Key", bound=Hashable)
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IDENTITY = "identity"  # pixels are their own latents
@@ -83,37 +83,28 @@ class Geometry:
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> "Geometry":
         """Interpret the content of `config.json`; absent fields have diffusers' defaults."""
-        try:
-            geometry = cls._parse(config, name)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"the config.json of {name} has an invalid entry: {error!r}") from error
-        if not all(map(math.isfinite, (*geometry.mean, *geometry.std))):
-            raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
-        if not all(1 <= size <= 2**16 for size in (geometry.channels, geometry.time, geometry.space, geometry.patch)):
-            raise ConfigError(f"the config.json of {name} has invalid sizes: they must be 1 to 65,536")
-        return geometry
-
-    @classmethod
-    def _parse(cls, config: dict[str, Any], name: str) -> "Geometry":
         kind = str(config.get("_class_name"))
         if kind not in KINDS:
             has_class = config.get("_class_name") is not None
             fault = f"is a {kind}" if has_class else "has no _class_name in its config.json"
             raise ConfigError(f"{name} {fault}; supported classes are {', '.join(KINDS)}")
         entry = {**_defaults(kind, name), **config}
-        channels = entry.get("vq_embed_dim") or entry.get("z_dim") or entry["latent_channels"]
-        time, space = _compression(entry)
-        scale = float(entry.get("scaling_factor", 1.0))
-        if entry.get("latents_mean") is not None and entry.get("latents_std") is not None:
-            mean, std = tuple(map(float, entry["latents_mean"])), tuple(map(float, entry["latents_std"]))
-            std = tuple(value / scale for value in std)
-        else:
-            mean = (float(entry.get("shift_factor") or 0.0),)
-            std = (1.0 / scale,)
-        patch = int(entry["patch_size"][0]) if kind == "AutoencoderKLFlux2" else 1
-        return cls(kind=kind, channels=int(channels), time=int(time), space=int(space), mean=mean, std=std, patch=patch)
+        try:
+            channels = int(entry.get("vq_embed_dim") or entry.get("z_dim") or entry["latent_channels"])
+            time, space = map(int, _compression(entry))
+            scale = float(entry.get("scaling_factor", 1.0))
+            means, deviations = [entry.get("shift_factor") or 0.0], [1.0]
+            if entry.get("latents_mean") is not None and entry.get("latents_std") is not None:
+                means, deviations = entry["latents_mean"], entry["latents_std"]
+            mean, std = tuple(map(float, means)), tuple(float(deviation) / scale for deviation in deviations)
+            patch = int(entry["patch_size"][0]) if kind == "AutoencoderKLFlux2" else 1
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"the config.json of {name} has an invalid entry: {error!r}") from error
+        if not all(map(math.isfinite, (*mean, *std))):
+            raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
+        if not all(1 <= size <= 2**16 for size in (channels, time, space, patch)):
+            raise ConfigError(f"the config.json of {name} has invalid sizes: they must be 1 to 65,536")
+        return cls(kind=kind, channels=channels, time=time, space=space, mean=mean, std=std, patch=patch)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return (C, t, h, w) of the latent of a picture (one frame) or clip."""
@@ -323,6 +314,24 @@ def identity_convolution(channels: int) -> nn.Conv2d:
     assert convolution.bias is not None
     nn.init.zeros_(convolution.bias)
     return convolution
+
+
+def in_batches(keys: Sequence[Key], batch_size: Callable[[Key], int]) -> list[list[int]]:
+    """Group the indices of items with equal keys into batches, in their order.
+
+    Args:
+        keys: one per item, such as its shape.
+        batch_size: returns the largest batch of items with a key; results below 1 count as 1.
+    """
+    by_key: dict[Key, list[int]] = {}
+    for i, key in enumerate(keys):
+        by_key.setdefault(key, []).append(i)
+    return [
+        indices[start : start + size]
+        for key, indices in by_key.items()
+        for size in [max(1, batch_size(key))]
+        for start in range(0, len(indices), size)
+    ]
 
 
 class Encoder(Protocol):
