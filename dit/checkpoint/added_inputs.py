@@ -99,12 +99,7 @@ def _with_interval(weights: Weights, model: ModelConfig) -> Weights:
 
 
 def _check_adapters(model: ModelConfig, reads: str, layer: str, pattern: str) -> None:
-    """Check that a model trains the layer whose weights are zeros.
-
-    Args:
-        reads: start of the message, which names the setting and the added input.
-        pattern: target of adapters for this layer.
-    """
+    """Check that a model trains the layer whose weights are zeros; `pattern` is a target of adapters for it."""
     if model.adapters is None:
         return
     targets, cure = model.adapters.targets, "train all weights (the recipe finetune)"

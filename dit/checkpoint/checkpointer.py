@@ -128,43 +128,39 @@ class Checkpointer:
         Returns:
             Whether the run was resumed.
         """
+        path, groups = self.config.checkpoint.resume_from, state.groups
+        state.run = on_first_rank(lambda: join_run(self.store, self.config), groups)
+        steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), groups)
         with ExitStack() as reading:
-            return self._resume(state, mode, reading)
-
-    def _resume(self, state: TrainState, mode: str, reading: ExitStack) -> bool:
-        path = self.config.checkpoint.resume_from
-        state.run = on_first_rank(lambda: join_run(self.store, self.config), state.groups)
-        steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
-        newest = newest_valid_together(candidates, state.groups, reading)
-        if newest is None:
-            if steps and mode != "never":
+            newest = newest_valid_together(candidates, groups, reading)
+            if newest is not None and mode == "never":
+                raise ConfigError(
+                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
+                    "which a later resume would take for this run's; use another training.run_dir or remove them"
+                )
+            if newest is None and steps and mode != "never":
                 raise CheckpointError(
                     f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons logged "
                     "above; restore one, or train again from step 0 with checkpoint.resume=never"
                 )
-            if path is not None:
-                folder, _ = find_checkpoint(path, reading, state.groups, "checkpoint.resume_from")
+            if newest is None and path is not None:
+                folder, _ = find_checkpoint(path, reading, groups, "checkpoint.resume_from")
                 newest = folder, read_manifest(folder)
-            elif mode == "must":
+            if newest is None and mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
                     "use checkpoint.resume=auto to start from step 0"
                 )
-            else:
+            if newest is None:
                 return False
-        elif mode == "never":
-            raise ConfigError(
-                f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
-                "which a later resume would take for this run's; use another training.run_dir or remove them"
-            )
-        folder, manifest = newest
-        if manifest.is_imported:
-            raise ConfigError(
-                f"{folder} holds imported weights, which have no optimizer and no data position to resume; start from "
-                "them: checkpoint.start_from=that run folder, with another training.run_dir"
-            )
-        self._restore(state, folder, manifest)
-        return True
+            folder, manifest = newest
+            if manifest.is_imported:
+                raise ConfigError(
+                    f"{folder} holds imported weights, which have no optimizer and no data position to resume; start "
+                    "from them: checkpoint.start_from=that run folder, with another training.run_dir"
+                )
+            self._restore(state, folder, manifest)
+            return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         saved = read_record(folder)

@@ -55,8 +55,7 @@ def find_checkpoint(
 
     Args:
         reading: the checkpoint is not deleted until this stack is closed; None for no protection.
-        groups: process groups of the ranks, which all call this and each hash a share of the files; None for one
-            process.
+        groups: ranks, which all call this and each hash a share of the files; None for one process.
         setting: name of the setting with the path, for messages.
 
     Raises:

@@ -63,9 +63,9 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
 
 
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
-    """Return the share of a range that the `index`-th of `count` ranks with copies of it writes.
+    """Return the equal share of a range that the `index`-th of `count` ranks with copies of it writes.
 
-    Shares are equal. A small range is written by only one rank, which keeps the index short.
+    A small range is written by only one rank, which keeps the index short.
     """
     if owned.stop - owned.start >= MIN_SHARE_ELEMENTS * count:
         return owned.share(index, count)

@@ -24,8 +24,7 @@ def on_first_rank(read: Callable[[], T], groups: Optional[ProcessGroups]) -> T:
         groups: of the ranks, all of which call this; None for one process.
 
     Raises:
-        Exception: another error that `read` raised on rank 0.
-        RuntimeError: with the message of that error, on the other ranks.
+        Exception: an error of `read`; other ranks raise a RuntimeError unless it is a `UserError`.
     """
     if groups is None:
         return read()
@@ -46,11 +45,7 @@ def on_first_rank(read: Callable[[], T], groups: Optional[ProcessGroups]) -> T:
 
 @contextmanager
 def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
-    """Run reading code; if it fails on one rank, raise on all ranks, on the failed one its own error.
-
-    Args:
-        groups: of the ranks, all of which enter this context; None for one process.
-    """
+    """Run reading code on every rank; if it fails on one rank, raise on all ranks, on the failed one its own error."""
     failure: Optional[Exception] = None
     try:
         yield
@@ -68,7 +63,7 @@ def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Op
     """Verify a checkpoint and return its manifest; every rank hashes its share of the files.
 
     Args:
-        groups: process groups of the ranks, which all call this; None for one process.
+        groups: as in `on_first_rank`.
         reading: the checkpoint is not deleted until this stack is closed; None for no protection.
 
     Raises:
@@ -83,8 +78,8 @@ def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Op
         except CheckpointError as error:
             problem = str(error)
         problems = [problem] if groups is None else gather_objects(problem)
-        if (reason := next((problem for problem in problems if problem is not None), None)) is not None:
-            raise CheckpointError(reason)
+        if reasons := [problem for problem in problems if problem is not None]:
+            raise CheckpointError(reasons[0])
         if reading is not None:
             reading.push(stack.pop_all())
         return manifest
