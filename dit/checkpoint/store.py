@@ -92,8 +92,8 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Remove leftovers of crashed processes, and create the empty folder of a new checkpoint.
 
-        This removes unfinished and partly deleted folders, and checkpoints that no retention rule selects. So there is
-        at most one checkpoint too many, even if runs often crash between publishing and deleting.
+        Retention is applied, too, so there is at most one checkpoint too many, even if runs often crash between
+        publishing and deleting.
         """
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -213,11 +213,9 @@ class CheckpointStore:
     def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
         """Delete the checkpoints that no retention rule selects.
 
-        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, and the `keep_best`
-        ones with the lowest held-out loss. The rules ignore damaged checkpoints, and those that may be intact: with an
-        added file, or on a disk that cannot be read now, which are not deleted. Nothing is deleted unless one of the
-        retained checkpoints verifies. A checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the
-        next save.
+        The rules ignore damaged checkpoints, and those that may be intact: with an added file, or on a disk that cannot
+        be read now, which are not deleted. Nothing is deleted unless one of the retained checkpoints verifies. A
+        checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the next save.
 
         Args:
             up_to: ignore newer checkpoints (a run that resumed before damaged ones replaces them later); None for no
@@ -238,12 +236,8 @@ class CheckpointStore:
                     if not (may_be_intact or isinstance(error, UnlistedFileError)):
                         manifests[step] = None
         keep = self.retained({step: m.held_out_loss for step, m in manifests.items() if m is not None})
-        unselected = sorted(manifests.keys() - keep - {verified})
-        if (
-            verified is None
-            and unselected
-            and not any(self._manifest_if_valid(step) for step in sorted(keep, reverse=True))
-        ):
+        unselected, newest = sorted(manifests.keys() - keep - {verified}), sorted(keep, reverse=True)
+        if unselected and verified is None and not any(map(self._manifest_if_valid, newest)):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
             return []
         deleted = [step for step in unselected if self._delete(step)]
@@ -321,10 +315,9 @@ class CheckpointStore:
                 f"checkpoint of step {step} was not written: {error.strerror} at {where}; "
                 f"{cure_of(error, self.root)}; {intact}"
             )
-        needed = "an unknown number of"
+        needed, free = "an unknown number of", "unknown"
         with suppress(CheckpointError, IndexError):
             needed = f"about {read_manifest(self.path(newest[-1])).size_bytes}"
-        free = "unknown"
         with suppress(OSError):
             free = str(shutil.disk_usage(self.root).free)
         return (
@@ -358,11 +351,7 @@ def _remove(path: Path) -> None:
 
 def _os_error(error: BaseException) -> Optional[OSError]:
     """Return the operating-system error in the chain of causes of `error`; None if there is none."""
-    current: Optional[BaseException] = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        if isinstance(current, OSError):
-            return current
-        seen.add(id(current))
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return None
+    if isinstance(error, OSError):
+        return error
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None if cause is None else _os_error(cause)
