@@ -146,10 +146,14 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"
         # Classes with reversed time have a negated head.
         time, sign = ("1 - t", "minus ") if getattr(model, "reversed_time", False) else ("1000 t", "")
+        shift = f"{objective.time_shift:g}"
+        if objective.shift_by_tokens is not None:
+            low, high, fewest, most = objective.shift_by_tokens
+            shift = f"s of log(s) = {low:g} at {fewest:g} tokens and {high:g} at {most:g}, linear in the tokens"
         lines += [
             "x_t = (1 - t) x0 + t noise: t = 0 is data, t = 1 is noise; sampling goes from 1 to 0",
             f"the network gets {time} as its timestep and predicts {sign}{predicts}",
-            f"times are evenly spaced, then shifted by {_shift(objective)}: t s / (1 + (s - 1) t)",
+            f"times are evenly spaced, then shifted by {shift}: t s / (1 + (s - 1) t)",
         ]
         if objective.last_time is not None:
             lines.append(f"two or more times are then stretched to end at {objective.last_time:g} before the last step")
@@ -185,14 +189,6 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width), {channels} channels"
     )
     return lines
-
-
-def _shift(objective: FlowMatching) -> str:
-    """Return the shift of a sample's times in words."""
-    if objective.shift_by_tokens is None:
-        return f"{objective.time_shift:g}"
-    low, high, fewest, most = objective.shift_by_tokens
-    return f"s of log(s) = {low:g} at {fewest:g} tokens and {high:g} at {most:g}, linear in the tokens"
 
 
 def page(
