@@ -69,7 +69,7 @@ class OnlineEncoders:
 
     Args:
         spec: has the conditions of the model; only encoders of these are loaded.
-        peers: the ranks that read the same packs at the same time; None if there is only this rank.
+        peers: the ranks that read the same packs at the same time; None for only this rank.
     """
 
     def __init__(
@@ -103,11 +103,8 @@ class OnlineEncoders:
 
     def _derived(self, batch: PackedBatch, latents: Sequence[Tensor]) -> Conditions:
         """Return the pictures that the model takes and that are derived from the values of the latents."""
-        derived = {
-            c.name: [c.derive(latent) for latent in latents]
-            for c in self.spec.conditions
-            if c.is_per_token and c.derive is not None
-        }
+        per_token = [c for c in self.spec.conditions if c.is_per_token]
+        derived = {c.name: list(map(c.derive, latents)) for c in per_token if c.derive is not None}
         return pack_conditions(self.spec.conditions, derived, batch.layout, self.spec.patch)
 
     def _latents(self, batch: PackedBatch, pixels: Sequence[Tensor]) -> list[Tensor]:
@@ -157,15 +154,12 @@ class OnlineEncoders:
         shapes: Sequence[Sequence[Sequence[int]]],
         encode: Callable[[list[int]], Sequence[Tensor]],
     ) -> list[list[Tensor]]:
-        """Distribute the batches over the peers, encode them, and gather the results.
+        """Distribute the batches over the peers, encode them, and gather the results of each item, float32.
 
         Args:
             batches: indices of items; they depend only on the pack, not on the number of peers.
             shapes: of each result of each item.
             encode: returns each result for the items of a batch, `[B, ...]`.
-
-        Returns:
-            The results of each item, float32.
         """
         flat = torch.zeros(sum(prod(shape) for results in shapes for shape in results), device=self.device)
         unassigned, parts = flat, list[list[Tensor]]()

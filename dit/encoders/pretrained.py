@@ -19,10 +19,7 @@ _WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-
 
 
 def recorded_name(name: str) -> str:
-    """Return the name of an encoder for records, which commands in other folders read: the absolute path of a folder.
-
-    Other names, such as those on the hub, are unchanged.
-    """
+    """Return the name of an encoder for records, which other folders read: of a folder its absolute path."""
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else name
 

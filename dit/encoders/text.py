@@ -92,7 +92,7 @@ class TextEncoder:
         A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
 
         Args:
-            pictures: number of pictures that each text is read with; it has one token for each. None for no pictures.
+            pictures: number of pictures that each text is read with, one token for each; None for no pictures.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
@@ -110,13 +110,8 @@ class TextEncoder:
         if long:
             logger.warning(
                 "%s, truncated to the %d tokens of %s: the first has %d tokens and begins with %r",
-                *(
-                    counted(len(long), "long text"),
-                    max_tokens,
-                    self.config.name,
-                    len(ids[long[0]]),
-                    texts[long[0]][:60],
-                ),
+                *(counted(len(long), "long text"), max_tokens, self.config.name),
+                *(len(ids[long[0]]), texts[long[0]][:60]),
             )
             ids = self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
         return [numbers if text or not around.may_be_empty else [] for numbers, text in zip(ids, rendered, strict=True)]
@@ -130,10 +125,7 @@ class TextEncoder:
 
     @torch.no_grad()
     def forward(self, ids: Sequence[Sequence[int]], pictures: Sequence["Image"] = ()) -> dict[str, Tensor]:
-        """Embed texts of one length, or of any lengths if they are padded.
-
-        Args:
-            pictures: that the encoder reads with the only text.
+        """Embed texts of one length, or of any lengths if they are padded; `pictures` belong to the only text.
 
         Returns:
             Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
@@ -313,11 +305,7 @@ def join_entries(
 def texts_as_conditions(
     entries: Mapping[str, list[Tensor]], conditions: Sequence[Condition], max_tokens: Optional[int]
 ) -> dict[str, list[Tensor]]:
-    """Rename embeddings to the conditions of a model, with tokens truncated as in training.
-
-    Args:
-        max_tokens: `data.max_text_tokens`; None for no limit.
-    """
+    """Rename embeddings to the conditions of a model, with tokens truncated to `data.max_text_tokens`."""
     texts = {condition.name for condition in conditions if condition.axis == "text"}
     values = as_conditions(entries, conditions)
     return {name: [row[:max_tokens] if name in texts else row for row in rows] for name, rows in values.items()}
@@ -341,14 +329,11 @@ def empty_texts(
     device: torch.device,
     load: Callable[[str, str], TextEncoders] = TextEncoders,
 ) -> dict[str, Tensor]:
-    """Embed the empty text for conditions that have it as null.
+    """Embed the empty text for conditions that have it as null, `[k, D]` by name.
 
     Args:
         line: text encoders of the model; None if they are unknown.
         load: returns the encoders of a line on a device; `load_text_encoders` caches them.
-
-    Returns:
-        `[k, D]` by name of the condition.
     """
     names = [condition.name for condition in conditions if condition.null == "empty text"]
     if not names:

@@ -73,8 +73,7 @@ class Geometry:
         """Read the configuration of an autoencoder.
 
         Args:
-            name: a folder with `config.json` (or with a folder `vae` that has one), a name on the Hugging Face hub, or
-                `identity`.
+            name: a folder with `config.json` (or with a folder `vae` that has one), a name on the hub, or `identity`.
         """
         if name == IDENTITY:
             return cls(kind=IDENTITY, channels=3, time=1, space=1, mean=(0.0,), std=(1.0,))
@@ -215,15 +214,11 @@ class VAE:
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Encode pictures (one frame) or clips of one shape.
-
-        Args:
-            pixels_BCTHW: `[B, 3, T, H, W]` in [-1, 1]; an autoencoder of one channel encodes their brightness (ITU-R
-                BT.601).
+        """Encode pictures (one frame) or clips of one shape, in [-1, 1].
 
         Returns:
             `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior (of a `VQModel`, the latent
-            before quantisation), shifted and scaled.
+            before quantisation), shifted and scaled. An autoencoder of one channel encodes brightness (ITU-R BT.601).
         """
         frames, height, width = pixels_BCTHW.shape[2:]
         self.geometry.latent_shape(frames, height, width)

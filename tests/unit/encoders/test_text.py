@@ -37,7 +37,7 @@ def test_an_embedding_does_not_depend_on_other_texts_in_the_batch(encoder):
 def test_a_text_has_its_true_length(encoder):
     """A start token, four words and an end token; no padding, whatever the longest text of the call."""
     rows = encoder.encode(["the letter Q moving", "the letter Q moving left and then to the right"])["text"]
-    width = text_config.check_text_encoder(NAME).width
+    width = text_config.check_text_encoder(NAME).widths["text"]
     assert [r.shape for r in rows] == [(6, width), (12, width)]
 
 
