@@ -109,7 +109,6 @@ def find_start(
     Args:
         reading: a checkpoint is not deleted until this stack is closed; None for no protection, in one process only.
         groups: process groups of the ranks, which all call this; None for one process.
-        setting: name of the setting, for messages.
 
     Raises:
         CheckpointError: there is no valid checkpoint and no folder of diffusers.

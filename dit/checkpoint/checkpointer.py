@@ -63,10 +63,7 @@ class Checkpointer:
         self._config_text: Optional[str] = None
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> Path:
-        """Write a checkpoint of `state.step` and make it current.
-
-        Args:
-            metadata: metadata for sampling in addition to the settings, plain JSON.
+        """Write a checkpoint of `state.step`, with plain JSON metadata for sampling, and make it current.
 
         Raises:
             CheckpointError: a rank could not write; earlier checkpoints are intact.
@@ -122,11 +119,7 @@ class Checkpointer:
     def resume(self, state: TrainState, mode: str) -> bool:
         """Continue from the newest valid checkpoint; if there is none, from `checkpoint.resume_from`.
 
-        Args:
-            mode: `auto`, `never` or `must`.
-
-        Returns:
-            Whether the run was resumed.
+        Returns whether the run was resumed. `mode` is `checkpoint.resume`.
         """
         path, groups = self.config.checkpoint.resume_from, state.groups
         state.run = on_first_rank(lambda: join_run(self.store, self.config), groups)
@@ -199,10 +192,9 @@ class Checkpointer:
             self.resumed_metadata.pop("guard", None)  # losses of another experiment show no spikes of this one
 
     def rewind(self, state: TrainState) -> Optional[dict[str, Any]]:
-        """Go back to the newest valid checkpoint of this run; the data position does not change.
+        """Go back to the newest valid checkpoint of this run, and return its metadata; keep the data position.
 
-        Returns:
-            The checkpoint's `metadata`, see `save`; None, and an unchanged state, if there is no valid checkpoint.
+        Returns None, and does not change the state, if there is no valid checkpoint.
         """
         candidates = on_first_rank(self.store.newest_first, state.groups)
         with ExitStack() as reading:

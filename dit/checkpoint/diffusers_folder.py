@@ -81,11 +81,7 @@ class Network:
         """Adapters are not read from such a folder."""
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
-        """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
+        """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`."""
         with reads_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
         with reads_together(groups):  # hashing takes long, so all files must exist first

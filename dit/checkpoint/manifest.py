@@ -125,11 +125,7 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str) -> "Manifest":
-        """Read a manifest back.
-
-        Raises:
-            ValueError: the text is not exactly the one that `to_text` writes.
-        """
+        """Read a manifest back; raise `ValueError` unless the text is exactly the one that `to_text` writes."""
         raw = parse_json(text)
         try:
             files = {name: FileRecord(int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
@@ -230,11 +226,7 @@ def tree_files(folder: Path) -> Iterator[str]:
 
 
 def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of every file under `folder`, each flushed to the disk first.
-
-    Args:
-        hashed: records of files that their writers already flushed and hashed; they are not read again.
-    """
+    """Flush every file under `folder` to the disk, and return its size and SHA-256; do not read those in `hashed`."""
     names = {name for name in tree_files(folder) if name != MANIFEST}
     for name, record in hashed.items():
         size = os.lstat(folder / name).st_size if name in names else None

@@ -84,7 +84,6 @@ def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfi
 
 
 def _stored_id(store: CheckpointStore) -> Optional[str]:
-    """Return the id in the run folder, or the id in its newest checkpoint."""
     with suppress(OSError):
         if run := read_bytes(store.root.parent / RUN_FILE, follow=False).decode(errors="replace").strip():
             return run

@@ -225,7 +225,6 @@ class Saves:
         return max(self.store.steps(), default=None)
 
     def _order(self, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Stage this rank's part, and send a request to write it."""
         assert self.writer is not None
         local, is_first = local_state(state.shards, state.ema, self.groups), self.groups.rank == 0
         if self._tensors is None:  # the layout of a run does not change

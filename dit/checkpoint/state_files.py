@@ -153,7 +153,6 @@ def _sweep(boxes: Sequence[Box], dim: int) -> tuple[Sequence[Box], list[int]]:
 
 
 def _num_pairs(sweep: tuple[Sequence[Box], list[int]]) -> int:
-    """Return the number of pairs of boxes that share an index of the dimension."""
     return sum(end - i - 1 for i, end in enumerate(sweep[1]))
 
 

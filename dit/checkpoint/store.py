@@ -125,11 +125,8 @@ class CheckpointStore:
     def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:
         """Publish the folder that the ranks wrote as the checkpoint of `step`, and apply the retention rules.
 
-        Every file is flushed and hashed, by its writer or by this method. The manifest is written last, and one rename
-        publishes the checkpoint. An existing checkpoint of `step` stays readable until then.
-
-        Args:
-            hashed: files that their writers have flushed and hashed, by relative name.
+        The manifest is written last, and one rename publishes the checkpoint. An existing checkpoint of `step` stays
+        readable until then. Files without an entry in `hashed` are flushed and hashed.
         """
         partial = self.partial_path(step)
         if not partial.is_dir():
@@ -149,14 +146,13 @@ class CheckpointStore:
         return manifest
 
     def adopt(self, manifest: Manifest, fetch: Callable[[Path], None]) -> None:
-        """Fetch a checkpoint into this folder, if its files match its manifest exactly.
+        """Fetch a checkpoint into this folder, if its files match its manifest exactly; otherwise leave no file.
 
         Args:
             fetch: called with an empty folder; writes the files except the manifest.
 
         Raises:
-            DamagedError: a file is damaged; no file is left.
-            CheckpointError: `fetch` failed, or the disk failed; no file is left.
+            DamagedError: a file is damaged.
         """
         step = manifest.step
         with self.writing(step):

@@ -62,12 +62,7 @@ def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
 def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Optional[ExitStack]) -> Manifest:
     """Verify a checkpoint and return its manifest; every rank hashes its share of the files.
 
-    Args:
-        groups: as in `on_first_rank`.
-        reading: the checkpoint is not deleted until this stack is closed; None for no protection.
-
-    Raises:
-        CheckpointError: it is damaged; the same on every rank.
+    The checkpoint is not deleted until `reading` is closed. A damaged one is an error on every rank.
     """
     share = (0, 1) if groups is None else (groups.rank, groups.world_size)
     problem: Optional[str] = None
@@ -88,12 +83,7 @@ def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Op
 def newest_valid_together(
     candidates: Sequence[Path], groups: Optional[ProcessGroups], reading: Optional[ExitStack]
 ) -> Optional[tuple[Path, Manifest]]:
-    """Return the first checkpoint that verifies, or None. Rank 0 logs a warning for each that does not.
-
-    Args:
-        candidates: folders in the order of preference; the same on every rank.
-        groups, reading: see `verified_together`.
-    """
+    """Return the first checkpoint that verifies, or None. Rank 0 logs a warning for each that does not."""
     for folder in candidates:
         try:
             return folder, verified_together(folder, groups, reading)

@@ -394,11 +394,7 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
 def model_index(
     pipeline: Pipeline, form: DiffusersFormat[ModelConfig], trained: TrainedModel, classes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the content of `model_index.json`.
-
-    Args:
-        classes: of text encoders and tokenizers, all of transformers, by their folders.
-    """
+    """Return `model_index.json`; `classes` are those of text encoders and tokenizers by their folders."""
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
     index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}

@@ -66,11 +66,7 @@ class Copies(Form):
 
 @dataclass(frozen=True)
 class Axes(Form):
-    """An einops pattern.
-
-    Attributes:
-        pattern: `external -> parameter`, a one-to-one rearrangement.
-    """
+    """An einops pattern `external -> parameter`, a one-to-one rearrangement."""
 
     pattern: str
     sizes: Mapping[str, int] = field(default_factory=dict)

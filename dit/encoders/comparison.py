@@ -73,6 +73,5 @@ def compare_encoders(
 
 
 def _resolved(name: str) -> Path | str:
-    """Return the folder of an autoencoder; its name on the hub if it is not a local folder."""
     folder = folder_of(name)
     return name if folder is None else folder.resolve()

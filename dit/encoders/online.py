@@ -102,7 +102,6 @@ class OnlineEncoders:
         return replace(batch, latents_TC=latents_TC, conditions=conditions, raw=None)
 
     def _derived(self, batch: PackedBatch, latents: Sequence[Tensor]) -> Conditions:
-        """Return the pictures that the model takes and that are derived from the values of the latents."""
         per_token = [c for c in self.spec.conditions if c.is_per_token]
         derived = {c.name: list(map(c.derive, latents)) for c in per_token if c.derive is not None}
         return pack_conditions(self.spec.conditions, derived, batch.layout, self.spec.patch)

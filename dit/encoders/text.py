@@ -49,11 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextEncoder:
-    """A frozen pretrained encoder.
-
-    Args:
-        precision: of weights and activations; embeddings are always float32.
-    """
+    """A frozen pretrained encoder; `precision` is that of weights and activations, embeddings are always float32."""
 
     def __init__(self, config: TextEncoderConfig, *, device: str = "cpu", precision: Precision = "fp32") -> None:
         self.config, self.geometry, self.device = config, config.geometry(), device
@@ -178,7 +174,6 @@ class TextEncoder:
         """Write network, tokenizer and processor of pictures as parts of a pipeline; return their classes by folder.
 
         Args:
-            part: folder of the network, such as `text_encoder_2`.
             cut: store `max_tokens` in the tokenizer, as the length to which it pads and truncates.
         """
         if cut:
@@ -210,11 +205,10 @@ class TextEncoder:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.
 
         Args:
-            pictures: the pictures to edit of each text, for encoders that read them; None for texts without pictures.
+            pictures: of each text, for encoders that read them; None for texts without pictures.
 
         Returns:
-            For each entry the values of each text, float32 on the encoder's device: tokens `[K, width]`, start and end
-            tokens included, or a pooled vector `[width]`.
+            Values of each text by entry, float32: tokens `[K, width]`, start and end included, or vectors `[width]`.
         """
         if self._pictures is not None and pictures is not None:
             ids = self.tokenize(texts, pictures=list(map(len, pictures)))

@@ -119,7 +119,6 @@ class Geometry:
 
 
 def _compression(entry: dict[str, Any]) -> tuple[Any, Any]:
-    """Return frames, and pixels per side, per position of a latent."""
     if "scale_factor_spatial" in entry:
         return entry["scale_factor_temporal"], entry["scale_factor_spatial"]
     if "spatial_compression_ratio" in entry:
@@ -161,7 +160,6 @@ def config_of(name: str) -> dict[str, Any]:
 
 @lru_cache
 def _defaults(kind: str, name: str) -> dict[str, Any]:
-    """Return the defaults of the constructor of an autoencoder's class."""
     parameters = inspect.signature(class_of(kind, name).__init__).parameters
     return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
@@ -178,12 +176,7 @@ def class_of(kind: str, name: str) -> Any:
 
 
 class VAE:
-    """A frozen pretrained autoencoder.
-
-    Args:
-        name: as in `Geometry.read`.
-        precision: of weights and activations; latents are always float32.
-    """
+    """A frozen pretrained autoencoder, see `Geometry.read`; latents are always float32."""
 
     def __init__(self, name: str, *, device: str = "cpu", precision: Precision = "fp32") -> None:
         self.name, self.geometry = name, Geometry.read(name)

@@ -192,7 +192,6 @@ class Writer:
         self.store.publish(step, meta, records)
 
     def _parts(self, folder: Path, order: dict[str, Any]) -> dict[str, FileRecord]:
-        """Wait until all other ranks have written their files, and return the hashes."""
         records: dict[str, FileRecord] = {}
         missing, patience = set(range(1, self.world_size)), self._patience()
         while missing:
@@ -252,7 +251,6 @@ class Writer:
         return self._orphan_since is not None and time.monotonic() - self._orphan_since > ORPHAN_S
 
     def _write(self, folder: Path, order: dict[str, Any]) -> Iterator[tuple[str, FileRecord]]:
-        """Write, hash and flush the files of this rank."""
         for name, start, size in order["files"]:
             path = folder / name
             if path.parent != folder:  # its absence means that rank 0 has aborted
