@@ -32,8 +32,7 @@ class TrainState:
 
     Attributes:
         chunks: unwrapped model chunks of this rank, one unless the pipeline is interleaved; same order as `wrapped`.
-        held_out: newest held-out loss; None before the first.
-        loss_scale: loss scale of an fp16 run; None in other precisions.
+        held_out: newest held-out loss.
         base: checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
         run: id of the run, see `dit.checkpoint.run_identity`; empty before `Checkpointer.resume`.
     """

@@ -124,11 +124,7 @@ FULL_WIDTH = "rms_norm_across_heads"
 
 @dataclass(frozen=True)
 class GatesSecond(Form):
-    """External values, then gates; gates and values alternate in the parameter (see `GatedConvolution`).
-
-    Attributes:
-        pointwise: whether the external weight is a convolution of 1 x 1.
-    """
+    """External values, then gates, `pointwise` in 1 x 1 convolutions; both alternate here (see `GatedConvolution`)."""
 
     pointwise: bool = False
 

@@ -265,7 +265,7 @@ class RuleBook:
         rules: every parameter is in exactly one rule, or in `unmatched`.
         tables: external tensors that our model computes; compared if a file has them, never loaded.
         stored_tables: whether external files have the tables.
-        unmatched: parameters without an external counterpart, and the reason; imported as zeros, not exported.
+        unmatched: parameters that are imported as zeros and not exported, and the reason.
     """
 
     shapes: Mapping[str, Shape]

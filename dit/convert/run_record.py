@@ -2,7 +2,7 @@
 
 Export writes `_megatron_dit` in a `config.json`, or `megatron_dit` in the metadata of a safetensors file, and import
 reads it: objective, class names, latent size, sampling defaults, and all settings of the model. The values are not
-trusted: they only fill fields of known classes, and the type of each value is checked.
+trusted: they only fill fields of classes of this project and of `DIT_PACKAGES`, and their types are checked.
 """
 
 from collections.abc import Mapping

@@ -27,8 +27,7 @@ def compare_encoders(
     Args:
         trained: names of autoencoder and text encoders of the training data; None if unknown.
         conditions: of the model; encoders of other texts are not compared.
-        weights: origin of the model, for messages.
-        other_cure: end of the messages.
+        weights, other_cure: origin of the model, and end of the messages.
 
     Returns:
         A line for each encoder that has another name, and the same sizes or sizes that cannot be read.

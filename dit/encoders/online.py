@@ -50,11 +50,7 @@ def batch_encoder(
     peers: Optional[dist.ProcessGroup],
     nulls: Mapping[str, Tensor],
 ) -> Encode:
-    """Return a function that encodes the micro-batches of a data source if `encoding` is given.
-
-    Args:
-        nulls: embeddings of the empty text, added to the texts of every pack; see `Conditions.with_nulls`.
-    """
+    """Return a function that encodes the micro-batches of a data source, and adds `nulls` to their texts."""
     encode: Encode = (lambda batch: batch) if encoding is None else OnlineEncoders(encoding, spec, device, peers)
 
     def with_nulls(batch: PackedBatch) -> PackedBatch:
@@ -65,10 +61,9 @@ def batch_encoder(
 
 
 class OnlineEncoders:
-    """The frozen encoders of a run, on the training device.
+    """The frozen encoders of a run, on the training device; only those of the model's conditions are loaded.
 
     Args:
-        spec: has the conditions of the model; only encoders of these are loaded.
         peers: the ranks that read the same packs at the same time; None for only this rank.
     """
 

@@ -47,10 +47,8 @@ def load_network(kind: Any, what: str, **options: Any) -> Any:
     finally:
         library.setLevel(level)
     shapes = [f"{name} {list(stored)} instead of {list(needed)}" for name, stored, needed in info["mismatched_keys"]]
-    for fault, names in (
-        ("lack weights", sorted(info["missing_keys"])),
-        ("have weights of another shape", sorted(shapes)),
-    ):
+    faults = {"lack weights": sorted(info["missing_keys"]), "have weights of another shape": sorted(shapes)}
+    for fault, names in faults.items():
         if names:
             raise ConfigError(
                 f"the files of {what} {fault} ({len(names)}): {', '.join(names[:_NAMED])}"

@@ -34,7 +34,7 @@ class Teacher:
     """A frozen teacher.
 
     Args:
-        name: a folder in transformers' layout, a name on the Hugging Face hub, or `efficientnet_lite0`.
+        name: a folder in transformers' layout, a name on the hub, or `efficientnet_lite0`.
         patch: pixels per side of a token of the model: the compression of the autoencoder times `model.patch_spatial`.
     """
 

@@ -64,12 +64,7 @@ PENULTIMATE = (-2,)
 
 @dataclass(frozen=True)
 class Pretrained:
-    """An encoder whose weights come with a Python package.
-
-    Attributes:
-        package: has the weights in its folder `model`.
-        sha256: of `model.safetensors`, so that the name identifies the weights.
-    """
+    """An encoder whose weights come with a Python package, in its folder `model`; `sha256` is that of the weights."""
 
     package: str
     width: int

@@ -266,9 +266,8 @@ class VAE:
     def save(self, folder: Path, *, shift: bool) -> None:
         """Write a class of diffusers in its layout.
 
-        Args:
-            shift: write the `shift_factor` of an `AutoencoderKL`. If False, the shift is merged into the biases of the
-                1 x 1 convolutions before the decoder and after the encoder, which are added if they are missing.
+        Without `shift`, the shift of an `AutoencoderKL` is merged into the biases of the 1 x 1 convolutions before the
+        decoder and after the encoder, which are added if they are missing.
         """
         if self.geometry.kind != "AutoencoderKL":  # every reader applies the scale and shift of the other classes
             self._model.save_pretrained(folder)
@@ -305,12 +304,7 @@ def identity_convolution(channels: int) -> nn.Conv2d:
 
 
 def in_batches(keys: Sequence[Key], batch_size: Callable[[Key], int]) -> list[list[int]]:
-    """Group the indices of items with equal keys into batches, in their order.
-
-    Args:
-        keys: one per item, such as its shape.
-        batch_size: returns the largest batch of items with a key; results below 1 count as 1.
-    """
+    """Group the indices of items with equal keys into batches of at most `batch_size(key)` items, in their order."""
     by_key: dict[Key, list[int]] = {}
     for i, key in enumerate(keys):
         by_key.setdefault(key, []).append(i)

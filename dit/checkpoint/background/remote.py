@@ -204,8 +204,7 @@ class RemoteStore:
     def put(self, folder: Path, existing: Manifest | None = None) -> tuple[Copy, int]:
         """Copy a local checkpoint, locked against deletion meanwhile; return the copy and the number of copied bytes.
 
-        Args:
-            existing: manifest of the existing copy, if any; unchanged files of the same size are not copied again.
+        Files that are unchanged since the `existing` copy and have the same size are not copied again.
         """
         with being_read(folder):
             text = read_bytes(folder / MANIFEST)
@@ -228,12 +227,7 @@ class RemoteStore:
         return Copy.of(manifest), sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
     def get(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the files of a checkpoint into an empty folder, without its manifest; verifies only their sizes.
-
-        Raises:
-            DamagedError: a file is missing or has another size.
-            CheckpointError: the store cannot be read, or the manifest names a path outside the folder.
-        """
+        """Copy the files of a checkpoint into an empty folder, without its manifest; verifies only their sizes."""
         step = manifest.step
         for name, record in manifest.files.items():
             target, address = folder / name, f"{self.address}/{_folder(step)}"
@@ -273,12 +267,7 @@ class RemoteStore:
         return f"{self._root}/{_folder(step)}/{name}".rstrip("/")
 
     def _try(self, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the store, and convert the many exception types of its clients.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-            CheckpointError: any other error.
-        """
+        """Call a method of the store; errors of its clients, except `FileNotFoundError`, become `CheckpointError`."""
         try:
             return action(*args, **kwargs)
         except (FileNotFoundError, CheckpointError):
