@@ -7,14 +7,18 @@ weight is an error, because the libraries would replace it by random numbers.
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
+
+from safetensors import SafetensorError
 
 from dit.errors import ConfigError
 from dit.hub import files_of
 from dit.terminal import announce
 
 _NAMED = 3  # weights that a message names
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
 _WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+)?\.safetensors")
 
 
@@ -28,8 +32,21 @@ def load_without_code(kind: Any, what: str, **options: Any) -> Any:
     """Load a configuration, a tokenizer or a network."""
     try:
         return kind.from_pretrained(**options, trust_remote_code=False)
-    except (OSError, ImportError, ValueError, RuntimeError) as error:
+    except (OSError, ImportError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{what} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def load_tokenizer(what: str, **source: Any) -> Any:
+    """Load a tokenizer; without a vocabulary, transformers would return one for which all words are unknown."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    tokenizer, folder = load_without_code(AutoTokenizer, what, **source), source.pop("pretrained_model_name_or_path")
+    for file in dict.fromkeys([*_VOCABULARIES, *tokenizer.vocab_files_names.values()]):
+        with suppress(OSError):
+            cached_file(folder, file, **source)
+            return tokenizer
+    raise ConfigError(f"{what} cannot be loaded: {folder} has no {_VOCABULARIES[0]}; copy or download it again")
 
 
 def load_network(kind: Any, what: str, **options: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dit.conditions import Condition
 from dit.encoders.pictures import PictureReader
-from dit.encoders.pretrained import load_network, load_without_code
+from dit.encoders.pretrained import load_network, load_tokenizer
 from dit.encoders.text_config import (
     CLASSES,
     ENCODERS,
@@ -60,13 +60,12 @@ class TextEncoder:
         if self.geometry.kind == "identity":
             return
         _check_weights(config.name)
-        from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
         kind = self.geometry.kind
         source = _near(config.name, "tokenizer", "tokenizer_config.json")
-        self._tokenizer = load_without_code(AutoTokenizer, f"the tokenizer of text encoder {config.name!r}", **source)
+        self._tokenizer = load_tokenizer(f"the tokenizer of text encoder {config.name!r}", **source)
         self._dropped = config.around.dropped(len(self._tokenizer(config.around.before)["input_ids"]))
         options = {**source_of(config.name), **options_of(kind, config_of(config.name)), "dtype": DTYPES[precision]}
         self._model = load_network(class_of(kind), f"text encoder {config.name!r}", **options).to(device)
