@@ -42,7 +42,10 @@ def load_tokenizer(what: str, **source: Any) -> Any:
     from transformers.utils import cached_file
 
     tokenizer, folder = load_without_code(AutoTokenizer, what, **source), source.pop("pretrained_model_name_or_path")
-    for file in dict.fromkeys([*_VOCABULARIES, *tokenizer.vocab_files_names.values()]):
+    files = tokenizer.vocab_files_names.values()
+    if not files:  # of bytes, as that of ByT5
+        return tokenizer
+    for file in dict.fromkeys([*_VOCABULARIES, *files]):
         with suppress(OSError):
             cached_file(folder, file, **source)
             return tokenizer
