@@ -62,6 +62,12 @@ def text_encoders_of(folder: Path) -> list[str]:
     return [form.format(folder / part) for part, form in parts.items()]
 
 
+def entries_and_name(text: str) -> tuple[str, str]:
+    """Split `ENTRIES=NAME` or `NAME` of a text encoder; the path of a folder may have an equals sign, too."""
+    entries, equals, name = text.partition("=")
+    return (entries, name) if equals and "/" not in entries else ("", text)
+
+
 def with_folders_of(line: str, recorded: Optional[str]) -> str:
     """Return recorded text encoders in the folders of a pipeline, which may have moved; their options are kept.
 
@@ -71,9 +77,9 @@ def with_folders_of(line: str, recorded: Optional[str]) -> str:
     folders, options, entries = [], [], []
     for text in (line, recorded or ""):
         parts = [part.partition(":") for part in text.split(",")]
-        folders.append([head.rpartition("=")[2] for head, _, _ in parts])
+        folders.append([entries_and_name(head)[1] for head, _, _ in parts])
         options.append([colon + rest for _, colon, rest in parts])
-        entries.append([head.rpartition("=")[0] or "text" for head, _, _ in parts])
+        entries.append([entries_and_name(head)[0] or "text" for head, _, _ in parts])
     if entries[0] != entries[1]:
         return line
     return ",".join(f"{entry}={name}{rest}" for entry, name, rest in zip(entries[0], folders[0], options[1]))

@@ -34,12 +34,8 @@ class WithAddedInputs:
 
     Args:
         shapes: shape of each added or larger parameter.
-        sources: for each of them, the name of the stored parameter with its values; None for zeros. Values outside of
-            the stored parameter are zeros.
+        sources: for each of them, the stored parameter with its values, or None; other values are zeros.
         note: description of the added inputs.
-
-    Attributes:
-        shapes: of all parameters of the model that starts.
     """
 
     def __init__(
@@ -68,8 +64,7 @@ class WithAddedInputs:
 def with_added_inputs(weights: Weights, model: ModelConfig) -> Weights:
     """Return weights for a model, with values for inputs that it reads and that the weights lack.
 
-    Raises:
-        ConfigError: the model trains only adapters, and none of them changes the zeros of an added input.
+    Adapters that cannot change the zeros of an added input are a `ConfigError`.
     """
     return _with_interval(_with_control(weights, model), model)
 
@@ -99,12 +94,7 @@ def _with_interval(weights: Weights, model: ModelConfig) -> Weights:
 
 
 def _check_adapters(model: ModelConfig, reads: str, layer: str, pattern: str) -> None:
-    """Check that a model trains the layer whose weights are zeros.
-
-    Args:
-        reads: start of the message, which names the setting and the added input.
-        pattern: target of adapters for this layer.
-    """
+    """Check that a model trains the layer whose weights are zeros; `pattern` is a target of adapters for it."""
     if model.adapters is None:
         return
     targets, cure = model.adapters.targets, "train all weights (the recipe finetune)"

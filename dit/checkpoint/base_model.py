@@ -78,12 +78,10 @@ class CheckpointStart:
     def weights(
         self, model: ModelConfig, shapes: Optional[Mapping[str, Sequence[int]]] = None, *, adapters: bool = False
     ) -> Weights:
-        """Open the weights for a run.
+        """Open the weights for a run; with `adapters` its adapters, not the weights that they belong to.
 
         Args:
-            model: settings of the run.
             shapes: see `check_start`; None for no check.
-            adapters: whether to open adapters, not the weights that they belong to.
         """
         averaged = read_record(self.folder)["training"]["ema_decay"] is not None
         stored = SlotWeights(self.folder, "ema" if averaged else "weight")
@@ -111,19 +109,13 @@ def find_start(
     Args:
         reading: a checkpoint is not deleted until this stack is closed; None for no protection, in one process only.
         groups: process groups of the ranks, which all call this; None for one process.
-        setting: name of the setting, for messages.
 
     Raises:
         CheckpointError: there is no valid checkpoint and no folder of diffusers.
         ConfigError: the folder of diffusers cannot be read.
     """
-
-    def locate() -> tuple[Path, bool]:
-        folder = local_path(path)
-        return folder, is_network(folder)
-
-    folder, has_network = on_first_rank(locate, groups)
-    if has_network:
+    folder = on_first_rank(lambda: local_path(path), groups)
+    if on_first_rank(lambda: is_network(folder), groups):
         with reads_together(groups):
             return read_network(folder)
     return CheckpointStart(find_checkpoint(folder, reading, groups, setting)[0])
@@ -208,8 +200,7 @@ def unverified_start(path: str) -> Optional[Start]:
     folder = local_path(path)
     if is_network(folder):
         return read_network(folder)
-    newest = next(iter(candidates(folder)), None)
-    return None if newest is None else CheckpointStart(newest)
+    return next(map(CheckpointStart, candidates(folder)), None)
 
 
 def start_line(config: RunConfig) -> str:
@@ -242,11 +233,7 @@ def find_base(
 ) -> Optional[Weights]:
     """Return the base weights of an adapter run; None for a full model.
 
-    The folder recorded in the manifest is tried first, then `checkpoint.start_from`.
-
-    Args:
-        reading: the base is not deleted until this stack is closed.
-        groups: ranks that all call this and share the reading of the weights; None for one process.
+    The folder recorded in the manifest is tried first, then `checkpoint.start_from`. Arguments: see `find_start`.
     """
     saved = read_manifest(folder).base
     if saved is None:
@@ -267,12 +254,9 @@ def find_base(
 
 
 def download_base(path: Path | str) -> None:
-    """Download the base of adapters if its recorded folder does not exist, from `checkpoint.start_from`.
+    """Download the base of the adapters in a run folder or checkpoint if its recorded folder does not exist.
 
-    Errors are left to `find_base`, which reports them.
-
-    Args:
-        path: a run folder or a checkpoint.
+    It is downloaded from `checkpoint.start_from`; `find_base` reports errors.
     """
     with suppress(UserError):
         for folder in candidates(path)[:1]:
@@ -284,8 +268,7 @@ def download_base(path: Path | str) -> None:
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:
     """Read the weights of a run into unwrapped model chunks: all of them, or base and adapters."""
     with ExitStack() as reading:
-        base = find_base(folder, config, reading, groups)
-        if base is not None:
+        if (base := find_base(folder, config, reading, groups)) is not None:
             load_weights(base, chunks, groups, frozen=True)
     load_weights(SlotWeights(folder, slot), chunks, groups, frozen=None if base is None else False)
 

@@ -63,10 +63,7 @@ class Checkpointer:
         self._config_text: Optional[str] = None
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> Path:
-        """Write a checkpoint of `state.step` and make it current.
-
-        Args:
-            metadata: metadata for sampling in addition to the settings, plain JSON.
+        """Write a checkpoint of `state.step`, with plain JSON metadata for sampling, and make it current.
 
         Raises:
             CheckpointError: a rank could not write; earlier checkpoints are intact.
@@ -122,49 +119,41 @@ class Checkpointer:
     def resume(self, state: TrainState, mode: str) -> bool:
         """Continue from the newest valid checkpoint; if there is none, from `checkpoint.resume_from`.
 
-        Args:
-            mode: `auto`, `never` or `must`.
-
-        Returns:
-            Whether the run was resumed.
+        Returns whether the run was resumed. `mode` is `checkpoint.resume`.
         """
+        path, groups = self.config.checkpoint.resume_from, state.groups
+        state.run = on_first_rank(lambda: join_run(self.store, self.config), groups)
+        steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), groups)
         with ExitStack() as reading:
-            return self._resume(state, mode, reading)
-
-    def _resume(self, state: TrainState, mode: str, reading: ExitStack) -> bool:
-        path = self.config.checkpoint.resume_from
-        state.run = on_first_rank(lambda: join_run(self.store, self.config), state.groups)
-        steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
-        newest = newest_valid_together(candidates, state.groups, reading)
-        if newest is None:
-            if steps and mode != "never":
+            newest = newest_valid_together(candidates, groups, reading)
+            if newest is not None and mode == "never":
+                raise ConfigError(
+                    f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
+                    "which a later resume would take for this run's; use another training.run_dir or remove them"
+                )
+            if newest is None and steps and mode != "never":
                 raise CheckpointError(
                     f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons logged "
                     "above; restore one, or train again from step 0 with checkpoint.resume=never"
                 )
-            if path is not None:
-                folder, _ = find_checkpoint(path, reading, state.groups, "checkpoint.resume_from")
+            if newest is None and path is not None:
+                folder, _ = find_checkpoint(path, reading, groups, "checkpoint.resume_from")
                 newest = folder, read_manifest(folder)
-            elif mode == "must":
+            if newest is None and mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
                     "use checkpoint.resume=auto to start from step 0"
                 )
-            else:
+            if newest is None:
                 return False
-        elif mode == "never":
-            raise ConfigError(
-                f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
-                "which a later resume would take for this run's; use another training.run_dir or remove them"
-            )
-        folder, manifest = newest
-        if manifest.is_imported:
-            raise ConfigError(
-                f"{folder} holds imported weights, which have no optimizer and no data position to resume; start from "
-                "them: checkpoint.start_from=that run folder, with another training.run_dir"
-            )
-        self._restore(state, folder, manifest)
-        return True
+            folder, manifest = newest
+            if manifest.is_imported:
+                raise ConfigError(
+                    f"{folder} holds imported weights, which have no optimizer and no data position to resume; start "
+                    "from them: checkpoint.start_from=that run folder, with another training.run_dir"
+                )
+            self._restore(state, folder, manifest)
+            return True
 
     def _restore(self, state: TrainState, folder: Path, manifest: Manifest) -> None:
         saved = read_record(folder)
@@ -203,10 +192,9 @@ class Checkpointer:
             self.resumed_metadata.pop("guard", None)  # losses of another experiment show no spikes of this one
 
     def rewind(self, state: TrainState) -> Optional[dict[str, Any]]:
-        """Go back to the newest valid checkpoint of this run; the data position does not change.
+        """Go back to the newest valid checkpoint of this run, and return its metadata; keep the data position.
 
-        Returns:
-            The checkpoint's `metadata`, see `save`; None, and an unchanged state, if there is no valid checkpoint.
+        Returns None, and does not change the state, if there is no valid checkpoint.
         """
         candidates = on_first_rank(self.store.newest_first, state.groups)
         with ExitStack() as reading:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -80,11 +81,7 @@ class Network:
         """Adapters are not read from such a folder."""
 
     def digest(self, groups: Optional[ProcessGroups]) -> str:
-        """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`.
-
-        Raises:
-            CheckpointError: a file cannot be read.
-        """
+        """Return a digest of settings and weights, whose files the ranks share, see `CheckpointStart.digest`."""
         with reads_together(groups):
             files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
         with reads_together(groups):  # hashing takes long, so all files must exist first
@@ -114,18 +111,21 @@ def local_path(path: str | Path) -> Path:
     """Return the folder of a path or of an address `hf://owner/name`, which is downloaded."""
     if not (isinstance(path, str) and path.startswith(PREFIX)):
         return Path(path)
-    folder = download(path, DOWNLOADED, _is_complete)
-    return folder if _is_complete(folder) else download(path, (*DOWNLOADED, *VARIANTS), lambda folder: False)
-
-
-def _is_complete(folder: Path) -> bool:
-    """Return whether a folder has a network with all its weights, not of a variant."""
+    with_variants = *DOWNLOADED, *VARIANTS
     try:
-        return is_network(folder) and not any(
-            fnmatch(file.name, VARIANT) for file in StoredTensors(network_folder(folder)).files
-        )
+        folder = download(path, DOWNLOADED, _is_complete)
+    except ConfigError:  # without network, the weights of a variant in the cache are the only ones
+        return download(path, with_variants, partial(_is_complete, variants=True))
+    return folder if _is_complete(folder) else download(path, with_variants, lambda folder: False)
+
+
+def _is_complete(folder: Path, *, variants: bool = False) -> bool:
+    """Return whether a folder has a network with all its weights, also of a variant if `variants` is set."""
+    try:
+        files = StoredTensors(network_folder(folder)).files if is_network(folder) else []
     except ConfigError:
         return False
+    return bool(files) and (variants or not any(fnmatch(file.name, VARIANT) for file in files))
 
 
 def is_network(path: Path) -> bool:

@@ -48,10 +48,6 @@ def write_imported(
     Args:
         source: origin of the weights, recorded in the manifest.
         base: base of the adapters, as in `Manifest.base`.
-
-    Raises:
-        ConfigError: `run_dir` already has checkpoints.
-        CheckpointError: writing failed; no partial checkpoint is left.
     """
     store = CheckpointStore(run_dir / "checkpoints", CheckpointConfig())
     if store.steps():

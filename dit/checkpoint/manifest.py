@@ -37,6 +37,10 @@ CURE = "delete or restore the folder; an older valid checkpoint is used if there
 _FOLDER = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
 
 
+class UnlistedFileError(CheckpointError):
+    """A checkpoint has a file that its manifest does not list."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Size and SHA-256 (hex) of one file."""
@@ -59,8 +63,7 @@ class Manifest:
 
     Attributes:
         files: every file except the manifest, by path relative to the folder, with forward slashes.
-        meta: plain JSON that a run reads before loading: `consumed_samples`, `held_out_loss` and the step it
-            was measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
+        meta: plain JSON that a run reads before loading, see `Checkpointer.meta`.
     """
 
     step: int
@@ -122,22 +125,17 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str) -> "Manifest":
-        """Read a manifest back.
-
-        Raises:
-            ValueError: the text is not exactly the one that `to_text` writes.
-        """
+        """Read a manifest back; raise `ValueError` unless the text is exactly the one that `to_text` writes."""
         raw = parse_json(text)
         try:
-            format_version = raw["format"]
             files = {name: FileRecord(int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
             manifest = cls(step=int(raw["step"]), files=files, meta=dict(raw["meta"]), created=raw["created"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"field missing or of a wrong kind ({error!r})") from error
         if len(files) > MOST_FILES:
             raise ValueError(f"it lists {len(files):,} files, at most {MOST_FILES:,}")
-        if format_version != FORMAT:
-            raise ValueError(f"format {format_version!r}, this version reads {FORMAT}")
+        if raw.get("format") != FORMAT:
+            raise ValueError(f"format {raw.get('format')!r}, this version reads {FORMAT}")
         if manifest.to_text() != text:
             raise ValueError("its content does not match its own digest")
         return manifest
@@ -150,11 +148,7 @@ def step_of_folder(name: str) -> Optional[int]:
 
 
 def model_fingerprint(parameters: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    """Return the identity of a model: the global names and shapes of all parameters.
-
-    Args:
-        parameters: shape of the unsharded parameter by global name, the same on every parallel layout.
-    """
+    """Return the identity of a model: the unsharded shape of every parameter by global name."""
     return {"parameters": {name: [int(n) for n in shape] for name, shape in sorted(parameters.items())}}
 
 
@@ -175,11 +169,10 @@ def check_same_model(
     step: int,
     settings: Sequence[str] = (),
 ) -> None:
-    """Check that a checkpoint belongs to the model about to be trained.
+    """Check that a checkpoint of `step` belongs to the model about to be trained.
 
     Args:
         saved, expected: unsharded shape of each parameter of the checkpoint, and of the model.
-        step: of the checkpoint.
         settings: changes of the model's settings since the checkpoint; the message lists them.
     """
     expected = {name: list(shape) for name, shape in expected.items()}
@@ -194,8 +187,8 @@ def check_same_model(
             f"({len(unshared)} parameters); set the objective back, or give another training.run_dir with "
             "checkpoint.start_from=this run folder, which loads the model without it"
         )
-    differences = []
-    for name in sorted(saved.keys() | expected.keys()):
+    names, differences = sorted(saved.keys() | expected.keys()), []
+    for name in names:
         if name not in expected:
             differences.append(f"{name} {saved[name]} is only in the checkpoint")
         elif name not in saved:
@@ -204,19 +197,15 @@ def check_same_model(
             differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
     changed = f" ({'; '.join(settings)})" if settings else ""
     raise ConfigError(
-        f"the checkpoint of step {step} is of another model{changed}: {len(differences)} of "
-        f"{len(saved.keys() | expected.keys())} parameters differ: "
+        f"the checkpoint of step {step} is of another model{changed}: {len(differences)} of {len(names)} parameters "
+        "differ: "
         f"{first_few(differences, NUM_DIFFERENCES, '; ')}; use the settings it was trained with, or another "
         "training.run_dir"
     )
 
 
 def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str, str]]) -> None:
-    """Check that adapters continue training with the base weights that they were trained with.
-
-    Args:
-        base: base of this run, as in `Manifest.base`.
-    """
+    """Check that adapters continue training with `base`, the base weights that they were trained with."""
     saved = manifest.base
     if saved is not None and base is not None and saved["digest"] != base["digest"]:
         raise ConfigError(
@@ -238,11 +227,7 @@ def tree_files(folder: Path) -> Iterator[str]:
 
 
 def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Return size and SHA-256 of every file under `folder`, each flushed to the disk first.
-
-    Args:
-        hashed: records of files that their writers already flushed and hashed; they are not read again.
-    """
+    """Flush every file under `folder` to the disk, and return its size and SHA-256; do not read those in `hashed`."""
     names = {name for name in tree_files(folder) if name != MANIFEST}
     for name, record in hashed.items():
         size = os.lstat(folder / name).st_size if name in names else None
@@ -317,9 +302,6 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
             raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, a path outside the checkpoint; {CURE}")
     try:
         present = set(tree_files(folder)) - {MANIFEST}
-        unlisted = sorted(present - manifest.files.keys())
-        if unlisted:
-            raise CheckpointError(f"{folder / unlisted[0]} is not in {MANIFEST}; remove that file")
         for name, record in manifest.files.items():
             if name not in present:
                 raise CheckpointError(f"{folder / name} is missing; {CURE}")
@@ -328,6 +310,8 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
                 raise CheckpointError(
                     f"{folder / name} has {status.st_size} bytes, {MANIFEST} says {record.size_bytes}; {CURE}"
                 )
+        if unlisted := sorted(present - manifest.files.keys()):
+            raise UnlistedFileError(f"{folder / unlisted[0]} is not in {MANIFEST}; remove that file")
         if hashes:
             with ThreadPoolExecutor(HASH_THREADS) as pool:
                 largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))

@@ -21,11 +21,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def candidates(path: Path | str) -> list[Path]:
-    """Return the checkpoint folders of a path, in the order in which they are tried; they are not verified.
-
-    Args:
-        path: a run folder, or one checkpoint folder (`iter_NNNNNNN`).
-    """
+    """Return the checkpoints of a run folder, or one checkpoint, in the order in which they are tried; not verified."""
     path = Path(path)
     if _is_checkpoint(path):
         return [path]
@@ -55,12 +51,8 @@ def find_checkpoint(
 
     Args:
         reading: the checkpoint is not deleted until this stack is closed; None for no protection.
-        groups: process groups of the ranks, which all call this and each hash a share of the files; None for one
-            process.
+        groups: ranks, which all call this and each hash a share of the files; None for one process.
         setting: name of the setting with the path, for messages.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
     """
     is_checkpoint, folders = on_first_rank(lambda: (_is_checkpoint(Path(path)), candidates(path)), groups)
     try:

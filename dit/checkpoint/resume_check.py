@@ -60,12 +60,7 @@ DATA_ORDER = ("data", "training.seed")
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that has changed since the checkpoint was saved.
-
-    Attributes:
-        path: path of the setting, such as `optimizer.lr`; if the class of a part changed, the part, such as
-            `objective`.
-    """
+    """A changed setting, such as `optimizer.lr`, or part of the settings whose class changed, such as `objective`."""
 
     path: str
     old: object
@@ -116,11 +111,12 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    fields = dataclasses.fields(part)
-    constants = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
-    new = to_record(part)
-    defaults = to_record(constants | {name: factory() for name, factory in factories.items()})
+    new, defaults = to_record(part), {}
+    for field in dataclasses.fields(part):
+        if field.default_factory is not dataclasses.MISSING:
+            defaults[field.name] = to_record(field.default_factory())
+        elif field.default is not dataclasses.MISSING:
+            defaults[field.name] = to_record(field.default)
     for key in dict.fromkeys([*new, *saved]):
         old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
         if key != CLASS_KEY and old != now:
@@ -149,10 +145,9 @@ def check_same_experiment(
     accepted: Sequence[str],
     replaced: Sequence[Change] = (),
 ) -> list[Change]:
-    """Check that resuming from a checkpoint continues the same experiment.
+    """Check that resuming from a checkpoint with the settings `saved` continues the same experiment.
 
     Args:
-        saved: settings of the checkpoint, see `RunConfig.to_record`.
         accepted: paths of settings or parts whose changes are accepted.
         replaced: changed data sets, see `replaced_data`.
     """

@@ -16,7 +16,7 @@ from typing import Optional
 
 from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, fetch_newer
 from dit.checkpoint.records import usable
-from dit.checkpoint.resume_check import Change, changes
+from dit.checkpoint.resume_check import changes
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError, ConfigError
 from dit.run_config import RunConfig
@@ -45,7 +45,7 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
             if owner is not None:
                 check_owner(address, owner, run, config)
                 run = run or owner.run
-            run = run or _new_id()
+            run = run or secrets.token_hex(8)
             if owner is None:
                 with suppress(CheckpointError, FileNotFoundError):  # the first copy tries again and reports the error
                     remote.put_owner(Owner(run, config.to_record()))
@@ -54,22 +54,19 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
             if not store.complete():
                 raise
             logger.warning("the checkpoints of %s are used: %s", store.root, error)
-    return run or _new_id()
+    return run or secrets.token_hex(8)
 
 
 def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfig) -> None:
-    """Check that the copies at `checkpoint.copy_to` belong to this run.
-
-    Args:
-        run: id of the run in this folder; None if the folder has none.
-    """
+    """Check that the copies at `checkpoint.copy_to` belong to the run whose id this folder has, or None."""
     accepted = config.checkpoint.accept_changes or []
     with usable(f"{address}/{OWNER}"):
         present = f"checkpoint.copy_to={address} has the copies of {owner}"
         different = [
             change
             for change in changes(owner.settings, config)
-            if change.identifies_run and not change.is_in(accepted) and not _is_same_folder(change)
+            if change.identifies_run and not change.is_in(accepted)
+            if change.path != RUN_DIR or os.path.abspath(str(change.old)) != os.path.abspath(str(change.new))
         ]
     if run not in (None, owner.run):
         raise ConfigError(
@@ -86,18 +83,9 @@ def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfi
         )
 
 
-def _is_same_folder(change: Change) -> bool:
-    return change.path == RUN_DIR and os.path.abspath(str(change.old)) == os.path.abspath(str(change.new))
-
-
 def _stored_id(store: CheckpointStore) -> Optional[str]:
-    """Return the id in the run folder, or the id in its newest checkpoint."""
     with suppress(OSError):
         if run := read_bytes(store.root.parent / RUN_FILE, follow=False).decode(errors="replace").strip():
             return run
     manifests = store.complete()
     return manifests[max(manifests)].run if manifests else None
-
-
-def _new_id() -> str:
-    return secrets.token_hex(8)

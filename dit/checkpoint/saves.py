@@ -47,11 +47,7 @@ ASSUMED_BYTES_PER_S = 100e6
 
 @dataclass
 class Pending:
-    """A save in progress.
-
-    Attributes:
-        held_out: entries of the held-out loss in its manifest.
-    """
+    """A save in progress; `held_out` has the entries of the held-out loss in its manifest."""
 
     step: int
     began: float
@@ -98,8 +94,7 @@ class Saves:
         self.writer: Optional[WriterProcess] = None
         self.copies: Optional[Copies] = None
         self._longest_s = _assumed_s(state)
-        self._error = ""
-        self._count = 0
+        self._error, self._count = "", 0
         self._tensors: Optional[str] = None
         if self.config.async_save:
             name = [uuid.uuid4().hex if self.groups.rank == 0 else ""]
@@ -196,10 +191,10 @@ class Saves:
             time.sleep(POLL_S)
         error = None if copies is None else copies.error
         if any_rank(error is not None):
-            message = (
+            raise SaveError(
                 f"the newest checkpoint is in {self.store.root}, but not in checkpoint.copy_to={self.config.copy_to}: "
+                f"{error or 'see the error of rank 0'}"
             )
-            raise SaveError(message + (error or "see the error of rank 0"))
 
     def attach_held_out(self, state: TrainState) -> None:
         """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
@@ -230,12 +225,10 @@ class Saves:
         return max(self.store.steps(), default=None)
 
     def _order(self, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Stage this rank's part, and send a request to write it."""
         assert self.writer is not None
         local, is_first = local_state(state.shards, state.ema, self.groups), self.groups.rank == 0
         if self._tensors is None:  # the layout of a run does not change
-            parts = gather_parts(local, self.groups)
-            text = ""
+            parts, text = gather_parts(local, self.groups), ""
             with fails_together():
                 text = "" if parts is None else tensors_text(*contents_of(parts))
             self._tensors = text  # set on all ranks or on none; if on none, the next save gathers again

@@ -63,9 +63,9 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
 
 
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
-    """Return the share of a range that the `index`-th of `count` ranks with copies of it writes.
+    """Return the equal share of a range that the `index`-th of `count` ranks with copies of it writes.
 
-    Shares are equal. A small range is written by only one rank, which keeps the index short.
+    A small range is written by only one rank, which keeps the index short.
     """
     if owned.stop - owned.start >= MIN_SHARE_ELEMENTS * count:
         return owned.share(index, count)
@@ -74,7 +74,6 @@ def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
 
 
 def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
-    """Return this rank's values of the `i`-th parameter by slot."""
     if shards[i].host is not None:
         synchronize()  # an update copies the moments while the host continues
     values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in shards[i].slots}}
@@ -102,8 +101,7 @@ class LocalState:
     """State that one rank writes.
 
     Attributes:
-        parts: global shape and boxes of each parameter that the rank writes a part of, and the names of its tensors,
-            which have the same boxes.
+        parts: global shape, boxes and names of the tensors of each parameter that the rank writes a part of.
         values: a view of the state for each box, in the order of `boxes`.
     """
 
@@ -165,11 +163,7 @@ def save_state(
     optimizer: MegatronOptimizer,
     groups: ProcessGroups,
 ) -> dict[str, FileRecord]:
-    """Write weights, average and optimizer state into `directory`; every rank calls this.
-
-    Returns:
-        Size and SHA-256 of the file that this rank wrote, by its name.
-    """
+    """Write weights, average and optimizer state; every rank calls this. Return the record of its file by name."""
     local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}
     with fails_together():

@@ -51,14 +51,11 @@ def _key(name: str, box: Box) -> str:
 
 
 def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecord:
-    """Write a safetensors file of float32 boxes, flushed to the disk.
+    """Write a safetensors file of float32 boxes, flushed to the disk; return its size and SHA-256.
 
     Args:
         values: the tensor of each box in the same order, contiguous, on any device. They are read one by one, so an
             iterator may compute them; device tensors are copied to the host in pieces of `STAGING_BYTES`.
-
-    Returns:
-        Size and SHA-256, computed while writing.
     """
     head, end = head_of(boxes)
     record = write_hashed(path, _pieces(head, values))
@@ -68,10 +65,7 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
 
 
 def head_of(boxes: Boxes) -> tuple[bytes, int]:
-    """Return the header of a safetensors file of float32 boxes, and the number of bytes of the values.
-
-    The header is a multiple of 8 bytes.
-    """
+    """Return the header of a safetensors file of float32 boxes, and the number of bytes of the values."""
     header: dict[str, Any] = {}
     end = 0
     for name, parts in boxes.items():
@@ -118,11 +112,7 @@ def index_text(tensors: str, scalars: Mapping[str, float]) -> str:
 
 
 def write_full_state(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, FileRecord]:
-    """Write full tensors, one by one, as the state of a single process.
-
-    Returns:
-        Size and SHA-256 of the file, by its name.
-    """
+    """Write full tensors, one by one, as the state of a single process; return the record of the file by its name."""
     file, boxes = file_of_rank(0), {name: [Box.of(tensor.shape)] for name, tensor in tensors.items()}
     record = write_boxes(folder / file, boxes, (tensor.float().contiguous() for tensor in tensors.values()))
     write_index(folder, {name: tensor.shape for name, tensor in tensors.items()}, {file: boxes}, {})
@@ -163,7 +153,6 @@ def _sweep(boxes: Sequence[Box], dim: int) -> tuple[Sequence[Box], list[int]]:
 
 
 def _num_pairs(sweep: tuple[Sequence[Box], list[int]]) -> int:
-    """Return the number of pairs of boxes that share an index of the dimension."""
     return sum(end - i - 1 for i, end in enumerate(sweep[1]))
 
 
@@ -183,9 +172,9 @@ class StateReader:
                 name: [(_plain(file), Box(tuple(map(int, o)), tuple(map(int, s)))) for file, o, s in entry["boxes"]]
                 for name, entry in body["tensors"].items()
             }
+        except CheckpointError:
+            raise
         except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}; {CURE}") from error
         try:
             for name, shape in self.shapes.items():
@@ -194,11 +183,7 @@ class StateReader:
             raise CheckpointError(f"{folder / INDEX}: {error}") from error
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of one tensor into memory, on any device and in any precision; reads nothing else.
-
-        Args:
-            views: each box, and a tensor of its sizes to copy it into.
-        """
+        """Copy boxes of one tensor into the tensors next to them, on any device and in any precision."""
         if name not in self._stored:
             raise CheckpointError(
                 f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors: give the settings of its run"
@@ -210,16 +195,14 @@ class StateReader:
             )
         for box, target in views:
             for file, stored in self._stored[name]:
-                common = box.overlap(stored)
-                if common is not None:
+                if (common := box.overlap(stored)) is not None:
                     values = self._values(file, name, stored, common)
                     if self._finite:
                         self._check_finite(name, values)
                     target[common.slices_in(box)].copy_(values)
 
     def _check_finite(self, name: str, values: Tensor) -> None:
-        broken = values.numel() - int(torch.isfinite(values).sum())
-        if broken:
+        if broken := values.numel() - int(torch.isfinite(values).sum()):
             raise CheckpointError(
                 f"{name} in {self.folder} has {broken} NaN or infinite values of {values.numel()}; name the "
                 "folder of an earlier checkpoint"

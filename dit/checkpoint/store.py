@@ -32,6 +32,7 @@ from dit.checkpoint.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
+    UnlistedFileError,
     hash_tree,
     read_manifest,
     step_of_folder,
@@ -57,12 +58,16 @@ class CheckpointStore:
 
     One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, even while
     another process saves.
+
+    Attributes:
+        published: step of the checkpoint that this object published last.
     """
 
     def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
         config.validate()
         self.root = Path(root)
         self.config = config
+        self.published: Optional[int] = None
 
     def path(self, step: int) -> Path:
         """Return the folder of the published checkpoint of `step`."""
@@ -87,8 +92,8 @@ class CheckpointStore:
     def begin(self, step: int) -> Path:
         """Remove leftovers of crashed processes, and create the empty folder of a new checkpoint.
 
-        This removes unfinished and partly deleted folders, and checkpoints that no retention rule selects. So there is
-        at most one checkpoint too many, even if runs often crash between publishing and deleting.
+        Retention is applied, too, so there is at most one checkpoint too many, even if runs often crash between
+        publishing and deleting.
         """
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
@@ -120,11 +125,8 @@ class CheckpointStore:
     def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:
         """Publish the folder that the ranks wrote as the checkpoint of `step`, and apply the retention rules.
 
-        Every file is flushed and hashed, by its writer or by this method. The manifest is written last, and one rename
-        publishes the checkpoint. An existing checkpoint of `step` stays readable until then.
-
-        Args:
-            hashed: files that their writers have flushed and hashed, by relative name.
+        The manifest is written last, and one rename publishes the checkpoint. An existing checkpoint of `step` stays
+        readable until then. Files without an entry in `hashed` are flushed and hashed.
         """
         partial = self.partial_path(step)
         if not partial.is_dir():
@@ -139,18 +141,18 @@ class CheckpointStore:
                     f"{partial} is empty, because no rank wrote a file; earlier checkpoints are intact"
                 )
             self._put_in_place(manifest)
+        self.published = step
         self.prune(up_to=step, verified=step)
         return manifest
 
     def adopt(self, manifest: Manifest, fetch: Callable[[Path], None]) -> None:
-        """Fetch a checkpoint into this folder, if its files match its manifest exactly.
+        """Fetch a checkpoint into this folder, if its files match its manifest exactly; otherwise leave no file.
 
         Args:
             fetch: called with an empty folder; writes the files except the manifest.
 
         Raises:
-            DamagedError: a file is damaged; no file is left.
-            CheckpointError: `fetch` failed, or the disk failed; no file is left.
+            DamagedError: a file is damaged.
         """
         step = manifest.step
         with self.writing(step):
@@ -179,14 +181,14 @@ class CheckpointStore:
         self._discard(replaced)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
+        """Add entries to the manifest of the last published checkpoint, and apply the retention rules again.
 
-        Does nothing if the checkpoint was deleted. The manifest is replaced by one rename, so readers see either the
-        old one or the new one.
+        Does nothing if that is not the checkpoint of `step`: its save failed, and another attempt may have left an
+        older one. The manifest is replaced by one rename, so readers see either the old one or the new one.
         """
-        folder = self.path(step)
-        if not folder.is_dir():
+        if step != self.published:
             return
+        folder = self.path(step)
         manifest = read_manifest(folder)
         try:
             # Outside the folder, because a leftover of a crash inside it would fail verification. `begin` removes it.
@@ -205,32 +207,29 @@ class CheckpointStore:
         return [folder for _, folder in order]
 
     def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
-        """Delete the checkpoints that no retention rule selects.
+        """Delete the checkpoints that no retention rule selects, and return their steps.
 
-        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, and the `keep_best`
-        ones with the lowest held-out loss. The rules ignore damaged checkpoints. Nothing is deleted unless one of the
-        retained checkpoints verifies. A checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the
-        next save.
+        The rules ignore damaged checkpoints, and those that may be intact: with an added file, or on a disk that cannot
+        be read now, which are not deleted. Nothing is deleted unless one of the retained checkpoints verifies. A
+        checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the next save.
 
         Args:
-            up_to: ignore newer checkpoints (a run that resumed before damaged ones replaces them later); None for no
-                limit.
+            up_to: ignore newer checkpoints, which a run that resumed before damaged ones replaces later.
             verified: a step that is known to be valid and is retained; None verifies the retained checkpoints.
-
-        Returns:
-            The deleted steps.
         """
         manifests: dict[int, Optional[Manifest]] = {}
         for step in self.steps():
             if self.path(step).exists() and (up_to is None or step <= up_to):
-                manifests[step] = self._manifest_if_valid(step, hashes=False)
+                try:
+                    manifests[step] = verify_folder(self.path(step), hashes=False)
+                except CheckpointError as error:
+                    cause = error.__cause__
+                    may_be_intact = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
+                    if not (may_be_intact or isinstance(error, UnlistedFileError)):
+                        manifests[step] = None
         keep = self.retained({step: m.held_out_loss for step, m in manifests.items() if m is not None})
-        unselected = sorted(manifests.keys() - keep - {verified})
-        if (
-            verified is None
-            and unselected
-            and not any(self._manifest_if_valid(step) for step in sorted(keep, reverse=True))
-        ):
+        unselected, newest = sorted(manifests.keys() - keep - {verified}), sorted(keep, reverse=True)
+        if unselected and verified is None and not any(map(self._manifest_if_valid, newest)):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
             return []
         deleted = [step for step in unselected if self._delete(step)]
@@ -308,10 +307,9 @@ class CheckpointStore:
                 f"checkpoint of step {step} was not written: {error.strerror} at {where}; "
                 f"{cure_of(error, self.root)}; {intact}"
             )
-        needed = "an unknown number of"
+        needed, free = "an unknown number of", "unknown"
         with suppress(CheckpointError, IndexError):
             needed = f"about {read_manifest(self.path(newest[-1])).size_bytes}"
-        free = "unknown"
         with suppress(OSError):
             free = str(shutil.disk_usage(self.root).free)
         return (
@@ -345,11 +343,7 @@ def _remove(path: Path) -> None:
 
 def _os_error(error: BaseException) -> Optional[OSError]:
     """Return the operating-system error in the chain of causes of `error`; None if there is none."""
-    current: Optional[BaseException] = error
-    seen: set[int] = set()
-    while current is not None and id(current) not in seen:
-        if isinstance(current, OSError):
-            return current
-        seen.add(id(current))
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-    return None
+    if isinstance(error, OSError):
+        return error
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None if cause is None else _os_error(cause)

@@ -24,8 +24,7 @@ def on_first_rank(read: Callable[[], T], groups: Optional[ProcessGroups]) -> T:
         groups: of the ranks, all of which call this; None for one process.
 
     Raises:
-        Exception: another error that `read` raised on rank 0.
-        RuntimeError: with the message of that error, on the other ranks.
+        Exception: an error of `read`; other ranks raise a RuntimeError unless it is a `UserError`.
     """
     if groups is None:
         return read()
@@ -46,11 +45,7 @@ def on_first_rank(read: Callable[[], T], groups: Optional[ProcessGroups]) -> T:
 
 @contextmanager
 def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
-    """Run reading code; if it fails on one rank, raise on all ranks, on the failed one its own error.
-
-    Args:
-        groups: of the ranks, all of which enter this context; None for one process.
-    """
+    """Run reading code on every rank; if it fails on one rank, raise on all ranks, on the failed one its own error."""
     failure: Optional[Exception] = None
     try:
         yield
@@ -67,12 +62,7 @@ def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
 def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Optional[ExitStack]) -> Manifest:
     """Verify a checkpoint and return its manifest; every rank hashes its share of the files.
 
-    Args:
-        groups: process groups of the ranks, which all call this; None for one process.
-        reading: the checkpoint is not deleted until this stack is closed; None for no protection.
-
-    Raises:
-        CheckpointError: it is damaged; the same on every rank.
+    The checkpoint is not deleted until `reading` is closed. A damaged one is an error on every rank.
     """
     share = (0, 1) if groups is None else (groups.rank, groups.world_size)
     problem: Optional[str] = None
@@ -83,8 +73,8 @@ def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Op
         except CheckpointError as error:
             problem = str(error)
         problems = [problem] if groups is None else gather_objects(problem)
-        if (reason := next((problem for problem in problems if problem is not None), None)) is not None:
-            raise CheckpointError(reason)
+        if reasons := [problem for problem in problems if problem is not None]:
+            raise CheckpointError(reasons[0])
         if reading is not None:
             reading.push(stack.pop_all())
         return manifest
@@ -93,12 +83,7 @@ def verified_together(folder: Path, groups: Optional[ProcessGroups], reading: Op
 def newest_valid_together(
     candidates: Sequence[Path], groups: Optional[ProcessGroups], reading: Optional[ExitStack]
 ) -> Optional[tuple[Path, Manifest]]:
-    """Return the first checkpoint that verifies, or None. Rank 0 logs a warning for each that does not.
-
-    Args:
-        candidates: folders in the order of preference; the same on every rank.
-        groups, reading: see `verified_together`.
-    """
+    """Return the first checkpoint that verifies, or None. Rank 0 logs a warning for each that does not."""
     for folder in candidates:
         try:
             return folder, verified_together(folder, groups, reading)

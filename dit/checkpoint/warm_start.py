@@ -20,17 +20,9 @@ logger = logging.getLogger(__name__)
 def start_from(config: RunConfig, state: TrainState) -> None:
     """Load the weights of `checkpoint.start_from` into master weights, averages and model; every rank calls this.
 
-    They are those of a run folder (of its newest valid checkpoint; the average if it has one), of one checkpoint
-    folder, or of a folder of diffusers, under any layout.
-
-    A run of adapters loads the adapters of another run. It loads nothing from a full model, which `load_base` has read.
-
-    Step, optimizer state and data position do not change.
-
-    An embedding of time intervals that they lack starts at zero, so that `mean_flow` continues flow matching.
-
-    Parameters of auxiliary networks are not loaded: they belong to the objective, and are initialised again. A log line
-    reports this of a discriminator.
+    Step, optimizer state and data position do not change. A run of adapters loads the adapters of another run, and
+    nothing from a full model, which `load_base` has read. Parameters of auxiliary networks are not loaded, because they
+    belong to the objective.
 
     Raises:
         CheckpointError: there are no valid weights.

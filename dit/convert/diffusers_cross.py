@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, patches, square_side
 from dit.convert.original_dit import trained_objective
-from dit.convert.rules import Axes, ByHead, Form, Pointwise
+from dit.convert.rules import POINTWISE, Axes, ByHead, Form
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.sana.config import SanaConfig
@@ -124,11 +124,7 @@ FULL_WIDTH = "rms_norm_across_heads"
 
 @dataclass(frozen=True)
 class GatesSecond(Form):
-    """External values, then gates; gates and values alternate in the parameter (see `GatedConvolution`).
-
-    Attributes:
-        pointwise: whether the external weight is a convolution of 1 x 1.
-    """
+    """External values, then gates, `pointwise` in 1 x 1 convolutions; both alternate here (see `GatedConvolution`)."""
 
     pointwise: bool = False
 
@@ -204,7 +200,7 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
             "layers.#.cross_attention.linear_kv": ByHead(cross_heads, (model.hidden_size // cross_heads,) * 2),
             "layers.#.mlp.linear_fc1": GatesSecond(pointwise=True),
             "layers.#.mlp": GatesSecond(),
-            "layers.#.mlp.linear_fc2": Pointwise(),
+            "layers.#.mlp.linear_fc2": POINTWISE,
         }
 
 

@@ -91,12 +91,6 @@ def learned_nulls(shapes: Mapping[str, Shape]) -> dict[str, str]:
     return {name: why for name in NULLS if name in shapes}
 
 
-def mlp_ratio(ffn_size: int, width: int) -> float:
-    """Return the `mlp_ratio` whose product with the width, rounded down, is the inner width of an MLP."""
-    ratio = ffn_size / width
-    return ratio if int(ratio * width) == ffn_size else (ffn_size + 0.5) / width
-
-
 def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tuple[int, list[str]]:
     """Return the `sample_size` of a square with the area of the latent, and a note if the latent is not a square."""
     frames, height, width = latent_size
@@ -189,12 +183,11 @@ class DiffusersFormat(Generic[Model]):
 
     def trained(self, model: Model, published: Mapping[str, Any]) -> TrainedModel:
         """Return a model with objective, latent size and sampling of the published ones."""
-        notes = []
         if "sample_size" in self.defaults:
-            latent_size = (1, published["sample_size"], published["sample_size"])
+            latent_size, notes = (1, published["sample_size"], published["sample_size"]), []
         else:
             latent_size = self.latent_size
-            notes.append(f"config.json has no latent size; {' x '.join(map(str, latent_size))} is assumed")
+            notes = [f"config.json has no latent size; {' x '.join(map(str, latent_size))} is assumed"]
         if (guidance := getattr(model, "guidance", None)) is not None:
             notes.append(f"the network gets a guidance scale of {guidance:g} (model.guidance)")
         objective = FlowMatching(time_shift=self.time_shift)
@@ -212,7 +205,9 @@ class DiffusersFormat(Generic[Model]):
             heads = model.num_attention_heads
             settings |= {"num_attention_heads": heads, "attention_head_dim": model.hidden_size // heads}
         if "mlp_ratio" in self.defaults:
-            settings["mlp_ratio"] = mlp_ratio(model.ffn_size, model.hidden_size)
+            ratio = model.ffn_size / model.hidden_size  # diffusers rounds its product with the width down
+            exact = int(ratio * model.hidden_size) == model.ffn_size
+            settings["mlp_ratio"] = ratio if exact else (model.ffn_size + 0.5) / model.hidden_size
         if self.has_outputs:
             settings["out_channels"] = model.out_channels or model.in_channels
         if "sample_size" in self.defaults:
@@ -285,18 +280,14 @@ class DiffusersFormat(Generic[Model]):
         )
 
     def read_settings(self, settings: Mapping[str, Any]) -> TrainedModel:
-        """Read a `config.json`.
-
-        Raises:
-            ConfigError: a setting is unknown, or our backbone does not support its value.
-        """
+        """Read a `config.json`; raise `ConfigError` for settings that our backbone does not support."""
         arguments = {name: value for name, value in settings.items() if not name.startswith("_")}
         # Old files have arguments that no longer exist; they have no effect if unset.
         unknown = [f"{n}={v!r}" for n, v in arguments.items() if n not in self.defaults and v not in (None, False)]
         complete = {n: arguments.get(n, default) for n, default in self.defaults.items()}
         complete = {n: list(v) if isinstance(v, list | tuple) else v for n, v in complete.items()}
-        differing = [n for n in self.fixed if complete[n] != self.defaults[n]]
-        wrong = [f"{n}={complete[n]!r} (only {self.defaults[n]!r})" for n in differing]
+        defaults = self.defaults
+        wrong = [f"{n}={complete[n]!r} (only {defaults[n]!r})" for n in self.fixed if complete[n] != defaults[n]]
         if unknown or wrong:
             faults = "; ".join(
                 f"{kind}: {', '.join(names)}" for kind, names in (("unknown", unknown), ("unsupported", wrong)) if names
@@ -306,9 +297,9 @@ class DiffusersFormat(Generic[Model]):
             )
         try:
             trained = self.read(complete)
+        except UserError:
+            raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, UserError):
-                raise
             raise ConfigError(
                 f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
             ) from error
@@ -326,12 +317,10 @@ class DiffusersFormat(Generic[Model]):
 def check_settings(
     side: str, model: ModelConfig, free: Collection[str], only: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Check that a model has the default of every setting that another code base does not have.
+    """Check that a model has the default of every setting that the other code base, `side`, does not have.
 
     Args:
-        side: the other code base, for messages.
-        free: settings that it has, with any value.
-        only: settings that it has with one value, which is not our default.
+        free, only: settings that it has, with any value, and with one value that is not our default.
     """
     default = type(model)()
     names = [field.name for field in fields(model) if field.name not in {*TRAINING_SETTINGS, *free}]
@@ -359,18 +348,14 @@ NEAREST: Mapping[str, str] = {
 
 def formats() -> list[DiffusersFormat[ModelConfig]]:
     """Return every format in the registry."""
-    instances: list[DiffusersFormat[ModelConfig]] = []
-    for path in DIFFUSERS.values():
-        module, _, name = path.partition(":")
-        instances.append(getattr(importlib.import_module(module), name)())
-    return instances
+    paths = [path.split(":") for path in DIFFUSERS.values()]
+    return [getattr(importlib.import_module(module), name)() for module, name in paths]
 
 
 def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConfig]:
     """Return the format of a `config.json`."""
-    for candidate in formats():
-        if candidate.reads(settings):
-            return candidate
+    if form := next((form for form in formats() if form.reads(settings)), None):
+        return form
     raise ConfigError(
         f"_class_name={settings.get('_class_name')!r} is not supported; supported classes are {', '.join(DIFFUSERS)}"
     )
@@ -378,9 +363,8 @@ def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConf
 
 def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
     """Return the format for a model."""
-    for candidate in formats():
-        if candidate.describes(model):
-            return candidate
+    if form := next((form for form in formats() if form.describes(model)), None):
+        return form
     supported = ", ".join(dict.fromkeys(candidate.config_class.__name__ for candidate in formats()))
     name = type(model).__name__
     why = f" ({NEAREST[name]})" if name in NEAREST else ""

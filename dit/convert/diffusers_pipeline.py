@@ -317,8 +317,6 @@ EDITS = {
 }
 """By the class of the pipeline without a picture to edit: those of models that were trained with one."""
 
-NONE = "no complete pipeline of this class is written"
-
 
 def pipeline_class(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> Optional[Pipeline]:
     """Return the pipeline of a model; None for an autoencoder."""
@@ -334,17 +332,14 @@ def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pi
         pipeline = _edit_pipeline(pipeline, trained.text_encoder or "")
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
     if pipeline is None or faults:
-        why = NONE if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
+        none = "no complete pipeline of this class is written"
+        why = none if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
         raise ConfigError(f"--format pipeline: {why}; export {form.class_name} with --format diffusers")
     return pipeline
 
 
 def _edit_pipeline(pipeline: Pipeline, line: str) -> Pipeline:
-    """Return the pipeline of models that were trained with a picture to edit.
-
-    Args:
-        line: text encoders of the run, whose `prompt` distinguishes pipelines of one network.
-    """
+    """Return the pipeline of models that were trained with a picture to edit, by the `prompt` of the text encoders."""
     options = re.split("[:,]", line)
     candidates = {TEXT_ENCODERS[edit.class_name]["text_encoder"]: edit for edit in EDITS[pipeline.class_name]}
     selected = [edit for encoder, edit in candidates.items() if encoder.removeprefix("{}:") in options]
@@ -399,11 +394,7 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
 def model_index(
     pipeline: Pipeline, form: DiffusersFormat[ModelConfig], trained: TrainedModel, classes: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the content of `model_index.json`.
-
-    Args:
-        classes: of text encoders and tokenizers, all of transformers, by their folders.
-    """
+    """Return `model_index.json`; `classes` are those of text encoders and tokenizers by their folders."""
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
     index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}

@@ -146,10 +146,14 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"
         # Classes with reversed time have a negated head.
         time, sign = ("1 - t", "minus ") if getattr(model, "reversed_time", False) else ("1000 t", "")
+        shift = f"{objective.time_shift:g}"
+        if objective.shift_by_tokens is not None:
+            low, high, fewest, most = objective.shift_by_tokens
+            shift = f"s of log(s) = {low:g} at {fewest:g} tokens and {high:g} at {most:g}, linear in the tokens"
         lines += [
             "x_t = (1 - t) x0 + t noise: t = 0 is data, t = 1 is noise; sampling goes from 1 to 0",
             f"the network gets {time} as its timestep and predicts {sign}{predicts}",
-            f"times are evenly spaced, then shifted by {_shift(objective)}: t s / (1 + (s - 1) t)",
+            f"times are evenly spaced, then shifted by {shift}: t s / (1 + (s - 1) t)",
         ]
         if objective.last_time is not None:
             lines.append(f"two or more times are then stretched to end at {objective.last_time:g} before the last step")
@@ -187,14 +191,6 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
     return lines
 
 
-def _shift(objective: FlowMatching) -> str:
-    """Return the shift of a sample's times in words."""
-    if objective.shift_by_tokens is None:
-        return f"{objective.time_shift:g}"
-    low, high, fewest, most = objective.shift_by_tokens
-    return f"s of log(s) = {low:g} at {fewest:g} tokens and {high:g} at {most:g}, linear in the tokens"
-
-
 def page(
     trained: TrainedModel,
     class_name: str,
@@ -207,9 +203,9 @@ def page(
     """Return the README page of exported weights, in Markdown.
 
     Args:
-        has_loop: whether the class is the model's only condition, so that a short loop samples from it.
+        has_loop: whether the class is the only condition, so that a short loop samples from the model.
         folder: of the transformer, relative to the page.
-        code: Python code that loads and samples a pipeline; None for a model without one.
+        code: Python code that loads and samples a pipeline.
     """
     scheduler = scheduler_config(trained.objective)
     lines = [f"# {class_name}, exported by megatron-dit", "", *(f"* {line}" for line in how_to_sample(trained))]

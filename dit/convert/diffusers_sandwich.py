@@ -89,7 +89,6 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
 
 
 def _rounded_size(size: int, multiple: int, factor: Optional[float]) -> int:
-    """Return the inner width of Lumina 2's MLPs for the width of the tokens."""
     return -(-int(4 * size * (1.0 if factor is None else factor)) // multiple) * multiple
 
 

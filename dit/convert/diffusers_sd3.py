@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dit.convert.diffusers_format import LatentSize, patches
 from dit.convert.diffusers_streams import FEED_FORWARD, JOINT, DiffusersStreams, embedder_names
-from dit.convert.rules import TRAIN_THAT_WAY, Chunks, Form
+from dit.convert.rules import TRAIN_THAT_WAY, Form, SwappedHalves
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.sd3.config import SD3Config
@@ -91,7 +91,7 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
         return {
             **super().forms(model),
             "embed.linear.weight": patches("d c ph pw -> d (ph pw c)", model),
-            f"layers.{model.num_joint_layers - 1}.text.modulation.linear": Chunks((1, 0)),
+            f"layers.{model.num_joint_layers - 1}.text.modulation.linear": SwappedHalves(),
         }
 
     def tables(self, model: SD3Config, latent_size: LatentSize) -> Mapping[str, Tensor]:

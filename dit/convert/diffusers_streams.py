@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, patches
-from dit.convert.rules import TURNED_HEAD, ByHead, Chunks, Form, expanded
+from dit.convert.rules import TURNED_HEAD, ByHead, Form, SwappedHalves, expanded
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 
@@ -64,7 +64,7 @@ class DiffusersStreams(DiffusersFormat[Model]):
         return {
             **{layer: qkv for layer in layers if layer.endswith(".linear_qkv")},
             **{layer: TURNED_HEAD for layer in layers if turned and layer.endswith((".q_layernorm", ".k_layernorm"))},
-            "head.modulation": Chunks((1, 0)),
+            "head.modulation": SwappedHalves(),
         }
 
 

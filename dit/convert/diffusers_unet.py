@@ -22,7 +22,7 @@ from dit.convert.diffusers_format import (
     learned_nulls,
     square_side,
 )
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed, require
+from dit.convert.rules import POINTWISE, TRAIN_THAT_WAY, ByHead, Rule, RuleBook, Shape, renamed, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -191,5 +191,5 @@ def _rule(name: str, shape: Shape, *, linear: bool) -> Rule:
             ByHead(1, (shape[0] // len(parts),) * len(parts)),  # ordered by part; a part has all heads
         )
     if not linear and re.search(r"\.proj_(in|out)\.weight", diffusers_name):
-        return Rule(name, (diffusers_name,), Pointwise())
+        return Rule(name, (diffusers_name,), POINTWISE)
     return Rule(name, (diffusers_name,))

@@ -99,8 +99,7 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
     """Return the tensors of a file for ComfyUI.
 
     Args:
-        layers: by diffusers' names.
-        name_of: returns ComfyUI's name of a layer, or None; adapters of layers with the same name are stacked.
+        name_of: returns ComfyUI's name of a layer of diffusers, or None; layers with the same name are stacked.
     """
     joined: dict[str, list[Adapter]] = {}
     for layer, adapter in layers.items():

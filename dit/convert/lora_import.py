@@ -72,10 +72,9 @@ def read_adapters(
     rules: RuleBook,
     linears: Collection[str],
 ) -> ImportedAdapters:
-    """Read external adapters for a model.
+    """Read external adapters for a model: of a `.safetensors` file, or of a folder of peft or diffusers.
 
     Args:
-        path: a `.safetensors` file, or a folder of peft or diffusers.
         model: the base, without adapters.
         linears: our layers that can have an adapter.
     """
@@ -105,24 +104,23 @@ def read_adapters(
 
 
 def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file with the tensors, and its peft settings."""
     file = path
     if path.is_dir():
-        files = [path / name for name in (PEFT_FILE, DIFFUSERS_FILE) if (path / name).is_file()]
-        others = [] if files else sorted(path.glob("*.safetensors"))
-        if len(others) > 1:
-            raise ConfigError(
-                f"{path} has {len(others)} files ({some_of([other.name for other in others])}); give one of them: "
-                f"--from {others[-1]}"
-            )
-        files += others
+        named = [path / name for name in (PEFT_FILE, DIFFUSERS_FILE) if (path / name).is_file()]
+        files = named[:1] or sorted(path.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"{path} has no {PEFT_FILE}, {DIFFUSERS_FILE} or other .safetensors file")
+        if len(files) > 1:
+            names = some_of([each.name for each in files])
+            raise ConfigError(f"{path} has {len(files)} files ({names}); give one of them: --from {files[-1]}")
         file = files[0]
     if file.name == PEFT_FILE:
         return file, read_json(file.with_name(PEFT_CONFIG))
-    text = read_metadata(file).get(METADATA_KEY) if file.is_file() else None
-    settings = {} if text is None else parse_json(text)
+    text = read_metadata(file).get(METADATA_KEY, "{}") if file.is_file() else "{}"
+    try:
+        settings = parse_json(text)
+    except ValueError as error:
+        raise ConfigError(f"{file}: its {METADATA_KEY} cannot be read: {error}; save it again") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file}: its {METADATA_KEY} is {settings!r:.80}, not settings by name; save it again")
     return file, {name.removeprefix(f"{part}."): value for name, value in settings.items()}
@@ -244,7 +242,6 @@ def layer_names(
 
 
 def _join_all(external: Mapping[str, Adapter], rules: RuleBook, linears: Collection[str]) -> dict[str, Adapter]:
-    """Return the adapters of our layers by name."""
     adapters: dict[str, Adapter] = {}
     shapes = rules.external_shapes()
     for rule in rules.rules:

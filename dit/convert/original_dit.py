@@ -87,11 +87,7 @@ def position_table(model: DiTConfig, side: int) -> Tensor:
 
 
 def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> TrainedModel:
-    """Infer a model's sizes from its tensors.
-
-    Args:
-        num_attention_heads: None for that of the published model of this width.
-    """
+    """Infer a model's sizes from its tensors; without `num_attention_heads`, heads as in the published models."""
     absent = [name for name in _NEEDED if name not in tensors]
     if absent or tensors["x_embedder.proj.weight"].dim() != 4 or tensors["pos_embed"].dim() != 3:
         raise ConfigError(
@@ -127,11 +123,7 @@ def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int]
 
 
 def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-    """Return the rules between the weights.
-
-    Args:
-        latent_size: (1, H, W), square; the size of the stored position table follows from it.
-    """
+    """Return the rules between the weights; the size of the stored position table follows from the latent size."""
     frames, height, width = latent_size
     check_settings("facebookresearch/DiT", model, FREE)
     check_class_dit(model, "facebookresearch/DiT")
@@ -147,11 +139,7 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
 
 
 def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
-    """Remove a learned variance, the second half of the channels at every position of a patch, from the head.
-
-    Returns:
-        The model with settings for training and sampling without a learned variance, and its weights.
-    """
+    """Remove a learned variance, the second half of the channels at every position of a patch, from the head."""
     model = trained.model
     positions = model.token_channels // model.in_channels
     if not predicts_variance(model):

@@ -66,11 +66,7 @@ def network_folder(source: Path) -> Path:
 
 
 def check_single(source: Path) -> None:
-    """Check that a pipeline has one network, if a folder is a pipeline.
-
-    Raises:
-        ConfigError: it has two, each for some of the times.
-    """
+    """Refuse a pipeline with two networks, each for some of the times."""
     index = read_json(source / INDEX) if (source / INDEX).exists() else {}
     if index.get(LOW_NOISE) not in (None, [None, None]):
         raise ConfigError(
@@ -80,11 +76,7 @@ def check_single(source: Path) -> None:
 
 
 def complete(trained: TrainedModel, folder: Path) -> Completed:
-    """Add the settings of the pipeline around a network.
-
-    Args:
-        folder: of the network; the `model_index.json` of a pipeline is in the parent folder.
-    """
+    """Add the settings of the pipeline around the folder of a network, whose parent has a `model_index.json`."""
     root, model = folder.resolve().parent, trained.model
     if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / INDEX).exists():
         return Completed(trained)

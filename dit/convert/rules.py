@@ -66,11 +66,7 @@ class Copies(Form):
 
 @dataclass(frozen=True)
 class Axes(Form):
-    """An einops pattern.
-
-    Attributes:
-        pattern: `external -> parameter`, a one-to-one rearrangement.
-    """
+    """An einops pattern `external -> parameter`, a one-to-one rearrangement."""
 
     pattern: str
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -87,17 +83,6 @@ class Axes(Form):
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
         left, right = self.pattern.split("->")
         return (rearrange(parameter, f"{right} -> {left}", **self.sizes),)
-
-
-@dataclass(frozen=True)
-class Pointwise(Form):
-    """A linear layer that is an external 1 x 1 convolution."""
-
-    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        return tensors[0].flatten(1)
-
-    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
-        return (parameter[:, :, None, None],)
 
 
 @dataclass(frozen=True)
@@ -156,27 +141,21 @@ def _swap_pairs(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
     return x.unflatten(dim, sizes).transpose(dim, dim + 1).flatten(dim, dim + 1)
 
 
+POINTWISE = Axes("d ... 1 1 -> d ...")
+"""A linear layer that is an external 1 x 1 convolution."""
 TURNED_HEAD = Axes("(half two) -> (two half)", {"two": 2})
 """A vector over the features of a head with rotary embeddings, such as the weight of its norm."""
 
 
 @dataclass(frozen=True)
-class Chunks(Form):
-    """Equal chunks along the first axis in another order, such as (scale, shift) for (shift, scale).
-
-    Attributes:
-        order: index of the external chunk for each chunk of the parameter.
-    """
-
-    order: tuple[int, ...]
+class SwappedHalves(Form):
+    """The two halves along the first axis in the other order: (scale, shift) for (shift, scale)."""
 
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
-        chunks = tensors[0].chunk(len(self.order))
-        return torch.cat([chunks[i] for i in self.order])
+        return tensors[0].roll(len(tensors[0]) // 2, 0)
 
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
-        chunks = parameter.chunk(len(self.order))
-        return (torch.cat([chunks[self.order.index(i)] for i in range(len(self.order))]),)
+        return (self.from_external([parameter]),)
 
 
 @dataclass(frozen=True)
@@ -247,8 +226,8 @@ def layer_rules(
     """Return the rules of parameters by a table of names.
 
     Args:
-        names: the external names of each layer (or of a tensor that is neither weight nor bias), by our name, as in
-            `expanded`; `#` is the number of a block, or of a copy.
+        names: the external names of each layer or other tensor by our name, see `expanded`; `#` is the number of a
+            block, or of a copy.
         forms: the form of each layer or parameter that differs; a key with the number of a block precedes one with `#`.
         num_joint: number of blocks with two streams; those after them have names `single.#`, and numbers from 0.
     """
@@ -286,7 +265,7 @@ class RuleBook:
         rules: every parameter is in exactly one rule, or in `unmatched`.
         tables: external tensors that our model computes; compared if a file has them, never loaded.
         stored_tables: whether external files have the tables.
-        unmatched: parameters without an external counterpart, and the reason; imported as zeros, not exported.
+        unmatched: parameters that are imported as zeros and not exported, and the reason.
     """
 
     shapes: Mapping[str, Shape]
@@ -335,9 +314,8 @@ class RuleBook:
     @torch.no_grad()
     def to_external(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Convert parameters to external tensors by name."""
-        expected = {name: tuple(shape) for name, shape in self.shapes.items()}
         shapes = {name: tuple(x.shape) for name, x in parameters.items()}
-        check_shapes("the parameters do not fit the model", expected, shapes)
+        check_shapes("the parameters do not fit the model", self.shapes, shapes)
         tensors: dict[str, Tensor] = dict(self.tables) if self.stored_tables else {}
         for rule in self.rules:
             parts = rule.form.to_external(parameters[rule.name])

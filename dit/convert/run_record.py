@@ -2,14 +2,14 @@
 
 Export writes `_megatron_dit` in a `config.json`, or `megatron_dit` in the metadata of a safetensors file, and import
 reads it: objective, class names, latent size, sampling defaults, and all settings of the model. The values are not
-trusted: they only fill fields of known classes, and the type of each value is checked.
+trusted: they only fill fields of classes of this project and of `DIT_PACKAGES`, and their types are checked.
 """
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from dit.config_record import import_trusted
 from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
@@ -84,19 +84,19 @@ def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:
 
 
 def name_of(objective: Objective) -> str:
-    """Return the name of an objective in recipes and records."""
+    """Return the name of an objective in recipes and records; for a class of a user, `package.module.Class`."""
     class_path = f"{type(objective).__module__}:{type(objective).__qualname__}"
-    return next(name for name, path in OBJECTIVES.items() if path == class_path)
+    return next((name for name, path in OBJECTIVES.items() if path == class_path), class_path.replace(":", "."))
 
 
 def objective_of(record: object) -> Objective:
     """Build an objective from its name and settings, such as `{"name": "ddpm", "prediction": "v"}`."""
-    name = record.get("name") if isinstance(record, Mapping) else record
-    if not isinstance(record, Mapping) or not isinstance(name, str) or name not in OBJECTIVES:
+    settings = dict(record) if isinstance(record, Mapping) else {"name": record}
+    name, objective_class = settings.pop("name", None), None
+    if isinstance(record, Mapping) and isinstance(name, str) and (name in OBJECTIVES or "." in name):
+        objective_class = import_trusted(OBJECTIVES.get(name, name).replace(":", "."), "the record's objective")
+    if not (isinstance(objective_class, type) and issubclass(objective_class, Objective)):
         raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
-    module, _, attribute = OBJECTIVES[name].partition(":")
-    objective_class: type[Objective] = getattr(importlib.import_module(module), attribute)
-    settings = {key: value for key, value in record.items() if key != "name"}
     return build(objective_class, settings, f"objective {name}")
 
 

@@ -135,12 +135,7 @@ class SlicedWeights:
 
 
 def _copy(rule: Rule, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
-    """Copy the part of a block of a parameter, whose form permutes one axis, that an external tensor has.
-
-    Args:
-        copies: the tensor and its copies.
-        positions: result of `positions_of` for it.
-    """
+    """Copy the part of a block that an external tensor (the first of equal `copies`) has, by `positions_of` it."""
     axis = rule.form.axis
     assert axis is not None
     for span, used, places in _spans(positions, block[axis]):
@@ -165,11 +160,7 @@ def positions_of(form: Form, shape: Shape) -> list[Tensor]:
 
 
 def _spans(positions: Tensor, wanted: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the parts of an external axis that have wanted positions.
-
-    Yields:
-        The part; the indices in it that are used, ascending; and the position of each, relative to `wanted.start`.
-    """
+    """Yield the parts of an external axis with wanted positions: the part, its used indices, and their positions."""
     indices = ((positions >= wanted.start) & (positions < wanted.stop)).nonzero().flatten()
     ends = (indices.diff() > LARGEST_GAP).nonzero().flatten() + 1
     for used in indices.tensor_split(ends):

@@ -211,7 +211,7 @@ def write_diffusers(
     Args:
         subfolder: of `out`, for settings and tensors; a pipeline has one per part.
         texts: further text files, by their paths in `out`.
-        others: writes further parts of a pipeline to a folder, and returns the texts that depend on them.
+        others: writes further parts of a pipeline, and returns the texts that depend on them.
     """
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)

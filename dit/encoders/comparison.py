@@ -27,8 +27,7 @@ def compare_encoders(
     Args:
         trained: names of autoencoder and text encoders of the training data; None if unknown.
         conditions: of the model; encoders of other texts are not compared.
-        weights: origin of the model, for messages.
-        other_cure: end of the messages.
+        weights, other_cure: origin of the model, and end of the messages.
 
     Returns:
         A line for each encoder that has another name, and the same sizes or sizes that cannot be read.
@@ -73,6 +72,5 @@ def compare_encoders(
 
 
 def _resolved(name: str) -> Path | str:
-    """Return the folder of an autoencoder; its name on the hub if it is not a local folder."""
     folder = folder_of(name)
     return name if folder is None else folder.resolve()

@@ -21,10 +21,9 @@ from torch import Tensor
 from dit.batch import PackedBatch, pixel_values
 from dit.conditions import Condition, Conditions, pack_conditions
 from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
-from dit.encoders.batching import in_batches
 from dit.encoders.text import TextEncoder, empty_texts, join_entries, texts_as_conditions
 from dit.encoders.text_config import as_conditions, check_text_encoder
-from dit.encoders.vae import VAE
+from dit.encoders.vae import VAE, in_batches
 from dit.layout import to_device
 from dit.patchify import patchify_all
 
@@ -51,11 +50,7 @@ def batch_encoder(
     peers: Optional[dist.ProcessGroup],
     nulls: Mapping[str, Tensor],
 ) -> Encode:
-    """Return a function that encodes the micro-batches of a data source if `encoding` is given.
-
-    Args:
-        nulls: embeddings of the empty text, added to the texts of every pack; see `Conditions.with_nulls`.
-    """
+    """Return a function that encodes the micro-batches of a data source, and adds `nulls` to their texts."""
     encode: Encode = (lambda batch: batch) if encoding is None else OnlineEncoders(encoding, spec, device, peers)
 
     def with_nulls(batch: PackedBatch) -> PackedBatch:
@@ -66,11 +61,10 @@ def batch_encoder(
 
 
 class OnlineEncoders:
-    """The frozen encoders of a run, on the training device.
+    """The frozen encoders of a run, on the training device; only those of the model's conditions are loaded.
 
     Args:
-        spec: has the conditions of the model; only encoders of these are loaded.
-        peers: the ranks that read the same packs at the same time; None if there is only this rank.
+        peers: the ranks that read the same packs at the same time; None for only this rank.
     """
 
     def __init__(
@@ -103,12 +97,8 @@ class OnlineEncoders:
         return replace(batch, latents_TC=latents_TC, conditions=conditions, raw=None)
 
     def _derived(self, batch: PackedBatch, latents: Sequence[Tensor]) -> Conditions:
-        """Return the pictures that the model takes and that are derived from the values of the latents."""
-        derived = {
-            c.name: [c.derive(latent) for latent in latents]
-            for c in self.spec.conditions
-            if c.is_per_token and c.derive is not None
-        }
+        per_token = [c for c in self.spec.conditions if c.is_per_token]
+        derived = {c.name: list(map(c.derive, latents)) for c in per_token if c.derive is not None}
         return pack_conditions(self.spec.conditions, derived, batch.layout, self.spec.patch)
 
     def _latents(self, batch: PackedBatch, pixels: Sequence[Tensor]) -> list[Tensor]:
@@ -158,15 +148,12 @@ class OnlineEncoders:
         shapes: Sequence[Sequence[Sequence[int]]],
         encode: Callable[[list[int]], Sequence[Tensor]],
     ) -> list[list[Tensor]]:
-        """Distribute the batches over the peers, encode them, and gather the results.
+        """Distribute the batches over the peers, encode them, and gather the results of each item, float32.
 
         Args:
             batches: indices of items; they depend only on the pack, not on the number of peers.
             shapes: of each result of each item.
             encode: returns each result for the items of a batch, `[B, ...]`.
-
-        Returns:
-            The results of each item, float32.
         """
         flat = torch.zeros(sum(prod(shape) for results in shapes for shape in results), device=self.device)
         unassigned, parts = flat, list[list[Tensor]]()

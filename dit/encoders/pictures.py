@@ -41,7 +41,6 @@ class PictureReader:
     """Converts pictures to inputs of Qwen2.5-VL.
 
     Args:
-        what: the encoder, for messages.
         source: arguments of `from_pretrained` that locate `preprocessor_config.json`.
         mark: id of the token that stands for a picture.
     """

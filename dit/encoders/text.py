@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from dit.conditions import Condition
-from dit.encoders.batching import in_batches
 from dit.encoders.pictures import PictureReader
-from dit.encoders.pretrained import load_network, load_without_code
+from dit.encoders.pretrained import load_network, load_tokenizer
 from dit.encoders.text_config import (
     CLASSES,
     ENCODERS,
@@ -34,7 +33,7 @@ from dit.encoders.text_config import (
     encoder_config,
     source_of,
 )
-from dit.encoders.vae import DTYPES, Precision
+from dit.encoders.vae import DTYPES, Precision, in_batches
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
 from dit.terminal import counted
@@ -50,11 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class TextEncoder:
-    """A frozen pretrained encoder.
-
-    Args:
-        precision: of weights and activations; embeddings are always float32.
-    """
+    """A frozen pretrained encoder; `precision` is that of weights and activations, embeddings are always float32."""
 
     def __init__(self, config: TextEncoderConfig, *, device: str = "cpu", precision: Precision = "fp32") -> None:
         self.config, self.geometry, self.device = config, config.geometry(), device
@@ -65,13 +60,12 @@ class TextEncoder:
         if self.geometry.kind == "identity":
             return
         _check_weights(config.name)
-        from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
         transformers_logging.disable_progress_bar()
         kind = self.geometry.kind
         source = _near(config.name, "tokenizer", "tokenizer_config.json")
-        self._tokenizer = load_without_code(AutoTokenizer, f"the tokenizer of text encoder {config.name!r}", **source)
+        self._tokenizer = load_tokenizer(f"the tokenizer of text encoder {config.name!r}", **source)
         self._dropped = config.around.dropped(len(self._tokenizer(config.around.before)["input_ids"]))
         options = {**source_of(config.name), **options_of(kind, config_of(config.name)), "dtype": DTYPES[precision]}
         self._model = load_network(class_of(kind), f"text encoder {config.name!r}", **options).to(device)
@@ -93,7 +87,7 @@ class TextEncoder:
         A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
 
         Args:
-            pictures: number of pictures that each text is read with; it has one token for each. None for no pictures.
+            pictures: number of pictures that each text is read with, one token for each; None for no pictures.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
@@ -111,13 +105,8 @@ class TextEncoder:
         if long:
             logger.warning(
                 "%s, truncated to the %d tokens of %s: the first has %d tokens and begins with %r",
-                *(
-                    counted(len(long), "long text"),
-                    max_tokens,
-                    self.config.name,
-                    len(ids[long[0]]),
-                    texts[long[0]][:60],
-                ),
+                *(counted(len(long), "long text"), max_tokens, self.config.name),
+                *(len(ids[long[0]]), texts[long[0]][:60]),
             )
             ids = self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
         return [numbers if text or not around.may_be_empty else [] for numbers, text in zip(ids, rendered, strict=True)]
@@ -131,10 +120,7 @@ class TextEncoder:
 
     @torch.no_grad()
     def forward(self, ids: Sequence[Sequence[int]], pictures: Sequence["Image"] = ()) -> dict[str, Tensor]:
-        """Embed texts of one length, or of any lengths if they are padded.
-
-        Args:
-            pictures: that the encoder reads with the only text.
+        """Embed texts of one length, or of any lengths if they are padded; `pictures` belong to the only text.
 
         Returns:
             Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
@@ -163,7 +149,9 @@ class TextEncoder:
         out = self._model(**inputs, **options, output_hidden_states=bool(layers))
         tokens = torch.cat([out.hidden_states[i] for i in layers], -1) if layers else out.last_hidden_state
         if kind == "sentence":
-            return tokens, torch.nn.functional.normalize(tokens.mean(1), dim=-1)
+            mask_BK = inputs.get("attention_mask")
+            mean = tokens.mean(1) if mask_BK is None else (tokens * mask_BK[..., None]).sum(1)
+            return tokens, torch.nn.functional.normalize(mean, dim=-1)
         if kind == "clip_projected":
             return tokens, out.text_embeds
         return tokens, out.pooler_output if kind == "clip" else None
@@ -177,7 +165,7 @@ class TextEncoder:
             start = shape[1] - len(numbers) if self._tokenizer.padding_side == "left" else 0
             ids_BK[row, start : start + len(numbers)] = torch.tensor(numbers)
             mask_BK[row, start : start + len(numbers)] = 1
-        is_masked = self.config.padded_once or self.geometry.kind in LANGUAGE_MODELS
+        is_masked = self.config.padded_once or self.geometry.kind in (*LANGUAGE_MODELS, "sentence")
         masks = {"attention_mask": mask_BK.to(self.device)} if is_masked else {}
         return {"input_ids": ids_BK.to(self.device), **masks}
 
@@ -185,7 +173,6 @@ class TextEncoder:
         """Write network, tokenizer and processor of pictures as parts of a pipeline; return their classes by folder.
 
         Args:
-            part: folder of the network, such as `text_encoder_2`.
             cut: store `max_tokens` in the tokenizer, as the length to which it pads and truncates.
         """
         if cut:
@@ -217,11 +204,10 @@ class TextEncoder:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.
 
         Args:
-            pictures: the pictures to edit of each text, for encoders that read them; None for texts without pictures.
+            pictures: of each text, for encoders that read them; None for texts without pictures.
 
         Returns:
-            For each entry the values of each text, float32 on the encoder's device: tokens `[K, width]`, start and end
-            tokens included, or a pooled vector `[width]`.
+            Values of each text by entry, float32: tokens `[K, width]`, start and end included, or vectors `[width]`.
         """
         if self._pictures is not None and pictures is not None:
             ids = self.tokenize(texts, pictures=list(map(len, pictures)))
@@ -312,11 +298,7 @@ def join_entries(
 def texts_as_conditions(
     entries: Mapping[str, list[Tensor]], conditions: Sequence[Condition], max_tokens: Optional[int]
 ) -> dict[str, list[Tensor]]:
-    """Rename embeddings to the conditions of a model, with tokens truncated as in training.
-
-    Args:
-        max_tokens: `data.max_text_tokens`; None for no limit.
-    """
+    """Rename embeddings to the conditions of a model, with tokens truncated to `data.max_text_tokens`."""
     texts = {condition.name for condition in conditions if condition.axis == "text"}
     values = as_conditions(entries, conditions)
     return {name: [row[:max_tokens] if name in texts else row for row in rows] for name, rows in values.items()}
@@ -340,14 +322,11 @@ def empty_texts(
     device: torch.device,
     load: Callable[[str, str], TextEncoders] = TextEncoders,
 ) -> dict[str, Tensor]:
-    """Embed the empty text for conditions that have it as null.
+    """Embed the empty text for conditions that have it as null, `[k, D]` by name.
 
     Args:
         line: text encoders of the model; None if they are unknown.
         load: returns the encoders of a line on a device; `load_text_encoders` caches them.
-
-    Returns:
-        `[k, D]` by name of the condition.
     """
     names = [condition.name for condition in conditions if condition.null == "empty text"]
     if not names:

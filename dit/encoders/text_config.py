@@ -32,7 +32,7 @@ from dit.encoders.pretrained import load_without_code, recorded_name
 from dit.encoders.prompts import PROMPTS, Prompt
 from dit.errors import ConfigError
 from dit.hub import check_hub
-from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
+from dit.pipeline_folder import PIPELINE_INDEX, entries_and_name, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")
 CLASSES = {
@@ -64,12 +64,7 @@ PENULTIMATE = (-2,)
 
 @dataclass(frozen=True)
 class Pretrained:
-    """An encoder whose weights come with a Python package.
-
-    Attributes:
-        package: has the weights in its folder `model`.
-        sha256: of `model.safetensors`, so that the name identifies the weights.
-    """
+    """An encoder whose weights come with a Python package, in its folder `model`; `sha256` is that of the weights."""
 
     package: str
     width: int
@@ -145,7 +140,7 @@ class TextEncoderConfig:
     def parse(cls, text: str) -> "TextEncoderConfig":
         """Parse one encoder of a line; does not check whether it exists."""
         head, *options = text.strip().split(":")
-        entries, _, name = head.rpartition("=")
+        entries, name = entries_and_name(head)
         makes = tuple(entries.split("+")) if entries else ("text",)
         if not name or len(set(makes)) < len(makes) or not set(makes) <= set(ENTRIES):
             raise ConfigError(
@@ -226,19 +221,10 @@ class TextEncoderConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncodersConfig:
-    """The encoders of one line.
-
-    Attributes:
-        widths: features of each entry.
-    """
+    """The encoders of one line, and the features of each entry."""
 
     encoders: tuple[TextEncoderConfig, ...]
     widths: dict[str, int]
-
-    @property
-    def width(self) -> Optional[int]:
-        """Features per token of `text`; None if no encoder makes it."""
-        return self.widths.get("text")
 
     @property
     def reads_pictures(self) -> bool:
@@ -289,7 +275,6 @@ def parse_line(line: str) -> tuple[TextEncoderConfig, ...]:
 
 
 def _read_layers(value: str) -> Optional[tuple[int, ...]]:
-    """Return the layers of the option `layer`; None if it is none."""
     if value in ("last", "penultimate"):
         return PENULTIMATE if value == "penultimate" else ()
     numbers = value.split("+")
@@ -307,15 +292,36 @@ def read_geometry(name: str) -> TextGeometry:
     if name == IDENTITY:
         return TextGeometry(kind="identity", width=257, pooled=None, max_tokens=1 << 20)
     if name in ENCODERS:
-        _check_installed(name, "transformers", ENCODERS[name].package)
         encoder = ENCODERS[name]
+        _check_installed(name, "transformers", encoder.package)
         return TextGeometry(kind="sentence", width=encoder.width, pooled=encoder.width, max_tokens=encoder.max_tokens)
-    return _geometry_of(name, config_of(name))
+    config = config_of(name)
+    kind, network = config.model_type, config.get_text_config()
+    if kind in T5GEMMA:
+        kind, network = "t5gemma", encoder_config(config)
+    if kind in OF_ANY_LENGTH:
+        width, layers = network.hidden_size, network.num_hidden_layers
+        return TextGeometry(kind=kind, width=width, pooled=None, max_tokens=MAX_TOKENS, num_layers=layers)
+    if kind in ("clip", "clip_text_model"):
+        projected = "CLIPTextModelWithProjection" in (config.architectures or ())
+        return TextGeometry(
+            kind="clip_projected" if projected else "clip",
+            width=network.hidden_size,
+            pooled=network.projection_dim if projected else network.hidden_size,
+            max_tokens=network.max_position_embeddings,
+            num_layers=network.num_hidden_layers,
+        )
+    if kind == "bert":
+        size = config.hidden_size
+        return TextGeometry(kind="sentence", width=size, pooled=size, max_tokens=config.max_position_embeddings)
+    raise ConfigError(
+        f"text encoder {name!r} is a {kind}; supported kinds are clip, clip_text_model, bert, "
+        f"{', '.join(OF_ANY_LENGTH)}"
+    )
 
 
 def _check_installed(name: str, *packages: str) -> None:
-    absent = [package for package in packages if find_spec(package) is None]
-    if absent:
+    if absent := [package for package in packages if find_spec(package) is None]:
         extra = "text" if name in ENCODERS else "encoders"
         raise ConfigError(
             f"text encoder {name!r} needs {' and '.join(absent)}, which is not installed; "
@@ -364,28 +370,3 @@ def config_of(name: str) -> Any:
 def encoder_config(config: Any) -> Any:
     """Return the configuration of T5Gemma's encoder, which a file has with or without that of its decoder."""
     return getattr(config, "encoder", config)
-
-
-def _geometry_of(name: str, config: Any) -> TextGeometry:
-    kind, network = config.model_type, config.get_text_config()
-    if kind in T5GEMMA:
-        kind, network = "t5gemma", encoder_config(config)
-    if kind in OF_ANY_LENGTH:
-        width, layers = network.hidden_size, network.num_hidden_layers
-        return TextGeometry(kind=kind, width=width, pooled=None, max_tokens=MAX_TOKENS, num_layers=layers)
-    if kind in ("clip", "clip_text_model"):
-        projected = "CLIPTextModelWithProjection" in (config.architectures or ())
-        return TextGeometry(
-            kind="clip_projected" if projected else "clip",
-            width=network.hidden_size,
-            pooled=network.projection_dim if projected else network.hidden_size,
-            max_tokens=network.max_position_embeddings,
-            num_layers=network.num_hidden_layers,
-        )
-    if kind == "bert":
-        size = config.hidden_size
-        return TextGeometry(kind="sentence", width=size, pooled=size, max_tokens=config.max_position_embeddings)
-    raise ConfigError(
-        f"text encoder {name!r} is a {kind}; supported kinds are clip, clip_text_model, bert, "
-        f"{', '.join(OF_ANY_LENGTH)}"
-    )

@@ -10,22 +10,22 @@ the encoder's output. `AutoencoderKLFlux2` has mean and std per channel and posi
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Optional, Protocol
+from typing import Any, Literal, Optional, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dit.encoders.batching import in_batches
 from dit.encoders.pretrained import load_network
 from dit.errors import ConfigError
 from dit.hub import check_hub
 from dit.pipeline_folder import name_a_part
 from dit.safe_files import parse_json, read_bytes
 
+Key = TypeVar("Key", bound=Hashable)
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IDENTITY = "identity"  # pixels are their own latents
@@ -73,8 +73,7 @@ class Geometry:
         """Read the configuration of an autoencoder.
 
         Args:
-            name: a folder with `config.json` (or with a folder `vae` that has one), a name on the Hugging Face hub, or
-                `identity`.
+            name: a folder with `config.json` (or with a folder `vae` that has one), a name on the hub, or `identity`.
         """
         if name == IDENTITY:
             return cls(kind=IDENTITY, channels=3, time=1, space=1, mean=(0.0,), std=(1.0,))
@@ -83,37 +82,28 @@ class Geometry:
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> "Geometry":
         """Interpret the content of `config.json`; absent fields have diffusers' defaults."""
-        try:
-            geometry = cls._parse(config, name)
-        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"the config.json of {name} has an invalid entry: {error!r}") from error
-        if not all(map(math.isfinite, (*geometry.mean, *geometry.std))):
-            raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
-        if not all(1 <= size <= 2**16 for size in (geometry.channels, geometry.time, geometry.space, geometry.patch)):
-            raise ConfigError(f"the config.json of {name} has invalid sizes: they must be 1 to 65,536")
-        return geometry
-
-    @classmethod
-    def _parse(cls, config: dict[str, Any], name: str) -> "Geometry":
         kind = str(config.get("_class_name"))
         if kind not in KINDS:
             has_class = config.get("_class_name") is not None
             fault = f"is a {kind}" if has_class else "has no _class_name in its config.json"
             raise ConfigError(f"{name} {fault}; supported classes are {', '.join(KINDS)}")
         entry = {**_defaults(kind, name), **config}
-        channels = entry.get("vq_embed_dim") or entry.get("z_dim") or entry["latent_channels"]
-        time, space = _compression(entry)
-        scale = float(entry.get("scaling_factor", 1.0))
-        if entry.get("latents_mean") is not None and entry.get("latents_std") is not None:
-            mean, std = tuple(map(float, entry["latents_mean"])), tuple(map(float, entry["latents_std"]))
-            std = tuple(value / scale for value in std)
-        else:
-            mean = (float(entry.get("shift_factor") or 0.0),)
-            std = (1.0 / scale,)
-        patch = int(entry["patch_size"][0]) if kind == "AutoencoderKLFlux2" else 1
-        return cls(kind=kind, channels=int(channels), time=int(time), space=int(space), mean=mean, std=std, patch=patch)
+        try:
+            channels = int(entry.get("vq_embed_dim") or entry.get("z_dim") or entry["latent_channels"])
+            time, space = map(int, _compression(entry))
+            scale = float(entry.get("scaling_factor", 1.0))
+            means, deviations = [entry.get("shift_factor") or 0.0], [1.0]
+            if entry.get("latents_mean") is not None and entry.get("latents_std") is not None:
+                means, deviations = entry["latents_mean"], entry["latents_std"]
+            mean, std = tuple(map(float, means)), tuple(float(deviation) / scale for deviation in deviations)
+            patch = int(entry["patch_size"][0]) if kind == "AutoencoderKLFlux2" else 1
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"the config.json of {name} has an invalid entry: {error!r}") from error
+        if not all(map(math.isfinite, (*mean, *std))):
+            raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
+        if not all(1 <= size <= 2**16 for size in (channels, time, space, patch)):
+            raise ConfigError(f"the config.json of {name} has invalid sizes: they must be 1 to 65,536")
+        return cls(kind=kind, channels=channels, time=time, space=space, mean=mean, std=std, patch=patch)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return (C, t, h, w) of the latent of a picture (one frame) or clip."""
@@ -129,7 +119,6 @@ class Geometry:
 
 
 def _compression(entry: dict[str, Any]) -> tuple[Any, Any]:
-    """Return frames, and pixels per side, per position of a latent."""
     if "scale_factor_spatial" in entry:
         return entry["scale_factor_temporal"], entry["scale_factor_spatial"]
     if "spatial_compression_ratio" in entry:
@@ -171,7 +160,6 @@ def config_of(name: str) -> dict[str, Any]:
 
 @lru_cache
 def _defaults(kind: str, name: str) -> dict[str, Any]:
-    """Return the defaults of the constructor of an autoencoder's class."""
     parameters = inspect.signature(class_of(kind, name).__init__).parameters
     return {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
 
@@ -188,12 +176,7 @@ def class_of(kind: str, name: str) -> Any:
 
 
 class VAE:
-    """A frozen pretrained autoencoder.
-
-    Args:
-        name: as in `Geometry.read`.
-        precision: of weights and activations; latents are always float32.
-    """
+    """A frozen pretrained autoencoder, see `Geometry.read`; latents are always float32."""
 
     def __init__(self, name: str, *, device: str = "cpu", precision: Precision = "fp32") -> None:
         self.name, self.geometry = name, Geometry.read(name)
@@ -224,15 +207,11 @@ class VAE:
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Encode pictures (one frame) or clips of one shape.
-
-        Args:
-            pixels_BCTHW: `[B, 3, T, H, W]` in [-1, 1]; an autoencoder of one channel encodes their brightness (ITU-R
-                BT.601).
+        """Encode pictures (one frame) or clips of one shape, in [-1, 1].
 
         Returns:
             `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior (of a `VQModel`, the latent
-            before quantisation), shifted and scaled.
+            before quantisation), shifted and scaled. An autoencoder of one channel encodes brightness (ITU-R BT.601).
         """
         frames, height, width = pixels_BCTHW.shape[2:]
         self.geometry.latent_shape(frames, height, width)
@@ -287,9 +266,8 @@ class VAE:
     def save(self, folder: Path, *, shift: bool) -> None:
         """Write a class of diffusers in its layout.
 
-        Args:
-            shift: write the `shift_factor` of an `AutoencoderKL`. If False, the shift is merged into the biases of the
-                1 x 1 convolutions before the decoder and after the encoder, which are added if they are missing.
+        Without `shift`, the shift of an `AutoencoderKL` is merged into the biases of the 1 x 1 convolutions before the
+        decoder and after the encoder, which are added if they are missing.
         """
         if self.geometry.kind != "AutoencoderKL":  # every reader applies the scale and shift of the other classes
             self._model.save_pretrained(folder)
@@ -325,6 +303,19 @@ def identity_convolution(channels: int) -> nn.Conv2d:
     return convolution
 
 
+def in_batches(keys: Sequence[Key], batch_size: Callable[[Key], int]) -> list[list[int]]:
+    """Group the indices of items with equal keys into batches of at most `batch_size(key)` items, in their order."""
+    by_key: dict[Key, list[int]] = {}
+    for i, key in enumerate(keys):
+        by_key.setdefault(key, []).append(i)
+    return [
+        indices[start : start + size]
+        for key, indices in by_key.items()
+        for size in [max(1, batch_size(key))]
+        for start in range(0, len(indices), size)
+    ]
+
+
 class Encoder(Protocol):
     """An autoencoder, or a teacher."""
 
@@ -340,7 +331,13 @@ def encode_together(encoder: Encoder, clips: Sequence[Tensor], batch: int) -> li
     return [latents[i] for i in range(len(clips))]
 
 
-@lru_cache(maxsize=1)
 def load_vae(name: str, device: str = "cpu", precision: Precision = "fp32") -> VAE:
-    """Return a cached autoencoder, for commands that use it more than once."""
+    """Return an autoencoder; the last one is cached until a file in its folder changes."""
+    folder = folder_of(name)
+    files = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
+    return _loaded(name, device, precision, tuple(file.stat().st_mtime_ns for file in files))
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, device: str, precision: Precision, _times: tuple[int, ...]) -> VAE:
     return VAE(name, device=device, precision=precision)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dit.encoders.pretrained import load_network, load_without_code
+from dit.encoders.pretrained import load_network, load_tokenizer
 from dit.errors import ConfigError
 from dit.safe_files import parse_json, read_bytes
 
@@ -22,13 +22,13 @@ class ClipModel:
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
         try:
-            from transformers import AutoTokenizer, CLIPModel
+            from transformers import CLIPModel
         except ImportError as error:
             raise ConfigError("CLIP needs transformers, which is not installed: pip install '.[encoders]'") from error
         source = {"pretrained_model_name_or_path": folder, "local_files_only": True}
         try:
             model: Any = load_network(CLIPModel, "the network", **source)
-            self._tokenizer: Any = load_without_code(AutoTokenizer, "the tokenizer", **source)
+            self._tokenizer: Any = load_tokenizer("the tokenizer", **source)
             self._pixels = parse_json(read_bytes(Path(folder) / "preprocessor_config.json"))
         except (ConfigError, OSError, ValueError) as error:
             raise ConfigError(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dit.batch import pixel_bytes
 from dit.convert.state_files import read_tensors
-from dit.encoders.efficientnet import EFFICIENTNET, load_efficientnet
+from dit.encoders.teacher import EFFICIENTNET, load_efficientnet
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
 from dit.evaluation.inception import PROBE, load_inception

@@ -56,5 +56,5 @@ def text_record(line: Optional[str]) -> dict[str, Any]:
     encoders = None if line is None else check_text_encoder(line)
     return {
         "text_encoder": None if encoders is None else encoders.recorded,
-        "context_size": None if encoders is None else encoders.width,
+        "context_size": None if encoders is None else encoders.widths.get("text"),
     }

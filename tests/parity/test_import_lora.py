@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from dit.convert.lora import comfyui_tensors, write_adapter_folder
-from dit.convert.lora_import import ImportedAdapters, layer_names, read_adapters
+from dit.convert.lora_import import METADATA_KEY, ImportedAdapters, layer_names, read_adapters
 from dit.convert.rules import RuleBook
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
@@ -277,4 +277,7 @@ def test_unsupported_settings_of_peft_are_refused(tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **change}))
         with pytest.raises(ConfigError, match=message):
             imported_from(tmp_path, case, model, rules)
-    assert load_file(tmp_path / "adapter_model.safetensors")
+    for text, message in (("{", "cannot be read"), ("[]", "not settings by name")):
+        save_file(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "x.safetensors", {METADATA_KEY: text})
+        with pytest.raises(ConfigError, match=message):
+            imported_from(tmp_path / "x.safetensors", case, model, rules)

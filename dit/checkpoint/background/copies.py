@@ -38,21 +38,18 @@ ATTEMPTS, FIRST_WAIT_S = 3, 2.0
 class Copies:
     """Copies of one run's checkpoints.
 
-    Args:
-        report_failure: called with the step of a copy that failed, and `error`.
-
     Attributes:
+        report_failure: called with the step of a copy that failed, and `error`.
         error: why the newest copy failed; None if it did not.
-        longest_s: duration of the longest copy so far; 0 before the first.
+        longest_s: duration of the longest copy so far.
     """
 
     def __init__(self, root: Path, config: CheckpointConfig, owner: Owner, report_failure: Callable[..., None]) -> None:
         self.config, self.report_failure = config, report_failure
         self.error: Optional[str] = None
-        self.longest_s = 0.0
+        self.longest_s = self._began = 0.0
         self._requested: Optional[int] = None
         self._ordered: Optional[int] = None
-        self._began = 0.0
         settings = {"root": str(root), "config": asdict(config), "owner": yaml.safe_dump(asdict(owner))}
         self._process = BackgroundProcess(__name__, settings, [], "process that copies checkpoints")
 
@@ -100,11 +97,7 @@ class Copies:
 
 
 def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
-    """Copy all complete checkpoints, with retries; return the number of copied bytes.
-
-    Raises:
-        CheckpointError: the last attempt failed, or the address belongs to another run.
-    """
+    """Copy all complete checkpoints, with retries; return the number of copied bytes."""
     assert config.copy_to is not None
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -120,13 +113,12 @@ def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
 
 def execute(order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner) -> dict[str, Any]:
     """Execute a request, and return the reply: step, bytes, seconds, and the error or None."""
-    began = time.monotonic()
-    reply: dict[str, Any] = {"step": order["step"], "bytes": 0, "error": None}
+    began, size, error = time.monotonic(), 0, None
     try:
-        reply["bytes"] = copy(root, config, owner)
-    except Exception as error:  # the training process logs it and continues
-        reply["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return reply | {"seconds": time.monotonic() - began}
+        size = copy(root, config, owner)
+    except Exception as failure:  # the training process logs it and continues
+        error = str(failure) if isinstance(failure, CheckpointError) else f"{type(failure).__name__}: {failure}"
+    return {"step": order["step"], "bytes": size, "error": error, "seconds": time.monotonic() - began}
 
 
 def end_with(control: socket.socket) -> None:

@@ -28,7 +28,7 @@ class BackgroundProcess:
 
     Args:
         module: module to run; it calls `connection_and_settings`, then `serve`.
-        purpose: name of the process in messages, such as `writer process on rank 0`.
+        purpose: name of the process in messages.
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], inherited: Sequence[int], purpose: str) -> None:
@@ -80,10 +80,9 @@ class BackgroundProcess:
         """Wait until the process has exited, and describe how it exited."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        code = self.process.returncode
-        how = (
-            "is gone" if code is None else f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left {code}"
-        )
+        code, how = self.process.returncode, "is gone"
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left {code}"
         return f"the {self.purpose} {how}"
 
     def restart(self) -> None:

@@ -47,11 +47,7 @@ OWNER, INDEX, DAMAGED = "owner.yaml", "index.json", "damaged"
 
 @dataclass(frozen=True)
 class Owner:
-    """The run that an address belongs to.
-
-    Attributes:
-        settings: see `RunConfig.to_record`.
-    """
+    """The run that an address belongs to, with its settings, see `RunConfig.to_record`."""
 
     run: str
     settings: Mapping[str, Any]
@@ -62,11 +58,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class Copy:
-    """A complete copy, as the index lists it.
-
-    Attributes:
-        digest: SHA-256 of its manifest.
-    """
+    """A complete copy, as the index lists it; `digest` is the SHA-256 of its manifest."""
 
     digest: str
     held_out_loss: Optional[float]
@@ -117,12 +109,7 @@ class RemoteStore:
             return Owner(str(entry["run"]), entry["settings"])
 
     def put_owner(self, owner: Owner) -> None:
-        """Record the run that the address belongs to.
-
-        Raises:
-            FileNotFoundError: the bucket or the folder cannot be created.
-            CheckpointError: the store cannot be written.
-        """
+        """Record the run that the address belongs to; `FileNotFoundError` if its bucket or folder cannot be created."""
         text = yaml.safe_dump(asdict(owner), sort_keys=False).encode()
         self._try(self._files.pipe_file, f"{self._root}/{OWNER}", text)
 
@@ -151,8 +138,7 @@ class RemoteStore:
         for step in reversed(self.steps()):
             if step <= after:
                 return
-            manifest = self.manifest(step)
-            if manifest is not None:
+            if (manifest := self.manifest(step)) is not None:
                 yield manifest
 
     def manifest(self, step: int) -> Optional[Manifest]:
@@ -216,13 +202,9 @@ class RemoteStore:
         return {}
 
     def put(self, folder: Path, existing: Manifest | None = None) -> tuple[Copy, int]:
-        """Copy a local checkpoint, locked against deletion meanwhile.
+        """Copy a local checkpoint, locked against deletion meanwhile; return the copy and the number of copied bytes.
 
-        Args:
-            existing: manifest of the existing copy, if any; unchanged files of the same size are not copied again.
-
-        Returns:
-            The copy, and the number of copied bytes.
+        Files that are unchanged since the `existing` copy and have the same size are not copied again.
         """
         with being_read(folder):
             text = read_bytes(folder / MANIFEST)
@@ -245,27 +227,20 @@ class RemoteStore:
         return Copy.of(manifest), sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
     def get(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the files of a checkpoint into an empty folder, without its manifest; does not verify them.
-
-        Raises:
-            DamagedError: a file is missing or has another size.
-            CheckpointError: the store cannot be read, or the manifest names a path outside the folder.
-        """
+        """Copy the files of a checkpoint into an empty folder, without its manifest; verifies only their sizes."""
         step = manifest.step
         for name, record in manifest.files.items():
-            target = folder / name
+            target, address = folder / name, f"{self.address}/{_folder(step)}"
             if folder.resolve() not in target.resolve().parents:
-                raise CheckpointError(f"{self.address}/{_folder(step)} lists {name!r}, a path outside the checkpoint")
+                raise CheckpointError(f"{address} lists {name!r}, a path outside the checkpoint")
             try:
                 about = self._try(self._files.info, self._path(step, name))
             except FileNotFoundError as error:
-                raise DamagedError(
-                    f"{self.address}/{_folder(step)}/{name} is missing; copy the checkpoint again"
-                ) from error
+                raise DamagedError(f"{address}/{name} is missing; copy the checkpoint again") from error
             if about["type"] != "file" or about["size"] != record.size_bytes:
                 raise DamagedError(
-                    f"{self.address}/{_folder(step)}/{name} is a {about['type']} of {about['size']} bytes, its "
-                    f"{MANIFEST} says {record.size_bytes}; copy the checkpoint again"
+                    f"{address}/{name} is a {about['type']} of {about['size']} bytes, its {MANIFEST} says "
+                    f"{record.size_bytes}; copy the checkpoint again"
                 )
             target.parent.mkdir(parents=True, exist_ok=True)
             self._try(self._files.get_file, self._path(step, name), str(target))
@@ -282,23 +257,17 @@ class RemoteStore:
         if self.address.startswith("file://") and not Path(path).is_file():  # a pipe would block
             raise FileNotFoundError(path)
         try:
-            data: bytes = self._files.cat_file(path, start=0, end=LONGEST_FILE)
+            return bytes(self._files.cat_file(path, start=0, end=LONGEST_FILE))
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             return b""  # S3 refuses a range of an empty object
-        return data
 
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._root}/{_folder(step)}/{name}".rstrip("/")
 
     def _try(self, action: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the store, and convert the many exception types of its clients.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-            CheckpointError: any other error.
-        """
+        """Call a method of the store; errors of its clients, except `FileNotFoundError`, become `CheckpointError`."""
         try:
             return action(*args, **kwargs)
         except (FileNotFoundError, CheckpointError):
@@ -314,10 +283,7 @@ def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
     """Copy complete local checkpoints that are missing remotely or differ, newest first, and delete unselected copies.
 
     A copy is retained while its local checkpoint exists, or if the retention rules select it among the copies. An empty
-    run folder therefore deletes only what the rules would delete.
-
-    Returns:
-        The number of copied bytes.
+    run folder therefore deletes only what the rules would delete. Returns the number of copied bytes.
     """
     present = remote.copies()
     copies = {step: copy for step, copy in present.items() if copy is not None}
@@ -342,10 +308,9 @@ def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
 
 
 def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
-    """Copy the newest valid checkpoint of the remote store that is newer than all local ones, and verify it.
+    """Copy and verify the newest valid checkpoint of the remote store that is newer than all local ones.
 
-    Returns:
-        Step of the fetched checkpoint; None if there is none.
+    Returns its step; None if there is none.
     """
     local, failures = store.complete(), list[str]()
     for manifest in remote.manifests(after=max(local, default=-1)):

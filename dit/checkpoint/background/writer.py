@@ -101,11 +101,7 @@ class SharedMemory:
 
 
 class WriterProcess(BackgroundProcess):
-    """A process that writes the files that this rank stages.
-
-    Args:
-        lock: file descriptor of the run's lock, which the process inherits; -1 for none.
-    """
+    """A process that writes the files that this rank stages; it inherits the file descriptor `lock`, -1 for none."""
 
     def __init__(self, root: Path, rank: int, world_size: int, config: CheckpointConfig, lock: int = -1) -> None:
         self.root, self.memory = root, SharedMemory()
@@ -124,7 +120,7 @@ class WriterProcess(BackgroundProcess):
         """Copy the files of a checkpoint into shared memory, and request that they are written.
 
         Args:
-            token: token of this save, the same on every rank.
+            token: of this save, the same on every rank.
             meta: metadata for the manifest; None except on rank 0.
         """
         self._step = step
@@ -153,11 +149,7 @@ class WriterProcess(BackgroundProcess):
 
 
 class Writer:
-    """Executes the requests of one training process in order.
-
-    Args:
-        config: fields of `CheckpointConfig`, for the retention rules and the time limit for the parts of all ranks.
-    """
+    """Executes the requests of one training process in order; `config` has the fields of `CheckpointConfig`."""
 
     def __init__(
         self, control: socket.socket, *, memory: int, root: str, rank: int, world_size: int, config: Mapping[str, Any]
@@ -200,7 +192,6 @@ class Writer:
         self.store.publish(step, meta, records)
 
     def _parts(self, folder: Path, order: dict[str, Any]) -> dict[str, FileRecord]:
-        """Wait until all other ranks have written their files, and return the hashes."""
         records: dict[str, FileRecord] = {}
         missing, patience = set(range(1, self.world_size)), self._patience()
         while missing:
@@ -260,7 +251,6 @@ class Writer:
         return self._orphan_since is not None and time.monotonic() - self._orphan_since > ORPHAN_S
 
     def _write(self, folder: Path, order: dict[str, Any]) -> Iterator[tuple[str, FileRecord]]:
-        """Write, hash and flush the files of this rank."""
         for name, start, size in order["files"]:
             path = folder / name
             if path.parent != folder:  # its absence means that rank 0 has aborted

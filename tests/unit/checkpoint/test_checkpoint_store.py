@@ -244,6 +244,37 @@ def test_the_only_valid_checkpoint_is_never_deleted(tmp_path, caplog):
     assert lean.steps() == [4]
 
 
+@pytest.mark.parametrize("fault", ["the disk fails", "a file is added"])
+def test_a_checkpoint_that_may_be_intact_is_not_deleted(two_checkpoints, tmp_path, monkeypatch, fault):
+    """A rule selects the checkpoint, but it does not verify: a disk may fail for a moment, a user may add a file."""
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"), keep_last=1, keep_every=10)
+    opened, added = os.open, store.path(10) / ".DS_Store"
+
+    def fail(path, *args, **options):
+        if fault == "the disk fails" and str(path) == str(store.path(10) / MANIFEST):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, *args, **options)
+
+    if fault == "a file is added":
+        added.touch()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", fail)
+        save(store, 25)
+    added.unlink(missing_ok=True)
+    assert store.steps() == [10, 20, 25]
+    verify_folder(store.path(10))
+
+
+def test_a_loss_is_not_attached_to_the_checkpoint_of_a_former_attempt(two_checkpoints, tmp_path):
+    """After a failed save, a damaged checkpoint of this step may exist, which must not count as verified."""
+    store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"), keep_last=1)
+    flip_bit(store.path(20) / "state.json", random.Random(0))
+    before = (store.path(20) / MANIFEST).read_bytes()
+    store.attach(20, {"held_out_loss": 0.5, "held_out_step": 20})
+    assert (store.path(20) / MANIFEST).read_bytes() == before
+    assert newest_step(store) == 10
+
+
 def test_checkpoints_ahead_of_the_run_do_not_push_out_the_new_one(tmp_path):
     """After a fallback from damaged checkpoints, the new one stays, and the run later replaces the damaged ones."""
     store = make_store(tmp_path, keep_last=1)

@@ -24,7 +24,7 @@ from dit.checkpoint.state_files import read_full
 from dit.convert import sliced_weights
 from dit.convert.diffusers_format import format_of_settings
 from dit.convert.diffusers_sampling import scheduler_config
-from dit.convert.rules import ByHead, Chunks, Pointwise
+from dit.convert.rules import POINTWISE, ByHead, SwappedHalves
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import INDEX, read_diffusers
 from dit.errors import CheckpointError, ConfigError, UserError
@@ -154,8 +154,8 @@ def test_a_box_reads_only_its_slices() -> None:
     for form, rows, expected in (
         (ByHead(4, (2, 2)), slice(4, 8), [[(2, 4)], [(2, 4)]]),
         (ByHead(4, (2, 2), fused=True), slice(4, 8), [[(2, 4), (10, 12)]]),
-        (Chunks((1, 0)), slice(6, 10), [[(0, 2), (14, 16)]]),
-        (Pointwise(), slice(3, 5), [[(3, 5)]]),
+        (SwappedHalves(), slice(6, 10), [[(0, 2), (14, 16)]]),
+        (POINTWISE, slice(3, 5), [[(3, 5)]]),
     ):
         positions = sliced_weights.positions_of(form, (16, 3))
         with pytest.MonkeyPatch.context() as patch:
@@ -463,6 +463,21 @@ def test_a_name_of_the_hub_is_read_from_the_cache(
     start = find_start("hf://owner/name")
     assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
     assert capsys.readouterr().err == ""
+
+
+def test_a_variant_in_the_cache_is_read_without_network(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The repository may have other weights, so they are downloaded if the hub can be reached."""
+    _, expected = read_diffusers(folders / "flux")
+    cached(tmp_path, folders / "flux")
+    for weights in tmp_path.rglob("diffusion_pytorch_model*"):
+        weights.unlink()
+    (folder,) = tmp_path.rglob("transformer")
+    save_file(expected, folder / "diffusion_pytorch_model.fp16.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    assert local_path("hf://owner/name") == folder.parent
 
 
 def test_a_part_of_a_repository_in_the_cache_is_not_the_repository(

@@ -12,16 +12,17 @@ from dit.convert import DIFFUSERS
 from dit.convert.diffusers_format import TrainedModel, arguments_of
 from dit.convert.original_dit import drop_variance
 from dit.convert.rules import (
+    POINTWISE,
     TURNED_HEAD,
     Axes,
     ByHead,
-    Chunks,
     Copies,
     Form,
     Negated,
     Rule,
     RuleBook,
     Same,
+    SwappedHalves,
     layer_rules,
 )
 from dit.errors import ConfigError
@@ -96,7 +97,8 @@ def test_reordered_rotary_pairs_keep_every_score():
         (Same(), [numbered(4, 3)]),
         (Copies(2), [numbered(4, 3), numbered(4, 3)]),
         (Axes("d c ph pw -> d (ph pw c)", {"ph": 2, "pw": 2}), [numbered(4, 3, 2, 2)]),
-        (Chunks((2, 0, 1)), [numbered(6, 2)]),
+        (SwappedHalves(), [numbered(6, 2)]),
+        (POINTWISE, [numbered(4, 3, 1, 1)]),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -106,8 +108,8 @@ def test_forms_are_inverted_exactly(form: Form, external: list[torch.Tensor]):
     assert all(torch.equal(x, y) for x, y in zip(back, external))
 
 
-def test_chunks_have_the_requested_order():
-    assert Chunks((2, 0, 1)).from_external([torch.arange(6)]).tolist() == [4, 5, 0, 1, 2, 3]
+def test_halves_are_swapped():
+    assert SwappedHalves().from_external([torch.arange(6)]).tolist() == [3, 4, 5, 0, 1, 2]
 
 
 def test_a_table_of_names_gives_the_rules_of_all_blocks():

@@ -151,6 +151,27 @@ def test_code_of_an_encoder_is_neither_run_nor_offered(tmp_path, monkeypatch, na
     assert (questions, marker.exists()) == ([], False)
 
 
+@pytest.mark.parametrize("name", ["t5", "clip", "clip for scores"])
+@pytest.mark.parametrize("others", ["kept", "deleted"])
+def test_a_tokenizer_without_a_vocabulary_is_refused(tmp_path, name, others):
+    """Otherwise all words would be unknown, and every caption of a data set would have the same embedding."""
+    save, load = ENCODERS[name]
+    folder = save(tmp_path / "encoder")
+    for file in folder.glob("tokenizer.json" if others == "kept" else "tokenizer*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"^[^\n]*tokenizer[^\n]*$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_truncated_weights_are_one_line(tmp_path, name):
+    save, load = ENCODERS[name]
+    file = weights_file(save(tmp_path / "encoder"))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ConfigError, match=r"^[^\n]*cannot be loaded[^\n]*$"):
+        load(file.parent)
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_weights_are_safetensors_only(tmp_path, name):
     """A pickle under the names that transformers and diffusers also read is not opened."""

@@ -37,7 +37,7 @@ def test_an_embedding_does_not_depend_on_other_texts_in_the_batch(encoder):
 def test_a_text_has_its_true_length(encoder):
     """A start token, four words and an end token; no padding, whatever the longest text of the call."""
     rows = encoder.encode(["the letter Q moving", "the letter Q moving left and then to the right"])["text"]
-    width = text_config.check_text_encoder(NAME).width
+    width = text_config.check_text_encoder(NAME).widths["text"]
     assert [r.shape for r in rows] == [(6, width), (12, width)]
 
 
@@ -59,6 +59,16 @@ def test_the_pooled_vector_equals_that_of_sentence_transformers(encoder):
     expected = SentenceTransformer(str(text_config.ENCODERS[NAME].folder), device="cpu").encode(TEXTS)
     found = text.TextEncoders(f"pooled={NAME}").encode(TEXTS)["pooled"]
     torch.testing.assert_close(torch.stack(found), torch.from_numpy(expected), atol=BATCH_ATOL, rtol=0)
+
+
+@installed
+@pytest.mark.parametrize("padding", ["padded", "padded_once", "zero_padded"])
+def test_padding_changes_neither_pooled_vector_nor_tokens(encoder, padding):
+    expected = text.TextEncoders(f"text+pooled={NAME}").encode(TEXTS)
+    found = text.TextEncoders(f"text+pooled={NAME}:max_tokens=40:{padding}").encode(TEXTS)
+    for i, tokens in enumerate(expected["text"]):
+        torch.testing.assert_close(found["pooled"][i], expected["pooled"][i], atol=BATCH_ATOL, rtol=0)
+        torch.testing.assert_close(found["text"][i][: len(tokens)], tokens, atol=BATCH_ATOL, rtol=0)
 
 
 @installed

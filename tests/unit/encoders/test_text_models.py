@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, CLIPTextModel
 from dit.encoders.text import TextEncoder, TextEncoders
 from dit.encoders.text_config import TextEncoderConfig, check_text_encoder
 from dit.errors import ConfigError
+from dit.pipeline_folder import with_folders_of
 from tests.support.encoders import CLIP_TOKENS, save_clip, save_language_model, save_t5
 
 TEXTS = ["a red circle left of a blue square", "", "a circle", "a red circle", "blue"]
@@ -106,6 +107,17 @@ def test_a_line_is_parsed_as_written(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     assert TextEncoderConfig.parse("pooled=mine").recorded() == TextEncoderConfig.parse(f"pooled={tmp_path}/mine")
     assert str(TextEncoderConfig.parse("all-minilm-l6-v2").recorded()) == "all-minilm-l6-v2"
+
+
+@pytest.mark.parametrize("line", ["mine", "text=mine:padded", "text_2+pooled=mine"])
+def test_a_folder_may_have_an_equals_sign_in_its_path(tmp_path, monkeypatch, line):
+    """The record of a data set has the absolute path, which commands read."""
+    (tmp_path / "date=1" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "date=1")
+    recorded = TextEncoderConfig.parse(line).recorded()
+    assert recorded.name == f"{tmp_path}/date=1/mine"
+    assert TextEncoderConfig.parse(str(recorded)) == recorded
+    assert TextEncoderConfig.parse(with_folders_of(str(recorded), line)) == recorded
 
 
 @pytest.mark.parametrize(

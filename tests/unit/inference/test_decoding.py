@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.encoders.vae import VAE, Geometry, load_vae
+from dit.encoders.vae import VAE, Geometry, _loaded, load_vae
 from dit.errors import ConfigError
 from dit.inference import decoding
 from dit.inference.decoding import Decoder, find_autoencoder
@@ -50,11 +50,11 @@ def autoencoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def test_an_autoencoder_that_encodes_and_decodes_is_loaded_once(autoencoders: dict[str, str], tmp_path: Path) -> None:
     """`launch.sample --first-frame` encodes a picture before it decodes samples."""
     Image.new("RGB", (32, 32)).save(tmp_path / "first.png")
-    load_vae.cache_clear()
+    _loaded.cache_clear()
     decoder, geometry = Decoder(autoencoders["image"], CPU), Geometry.read(autoencoders["image"])
     latent = read_initial(tmp_path / "first.png", (1, 16, 16), geometry.channels, decoder)
     decoder(latent[None])
-    assert load_vae.cache_info().misses == 1
+    assert _loaded.cache_info().misses == 1
     vae = load_vae(autoencoders["image"], "cpu")
     vae.decode(latent[None], tile=16)
     assert vae._model.use_tiling
@@ -62,6 +62,17 @@ def test_an_autoencoder_that_encodes_and_decodes_is_loaded_once(autoencoders: di
         vae.encode(-torch.ones(1, 3, *geometry.pixel_shape(1, 16, 16)))[0], latent, rtol=0, atol=ROUNDING
     )
     assert not vae._model.use_tiling
+
+
+def test_an_autoencoder_that_changed_is_loaded_again(tmp_path: Path) -> None:
+    """A notebook that trains and exports an autoencoder writes to the same folder again."""
+    kind, config = MODELS["image"]
+    pictures = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        kind(**config).save_pretrained(tmp_path)
+        pictures.append(Decoder(str(tmp_path), CPU)(torch.ones(1, 4, 1, 4, 4)))
+    assert not torch.equal(*pictures)
 
 
 @pytest.mark.parametrize("name", ["image", "wan"])

@@ -3,7 +3,7 @@
 import argparse
 import json
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +201,12 @@ def with_record(path: Path, text: str) -> Path:
         ({"model": ["os.system"]}, "must be settings by name"),
         ({"model": {**MODEL, "num_layers": 2}}, "missing: blocks.1"),
         (
+            {"objective": {"name": "system"}},
+            "'system' is unknown; use one of autoencoding, contrastive_flow_matching, ddpm, edm, flow_matching",
+        ),
+        (
             {"objective": {"name": "os.system"}},
-            "'os.system' is unknown; use one of autoencoding, contrastive_flow_matching, ddpm, edm, flow_matching",
+            "'os.system', which is not in dit, energon_data, so it is not imported",
         ),
         ({"objective": "edm"}, "objective 'edm' is unknown"),
         ({"objective": {"name": ["ddpm"]}}, "is unknown"),
@@ -322,6 +326,22 @@ def test_weights_with_a_variance_are_imported_as_trained_with_one(tmp_path):
         solver="ancestral", num_steps=250, variance="learned", guidance_scale=4.0, guidance_channels=3
     )
     assert sampling == expected
+
+
+@dataclass(kw_only=True)
+class Own(FlowMatching):
+    """An objective of a user."""
+
+
+def test_an_objective_of_a_user_is_recorded_by_its_class(monkeypatch):
+    own = Own(time_shift=2.0)
+    with pytest.raises(ConfigError, match=r"set the environment variable DIT_PACKAGES=tests"):
+        objective_of({"name": name_of(own), **asdict(own)})
+    monkeypatch.setenv("DIT_PACKAGES", "tests")
+    assert objective_of({"name": name_of(own), **asdict(own)}) == own
+    for name in ("dit.settings.SamplingConfig", "dit.terminal.announce", "none"):
+        with pytest.raises(ConfigError, match=r"objective '[\w.]+' is unknown"):
+            objective_of({"name": name})
 
 
 def test_the_names_of_objectives_are_those_of_recipes():
