@@ -75,9 +75,8 @@ class ClipModel:
         height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
         size = settings["size"]
         shortest = size if isinstance(size, int) else size.get("shortest_edge", min(height, width))
-        scale = shortest / min(images.shape[2:])
-        if scale != 1:
-            sides = [max(shortest, int(side * scale)) for side in images.shape[2:]]
+        sides = [side * shortest // min(images.shape[2:]) for side in images.shape[2:]]
+        if sides != list(images.shape[2:]):
             images = functional.interpolate(images, size=sides, mode="bicubic", antialias=True).clamp(-1, 1)
         top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
         images = images[:, :, top : top + height, left : left + width]
