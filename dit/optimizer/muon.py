@@ -84,6 +84,20 @@ def assign(tables: Sequence[Mapping[str, tuple[Part, Matrices]]]) -> list[Weight
     return weights
 
 
+def in_rounds(weights: Sequence[Weight], most: int) -> list[list[Weight]]:
+    """Split weights into rounds of at most `most` elements; a larger weight has its own round."""
+    rounds: list[list[Weight]] = []
+    room = 0
+    for weight in weights:
+        size = torch.Size(weight.shape).numel()
+        if size > room:
+            rounds.append([])
+            room = most
+        rounds[-1].append(weight)
+        room -= size
+    return rounds
+
+
 def direction(update_OI: Tensor, matrices: Matrices) -> Tensor:
     """Return the direction of an unsharded weight, each of its matrices separately."""
     result = torch.empty_like(update_OI)
@@ -107,14 +121,7 @@ class Muon:
             for shard in shards
             if shard.matrices is not None and shard.start < shard.stop
         }
-        self.rounds: list[list[Weight]] = []
-        size = room = ROUND_ELEMENTS * self.group.size()
-        for weight in assign(gather_objects(table, self.group)):
-            room -= torch.Size(weight.shape).numel()
-            if room < 0 or not self.rounds:
-                self.rounds.append([])
-                room = size
-            self.rounds[-1].append(weight)
+        self.rounds = in_rounds(assign(gather_objects(table, self.group)), ROUND_ELEMENTS * self.group.size())
 
     def __call__(self, local: Mapping[str, tuple[Elements, Rates]]) -> None:
         """Update the weights.
