@@ -128,11 +128,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> "Record":
-        """Read a record.
-
-        Raises:
-            DataError: the file is not a record.
-        """
+        """Read a record."""
         try:
             return cls(**parse_json(read_bytes(path)))
         except (OSError, ValueError, TypeError) as error:
