@@ -60,11 +60,7 @@ class ClipModel:
         return self._model.text_projection(output.pooler_output)
 
     def scores(self, images: Tensor, texts: Sequence[str]) -> Tensor:
-        """Return 100 times the cosine of each picture with its text, at least 0, float32 `[N]` on the host.
-
-        Args:
-            images: `[N, 3, H, W]` in [-1, 1].
-        """
+        """Return 100 times the cosine of each picture with its text, at least 0, float32 `[N]` on the host."""
         cosine = functional.cosine_similarity(self.image_features(images), self.text_features(texts))
         return (100 * cosine).clamp(min=0).cpu()
 
