@@ -229,9 +229,9 @@ def generate_each(
         low_scale, boundary = low_noise.guidance_scale, low_noise.boundary
         low = branches(low_noise.network, scale if low_scale is None else low_scale)
 
-    def noise_at(step: int) -> Tensor:
+    def noise_at(step: int, purpose: str = "solver") -> Tensor:
         noise = AddressedNoise(seed, step + 1, batch.sample_ids_S, layout)
-        return state_noise(noise, "solver", channels, features)
+        return state_noise(noise, purpose, channels, features)
 
     grid = objective.sampling_grid(num_steps)
     if strength is not None:
@@ -266,8 +266,7 @@ def generate_each(
         x0_TC = keep_clean(clip(keep_clean(x0_TC, batch)), batch)
         return x0_TC if fraction is None else (x0_TC, fraction)
 
-    noise = AddressedNoise(seed, 0, batch.sample_ids_S, layout)
-    start_TC = float(sigma) * state_noise(noise, "start", channels, features)
+    start_TC = float(sigma) * noise_at(-1, "start")
     if strength is not None:
         start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(
