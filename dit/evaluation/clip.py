@@ -60,11 +60,7 @@ class ClipModel:
         return self._model.text_projection(output.pooler_output)
 
     def scores(self, images: Tensor, texts: Sequence[str]) -> Tensor:
-        """Return 100 times the cosine of each picture with its text, at least 0, float32 `[N]` on the host.
-
-        Args:
-            images: `[N, 3, H, W]` in [-1, 1].
-        """
+        """Return 100 times the cosine of each picture with its text, at least 0, float32 `[N]` on the host."""
         cosine = functional.cosine_similarity(self.image_features(images), self.text_features(texts))
         return (100 * cosine).clamp(min=0).cpu()
 
@@ -75,9 +71,8 @@ class ClipModel:
         height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])
         size = settings["size"]
         shortest = size if isinstance(size, int) else size.get("shortest_edge", min(height, width))
-        scale = shortest / min(images.shape[2:])
-        if scale != 1:
-            sides = [max(shortest, int(side * scale)) for side in images.shape[2:]]
+        sides = [side * shortest // min(images.shape[2:]) for side in images.shape[2:]]
+        if sides != list(images.shape[2:]):
             images = functional.interpolate(images, size=sides, mode="bicubic", antialias=True).clamp(-1, 1)
         top, left = (images.shape[2] - height) // 2, (images.shape[3] - width) // 2
         images = images[:, :, top : top + height, left : left + width]

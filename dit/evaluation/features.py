@@ -36,13 +36,11 @@ class Features:
 
 
 def load_features(path: str | Path, device: torch.device) -> Features:
-    """Load a feature network.
+    """Load `efficientnet_lite0`, a folder with a CLIP model of transformers, or a file.
 
-    Args:
-        path: `efficientnet_lite0`; a folder with a CLIP model of transformers; a state dict of Inception v3
-            (`.safetensors`, `.pt`, `.pth`, `.bin`), that of FID; or a TorchScript file whose module
-            maps uint8 pictures `[N, 3, H, W]` to `[N, D]`, as the Inception of StyleGAN's metrics does; if its
-            `forward` has an argument `return_features`, it is set to True.
+    A file is a state dict of Inception v3 (`.safetensors`, `.pt`, `.pth`, `.bin`), that of FID, or a TorchScript module
+    that maps uint8 pictures `[N, 3, H, W]` to `[N, D]`, as the Inception of StyleGAN's metrics does; if its `forward`
+    has an argument `return_features`, it is set to True.
     """
     if str(path) == EFFICIENTNET:
         return _efficientnet(device)

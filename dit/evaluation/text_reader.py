@@ -19,11 +19,7 @@ SHORTEST_SIDE = 320
 
 
 class TextReader:
-    """Reads texts.
-
-    Args:
-        option: the option that asks for this reader, for error messages.
-    """
+    """Reads texts; `option` is the option that asks for it, for error messages."""
 
     def __init__(self, option: str) -> None:
         try:
@@ -41,11 +37,7 @@ class TextReader:
         self._read: Any = package.RapidOCR(params=options)
 
     def lines(self, images: Tensor) -> list[str]:
-        """Read each picture as one line of text.
-
-        Args:
-            images: `[N, 3, H, W]` in [-1, 1].
-        """
+        """Read each picture as one line of text; images `[N, 3, H, W]` in [-1, 1]."""
         results = (self._read(image, use_det=False, use_cls=False) for image in _pixels(images))
         return [(result.txts or ("",))[0] for result in results]
 

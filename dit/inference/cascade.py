@@ -38,12 +38,7 @@ class Cascade(Generator):
         self.before, self.settings, self.level = before, dict(settings), level
 
     def generate(self, labels: Optional[Sequence[int]] = None, **options: Any) -> Tensor:
-        """Generate small pictures and enlarge them.
-
-        Args:
-            options: further arguments of `Generator.generate` for this model. Those in `PASSED_ON` are passed to the
-                models before it, too.
-        """
+        """Generate small pictures and enlarge them; the models before this one get the options in `PASSED_ON`."""
         shared = {name: options[name] for name in PASSED_ON if name in options}
         pictures = list(self.before.generate(labels, **shared, **self.settings))
         conditions, size = enlarging(self.spec, pictures, self.level)
@@ -65,11 +60,7 @@ def low_resolution_of(spec: BatchSpec) -> LowResolution:
 def enlarging(
     spec: BatchSpec, pictures: Sequence[Tensor], level: Optional[float]
 ) -> tuple[dict[str, list[Value]], dict[str, Any]]:
-    """Return the conditions and the size of enlarged samples, for `Generator.generate`.
-
-    Args:
-        pictures: small pictures `[C, 1, h, w]` of one size, one per sample.
-    """
+    """Return conditions and size of samples that enlarge pictures `[C, 1, h, w]`, for `Generator.generate`."""
     low_resolution = low_resolution_of(spec)
     conditions: dict[str, list[Value]] = {
         LOW_RESOLUTION.name: [low_resolution.enlarge(picture) for picture in pictures]

@@ -26,11 +26,7 @@ class Decoder:
         self.geometry = None if name is None else Geometry.read(name)
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """Return pictures `[N, 1 or 3, T, H, W]` in [-1, 1], float32 on the host.
-
-        Args:
-            samples: `[N, C, t, h, w]`, scaled as in training.
-        """
+        """Return pictures `[N, 1 or 3, T, H, W]` in [-1, 1], float32 on the host, of samples `[N, C, t, h, w]`."""
         if self.name is None or self.geometry is None:
             return to_pictures(samples).cpu()
         vae = load_vae(self.name, str(self.device))

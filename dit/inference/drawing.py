@@ -19,7 +19,6 @@ class Request:
     """A sample to generate.
 
     Attributes:
-        conditions: of the model, by name.
         seed: of its noise; None for the seed shared by all samples.
         number: counts the samples of one seed.
         references: latents `[C, T, H, W]` that it is edited from.
@@ -69,16 +68,11 @@ def draw(
     on_step: Callable[[int, int], None] = lambda batch, step: None,
     **settings: Any,
 ) -> Iterator[tuple[list[int], Tensor]]:
-    """Generate samples, batch by batch.
+    """Generate samples; yields the indices of a batch, and its latents `[N, C, T, H, W]`.
 
-    The batches do not depend on the number of ranks, so the samples are bit-identical on any number of ranks.
-
-    Args:
-        rank, world_size: this rank generates the batches rank, rank + world_size, ...
-        on_step: called at the start of each solver step with the number of this rank's batch and of the step.
-
-    Yields:
-        The indices of a batch, and its latents `[N, C, T, H, W]`.
+    A rank generates the batches rank, rank + world_size, ... The batches do not depend on the number of ranks, so the
+    samples are bit-identical on any number of ranks. `on_step` is called at the start of each solver step with the
+    number of this rank's batch and of the step.
     """
     for place, indices in enumerate(batches(requests, batch_size)[rank::world_size]):
         batch = [requests[i] for i in indices]

@@ -61,12 +61,7 @@ class Gallery:
         self._files: dict[int, str] = {}
 
     def add(self, indices: Sequence[int], latents: Tensor, pictures: Tensor) -> None:
-        """Add a batch of samples, and write their files.
-
-        Args:
-            latents: `[N, C, t, h, w]`.
-            pictures: `[N, 1 or 3, T, H, W]` in [-1, 1].
-        """
+        """Add latents `[N, C, t, h, w]` and pictures `[N, 1 or 3, T, H, W]` in [-1, 1], and write their files."""
         self.shown = min(len(self.captions), max(1, GRID_PIXELS // math.prod(pictures.shape[2:])))
         for index, latent, picture in zip(indices, latents, pictures, strict=True):
             if self.keep_latents:
@@ -110,9 +105,7 @@ class Gallery:
     def save_grid(self, path: Path, columns: Optional[int], group: Optional[int]) -> None:
         """Write the grid: an animation if `path` ends like one, else a picture with the frames of a clip in a row.
 
-        Args:
-            group: stills or animated clips per row if `columns` is None. If both are None, the grid is about twice as
-                wide as high.
+        A row has `columns`, else `group` stills or animated clips; by default, the grid is about twice as wide as high.
         """
         pictures = torch.stack([self._pictures[i] for i in range(self.shown)])
         captions, frames = self.captions[: self.shown], pictures.shape[2]

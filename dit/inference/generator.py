@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
@@ -41,15 +42,10 @@ class Generator:
     """A model with trained weights, on one rank.
 
     Attributes:
-        config: settings of the training run.
-        class_names: name of each class, or None.
-        text_encoder: of the training data, see `dit.encoders.text`; or None.
-        autoencoder: of the training data, see `dit.encoders.vae`; or None.
+        text_encoder, autoencoder: of the training data, see `dit.encoders`; or None.
         attributions: lines that name the authors of the training data; show them with samples.
         longest_text: tokens to which texts are truncated, as in training; None for no limit.
         fps: frames per second of the training data; `DEFAULT_FPS` if the run did not record it.
-        step: optimizer step of the weights.
-        metadata: of the checkpoint.
         guide: a weaker network in the place of the unconditional branch (`guide_by`); None for this network without
             its conditions.
         low_noise: the network of low noise levels (`switch_to`); None for this network at all levels.
@@ -92,16 +88,15 @@ class Generator:
         on_step: Callable[[int], None] = lambda step: None,
         **sampling: Any,
     ) -> Tensor:
-        """Generate one sample per label (or condition, or `count` samples); omitted settings are those of the run.
+        """Generate latents `[N, C, T, H, W]`, float32, one per label (or condition, or `count` of them).
 
-        The noise of a sample depends on its seed and its number, so samples can be drawn in batches of any size.
+        Omitted settings are those of the run. The noise of a sample depends on its seed and its number, so samples can
+        be drawn in batches of any size.
 
         Args:
-            labels: class of each sample.
             conditions: further conditions by name, a value for each sample, such as text embeddings `[k, width]` as
                 `context`.
-            negative: conditions of the unconditional branch, by name; None for the null of all.
-            fps: of all samples.
+            negative: conditions of the unconditional branch, by name; absent ones are null.
             frames: of each sample, 1 for a still; as many as the longest training clip if None.
             size: height and width of each sample; those of the largest training sample if None.
             seeds: one per sample; None for `seed`.
@@ -120,14 +115,7 @@ class Generator:
                 `dit.sampling.tiles`; None passes the full sample to the network.
             tile_overlap: smallest overlap of neighbouring tiles; a quarter of a tile if None.
             on_step: called with the number of each solver step when it starts.
-            sampling: fields of `SamplingConfig`; None for that of the run.
-
-        Returns:
-            Latents `[N, C, T, H, W]`, float32.
-
-        Raises:
-            ConfigError: a condition does not fit the model, the solver is unknown or does not support the variance, or
-                the model cannot draw samples of this size.
+            sampling: fields of `SamplingConfig`.
         """
         for is_wrong, pair in (
             ((initial is None) != (strength is None), "initial and strength, which is the share of the steps after it"),
@@ -214,6 +202,10 @@ class Generator:
         segments = first_frames_clean(batch.grids)
         return replace(batch, latents_TC=latents_TC, layout=with_levels(batch.layout, segments))
 
+    @property
+    def _low_noise_scale(self) -> Optional[float]:
+        return None if self.low_noise is None else self.low_noise.guidance_scale
+
     def sampling(self, **overrides: Any) -> SamplingConfig:
         """Return the sampling settings of the run, with overrides that are not None.
 
@@ -221,11 +213,10 @@ class Generator:
         """
         overrides = {name: value for name, value in overrides.items() if value is not None}
         sampling = replace(self.config.sampling, **overrides)
-        low_scale = None if self.low_noise is None else self.low_noise.guidance_scale
-        guided = low_scale not in (None, 1)
+        guided = self._low_noise_scale not in (None, 1)
         for names, _, _ in sampling.without_effect(guided=guided):
             sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in overrides})
-        if overrides.get("variance") is not None and sampling.solver != "ancestral":
+        if "variance" in overrides and sampling.solver != "ancestral":
             raise ConfigError(
                 f"variance={sampling.variance!r} has no effect with solver={sampling.solver!r}; use solver='ancestral'"
             )
@@ -244,15 +235,10 @@ class Generator:
         tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> list[Tensor]:
-        """Generate samples with the sizes and conditions of the samples of a pack.
+        """Generate latents `[C, T, H, W]`, float32, with the sizes and conditions of the samples of a pack.
 
-        Args:
-            batch: its latents are read only if `strength` is given, and those of clean tokens.
-            seeds: one per sample; None for that of `sampling`.
-            negative, strength, tile, tile_overlap, on_step: as in `generate`.
-
-        Returns:
-            The latent of each sample `[C, T, H, W]`, float32.
+        Further arguments are those of `generate`. The latents of the pack are read only if `strength` is given, and
+        those of clean tokens.
         """
         if self.low_noise is None:
             self._check_times(batch, sampling.num_steps, strength)
@@ -262,22 +248,19 @@ class Generator:
         if self.guide is not None and (negative or sampling.guidance_scale == 1):
             other = "negative conditions" if negative else f"guidance_scale={sampling.guidance_scale:g}"
             raise ConfigError(f"a guide cannot be combined with {other}; leave out one of the two")
-        scales = [sampling.guidance_scale]
-        if self.low_noise is not None and self.low_noise.guidance_scale is not None:
-            scales.append(self.low_noise.guidance_scale)
-        if any(scale != 1 for scale in scales) and self.guide is None:
+        is_guided = sampling.guidance_scale != 1 or self._low_noise_scale not in (None, 1)
+        if is_guided and self.guide is None:
             negative = {**self._empty_texts(negative, count), **negative}
+        tiled, low = partial(self._in_tiles, tile=tile, overlap=tile_overlap), self.low_noise
         return generate_each(
-            self._in_tiles(self.network, tile, tile_overlap),
+            tiled(self.network),
             self.config.objective,
             batch,
             self.spec,
             sampling,
             seeds_S=seed.to(batch.layout.device),
-            guide=None if self.guide is None else self._in_tiles(self.guide, tile, tile_overlap),
-            low_noise=None
-            if self.low_noise is None
-            else replace(self.low_noise, network=self._in_tiles(self.low_noise.network, tile, tile_overlap)),
+            guide=None if self.guide is None else tiled(self.guide),
+            low_noise=None if low is None else replace(low, network=tiled(low.network)),
             negative=negative,
             strength=strength,
             on_step=on_step,
@@ -325,11 +308,9 @@ class Generator:
     def switch_to(
         self, other: "Generator", *, boundary: Optional[float] = None, guidance_scale: Optional[float] = None
     ) -> None:
-        """Use another model at low noise levels; the two were trained on different times (Wan 2.2 A14B).
+        """Use another model below the time `boundary`; the two were trained on different times (Wan 2.2 A14B).
 
-        Args:
-            boundary: time below which the other model is used; None for `min_time` of this model's objective.
-            guidance_scale: of the other model; None for that of this one.
+        By default, the boundary is `min_time` of this model's objective, and the guidance scale is that of this model.
         """
         self._refuse_both(self.guide)
         high, low = self.config.objective, other.config.objective
@@ -398,8 +379,7 @@ class Generator:
     ) -> int:
         """Return the number of samples of this size with at most `TOKENS_AT_ONCE` tokens, at least one.
 
-        Args:
-            references: for each sample, the latents from which it is edited; all samples count as the longest one.
+        All samples count as the one with the longest `references`.
         """
 
         def positions(frames: int, height: int, width: int) -> int:
@@ -420,9 +400,6 @@ def load_generator(
     Args:
         path: a run folder (with its newest valid checkpoint) or one checkpoint folder.
         groups: result of `groups_to_sample`, to load several models; None creates groups.
-
-    Raises:
-        CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.
     """
     groups = groups or groups_to_sample(path)
     with ExitStack() as reading:
@@ -437,11 +414,9 @@ def load_generator(
 
 
 def groups_to_sample(*paths: Path | str) -> ProcessGroups:
-    """Create process groups for ranks that each have an unsharded model (collective).
+    """Create process groups for ranks that each have the unsharded models of these paths (collective).
 
-    Args:
-        paths: of the models to load; the bases of their adapters are downloaded before, because a download may take
-            longer than a collective may.
+    The bases of their adapters are downloaded before, because a download may take longer than a collective may.
     """
     for path in paths:
         download_base(path)

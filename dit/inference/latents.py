@@ -15,10 +15,7 @@ SAMPLES = 1024
 
 @torch.no_grad()
 def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[float, float]:
-    """Return mean and standard deviation of the latents (`Autoencoder.encode`) over all channels.
-
-    Args:
-        autoencoder: a trained one; its data are read in the order of its training.
+    """Return mean and standard deviation of the latents (`Autoencoder.encode`) of training data over all channels.
 
     Source: Rombach et al. 2022, arXiv:2112.10752, appendix G, where the latent is scaled to unit deviation.
     """

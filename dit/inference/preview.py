@@ -46,13 +46,8 @@ def held_out_pictures(
 ) -> Optional[PackedBatch]:
     """Return the first held-out micro-batch for a model that reads pictures, such as a picture to edit.
 
-    The micro-batch is one pack, or has up to `training.micro_batch_size` samples, in every layout.
-
-    Args:
-        encode: encodes raw pixels and captions (collective).
-
-    Returns:
-        None for other models, or if `training.validation_interval` is 0.
+    The micro-batch is one pack, or has up to `training.micro_batch_size` samples, in every layout. None for other
+    models, or if `training.validation_interval` is 0. `encode` encodes raw pixels and captions (collective).
     """
     if not config.draws_held_out:
         return None
@@ -128,13 +123,9 @@ class PictureWriter:
         *,
         lay_out: bool = True,
     ) -> list["Image"]:
-        """Generate the samples and arrange them in a grid (collective over the tensor-parallel group).
+        """Generate the samples and return a grid per frame (collective over the tensor-parallel group).
 
-        Args:
-            lay_out: decode and arrange the samples; False on ranks that write nothing.
-
-        Returns:
-            One grid per frame; empty if `lay_out` is False.
+        Ranks that write nothing do not decode and arrange the samples (`lay_out=False`), and return an empty list.
         """
         conditions: dict[str, Sequence[Value]] = {}
         captions: Optional[list[str]] = None
@@ -160,9 +151,8 @@ class PictureWriter:
     def redraw(self, network: Callable[..., Tensor], batch: PackedBatch, *, lay_out: bool = True) -> list["Image"]:
         """Generate samples with the conditions, references and sizes of the samples of a full pack; see `draw`.
 
-        Returns:
-            The samples of the pack in the first row, the generated ones in the second, once per frame; those with
-            another size than the first sample are left out.
+        The samples of the pack are in the first row, the generated ones in the second; those with another size than the
+        first sample are left out.
         """
         batch = batch.to(local_device())
         empty = {name: [null] * batch.layout.num_samples for name, null in self.nulls.items()}

@@ -12,17 +12,8 @@ from dit.patchify import frames_to_patch
 Size = tuple[int, int, int]
 
 
-def check_size(
-    spec: BatchSpec,
-    model: ModelConfig,
-    size: Size,
-    geometry: Optional[Geometry] = None,
-) -> Size:
-    """Return (T, H, W) of the latents for samples of a given size.
-
-    Args:
-        size: (frames, height, width) of a sample: in pixels with `geometry`, else in positions of a latent.
-    """
+def check_size(spec: BatchSpec, model: ModelConfig, size: Size, geometry: Optional[Geometry] = None) -> Size:
+    """Return (T, H, W) of latents for samples of a size (T, H, W) in pixels; without `geometry`, it is of latents."""
     frames, *sides = size
     time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)
     unit = space * spec.patch_spatial

@@ -110,26 +110,13 @@ class AddressedNoise:
         return words[0] | (words[1] >> 1) << 32
 
     def normal_SC(self, purpose: str, columns: int, *, repeated: bool = True) -> Tensor:
-        """Draw standard normal numbers of each sample, float32 `[S, columns]`.
-
-        Args:
-            repeated: draw one number per channel of a latent, and repeat it per position; otherwise one per column.
-        """
+        """Draw standard normal numbers of each sample, float32 `[S, columns]`; equal at all positions if `repeated`."""
         channels = self.latent_channels or columns if repeated else columns
         block = torch.arange(-(-channels // 4), device=self.layout.device)
-        seed = self.seed if isinstance(self.seed, int) else self.seed[:, None]
-        counter = (block, self._steps_S[:, None], self._low_S[:, None], self._high_S[:, None])
-        e, s, low, high = torch.broadcast_tensors(*counter)
-        words = philox((e, s, low, high), self.key(purpose, seed))
-        return torch.stack(to_normal(words), -1).flatten(1)[:, :channels].repeat(1, columns // channels)
+        return self._normal(purpose, block, lambda x_S: x_S[:, None], channels).repeat(1, columns // channels)
 
     def mix(self, x0_TC: Tensor, *mixtures: Mixture, offset_SC: Optional[Tensor] = None) -> list[Tensor]:
-        """Return a x0 + b (eps + offset), float32 `[T, C]`, for each pair (a, b); eps is standard normal noise.
-
-        Args:
-            mixtures: coefficients a and b, such as those of the input and of the target.
-            offset_SC: added to the noise of every token of a sample.
-        """
+        """Return a x0 + b (eps + offset), float32 `[T, C]`, for each pair (a, b); eps is standard normal noise."""
         return self.mixer(self, x0_TC, mixtures, offset_SC)
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:
@@ -137,11 +124,15 @@ class AddressedNoise:
         blocks = -(-channels // 4)
         element = self.layout.token_index_T[:, None] * blocks + torch.arange(blocks, device=self.layout.device)
         of_T1 = self.layout.segment_ids_T[:, None]
-        seed = self.seed if isinstance(self.seed, int) else self.seed[of_T1]
-        counter = (element, self._steps_S[0], self._low_S[of_T1], self._high_S[of_T1])
+        return self._normal(purpose, element, lambda x_S: x_S[of_T1], channels)
+
+    def _normal(self, purpose: str, element: Tensor, per_row: Callable[[Tensor], Tensor], columns: int) -> Tensor:
+        """Draw four numbers for each element, up to `columns` in a row; `per_row` expands numbers of samples."""
+        seed = self.seed if isinstance(self.seed, int) else per_row(self.seed)
+        counter = (element, self._steps_S[0], per_row(self._low_S), per_row(self._high_S))
         e, s, low, high = torch.broadcast_tensors(*counter)
         words = philox((e, s, low, high), self.key(purpose, seed))
-        return torch.stack(to_normal(words), -1).flatten(1)[:, :channels]
+        return torch.stack(to_normal(words), -1).flatten(1)[:, :columns]
 
 
 def mix_eagerly(

@@ -74,12 +74,7 @@ class Adversarial:
     def loss_terms(
         self, scores_TC: Tensor, reconstruction_TC: Tensor, prepared: Prepared, layout: SequenceLayout, kind: LossKind
     ) -> dict[str, Term]:
-        """Weigh the terms of the discriminator.
-
-        Args:
-            scores_TC: -D'(y), the hinge terms, and |d D'(y) / d y| of each token's sample, `[T, NUM_SCORES]`.
-            reconstruction_TC: y of the local tokens.
-        """
+        """Weigh the terms of the discriminator: -D'(y), the hinge terms, and |d D'(y) / d y| of each token's sample."""
         weight_S = prepared.adversarial_weight_S
         assert weight_S is not None
         # Every token has the values of its sample, so that a sample counts as often as in the mean error of tokens.

@@ -48,8 +48,7 @@ class Alignment(Projection):
     def term(self, columns_TC: Tensor, weight_L: Tensor, layout: SequenceLayout) -> Term:
         """Return the term from -cos of each local token, and of the class token of its sample if there is one.
 
-        Args:
-            columns_TC: one or two columns; none in held-out passes.
+        There are no columns in held-out passes.
         """
         columns_TC = columns_TC.float()
         if columns_TC.shape[1] == 2:

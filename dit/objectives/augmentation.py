@@ -35,8 +35,8 @@ def with_noised_pictures(
 
     Args:
         required: conditions of the model; without `augmentation` among them the batch is returned unchanged.
-        level: returns the noise level at a quantile; None for the levels in the batch.
-        scale: returns the factor of a noised picture for its noise level.
+        level: maps a quantile to a noise level; None for the levels in the batch.
+        scale: maps a noise level to the factor of a noised picture.
     """
     by_name = {condition.name: condition for condition in required}
     if AUGMENTATION.name not in by_name:

@@ -13,7 +13,7 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise
 from dit.objectives.adversarial import NUM_SCORES, Adversarial
-from dit.objectives.base import Network, Objective, Prepared, sample_weights
+from dit.objectives.base import Objective, Prepared, sample_weights
 from dit.objectives.losses import LossKind, Term, token_error
 from dit.ranges import NOT_NEGATIVE, check_ranges
 
@@ -49,12 +49,7 @@ class Reconstruction(Objective):
         return AuxiliaryNetworks(discriminator=part.network, start_step=part.start_step, lr_factor=part.lr_factor)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Return the pixels.
-
-        Returns:
-            Prepared, all float32: inputs_TC, the pixels, followed by noise in a KL autoencoder; time_S, zeros;
-            target_TC, the pixels; and the batch's loss weights.
-        """
+        """Return the pixels as inputs and target, times of zero, and the batch's loss weights."""
         x_TC, weight_S, part = batch.latents_TC.float(), sample_weights(batch), self.adversarial
         return Prepared(
             inputs_TC=self.inputs(x_TC, noise),
@@ -71,8 +66,7 @@ class Reconstruction(Objective):
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and add the terms of the latents and of the discriminator.
 
-        Args:
-            prediction_TC: reconstruction of the local tokens, then the columns of their latents, then scores.
+        The prediction has the reconstruction of the local tokens, then the columns of their latents, then scores.
         """
         if self.adversarial is None:
             return self.base_loss_terms(prediction_TC, prepared, layout)
@@ -85,19 +79,14 @@ class Reconstruction(Objective):
     def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Return the terms without those of the discriminator."""
 
-    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> NoReturn:
+    def denoise(self, *_: object, **__: object) -> NoReturn:
         """Refuse: there is no noising path."""
-        self._refuse()
-
-    def sampling_grid(self, num_steps: int) -> NoReturn:
-        """Refuse: there is no noising path."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise ConfigError(
             "an autoencoder draws no samples: train a model on its latents (python -m launch.export --format diffusers "
             "writes it, python -m energon_data.prepare ... --vae encodes with it)"
         )
+
+    sampling_grid = denoise
 
 
 @dataclass(kw_only=True)
@@ -128,14 +117,13 @@ class Autoencoding(Reconstruction):
         check_ranges("objective", self, {"kl_weight": NOT_NEGATIVE})
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
-        """Return the pixels followed by noise of the same width, of which the network reads the width of its latent."""
+        """Return the pixels, then noise of the same width, of which the network reads the width of its latent."""
         return torch.cat([x_TC, noise.normal_TC(LATENT_NOISE, x_TC.shape[-1])], 1)
 
     def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the posterior with a standard normal.
 
-        Args:
-            prediction_TC: reconstruction of the local tokens, then mean and log variance of their latent.
+        The prediction has the reconstruction of the local tokens, then mean and log variance of their latent.
         """
         channels = prepared.target_TC.shape[1]
         reconstruction_TC, posterior_TC = prediction_TC[:, :channels], prediction_TC[:, channels:]

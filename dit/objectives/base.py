@@ -158,15 +158,11 @@ class Objective(ABC):
     def complete(
         self, network: Network, unconditional: Network, prepared: Prepared, layout: SequenceLayout
     ) -> Prepared:
-        """Return targets that need further passes of the network, without gradients.
-
-        Args:
-            unconditional: the network with all conditions of `Condition.dropout` dropped.
-        """
+        """Return targets that need further passes of the network, or of the network without droppable conditions."""
         return prepared
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
-        """Compare a prediction with its target.
+        """Compare a prediction with its target; returns the terms in `logged` by name.
 
         Every token weighs the same, packed or not: sums over micro-batches and ranks are divided by the number of all
         their noised tokens. Clean tokens have no error and are not counted, so a sample weighs the same with a
@@ -175,9 +171,6 @@ class Objective(ABC):
         Args:
             prediction_TC: prediction of the local tokens, `[T, num_outputs * token_channels]`, the outputs in order;
                 with `weighting`, its log variance u(sigma) is one more column (not a path position).
-
-        Returns:
-            The terms in `logged` by name.
         """
         if self.weighting is not None:
             target_TC, weight_S = prepared.target_TC, prepared.weight_S
@@ -192,13 +185,9 @@ class Objective(ABC):
     def loss(
         self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Sum the loss over the noised local tokens. The mean is the sum over all ranks divided by the count over them.
+        """Return the sum of the loss over the noised local tokens, their number, and the detached sums of `logged`.
 
-        Args:
-            prediction_TC: as for `loss_terms`.
-
-        Returns:
-            Loss sum and number of noised tokens (float32 scalars), and the detached sums of the terms in `logged`.
+        The mean loss is the sum over all ranks divided by the number over all ranks; both are float32.
         """
         terms = self.weighted(self.loss_terms(prediction_TC, prepared, layout), prepared, layout)
         sums = {name: terms[name].sum(layout) for name in self.logged}
@@ -207,14 +196,7 @@ class Objective(ABC):
 
     @abstractmethod
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
-        """Estimate the clean latents from x_u.
-
-        Args:
-            x_TC: noised latents at path position `u`, in the solver's precision.
-
-        Returns:
-            x0_TC in the dtype of `x_TC`.
-        """
+        """Estimate the clean latents from x_u, in the dtype of `x_TC`, the solver's precision."""
 
     def denoise_over(self, network: Network, x_TC: Tensor, u: Tensor, end: Tensor, layout: SequenceLayout) -> Tensor:
         """Estimate the clean latents for a straight step from path position `u` to `end`."""
@@ -235,14 +217,9 @@ class Objective(ABC):
     def denoise_with_variance(
         self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
-        """Estimate the clean latents and the learned variance of the reverse step.
+        """Estimate the clean latents as `denoise`, and the learned variance of the reverse step.
 
-        Args:
-            network: returns all outputs in order; the other arguments are those of `denoise`.
-
-        Returns:
-            x0_TC, and the position of the log variance between that of the posterior (0) and log beta (1); both in the
-            dtype of `x_TC`.
+        The variance is the position of its logarithm between that of the posterior (0) and log beta (1).
         """
         raise ConfigError(
             f"variance='learned' needs a network with a learned variance, and this one was trained by {self}; use "

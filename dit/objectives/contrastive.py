@@ -89,9 +89,6 @@ def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:
 
     Along an axis with n tokens, and n' tokens in the negative, token i is compared with token i * n' // n. Padding and
     the tokens of reference pictures have no loss, so they keep their own index.
-
-    Args:
-        grids: (t, h, w) of each sample.
     """
     indices_T = torch.arange(layout.total_tokens)
     for sample in range(count := num_samples(grids)):

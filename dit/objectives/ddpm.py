@@ -106,9 +106,7 @@ class DDPM(Objective):
                 f"cannot leave, and objective.discrete_steps={self.discrete_steps}, objective.prediction="
                 f"{self.prediction}; use discrete_steps=1000 and prediction=v, or zero_terminal_snr=false"
             )
-        self.noise_schedule = make_schedule(
-            self.schedule, self.discrete_steps, self.betas, zero_snr=self.zero_terminal_snr
-        )
+        self.noise_schedule = make_schedule(self.schedule, self.discrete_steps, self.betas, self.zero_terminal_snr)
         self._bound: Optional[VariationalBound] = None
         if self.variance is not None:
             if not isinstance(self.noise_schedule, TableSchedule) or self.noise_schedule.num_steps < 2:
@@ -131,12 +129,7 @@ class DDPM(Objective):
         return self.noise_schedule.angle(self.noise_schedule.training_time(quantile_S.double()))
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Corrupt a packed micro-batch and return the target of the network.
-
-        Returns:
-            Prepared, all float32: inputs_TC = alpha x0 + sigma eps, time_S as in `network_time`, target_TC as in
-            `prediction`, and the batch's loss weights, times `min_snr_weight` if it is set.
-        """
+        """Return inputs alpha x0 + sigma eps, targets as in `prediction`, and loss weights, times `min_snr_weight`."""
         # Coefficients are computed in float64, because alpha = cos(phi) loses digits near pure noise.
         t_L = self.noise_schedule.training_time(noise.level_L().double())
         angle_L = clean_at_0(self.noise_schedule.angle(t_L), batch.layout)
@@ -146,8 +139,7 @@ class DDPM(Objective):
         offset_SC = None
         if self.noise_offset:
             offset_SC = self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1])
-        mixtures = (a_L, b_L), targets[self.prediction]
-        inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=offset_SC)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (a_L, b_L), targets[self.prediction], offset_SC=offset_SC)
         weight_L = sample_weights(batch)
         if self.min_snr_gamma is not None:
             slope_L = self._slope(alpha_L, sigma_L)
@@ -216,9 +208,7 @@ class DDPM(Objective):
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return x0 from the predicted noise, x0 or v at the angle `u`."""
-        alpha, sigma = self.path.alpha_sigma(u)
-        output_TC = self._output(network, x_TC, u, layout)
-        return self._clean(x_TC, output_TC, alpha, sigma)
+        return self._clean(x_TC, self._output(network, x_TC, u, layout), *self.path.alpha_sigma(u))
 
     def denoise_with_variance(
         self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout
@@ -226,8 +216,7 @@ class DDPM(Objective):
         """Return x0 as in `denoise`, and (v + 1) / 2 of the network's second output."""
         if self.variance is None:
             return super().denoise_with_variance(network, x_TC, u, layout)
-        both_TC = self._output(network, x_TC, u, layout)
-        output_TC, v_TC = both_TC.chunk(2, dim=-1)
+        output_TC, v_TC = self._output(network, x_TC, u, layout).chunk(2, dim=-1)
         return self._clean(x_TC, output_TC, *self.path.alpha_sigma(u)), (v_TC + 1) / 2
 
     def sampling_grid(self, num_steps: int) -> Tensor:

@@ -92,12 +92,7 @@ class EDM(Objective):
         return self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt(), total.rsqrt()
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Corrupt a packed micro-batch and return the target of the network.
-
-        Returns:
-            Prepared, all float32: inputs_TC = c_in x with x = x0 + sigma eps, time_S = log(sigma) / 4,
-            target_TC = (x0 - c_skip x) / c_out, and the batch's loss weights.
-        """
+        """Return inputs c_in x with x = x0 + sigma eps, times, targets (x0 - c_skip x) / c_out, and loss weights."""
         sigma_L = clean_at_0(self.level(noise.level_L()), batch.layout)
         _, c_out, c_in = self.scalings(sigma_L)
         # In (x0 - c_skip x) / c_out, x0 has the coefficient (1 - c_skip) / c_out = c_out / sigma_data**2, and eps has

@@ -121,17 +121,19 @@ class FlowMatching(Objective):
 
     def _check_shift(self) -> None:
         points = self.shift_by_tokens
-        if points is not None and (len(points) != 4 or not 0 < points[2] < points[3]):
+        if points is None:
+            return
+        if len(points) != 4 or not 0 < points[2] < points[3]:
             raise ConfigError(
                 f"objective.shift_by_tokens={points} must be two logarithms of the shift and their tokens, such as "
                 "[0.5,1.15,256,4096]"
             )
-        if points is not None and self.shift_dimension is not None:
+        if self.shift_dimension is not None:
             raise ConfigError(
                 f"objective.shift_by_tokens={points} and shift_dimension={self.shift_dimension} both set the shift; "
                 "set one of them to null"
             )
-        if points is not None and (self.time_shift, self.min_time, self.max_time) != (1, 0, 1):
+        if (self.time_shift, self.min_time, self.max_time) != (1, 0, 1):
             raise ConfigError(
                 f"objective.time_shift={self.time_shift}, min_time={self.min_time} and max_time={self.max_time} do not "
                 "go with objective.shift_by_tokens; use 1, 0 and 1, or shift_by_tokens=null"
@@ -181,19 +183,21 @@ class FlowMatching(Objective):
         return shift_time(quantile, shift)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Corrupt a packed micro-batch and return the target of the network.
+        """Return inputs (1 - t) x0 + t eps, times t, targets eps - x0 or x0, and the batch's loss weights.
 
-        Returns:
-            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps, time_S = t, target_TC = eps - x0 or x0, and the
-            batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
-            t**2, because the error of x0 divided by t is the error of the velocity.
+        The weights are multiplied by `min_snr_weight` if it is set. Otherwise those of `x0` are divided by t**2,
+        because the error of x0 divided by t is the error of the velocity.
         """
         t_L = clean_at_0(self.level(noise.level_L(), self._shifts(batch)), batch.layout)
         weight_L = sample_weights(batch)
         aligned_L = None if self.alignment is None else self.alignment.weight_L(weight_L, noise.step_1)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
         inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_L, t_L), target)
-        token_SF, token_target_SF = self._noised_token(batch, noise, t_L, target)
+        token_SF = token_target_SF = None
+        if self.teacher_token_weight is not None:
+            x0_SF, t_S1 = batch.conditions[TEACHER_TOKEN.name].values.float(), t_L[:, None]
+            eps_SF = noise.normal_SC(TEACHER_TOKEN.name, x0_SF.shape[1], repeated=False)
+            token_SF, token_target_SF = (1 - t_S1) * x0_SF + t_S1 * eps_SF, target[0] * x0_SF + target[1] * eps_SF
         if self.min_snr_gamma is not None:
             slope_L = torch.ones_like(t_L) if self.prediction == "x0" else -t_L
             weight_L = weight_L * min_snr_weight(1 - t_L, t_L, slope_L, self.min_snr_gamma)
@@ -208,16 +212,6 @@ class FlowMatching(Objective):
             teacher_token_SF=token_SF,
             teacher_target_SF=token_target_SF,
         )
-
-    def _noised_token(
-        self, batch: PackedBatch, noise: AddressedNoise, t_S: Tensor, target: tuple[float, float]
-    ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        """Return the noised class token of the teacher and the target for it, both `[S, F]` or None."""
-        if self.teacher_token_weight is None:
-            return None, None
-        x0_SF, t_S1 = batch.conditions[TEACHER_TOKEN.name].values.float(), t_S[:, None]
-        eps_SF = noise.normal_SC(TEACHER_TOKEN.name, x0_SF.shape[1], repeated=False)
-        return (1 - t_S1) * x0_SF + t_S1 * eps_SF, target[0] * x0_SF + target[1] * eps_SF
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         if self.alignment is None and self.teacher_token_weight is None:

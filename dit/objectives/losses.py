@@ -49,11 +49,7 @@ class UncertaintyWeighting:
     def loss_terms(
         self, prediction_TC: Tensor, target_TC: Tensor, weight_L: Tensor, layout: SequenceLayout, kind: TokenLossKind
     ) -> dict[str, Term]:
-        """Scale the errors by e**-u and add u for every noised token, so that u counts as often as the errors.
-
-        Args:
-            prediction_TC: prediction of the local tokens; its last column is u.
-        """
+        """Scale the errors by e**-u, and add u, the last column of the prediction, for every noised token."""
         error_T = token_error(prediction_TC[:, :-1], target_TC, layout, kind)
         u_T = torch.where(layout.noised_T, prediction_TC[:, -1].float(), 0.0)
         return {
@@ -96,10 +92,7 @@ def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout
 def min_snr_weight(alpha: Tensor, sigma: Tensor, slope: Tensor, gamma: float) -> Tensor:
     """Return the weight that turns the squared error of an output into that of x0, weighted by min(SNR, gamma).
 
-    Args:
-        alpha, sigma: coefficients of the path; SNR = (alpha / sigma)**2.
-        slope: d x0 / d output.
-        gamma: largest weight of the error of x0; 5 in the paper.
+    SNR is (alpha / sigma)**2 with the coefficients of the path, and `slope` d x0 / d output. gamma is 5 in the paper.
 
     Source: Hang et al. 2023, arXiv:2303.09556, section 3.4.
     """

@@ -100,11 +100,8 @@ class LinearSchedule(Schedule):
 class PowerSchedule(Schedule):
     """beta ** (1 / power) increases linearly with time; the limit of a table with infinitely many steps.
 
-    -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**power, with a**power and b**power the two betas.
-
-    Args:
-        first, last: beta at time 0 and 1, for one step of 1000.
-        power: 1, or 2 if the root of beta increases linearly.
+    -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**power. a**power and b**power are `first` and `last`, the
+    betas at time 0 and 1 for one step of 1000.
 
     Source: power 1, Song et al. 2021, arXiv:2011.13456, Eq. 32 (VP); power 2, Rombach et al. 2022, arXiv:2112.10752.
     """
@@ -172,7 +169,7 @@ class TableSchedule(Schedule):
 
 
 def beta_ends(name: ScheduleName, betas: Optional[Sequence[float]]) -> tuple[float, float]:
-    """Return the first and the last beta of a table of 1000 steps; None selects the published values."""
+    """Return the first and the last beta of a table of 1000 steps; `betas=None` selects the published values."""
     if name == "cosine":
         raise ConfigError(
             f"objective.betas={betas}: the cosine schedule has no betas to set; use objective.schedule=linear or "
@@ -189,10 +186,7 @@ def beta_ends(name: ScheduleName, betas: Optional[Sequence[float]]) -> tuple[flo
 
 
 def discrete_betas(name: ScheduleName, num_steps: int, betas: Optional[Sequence[float]] = None) -> Tensor:
-    """Return the variance added by each of `num_steps` steps, float64.
-
-    Args:
-        betas: first and last beta of a table of 1000 steps; None for the published values.
+    """Return the variance added by each of `num_steps` steps, float64; `betas` as in `beta_ends`.
 
     Source: linear, Ho et al. 2020, arXiv:2006.11239; cosine, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17 with
     beta at most 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. For lengths other than 1000, the two
@@ -216,10 +210,7 @@ def discrete_betas(name: ScheduleName, num_steps: int, betas: Optional[Sequence[
 
 
 def zero_terminal_snr(betas: Tensor) -> Tensor:
-    """Rescale the betas of a table so that its last step is pure noise, i.e. the last beta is 1.
-
-    alpha, the root of the cumulative product of 1 - beta, is shifted and scaled so that its last value becomes 0 and
-    its first value does not change.
+    """Rescale the betas of a table so that its last step is pure noise: the last alpha becomes 0, the first one stays.
 
     Source: Lin et al. 2023, arXiv:2305.08891, Algorithm 1.
     """
@@ -230,18 +221,9 @@ def zero_terminal_snr(betas: Tensor) -> Tensor:
 
 
 def make_schedule(
-    name: ScheduleName,
-    discrete_steps: Optional[int],
-    betas: Optional[Sequence[float]] = None,
-    *,
-    zero_snr: bool = False,
+    name: ScheduleName, discrete_steps: Optional[int], betas: Optional[Sequence[float]] = None, zero_snr: bool = False
 ) -> Schedule:
-    """Build the schedule `name`, continuous if `discrete_steps` is None.
-
-    Args:
-        betas: first and last beta of a table of 1000 steps; None for the published values.
-        zero_snr: rescale the table by `zero_terminal_snr`.
-    """
+    """Build the schedule `name`, continuous if `discrete_steps` is None; `betas` as in `beta_ends`."""
     if discrete_steps is not None:
         table = discrete_betas(name, discrete_steps, betas)
         return TableSchedule(zero_terminal_snr(table) if zero_snr else table)

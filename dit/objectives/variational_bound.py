@@ -34,7 +34,6 @@ class VariationalBound:
         """Return N times the bits per dimension of one step, for each token, float32 `[T]`.
 
         Args:
-            step_T1: index of the step, int64.
             difference_TC: clean latents minus the network's estimate of them.
             v_TC: position of the log variance between that of the posterior (-1) and log beta (1).
         """

@@ -49,21 +49,17 @@ class VQAutoencoding(Reconstruction):
     def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the latents with their entries.
 
-        Args:
-            prediction_TC: reconstruction of the local tokens, then z, e and the index of e.
+        The prediction has the reconstruction of the local tokens, then z, e and the index of e.
         """
         channels = prepared.target_TC.shape[1]
         z_TC, e_TC = prediction_TC[:, channels:-1].chunk(2, 1)
-        codebook_T = token_error(e_TC, z_TC.detach(), layout, "l2")
-        commitment_T = token_error(z_TC, e_TC.detach(), layout, "l2")
-        return {
-            "error": Term(
-                token_error(prediction_TC[:, :channels], prepared.target_TC, layout, self.loss_kind), prepared.weight_S
-            ),
-            "codebook": Term(codebook_T, prepared.weight_S),
-            "commitment": Term(self.beta * commitment_T, prepared.weight_S),
-            "code_entropy": Term(surprisal(prediction_TC[:, -1], layout), torch.ones_like(prepared.weight_S)),
+        errors = {
+            "error": token_error(prediction_TC[:, :channels], prepared.target_TC, layout, self.loss_kind),
+            "codebook": token_error(e_TC, z_TC.detach(), layout, "l2"),
+            "commitment": self.beta * token_error(z_TC, e_TC.detach(), layout, "l2"),
         }
+        entropy = Term(surprisal(prediction_TC[:, -1], layout), torch.ones_like(prepared.weight_S))
+        return {name: Term(error_T, prepared.weight_S) for name, error_T in errors.items()} | {"code_entropy": entropy}
 
 
 @torch.no_grad()

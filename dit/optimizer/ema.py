@@ -23,14 +23,9 @@ class EMA:
     """The average ema <- decay * ema + (1 - decay) * weights, updated after optimizer steps.
 
     Args:
-        shards: this rank's master shards.
-        decay: decay per update.
         start_step: the average equals the weights up to this step.
         offload: whether the average is in host memory; an update then copies the weights there, one after another.
-        sigma_rel: relative lengths of further, power-function averages.
-
-    Attributes:
-        powers: the power-function averages.
+        sigma_rel: relative lengths of further, power-function averages, `powers`.
     """
 
     def __init__(
@@ -43,8 +38,7 @@ class EMA:
         sigma_rel: Sequence[float] = (),
     ) -> None:
         self.powers = [PowerAverage(shards, length, offload=offload) for length in sigma_rel]
-        self.decay, self.start_step, self.offload = decay, start_step, offload
-        self.shards = shards
+        self.shards, self.decay, self.start_step, self.offload = shards, decay, start_step, offload
         device = torch.device("cpu") if offload else None
         self.values: list[Tensor] = [shard.main.detach().to(device, copy=True) for shard in shards]
 
@@ -133,10 +127,7 @@ def combination(snapshots: Sequence[Profile], target: Profile) -> tuple[list[flo
     """Return the weights of averages whose sum is closest to another average, and its error.
 
     Weights of the model over the run are unknown, so the sum has the closest profile: the least squares between the
-    shares of each step.
-
-    Returns:
-        Weights in the order of `snapshots`, and the largest difference between the shares up to any step.
+    shares of each step. The error is the largest difference between the shares up to any step.
     """
     *gram, product = ([_product(a, b) for a in snapshots] for b in (*snapshots, target))
     gram_NN, product_N = (torch.tensor(x, dtype=torch.float64) for x in (gram, product))

@@ -30,14 +30,12 @@ class MasterShard:
 
     Attributes:
         name: global parameter name.
-        parameter: the model's (tensor-parallel) parameter.
         start, stop: range of the flattened parameter that this rank updates.
         owner: the tensor that the optimizer updates, with `stop - start` local elements in any shape; a DTensor under
             FSDP.
         state: Adam's state of `owner`; empty before the first step.
         group: ranks over which the parameter is sharded; None if it is not.
         host: host memory of the optimizer's moments, by slot; None if they are on the device.
-        factor: factor to multiply the gradient by.
         matrices: the matrices of a parameter that Muon updates; None for AdamW.
     """
 

@@ -63,11 +63,7 @@ def operations(shape: Sequence[int], matrices: Matrices) -> int:
 
 
 def assign(tables: Sequence[Mapping[str, tuple[Part, Matrices]]]) -> list[Weight]:
-    """Assign an owner to each weight, those with most operations first.
-
-    Args:
-        tables: for each rank, the parts that it has, by name.
-    """
+    """Assign an owner to each weight, those with most operations first; `tables` has the parts of each rank by name."""
     parts: dict[str, dict[int, Part]] = {}
     matrices: dict[str, Matrices] = {}
     for rank, table in enumerate(tables):
@@ -84,6 +80,20 @@ def assign(tables: Sequence[Mapping[str, tuple[Part, Matrices]]]) -> list[Weight
     return weights
 
 
+def in_rounds(weights: Sequence[Weight], most: int) -> list[list[Weight]]:
+    """Split weights into rounds of at most `most` elements; a larger weight has its own round."""
+    rounds: list[list[Weight]] = []
+    room = 0
+    for weight in weights:
+        size = torch.Size(weight.shape).numel()
+        if size > room:
+            rounds.append([])
+            room = most
+        rounds[-1].append(weight)
+        room -= size
+    return rounds
+
+
 def direction(update_OI: Tensor, matrices: Matrices) -> Tensor:
     """Return the direction of an unsharded weight, each of its matrices separately."""
     result = torch.empty_like(update_OI)
@@ -95,9 +105,7 @@ def direction(update_OI: Tensor, matrices: Matrices) -> Tensor:
 class Muon:
     """Update of the local parts of the weights of blocks; every rank creates and calls it.
 
-    Args:
-        decay: decay of the momentum.
-        dtype: precision of exchanged updates and of directions.
+    `dtype` is the precision of exchanged updates and of directions.
     """
 
     def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups, decay: float, dtype: torch.dtype) -> None:
@@ -107,21 +115,10 @@ class Muon:
             for shard in shards
             if shard.matrices is not None and shard.start < shard.stop
         }
-        self.rounds: list[list[Weight]] = []
-        size = room = ROUND_ELEMENTS * self.group.size()
-        for weight in assign(gather_objects(table, self.group)):
-            room -= torch.Size(weight.shape).numel()
-            if room < 0 or not self.rounds:
-                self.rounds.append([])
-                room = size
-            self.rounds[-1].append(weight)
+        self.rounds = in_rounds(assign(gather_objects(table, self.group)), ROUND_ELEMENTS * self.group.size())
 
     def __call__(self, local: Mapping[str, tuple[Elements, Rates]]) -> None:
-        """Update the weights.
-
-        Args:
-            local: this rank's parts of all weights, and their rates, by name.
-        """
+        """Update this rank's parts of all weights, with their rates."""
         for weights in self.rounds:
             names = [weight.name for weight in weights if weight.name in local]
             updates = {name: muon.momentum(*local[name], self.decay).to(self.dtype) for name in names}

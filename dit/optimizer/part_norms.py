@@ -27,7 +27,7 @@ class PartNorms:
     """Measures the gradient norm of each part; every rank creates it and calls it.
 
     Args:
-        interval: steps between two measurements, because each one reads all gradients; 0 for none.
+        interval: steps between two measurements, each of which reads all gradients; 0 for none.
 
     Attributes:
         parts: names of all parts of the model, those of other pipeline stages included.

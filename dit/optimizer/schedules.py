@@ -13,7 +13,6 @@ from dit.errors import ConfigError
 from dit.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, Range, check_ranges
 
 Decay = Literal["linear", "one_minus_sqrt"]
-BASE_MOMENTUM, MAX_MOMENTUM = 0.85, 0.95  # defaults of torch's OneCycleLR
 
 
 @dataclass(kw_only=True)
@@ -28,11 +27,9 @@ class Schedule(ABC):
 
     @abstractmethod
     def rate(self, update: int, num_steps: int, peak: float) -> float:
-        """Return the learning rate of an update.
+        """Return the learning rate of an update, counted from 1; after update `num_steps` it is constant.
 
         Args:
-            update: number of the update, 1 for the first one; after the last one the rate is constant.
-            num_steps: updates of the run.
             peak: the highest rate, `optimizer.lr`.
         """
 
@@ -41,11 +38,7 @@ class Schedule(ABC):
         return beta1
 
     def check(self, peak: float) -> None:
-        """Check the settings, before anything is built.
-
-        Raises:
-            ConfigError: a number is outside its range, or does not fit the peak.
-        """
+        """Check the settings, before anything is built."""
         check_ranges("schedule", self, self.ranges)
 
     def adapted(self, num_steps: int) -> list[str]:
@@ -225,7 +218,7 @@ class TorchOneCycle(Schedule):
         return self._cycle(update, num_steps, first, peak, first / self.final_div_factor)
 
     def momentum(self, update: int, num_steps: int, beta1: float) -> float:
-        return self._cycle(update, num_steps, MAX_MOMENTUM, BASE_MOMENTUM, MAX_MOMENTUM)
+        return self._cycle(update, num_steps, 0.95, 0.85, 0.95)
 
     def _cycle(self, update: int, num_steps: int, start: float, middle: float, end: float) -> float:
         update, summit = min(update, num_steps), self.pct_start * num_steps  # not rounded, as in torch

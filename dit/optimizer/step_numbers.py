@@ -34,8 +34,7 @@ class HostNumbers(NamedTuple):
     """Numbers of a step on the host, equal on every rank.
 
     Attributes:
-        loss: mean loss over all tokens.
-        grad_norm: gradient norm before clipping.
+        grad_norm: norm before clipping.
         must_stop: whether any rank asks to stop after the step.
         is_good: whether loss and norm are finite and within the limits; otherwise, the device omits the update.
     """
@@ -57,7 +56,6 @@ class StepNumbers:
             before the last one.
         num_terms: number of terms, the first ones, that add up to the loss.
         stop: whether this rank asks to stop after the step.
-        run: calls the operations on the device.
 
     Attributes:
         on_device: loss, gradient norm, requests, 1, or NaN to omit the update, gradient factor, `[5]`, float64.
@@ -89,11 +87,7 @@ class StepNumbers:
 
 
 def _reduce(optimizer: MegatronOptimizer, groups: ProcessGroups, num_terms: int, local: Tensor) -> Tensor:
-    """Return `StepNumbers.on_device`.
-
-    Args:
-        local: limits of loss and norm, request to stop, sums.
-    """
+    """Return `StepNumbers.on_device`; `local` has the limits of loss and norm, the request to stop, and the sums."""
     reduced = torch.cat([local[2:], squared_gradient_norm(optimizer)])
     dist.all_reduce(reduced)
     requests, *terms, tokens, squares = reduced.unbind()

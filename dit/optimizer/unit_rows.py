@@ -24,9 +24,6 @@ from dit.optimizer.master_weights import MasterShard
 class UnitRows:
     """Scales the rows of parameters with the initialisation `UNIT_ROWS`; all ranks of the group of shards call it.
 
-    Args:
-        shards: this rank's master shards; those of other parameters are ignored.
-
     Attributes:
         shards: the shards of these parameters, also empty ones.
     """
@@ -36,11 +33,7 @@ class UnitRows:
 
     @torch.no_grad()
     def __call__(self, changes: Tensor) -> None:
-        """Scale the local parts of all rows.
-
-        Args:
-            changes: False if the step is skipped because of a bad number, `[]`, bool.
-        """
+        """Scale the local parts of all rows, unless `changes` is False because a bad step is skipped; bool `[]`."""
         squares = torch.cat([_squares(shard) for shard in self.shards])
         group = self.shards[0].group  # all dense parameters are sharded over the same ranks
         if group is not None:

@@ -118,11 +118,7 @@ class Update:
     by the number of tokens; Triton's does not change them.
 
     Args:
-        optimizer, shards: Megatron-Core's optimizer and its master weights.
-        ema: weight average; None for no average.
-        settings: gradient clipping and `algorithm`.
-        target: device for which the kernel is selected.
-        kernels: `training.kernels`.
+        target, kernels: device and `training.kernels`, which select the kernel.
         run: calls the operations of an update; a `Graphed` repeats them.
 
     Attributes:
@@ -185,12 +181,7 @@ class Update:
         self.run(partial(self._apply, rates), numbers.on_device, table)
 
     def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
-        """Queue the operations of an update.
-
-        Args:
-            numbers: `StepNumbers.on_device`.
-            table: `Rates.values` of each group of parameters, on the device.
-        """
+        """Queue the operations of an update, with `StepNumbers.on_device` and `Rates.values` of each group."""
         _, grad_norm, _, guard, factor = numbers.unbind()
         factor = master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard
         of_muon: dict[str, tuple[Elements, Rates]] = {}

@@ -23,15 +23,7 @@ MAX_GIF_FPS = 50.0
 def clip_grid(
     samples: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None
 ) -> list["Image"]:
-    """Arrange samples in a grid, each with its caption above, once per frame.
-
-    Args:
-        samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
-        columns: samples per row; about twice as wide as high if None.
-
-    Returns:
-        T pictures of one size.
-    """
+    """Arrange samples `[N, C, T, H, W]`, see `to_pictures`, in T grids, see `image_grid`."""
     return [image_grid(frame, captions, columns) for frame in to_pictures(samples).unbind(2)]
 
 
@@ -41,11 +33,7 @@ def clip_frames(clip: Tensor) -> list["Image"]:
 
 
 def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
-    """Write frames atomically as an endlessly repeating GIF.
-
-    Args:
-        fps: frames per second; rounded to integer hundredths of a second per frame.
-    """
+    """Write frames atomically as an endlessly repeating GIF, with integer hundredths of a second per frame."""
     ticks = round(GIF_TICKS_PER_S / fps)
     if ticks < 2:
         raise ConfigError(

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -17,17 +16,9 @@ from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Objective
 from dit.patchify import grid_positions, split_outputs
-from dit.sampling.guidance import (
-    combine,
-    guided_by,
-    guided_columns,
-    guided_pair,
-    guided_prediction,
-    threshold,
-    within,
-)
+from dit.sampling.guidance import combine, guided_columns, guided_prediction, threshold, within
 from dit.sampling.solvers import Churn, solve
-from dit.sampling.teacher_token import network_inputs, of_latents, state_noise, token_features
+from dit.sampling.teacher_token import network_inputs, state_noise, token_features
 from dit.settings import SamplingConfig
 
 ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
@@ -69,11 +60,7 @@ def empty_pack(
     check_given(spec.conditions, values, count, latent_size)
     frames, height, width = latent_size
     grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
-    tokens = grid[0] * grid[1] * grid[2]
-    layout = SequenceLayout.from_lengths([tokens] * count, multiple_of=spec.multiple_of, device=device)
-    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
-    for start in layout.starts:
-        positions[start : start + tokens] = grid_positions(grid)
+    layout = SequenceLayout.from_lengths([math.prod(grid)] * count, multiple_of=spec.multiple_of, device=device)
     conditions = pack_conditions(spec.conditions, values, layout, spec.patch)
     _check_empty_texts(spec, values)
     for condition in spec.conditions:
@@ -81,7 +68,7 @@ def empty_pack(
             conditions |= {condition.name: entry}
     return PackedBatch(
         latents_TC=torch.zeros(layout.total_tokens, spec.latent_channels * spec.patch_volume),
-        positions_T3=positions,
+        positions_T3=layout.insert_padding(grid_positions(grid).repeat(count, 1).to(device)),
         layout=layout,
         sample_ids_S=torch.tensor([sample_id(f"generated {i}") for i in numbers]),
         grids=(grid,) * count,
@@ -108,11 +95,7 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
 def without_conditions(
     batch: PackedBatch, spec: BatchSpec, negative: Optional[Mapping[str, Sequence[Value]]] = None
 ) -> PackedBatch:
-    """Return the unconditional pack of the same samples: conditions that training drops become null or negative.
-
-    Args:
-        negative: conditions of the unconditional branch, by name, a value for each sample.
-    """
+    """Return the unconditional pack of the same samples: conditions that training drops become null or negative."""
     t, h, w = batch.grids[0]
     latent_size = (t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial)
     values = {} if negative is None else negative
@@ -186,13 +169,12 @@ def generate_each(
     strength: Optional[float] = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[Tensor]:
-    """Generate a latent for every sample of a pack, usually of `empty_pack`.
+    """Generate a latent `[C, T, H, W]`, float32, for every sample of a pack, usually of `empty_pack`.
 
     The noise is counter-based on (seed, sample, solver step), so a sample does not depend on the other samples. Clean
     tokens (`dit.levels`) keep the latents of the pack in every step.
 
     Args:
-        sampling: solver, steps, guidance, thresholding, and the seed of all samples.
         seeds_S: int64, one per sample; None for that of `sampling`.
         guide: a weaker network of the same objective and conditions in the place of the unconditional branch; None for
             the network without its conditions. Karras et al. 2024, arXiv:2406.02507, Eq. 4.
@@ -200,9 +182,6 @@ def generate_each(
         negative: conditions of the unconditional branch, by name, a value for each sample; absent ones are null.
         strength: share of the steps to run, in (0, 1], at least one step; the samples start from the pack's latents
             with the noise level of the first of these steps. None runs all steps and starts from noise.
-
-    Returns:
-        The latent of each sample `[C, T, H, W]`, float32.
     """
     layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
     features = token_features(spec)
@@ -229,19 +208,20 @@ def generate_each(
         if scale == 1:
             return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
-        combined: Callable[..., Tensor] = partial(
-            guided_prediction,
-            columns=columns,
-            rescale=sampling.guidance_rescale,
-            layout=layout,
-            keep_norm=sampling.guidance_norm,
-        )
-        if features:
-            combined = of_latents(combined, channels, combine)
-        if guide is None:
-            pair = bind(network, join(batch, without_conditions(batch, spec, negative)))
-            return guided_pair(pair, scale, combined), plain
-        return guided_by(plain, bind(guide, batch), scale, combined), plain
+        doubled = join(batch, without_conditions(batch, spec, negative)) if guide is None else batch
+        other, width = bind(network if guide is None else guide, doubled), num_outputs * channels
+        options = sampling.guidance_rescale, layout, sampling.guidance_norm
+
+        def guided(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
+            if guide is None:  # one call for both branches, at the same inputs
+                cond_TC, uncond_TC = other(torch.cat([inputs_TC] * 2), torch.cat([time_S] * 2)).chunk(2)
+            else:
+                cond_TC, uncond_TC = plain(inputs_TC, time_S), other(inputs_TC, time_S)
+            guided_TC = guided_prediction(cond_TC[:, :width], uncond_TC[:, :width], scale, columns, *options)
+            tokens_TF = combine(cond_TC[:, width:], uncond_TC[:, width:], scale)
+            return torch.cat([guided_TC, tokens_TF], 1) if features else guided_TC
+
+        return guided, plain
 
     scale, boundary = sampling.guidance_scale, 0.0
     high = low = branches(network, scale)
@@ -249,9 +229,9 @@ def generate_each(
         low_scale, boundary = low_noise.guidance_scale, low_noise.boundary
         low = branches(low_noise.network, scale if low_scale is None else low_scale)
 
-    def noise_at(step: int) -> Tensor:
+    def noise_at(step: int, purpose: str = "solver") -> Tensor:
         noise = AddressedNoise(seed, step + 1, batch.sample_ids_S, layout)
-        return state_noise(noise, "solver", channels, features)
+        return state_noise(noise, purpose, channels, features)
 
     grid = objective.sampling_grid(num_steps)
     if strength is not None:
@@ -264,9 +244,11 @@ def generate_each(
     alpha, sigma = objective.path.alpha_sigma(grid[0])
     if sampling.thresholding != "none":
         objective.check_thresholding(sampling.solver, num_steps)
-    clip = threshold(sampling.thresholding, layout)
-    if features:
-        clip = of_latents(clip, channels, lambda token_TC: token_TC)
+    clip_latents = threshold(sampling.thresholding, layout)
+
+    def clip(x0_TC: Tensor) -> Tensor:
+        latents_TC = clip_latents(x0_TC[:, :channels])
+        return torch.cat([latents_TC, x0_TC[:, channels:]], 1) if features else latents_TC
 
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:
         step = int((grid > u).sum())
@@ -284,8 +266,7 @@ def generate_each(
         x0_TC = keep_clean(clip(keep_clean(x0_TC, batch)), batch)
         return x0_TC if fraction is None else (x0_TC, fraction)
 
-    noise = AddressedNoise(seed, 0, batch.sample_ids_S, layout)
-    start_TC = float(sigma) * state_noise(noise, "start", channels, features)
+    start_TC = float(sigma) * noise_at(-1, "start")
     if strength is not None:
         start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(

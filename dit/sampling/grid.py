@@ -27,14 +27,7 @@ PIXEL_CHANNELS = (1, 3)
 
 
 def to_bytes(images: Tensor) -> Tensor:
-    """Map images in [-1, 1] to uint8 in [0, 255], rounding to nearest; values outside are clipped.
-
-    Args:
-        images: `[..., C, H, W]` with 1 or 3 channels; one channel becomes three equal ones.
-
-    Returns:
-        uint8 `[..., H, W, 3]`.
-    """
+    """Return images `[..., 1 or 3, H, W]` in [-1, 1] as uint8 `[..., H, W, 3]`, see `pixel_bytes`."""
     channels = images.shape[-3]
     if channels not in PIXEL_CHANNELS:
         raise ConfigError(f"a picture has 1 or 3 channels, got {channels}; decode latents, or show 3 of their channels")
@@ -57,9 +50,6 @@ def to_pictures(samples: Tensor) -> Tensor:
 
     Args:
         samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
-
-    Returns:
-        `[N, 1 or 3, T, H, W]` in [-1, 1], float32.
     """
     samples = samples.detach().float()
     if samples.shape[1] in PIXEL_CHANNELS:

@@ -1,4 +1,4 @@
-"""Classifier-free guidance and thresholding, as combinators around networks and denoisers.
+"""Classifier-free guidance and thresholding.
 
 A denoiser is affine in the network's output at a fixed input, and so is guidance. Guidance of the raw outputs of two
 network calls, of one call over a doubled pack, or of two clean estimates therefore has the same result.
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.base import Network
 
 
 def combine(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
@@ -50,10 +49,7 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
 def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceLayout) -> Tensor:
     """Interpolate each sample's guided prediction towards one with the standard deviation of the conditional one.
 
-    Clean tokens (`dit.levels`), whose predictions have no meaning, do not count.
-
-    Args:
-        share: phi; 0 changes nothing.
+    `share` is phi of the paper. Clean tokens (`dit.levels`), whose predictions have no meaning, do not count.
 
     Source: Lin et al. 2023, arXiv:2305.08891, Eq. 14 to 16.
     """
@@ -84,8 +80,7 @@ def guided_prediction(
 
     Args:
         columns: guided columns, bool `[C]`; the others are those of the conditional branch. None for all.
-        rescale: `share` of `rescaled`, over the guided columns.
-        layout: of the tokens; needed for `rescale`.
+        rescale: `share` of `rescaled`, over the guided columns; needs `layout`.
         keep_norm: give each token the norm of its conditional prediction, over the guided columns.
 
     Source of `keep_norm`: diffusers 0.38, `pipeline_qwenimage.py`.
@@ -102,39 +97,11 @@ def guided_prediction(
 
 
 def within(interval: Optional[list[float]], alpha: Tensor, sigma: Tensor) -> bool:
-    """Return whether samples are guided at a noise level sigma / alpha.
-
-    Args:
-        interval: smallest and largest level; None for all levels.
+    """Return whether a noise level sigma / alpha is in the interval of levels with guidance; None is all levels.
 
     Source: Kynkäänniemi et al. 2024, arXiv:2404.07724, Eq. 5.
     """
     return interval is None or interval[0] * float(alpha) <= float(sigma) <= interval[1] * float(alpha)
-
-
-def guided_pair(
-    network: Network, scale: float, combined: Callable[[Tensor, Tensor, float], Tensor] = guided_prediction
-) -> Network:
-    """Guide with one call per evaluation over the doubled pack [cond; uncond].
-
-    Both halves have the same noised input.
-
-    Args:
-        network: bound to the doubled pack, conditional samples first.
-    """
-
-    def call(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-        cond_TC, uncond_TC = network(torch.cat([inputs_TC, inputs_TC]), torch.cat([time_S, time_S])).chunk(2)
-        return combined(cond_TC, uncond_TC, scale)
-
-    return call
-
-
-def guided_by(
-    network: Network, guide: Network, scale: float, combined: Callable[[Tensor, Tensor, float], Tensor]
-) -> Network:
-    """Guide a network at the same inputs by `guide`, the network of the unconditional branch."""
-    return lambda inputs_TC, time_S: combined(network(inputs_TC, time_S), guide(inputs_TC, time_S), scale)
 
 
 def _check_full(layout: SequenceLayout, method: str, cure: str) -> None:
@@ -170,11 +137,7 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
-    """Return a thresholding function for the clean estimates of a pack.
-
-    Args:
-        name: `none`, `static` (a clamp to [-1, 1], the range of pixels) or `dynamic`.
-    """
+    """Return the function of `sampling.thresholding` for the clean estimates of a pack."""
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "none": lambda x0_TC: x0_TC,
         "static": lambda x0_TC: x0_TC.clamp(-1, 1),

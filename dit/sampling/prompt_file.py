@@ -33,11 +33,7 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a file of prompts; empty lines are skipped.
-
-    Args:
-        path: `.jsonl` has an object per line, with the fields of `Prompt`; any other file has a prompt per line.
-    """
+    """Read a file of prompts, one per line; in `.jsonl`, a line is an object with the fields of `Prompt`."""
     path = Path(path)
     try:
         lines = read_bytes(path).decode("utf-8-sig").split("\n")  # not at other separators of Unicode

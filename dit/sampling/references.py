@@ -16,12 +16,7 @@ from dit.patchify import frames_to_patch, patchify
 
 
 def add_references(batch: PackedBatch, references: Sequence[Sequence[Tensor]], spec: BatchSpec) -> PackedBatch:
-    """Return a pack of samples to generate with clean references after the tokens of each sample.
-
-    Args:
-        batch: a full pack whose samples have one noise level.
-        references: latents `[C, T, H, W]` of each sample, of any sizes.
-    """
+    """Return a full pack with clean references `[C, T, H, W]` of any sizes after the tokens of each sample."""
     channels = spec.latent_channels
     latents = [x for several in references for x in several]
     if len(references) != len(batch.grids) or any(x.dim() != 4 or x.shape[0] != channels for x in latents):

@@ -14,7 +14,6 @@ Coefficients are float64; the state keeps the precision of its start.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any, Optional
 
@@ -29,8 +28,8 @@ from dit.settings import SamplingConfig
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 """Maps x_TC and the path position u (float64 scalar on the host) to the clean estimate x0_TC."""
 
-Reverse = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
-"""Maps (x_TC, u) to x0_TC and to a fraction that interpolates the log variance from the posterior's (0) to beta (1)."""
+Reverse = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Maps (x_TC, u) to x0_TC and to the fraction of a learned variance, see `FRACTIONS`."""
 
 NoiseAt = Callable[[int], Tensor]
 """Returns the standard normal noise_TC of a step, counted from 0."""
@@ -52,8 +51,7 @@ class Churn:
     """Noise that raises sigma before a step of `heun`, on the path x = x0 + sigma eps.
 
     Attributes:
-        gamma: sigma is multiplied by 1 + gamma.
-        s_tmin, s_tmax: smallest and largest sigma at which noise is added.
+        gamma: sigma is multiplied by 1 + gamma, from `s_tmin` to `s_tmax`.
         s_noise: standard deviation of the noise before scaling; above 1 restores detail that the network loses.
 
     Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 2, lines 4 to 6.
@@ -93,10 +91,6 @@ def heun(
 
     The correction uses the slope at the Euler point (x_next, u_next).
 
-    Args:
-        churn: noise that is added before each step; None for no noise.
-        noise_at: source of that noise; needed with `churn`.
-
     Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 1; Algorithm 2 with `churn`.
     """
     for step, (u, u_next) in enumerate(pairwise(grid)):
@@ -124,7 +118,9 @@ def ddim(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
     return x_TC
 
 
-def ancestral(reverse: Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise_at: NoiseAt) -> Tensor:
+def ancestral(
+    denoiser: Denoiser | Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise_at: NoiseAt, variance: str
+) -> Tensor:
     """Draw each level from a Gaussian around the posterior's mean: stochastic, one network call per step.
 
     On the full table of steps of a DDPM this is its reverse chain. On a subset of the table it is the reverse chain of
@@ -133,8 +129,10 @@ def ancestral(reverse: Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7 and section 3.2, for the mean and the two fixed variances; Nichol
     and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and section 4, for the variance between them and for respacing.
     """
+    fixed = FRACTIONS[variance]
     for step, (u, u_next) in enumerate(pairwise(grid)):
-        x0_TC, fraction = reverse(x_TC, u)
+        estimate: Any = denoiser(x_TC, u)
+        x0_TC, fraction = estimate if fixed is None else (estimate, fixed)
         if u_next == 0:
             return x0_TC
         small, large = _reverse_stds(path, u, u_next)
@@ -156,13 +154,12 @@ def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tens
         x0_TC = denoiser(x_TC, u)
         if u_next == 0:
             return x0_TC
-        alpha, sigma = _alpha_sigma(path, u)
-        alpha_next, sigma_next = _alpha_sigma(path, u_next)
+        (alpha, sigma), (alpha_next, sigma_next) = _alpha_sigma(path, u), _alpha_sigma(path, u_next)
         h = math.log(alpha_next * sigma / (sigma_next * alpha)) if alpha > 0 else math.inf
         estimate_TC = x0_TC
         if previous_TC is not None and h_previous < math.inf:
             estimate_TC = x0_TC + h / (2 * h_previous) * (x0_TC - previous_TC)
-        x_TC = alpha_next * estimate_TC + sigma_next / sigma * (x_TC - alpha * estimate_TC)
+        x_TC = _renoised(path, x_TC, estimate_TC, u, u_next, 0.0)
         previous_TC, h_previous = x0_TC, h
     return x_TC
 
@@ -194,14 +191,12 @@ def solve(
     """Integrate from `x_TC` at `grid[0]` to clean latents at 0.
 
     Args:
-        name: key of `SOLVERS`.
-        denoiser: clean estimate at a position; for `ancestral` with a learned variance, a `Reverse`.
-        path: of the coefficients (`objective.path`).
+        denoiser: a `Reverse` for `ancestral` with a learned variance.
         x_TC: start, sigma(grid[0]) times standard normal noise.
         grid: decreasing positions that end with 0 (`objective.sampling_grid`).
         noise_at: fresh noise per step; needed for `ancestral`, and for `heun` with churn.
-        variance: key of `FRACTIONS`, only for `ancestral`.
-        churn: only for `heun`, on the path of EDM; None for no churn.
+        variance: only for `ancestral`.
+        churn: only for `heun`, on the path of EDM.
     """
     if grid.dim() != 1 or len(grid) < 2 or grid[-1] != 0 or not bool((grid.diff() < 0).all()):
         raise ConfigError(
@@ -214,11 +209,9 @@ def solve(
         )
     options: dict[str, Any] = {}
     if name == "ancestral":
-        options["noise_at"] = noise_at
-        if (fraction := FRACTIONS[variance]) is not None:
-            denoiser = partial(_with_fixed_variance, denoiser, fraction)
+        options = {"noise_at": noise_at, "variance": variance}
     if name == "heun":
-        options |= {"churn": churn, "noise_at": noise_at}
+        options = {"noise_at": noise_at, "churn": churn}
     return SOLVERS[name](denoiser, path, x_TC, grid.to("cpu", torch.float64), **options)
 
 
@@ -232,22 +225,15 @@ def _reverse_stds(path: Path, u: Tensor, u_next: Tensor) -> tuple[float, float]:
 
     Their squares are sigma_s**2 (1 - SNR_t / SNR_s) and sigma_t**2 (1 - SNR_t / SNR_s), for any alpha and sigma.
     """
-    alpha, sigma = _alpha_sigma(path, u)
-    alpha_next, sigma_next = _alpha_sigma(path, u_next)
+    (alpha, sigma), (alpha_next, sigma_next) = _alpha_sigma(path, u), _alpha_sigma(path, u_next)
     scale = math.sqrt(1 - (alpha * sigma_next / (alpha_next * sigma)) ** 2)
     return sigma_next * scale, sigma * scale
 
 
 def _renoised(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor, u_next: Tensor, fresh: float) -> Tensor:
     """Return the mean of x_s given x_t and x0, before noise of standard deviation `fresh` is added."""
-    alpha, sigma = _alpha_sigma(path, u)
-    alpha_next, sigma_next = _alpha_sigma(path, u_next)
+    (alpha, sigma), (alpha_next, sigma_next) = _alpha_sigma(path, u), _alpha_sigma(path, u_next)
     return alpha_next * x0_TC + math.sqrt(sigma_next**2 - fresh**2) / sigma * (x_TC - alpha * x0_TC)
-
-
-def _with_fixed_variance(denoiser: Any, fraction: float, x_TC: Tensor, u: Tensor) -> tuple[Tensor, float]:
-    """Evaluate a denoiser as a `Reverse` with a constant fraction."""
-    return denoiser(x_TC, u), fraction
 
 
 def _derivative(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor) -> Tensor:

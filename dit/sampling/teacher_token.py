@@ -6,7 +6,6 @@ it together with the latent:
     state    [ latent of the row | class token of its sample ]    one row for each token of the latent
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -41,19 +40,3 @@ def network_inputs(state_TC: Tensor, channels: int, pack: PackedBatch) -> tuple[
     token_SF = state_TC[pack.layout.tensor(pack.layout.starts), channels:]
     conditions = pack.conditions | {TEACHER_TOKEN.name: per_sample(token_SF)}
     return state_TC[:, :channels], replace(pack, conditions=conditions)
-
-
-def of_latents(change: Callable[..., Tensor], channels: int, of_tokens: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of states that applies `change` to latents and `of_tokens` to class tokens.
-
-    Args:
-        change: function of one or more tensors `[T, channels]` and of numbers, which it receives unchanged.
-        of_tokens: the same for class tokens.
-    """
-
-    def changed(*arguments: Tensor | float) -> Tensor:
-        parts = (slice(channels), slice(channels, None))
-        latents, tokens = ([x[:, part] if isinstance(x, Tensor) else x for x in arguments] for part in parts)
-        return torch.cat([change(*latents), of_tokens(*tokens)], 1)
-
-    return changed

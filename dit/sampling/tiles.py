@@ -88,8 +88,7 @@ class TiledNetwork:
             raise ConfigError(f"tiles need samples of one shape, got grids {sorted(set(batch.grids))}")
         if batch.layout.levels is not None:
             raise ConfigError("tiles need samples without clean tokens, such as a first frame; draw without tiles")
-        t, h, w = batch.grids[0]
-        device, _count = batch.layout.device, batch.layout.num_samples
+        (t, h, w), device = batch.grids[0], batch.layout.device
         corners = [
             (top, left)
             for top in tile_starts(h, self.tile[0], self.overlap[0])

@@ -75,11 +75,7 @@ def command_of(factory: str, overrides: Sequence[str], ranks: int, run: Path) ->
 
 
 def trained(command: Sequence[str], log: Path) -> tuple[float, float]:
-    """Run a training command on two cores; return its CPU time and its elapsed time in seconds.
-
-    Raises:
-        DataError: it failed.
-    """
+    """Run a training command on two cores; return its CPU time and its elapsed time in seconds."""
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     earlier, prctl = child_processes(), ctypes.CDLL(None).prctl
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
@@ -127,11 +123,7 @@ def digest_of_tensors(tensors: Mapping[str, "Tensor"]) -> str:
 
 
 def digest_of_data(folder: Path) -> str:
-    """Return the SHA-256 of the shards of a data set.
-
-    Raises:
-        DataError: there are none.
-    """
+    """Return the SHA-256 of the shards of a data set."""
     shards = sorted(folder.rglob("*.tar"))
     if not shards:
         raise DataError(f"{folder} has no shards; prepare them: python -m energon_data.prepare")
@@ -156,11 +148,7 @@ def weights_of(run: Path) -> dict[str, "Tensor"]:
 
 
 def judged(track: str, run: Path) -> tuple[int, int]:
-    """Draw samples from a run's averaged weights; return the number of right results, and of all results.
-
-    Raises:
-        DataError: the samples were not judged.
-    """
+    """Draw samples from a run's averaged weights; return the number of right results, and of all results."""
     command = [sys.executable, "-m", "launch.evaluate", "--checkpoint", str(run), *TRACKS[track].judge, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
@@ -169,11 +157,7 @@ def judged(track: str, run: Path) -> tuple[int, int]:
 
 
 def config_of(factory: str, overrides: Sequence[str]) -> "RunConfig":
-    """Return the settings of a run.
-
-    Raises:
-        ConfigError: an override changes a setting that the race fixes.
-    """
+    """Return the settings of a run."""
     from launch.config_file import built
     from launch.train import resolve
 
@@ -188,12 +172,7 @@ def config_of(factory: str, overrides: Sequence[str]) -> "RunConfig":
 
 
 def run_race(args: argparse.Namespace) -> Record:
-    """Train with the recipe's seed and with seeds 1 to `seeds` - 1, judge the samples and return the record.
-
-    Raises:
-        ConfigError: `out` exists, or an override changes a setting that the race fixes.
-        DataError: the data are missing, the training failed, or its samples were not judged.
-    """
+    """Train with the recipe's seed and with seeds 1 to `seeds` - 1, judge the samples and return the record."""
     track, out = TRACKS[args.track], args.out
     data = Path(getattr(config_of(args.factory, args.overrides).data, "path", None) or "data of the recipe")
     before = digest_of_data(data)
@@ -237,11 +216,7 @@ def processor() -> str:
 
 
 def check(args: argparse.Namespace, claimed: Record) -> int:
-    """Repeat a record with its first seed, print every difference, and return the exit code.
-
-    Raises:
-        ConfigError: overrides were given, or the repository does not have the revision of the record.
-    """
+    """Repeat a record with its first seed, print every difference, and return the exit code."""
     if args.overrides:
         raise ConfigError(f"--check reads the settings from the record; leave out {' '.join(args.overrides)}")
     if claimed.revision != revision() and not args.any_revision:
@@ -260,11 +235,7 @@ def check(args: argparse.Namespace, claimed: Record) -> int:
 
 
 def check_at(commit: str, repository: Path, record: Path, out: Path) -> int:
-    """Repeat a record with the code of its commit, in a temporary worktree; return the exit code.
-
-    Raises:
-        ConfigError: the repository does not have the commit.
-    """
+    """Repeat a record with the code of its commit, in a temporary worktree; return the exit code."""
     with TemporaryDirectory() as folder:
         worktree, git = Path(folder) / "code", ["git", "-C", str(repository), "worktree"]
         added = subprocess.run([*git, "add", "--detach", worktree, commit], capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Optional
 
@@ -45,9 +46,7 @@ class Track:
     unit: str
 
 
-def letters_read(result: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of letters that were read correctly, and of all letters."""
-    return result["correct"], result["total"]
+letters_read: Callable[[Mapping[str, Any]], tuple[int, int]] = itemgetter("correct", "total")
 
 
 def attributes_of_new_pairs(result: Mapping[str, Any]) -> tuple[int, int]:
@@ -68,15 +67,12 @@ class Record:
     """Runs of the race that differ only in their seed. The digests and times are those of the recipe's seed.
 
     Attributes:
-        track: name in `TRACKS`.
         change: change since the record before.
         factory, overrides, ranks: arguments of the training command.
         revision: commit of the code.
         process_s: CPU time of the training command and all its processes, in seconds.
         wall_s: elapsed time in seconds, which depends on other work on the machine.
-        steps: number of steps of the run.
-        data_sha256: digest of the shards.
-        judge_sha256: digest of the judge's file; empty if it has none.
+        data_sha256, judge_sha256: digests of the shards and of the judge's file; empty if it has none.
         losses_sha256: digest of every logged loss, in hexadecimal.
         weights_sha256: digest of the final weights and their average.
         right, total: number of right results, and of all results.
@@ -128,11 +124,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> "Record":
-        """Read a record.
-
-        Raises:
-            DataError: the file is not a record.
-        """
+        """Read a record."""
         try:
             return cls(**parse_json(read_bytes(path)))
         except (OSError, ValueError, TypeError) as error:

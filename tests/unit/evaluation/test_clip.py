@@ -68,6 +68,14 @@ def test_a_picture_of_another_size_is_resized_and_cut_in_the_centre(folder: Path
         assert (found - expected).norm() < 0.1 * (model.image_features(-smooth) - expected).norm()
 
 
+def test_the_longer_side_has_the_size_of_transformers(folder: Path) -> None:
+    """98 * 16 / 49 is 32, but 98 * (16 / 49) is below 32 in floating-point numbers."""
+    model = ClipModel(folder, CPU)
+    images = torch.rand(1, 3, 49, 98, generator=torch.Generator().manual_seed(2)) * 2 - 1
+    resized = torch.nn.functional.interpolate(images, size=(16, 32), mode="bicubic", antialias=True).clamp(-1, 1)
+    assert torch.equal(model.image_features(images), model.image_features(resized))
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no CLIP model at"):
         ClipModel(tmp_path, CPU)

@@ -103,6 +103,15 @@ def test_precision_and_recall_are_shares_in_the_balls_of_the_others(monkeypatch:
         precision_recall(real[:3], real)
 
 
+def test_copies_are_in_the_region_of_their_originals() -> None:
+    """Forty equal generated pictures have balls of radius 0, which contain the four real pictures equal to them."""
+    real = 20 * random(34, 512)
+    for copied in real[:5]:
+        with_copies = torch.cat([real[5:], copied.expand(4, -1)])
+        assert precision_recall(with_copies, copied.expand(40, -1)) == (1.0, 4 / 33)
+        assert precision_recall(copied.expand(40, -1), with_copies) == (4 / 33, 1.0)
+
+
 def test_too_few_pictures_are_refused() -> None:
     moments = Moments()
     with pytest.raises(ConfigError, match="at least 2 pictures, got 0"):

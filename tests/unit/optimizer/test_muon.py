@@ -11,7 +11,7 @@ from dit.boxes import Part
 from dit.kernels import muon
 from dit.kernels.adamw import Elements, Rates
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.muon import assign, direction, operations
+from dit.optimizer.muon import assign, direction, in_rounds, operations
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig
 from dit.planner.devices import H100
@@ -105,6 +105,14 @@ def test_owners_are_balanced_and_have_local_elements():
     assert weights["shared"].owner in (2, 3)
     assert weights["shared"].sources == [2, 3]
     assert all(weights[f"w{i}"].sources == [weights[f"w{i}"].owner] for i in range(8))
+
+
+def test_a_round_has_at_most_the_limit_of_elements():
+    """Of weights of 60, 40, 40 and 24 elements, two fill a round of 100; a weight of 120 has its own round."""
+    parts = {f"w{rows}": Part((rows, 4), (rows, 4), (0, 0), 0, 4 * rows) for rows in (30, 15, 10, 9, 6)}
+    weights = assign([{name: (part, Matrices()) for name, part in parts.items()}])
+    rounds = in_rounds(weights, 100)
+    assert [[w.shape[0] for w in weights] for weights in rounds] == [[30], [15, 10], [9, 6]]
 
 
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer", "fsdp"])

@@ -10,9 +10,7 @@ from dit.sampling.guidance import (
     QUANTILE,
     combine,
     dynamic_threshold,
-    guided_by,
     guided_columns,
-    guided_pair,
     threshold,
 )
 
@@ -32,23 +30,6 @@ def test_guidance_applies_to_all_channels_of_the_mean_by_default():
     assert guided_columns(4, 2, 1, None) is None
     assert guided_columns(4, 2, 2, None).tolist() == 8 * [True] + 8 * [False]
     assert guided_columns(4, 2, 2, 3).tolist() == 2 * [True, True, True, False] + 8 * [False]
-
-
-def test_one_call_over_the_doubled_pack_equals_two_calls():
-    """In the doubled pack, conditional samples come first, and both halves have the same noised input."""
-    double = LAYOUT.followed_by(LAYOUT)
-    context_S = torch.tensor([1.0, 2.0, 0.0, -1.0])
-
-    def per_sample(layout, context_S):
-        def network(inputs_TC, time_S):
-            return torch.tanh(inputs_TC + layout.per_token(context_S + time_S))
-
-        return network
-
-    x, t = torch.randn(10, 2, generator=torch.Generator().manual_seed(2)), torch.tensor([0.2, 0.7])
-    one = guided_pair(per_sample(double, context_S), 2.5)(x, t)
-    two = guided_by(per_sample(LAYOUT, context_S[:2]), per_sample(LAYOUT, context_S[2:]), 2.5, combine)(x, t)
-    torch.testing.assert_close(one, two)
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([9, 0, 4, 5])])

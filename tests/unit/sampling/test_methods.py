@@ -20,7 +20,7 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig, check_sampling
-from dit.sampling.generate import LowNoise, empty_pack, generate
+from dit.sampling.generate import LowNoise, empty_pack, generate, without_conditions
 from dit.sampling.guidance import guided_prediction, rescaled
 from dit.settings import SamplingConfig
 
@@ -229,6 +229,21 @@ def generator_of(model: DiTConfig, network: Any = None, objective: Any = None, *
 
 
 MODEL = DiTConfig(in_channels=CHANNELS, patch_spatial=1, num_classes=CLASSES)
+
+
+def test_one_call_over_the_doubled_pack_equals_two_calls():
+    """The guide is the same network, which gets the pack without conditions in a second call."""
+    network, settings = Network(), SamplingConfig(num_steps=3, guidance_scale=2.5)
+    one = generate(network, EDM(), pack(), SPEC, settings)
+    two = generate(
+        network,
+        EDM(),
+        pack(),
+        SPEC,
+        settings,
+        guide=lambda inputs_TC, time_S, batch: network(inputs_TC, time_S, without_conditions(batch, SPEC)),
+    )
+    torch.testing.assert_close(one, two)
 
 
 def test_a_generator_is_guided_by_another():
