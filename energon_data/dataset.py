@@ -268,8 +268,9 @@ class EnergonData(ReaderSettings):
         from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
-        token_limits = (self.max_tokens_per_sample, self.max_tokens_per_pack, self.pack_cost_tokens)
-        lengths = [n for n in token_limits if n is not None]
+        names = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
+        lengths = [(n, f"data.{name}") for name in names if (n := getattr(self, name)) is not None]
+        max_tokens, limited_by = min(lengths, key=lambda length: length[0], default=(None, ""))
         limits = {
             "aesthetic_score": Limits(low=self.min_aesthetic_score),
             "smallest_side": Limits(low=self.min_side),
@@ -290,7 +291,8 @@ class EnergonData(ReaderSettings):
         return EncoderOptions(
             filters=Filters(
                 limits={name: limit for name, limit in limits.items() if limit != Limits()},
-                max_tokens=min(lengths) if lengths else None,
+                max_tokens=max_tokens,
+                limited_by=limited_by,
             ),
             augmentation=augmentation,
             vary_captions=self.vary_captions and not held_out,
@@ -372,7 +374,7 @@ class EnergonData(ReaderSettings):
         from energon_data.report.survey import expected_drops, unused_choice_of_captions
 
         infos, options = self.folders(TRAIN_SPLIT), self._options(spec)
-        lines = [line for info in infos for line in expected_drops(info, spec, options, vars(self))]
+        lines = [line for info in infos for line in expected_drops(info, spec, options)]
         return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
     def stored_conditions(self) -> Optional[set[str]]:

@@ -204,10 +204,11 @@ class SampleReader:
         """Read a sample; its arrays are views of the read buffer."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
-        data = memoryview(np.empty(end - start, np.uint8).data)
-        count = os.preadv(descriptor, [data], start)
-        if count != end - start:
-            raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")
+        data, count = memoryview(np.empty(end - start, np.uint8).data), 0
+        while count < len(data):  # one read returns at most 2 GiB
+            if not (more := os.preadv(descriptor, [data[count:]], start + count)):
+                raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")
+            count += more
         key, parts = group_members(parse_members(data))
         return key, {name: part if name.endswith(".npy") else bytes(part) for name, part in parts.items()}
 

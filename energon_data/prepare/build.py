@@ -44,6 +44,7 @@ TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
 EXAMPLES = 3  # skipped samples that are listed per reason
+LONGEST_PLAN = 64 << 30  # bytes; it has about 100 for each file
 CAPTIONS = 16  # captions that a data set lists as examples
 
 
@@ -336,8 +337,8 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
     plan = parse_json(json.dumps(plan))  # normalised, for the comparison with the file
     file = job.partial / PLAN
     try:
-        old_plan = parse_json(read_bytes(file))
-    except (OSError, ValueError):
+        old_plan = parse_json(read_bytes(file, LONGEST_PLAN))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         old_plan = None
     continues = old_plan == plan and not force
     check_replaceable(job.out, force=force or continues)  # the call that began had permission to replace it

@@ -49,7 +49,8 @@ class Preparation:
     """A preparation command with its listed input, before any sample is made.
 
     Attributes:
-        entries: number of files, or of tar archives.
+        entries: number of parts of the input.
+        entry: noun for such a part: file, row (of a list or table), archive, or sample of generated data.
         classes: names of the classes; empty without labels.
         plan: everything that the result depends on.
     """
@@ -57,9 +58,10 @@ class Preparation:
     job: Job
     units: list[Any]
     entries: int
-    classes: list[str]
+    entry: str
     plan: dict[str, Any]
     options: Options
+    classes: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)
     skipped: Sequence[Skipped] = ()
 
@@ -84,8 +86,7 @@ class Preparation:
         extensions = EXTENSIONS[command]
         gifs: dict[Command, Literal["all", "animated", "none"]] = {"images": "none", "videos": "all"}
         work = MakeSamples(options, gifs.get(command, "animated"))
-        classes: list[str] = []
-        units: list[Any]
+        classes, units, entry = list[str](), list[Any](), "archive"
         if command == "webdataset":
             tars, skipped = list_tars(source, follow_links=follow_links)
             units, listed = list(tars), [tar_stamp(path) for path in tars]
@@ -101,7 +102,7 @@ class Preparation:
                 references=references,
             )
             _check_readers(entries)
-            units = _units_of_equal_repeats(entries, samples_per_shard)
+            units, entry = _units_of_equal_repeats(entries, samples_per_shard), "row" if list_file else "file"
             listed = [entry.stamp for entry in entries]
             job = Job(out, partial(_sources_of_folder, source, references, follow_links), work, validation)
         plan = {
@@ -117,7 +118,7 @@ class Preparation:
             "validation": validation,
             "files": {"list": list_stamp(list_file), "each": listed},
         }
-        return cls(job, units, len(listed), classes, plan, options, skipped=skipped)
+        return cls(job, units, len(listed), entry, plan, options, classes, skipped=skipped)
 
     @classmethod
     def generated(
@@ -132,6 +133,7 @@ class Preparation:
         about: dict[str, Any],
         samples_per_shard: int,
         validation: float,
+        entry: str = "sample",
     ) -> "Preparation":
         """Describe a data set whose sources are generated, not read from files."""
         _check(options, samples_per_shard, validation)
@@ -145,7 +147,7 @@ class Preparation:
             "samples_per_shard": samples_per_shard,
             "validation": validation,
         }
-        return cls(job, units, len(entries), [], plan, options, about)
+        return cls(job, units, len(entries), entry, plan, options, about=about)
 
     def run(
         self,

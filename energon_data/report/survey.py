@@ -4,7 +4,7 @@ import io
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -197,13 +197,7 @@ MOST_BEFORE_TRAINING, ROUNDS, SECONDS = 256, 8, 10.0
 """Samples read before step 1, in rounds distributed evenly over the data, and the time limit in seconds."""
 
 
-LENGTH_SETTINGS = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
-"""Settings that limit the tokens of a sample."""
-
-
-def expected_drops(
-    info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", settings: Mapping[str, Any]
-) -> list[str]:
+def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions") -> list[str]:
     """Describe the samples that settings will drop, one line per reason and kind; reads some samples."""
     most = options.filters.max_tokens
     if not options.filters.limits and most is None:
@@ -239,7 +233,7 @@ def expected_drops(
         which = f"{info.path}{sampled}: {len(dropped):,} of {read[kind]:,} {kind or 'sample'}s"
         if reason == TOO_LONG:
             longest = max(skip.tokens for skip in dropped)
-            limit = next(f"data.{name}" for name in LENGTH_SETTINGS if settings[name] == most)
+            limit = options.filters.limited_by
             lines.append(
                 f"{which} have more than {limit}={most} tokens (the longest {longest:,}) and are dropped; raise "
                 f"{limit} to {padded_length(longest, multiple)}"

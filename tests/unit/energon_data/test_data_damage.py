@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,13 @@ def test_a_name_that_is_not_utf8_is_a_damaged_sample_with_a_cure(
         monkeypatch.setattr(SampleReader, "_read", lambda *_: (_ for _ in ()).throw(UnusualTarError))
     with pytest.raises(DataError, match=rf"{shard.name}.*'train_clip0002\\xe9.*is not UTF-8; rename it"):
         run(folder)
+
+
+def test_a_read_of_a_part_of_the_bytes_is_continued(mixed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read returns at most 2 GiB, and less if the file system or a signal ends it."""
+    whole, read = run(mixed_folder, 6, background=False), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read(file, [buffers[0][:700]], at))
+    assert run(mixed_folder, 6, background=False) == whole
 
 
 def test_every_flipped_bit_in_metadata_or_latent_is_detected() -> None:
