@@ -262,7 +262,6 @@ def build(
     *,
     processes: int,
     force: bool,
-    ranks: Ranks,
     on_unit: Callable[[int, UnitRecord], None],
     on_resume: Callable[[int], None],
 ) -> UnitRecord:
@@ -277,6 +276,7 @@ def build(
         on_unit: called with the number and the record of every finished unit, earlier ones included.
         on_resume: called with the number of units that an interrupted run finished, unless it is 0.
     """
+    ranks = Ranks()
     if ranks.is_first:
         _open_partial(job, plan, force)
     ranks.wait()

@@ -82,15 +82,15 @@ class Preparation:
         validation: float = 0.02,
     ) -> "Preparation":
         """List the input and check the options."""
-        _check(options, samples_per_shard, validation)
+        plan = _plan(command, options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
         gifs: dict[Command, Literal["all", "animated", "none"]] = {"images": "none", "videos": "all"}
-        work = MakeSamples(options, gifs.get(command, "animated"))
         classes, units, entry = list[str](), list[Any](), "archive"
+        read: Callable[[Any], Iterable[Raw]]
         if command == "webdataset":
-            tars, skipped = list_tars(source, follow_links=follow_links)
-            units, listed = list(tars), [tar_stamp(path) for path in tars]
-            job = Job(out, partial(read_tar, extensions=extensions, root=source), work, validation)
+            units, skipped = list_tars(source, follow_links=follow_links)
+            listed = [tar_stamp(path) for path in units]
+            read = partial(read_tar, extensions=extensions, root=source)
         else:
             entries, classes, skipped, list_file = list_folder(
                 source,
@@ -104,20 +104,16 @@ class Preparation:
             _check_readers(entries)
             units, entry = _units_of_equal_repeats(entries, samples_per_shard), "row" if list_file else "file"
             listed = [entry.stamp for entry in entries]
-            job = Job(out, partial(_sources_of_folder, source, references, follow_links), work, validation)
-        plan = {
-            "command": command,
+            read = partial(_sources_of_folder, source, references, follow_links)
+        plan |= {
             "in": str(source.resolve()),
-            "options": asdict(options),
-            "encoders": _encoder_stamps(options),
             "labels": labels,
             "repeats": repeats,
             "follow_links": follow_links,
             "references": [str(place.resolve()) for place in references],
-            "samples_per_shard": samples_per_shard,
-            "validation": validation,
             "files": {"list": list_stamp(list_file), "each": listed},
         }
+        job = Job(out, read, MakeSamples(options, gifs.get(command, "animated")), validation)
         return cls(job, units, len(listed), entry, plan, options, classes, skipped=skipped)
 
     @classmethod
@@ -136,17 +132,9 @@ class Preparation:
         entry: str = "sample",
     ) -> "Preparation":
         """Describe a data set whose sources are generated, not read from files."""
-        _check(options, samples_per_shard, validation)
+        plan = _plan(command, options, samples_per_shard, validation) | plan
         units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
         job = Job(out, sources, MakeSamples(options), validation)
-        plan = {
-            "command": command,
-            "options": asdict(options),
-            "encoders": _encoder_stamps(options),
-            **plan,
-            "samples_per_shard": samples_per_shard,
-            "validation": validation,
-        }
         return cls(job, units, len(entries), entry, plan, options, about=about)
 
     def run(
@@ -158,19 +146,11 @@ class Preparation:
         on_resume: Callable[[int], None] = lambda _: None,
     ) -> UnitRecord:
         """Make the data set (collective); all ranks get the counts."""
-        ranks = Ranks()
         total = build(
-            self.job,
-            self.units,
-            self.plan,
-            processes=processes,
-            force=force,
-            ranks=ranks,
-            on_unit=on_unit,
-            on_resume=on_resume,
+            self.job, self.units, self.plan, processes=processes, force=force, on_unit=on_unit, on_resume=on_resume
         )
         total.skips = [*self.skipped, *total.skips]
-        if ranks.is_first:
+        if Ranks().is_first:
             finish(self.job, total, self._description(total))
         return total
 
@@ -228,8 +208,8 @@ def _encoder_stamps(options: Options) -> list[Any]:
     return sorted([path, *file[1:]] for path, file in files.items() if file is not None)
 
 
-def _check(options: Options, samples_per_shard: int, validation: float) -> None:
-    """Check numbers and encoders."""
+def _plan(command: str, options: Options, samples_per_shard: int, validation: float) -> dict[str, Any]:
+    """Check numbers and encoders, and return the part of a plan that they are."""
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:
@@ -237,6 +217,13 @@ def _check(options: Options, samples_per_shard: int, validation: float) -> None:
     if not 1 <= options.quality <= 100:
         raise ConfigError(f"--quality {options.quality} must be between 1 and 100")
     _check_encoders(options)
+    return {
+        "command": command,
+        "options": asdict(options),
+        "encoders": _encoder_stamps(options),
+        "samples_per_shard": samples_per_shard,
+        "validation": validation,
+    }
 
 
 def _check_encoders(options: Options) -> None:

@@ -1,6 +1,5 @@
 """Survey of a split of a data set: sizes, durations, texts, captions, damage, and filling of packs."""
 
-import io
 import tarfile
 import time
 from collections import Counter
@@ -26,7 +25,7 @@ from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter
-from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar, utf8_name
+from energon_data.tar_index import read_offsets, sample_of
 
 if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
@@ -157,13 +156,9 @@ def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path
 
 
 def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
-    """Return the name and the parts of a sample from its bytes in a shard; supports tar extensions."""
+    """Return the name and the parts of a sample from its bytes in a shard."""
     try:
-        try:
-            members = parse_members(data)
-        except UnusualTarError:
-            members = [(utf8_name(member.name), read()) for member, read in read_tar(io.BytesIO(data))]
-        return group_members(members)
+        return sample_of(data)
     except (ValueError, tarfile.TarError) as error:
         raise SampleError("unreadable", str(error)) from error
 
