@@ -1,65 +1,50 @@
 """Checks of settings of `EnergonData` that read no data: ranges, changes of pictures, settings without effect."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 from dit.condition_table import TEACHER_TOKEN
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
-from dit.ranges import (
-    COUNT,
-    COUNT_OR_ZERO,
-    FINITE,
-    NOT_NEGATIVE,
-    RANKS,
-    SHARE,
-    Range,
-    check_ranges,
-    check_unused,
-)
+from dit.ranges import COUNT, COUNT_OR_ZERO, FINITE, NOT_NEGATIVE, SHARE, Range, check_unused
+
+if TYPE_CHECKING:
+    from energon_data.dataset import EnergonData
 
 
-def check_values(data: Any) -> None:
+def check_values(data: "EnergonData", micro_batches_per_step: int) -> None:
     """Check settings that do not depend on other parts of the run."""
-    counts = ("max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
-    more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
-    check_ranges(
-        "data",
-        data,
-        {
-            **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_ZERO),
-            **dict.fromkeys((*counts, *more), COUNT),
-            "num_streams": RANKS,
-            "min_aesthetic_score": FINITE,
-            **dict.fromkeys(("blend_steps", "min_side", "max_side", "resize_side", "crop_size"), COUNT),
-            **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_ZERO),
-            **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
-            "max_aspect_ratio": Range(1, math.inf, open_high=True),
-            "flip": SHARE,
-        },
+    counts = ("pack_cost_tokens", "packing_buffer_size", "max_text_tokens", "max_tokens_per_sample")
+    more = ("validation_samples", "blend_steps", "min_side", "max_side", "resize_side", "crop_size")
+    data.check_streams(
+        micro_batches_per_step,
+        **dict.fromkeys((*counts, *more), COUNT),
+        **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_ZERO),
+        **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_ZERO),
+        **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
+        min_aesthetic_score=FINITE,
+        max_aspect_ratio=Range(1, math.inf, open_high=True),
+        flip=SHARE,
     )
     for quantity in ("side", "seconds", "caption_length"):
         low, high = getattr(data, f"min_{quantity}"), getattr(data, f"max_{quantity}")
         if low is not None and high is not None and low > high:
             raise ConfigError(f"data.min_{quantity}={low} is above data.max_{quantity}={high}, so no sample is left")
-    packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
     encoders = data.online_vae, data.online_text_encoder
-    groups = (
-        (data.max_tokens_per_pack is None, packs, "max_tokens_per_pack"),
-        (data.crop_size is None, ["random_crop"], "crop_size"),
-        (encoders == (None, None), ["online_precision"], "online_vae or online_text_encoder"),
-    )
-    for is_unused, settings, needed in groups:
+    for is_unused, setting, needed in (
+        (data.crop_size is None, "random_crop", "crop_size"),
+        (encoders == (None, None), "online_precision", "online_vae or online_text_encoder"),
+    ):
         if is_unused:
-            check_unused("data", data, settings, f"without data.{needed}", f"set data.{needed}")
+            check_unused("data", data, [setting], f"without data.{needed}", f"set data.{needed}")
 
 
-def changes_pictures(data: Any) -> bool:
+def changes_pictures(data: "EnergonData") -> bool:
     """Return whether settings change the picture itself at load time."""
     return data.resize_side is not None or data.crop_size is not None or data.flip > 0
 
 
-def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
+def check_changes(data: "EnergonData", spec: BatchSpec, multiple: int) -> None:
     """Check crop sizes, and that the settings change nothing except pictures.
 
     Args:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -243,12 +244,9 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     """Return the record of a unit if all its shards are complete, else None."""
     try:
         body = parse_json(read_bytes(_record_file(job, number)))
-        typed = {
-            **{name: Counter(body[name]) for name in ("counts", "shapes", "reference_shapes")},
-            "skips": [Skipped(*skip) for skip in body["skips"]],
-            "latents": Moments(*body["latents"]),
-        }
-        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)} | typed)
+        body |= {name: Counter(body[name]) for name in ("counts", "shapes", "reference_shapes")}
+        body |= {"skips": [Skipped(*skip) for skip in body["skips"]], "latents": Moments(*body["latents"])}
+        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)})
         complete = all((job.data / name).stat().st_size == facts["bytes"] for name, facts in record.shards.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -285,22 +283,20 @@ def build(
         records = {number: record for number in numbers if (record := _finished(job, number)) is not None}
         if records:
             on_resume(len(records))
-        for number, record in records.items():
-            on_unit(number, record)
         todo = [number for number in numbers[ranks.rank :: ranks.count] if number not in records]
-        for number, record in _records(job, units, todo, processes):
+        for number, record in chain(list(records.items()), _records(job, units, todo, processes)):
             records[number] = record
             on_unit(number, record)
         ranks.wait()
         for number in numbers:
-            if number not in records:  # of another rank
-                unit_record = _finished(job, number)
-                if unit_record is None:
-                    raise DataError(
-                        f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see the "
-                        "same folder: give --out on a file system that the nodes share"
-                    )
-                records[number] = unit_record
+            if number in records:
+                continue
+            if (record_of_other := _finished(job, number)) is None:
+                raise DataError(
+                    f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see the same "
+                    "folder: give --out on a file system that the nodes share"
+                )
+            records[number] = record_of_other
         ranks.wait()
     except BaseException:
         if ranks.count == 1 and not any(_finished(job, number) for number in numbers):

@@ -43,7 +43,7 @@ def make(preparation: Preparation, args: argparse.Namespace) -> None:
 def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, visible: bool) -> UnitRecord:
     """Make the data set with a progress bar in files (or archives) with rate and remaining time."""
     hidden = None if visible else True  # None: hidden only without a terminal
-    name = f"preparing {args.out}"
+    partial, name = preparation.job.partial, f"preparing {args.out}"
     with tqdm(total=preparation.entries, unit=preparation.entry, desc=name, disable=hidden) as bar:
 
         def show(number: int, record: UnitRecord) -> None:
@@ -55,15 +55,11 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, vi
         def resume(finished: int) -> None:
             if visible:
                 units = f"{finished:,} of {len(preparation.units):,} parts"
-                bar.write(
-                    f"{args.out}: continues after {units}, which are in {preparation.job.partial}", file=sys.stderr
-                )
+                bar.write(f"{args.out}: continues after {units}, which are in {partial}", file=sys.stderr)
 
-        work = {"processes": args.processes, "force": args.force, "on_unit": show, "on_resume": resume}
         try:
-            return preparation.run(**work)
+            return preparation.run(processes=args.processes, force=args.force, on_unit=show, on_resume=resume)
         except BaseException as error:
-            partial = preparation.job.partial
             if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
                 error.filename = str(partial)
             if visible and partial.exists() and not isinstance(error, ConfigError):

@@ -1,5 +1,6 @@
 """Survey of a split of a data set: sizes, durations, texts, captions, damage, and filling of packs."""
 
+import math
 import tarfile
 import time
 from collections import Counter
@@ -59,12 +60,9 @@ class Seen:
 
     def tokens(self, patch: Sequence[int]) -> Optional[int]:
         """Return the tokens of the sample; None if its latent cannot be cut into such patches."""
-        frames = frames_to_patch(self.size[1], patch[0])
-        sides = (frames, *self.size[2:])
-        if any(side % part for side, part in zip(sides, patch, strict=True)):
-            return None
-        t, h, w = (side // part for side, part in zip(sides, patch, strict=True))
-        return t * h * w
+        sides = (frames_to_patch(self.size[1], patch[0]), *self.size[2:])
+        counts = [divmod(side, part) for side, part in zip(sides, patch, strict=True)]
+        return None if any(rest for _, rest in counts) else math.prod(count for count, _ in counts)
 
 
 @dataclass(kw_only=True)
