@@ -19,11 +19,17 @@ from dit.patchify import Grid
 from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
 from energon_data.contents import Contents, Shape
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
-from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit
 from energon_data.reader_settings import ReaderSettings
 from energon_data.streams import Source, check_streams
-from energon_data.values import changes_pictures, check_changes, check_values
+from energon_data.values import (
+    changes_pictures,
+    check_changes,
+    check_online_texts,
+    check_vae,
+    check_values,
+    embedded_widths,
+)
 
 if TYPE_CHECKING:
     from energon_data.energon_source import EnergonSource

@@ -1,18 +1,20 @@
-"""Checks of settings of `EnergonData` that read no data: ranges, changes of pictures, settings without effect."""
+"""Checks of settings of `EnergonData` that read no data: ranges, changes of pictures, settings without effect.
+
+Online encoders are checked against the model by their sizes, without loading weights.
+"""
 
 import math
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dit.condition_table import TEACHER_TOKEN
 from dit.data_api import BatchSpec
+from dit.encoders.text_config import as_conditions, check_text_encoder
+from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
 from dit.ranges import COUNT, COUNT_OR_ZERO, FINITE, NOT_NEGATIVE, SHARE, Range, check_unused
 
-if TYPE_CHECKING:
-    from energon_data.dataset import EnergonData
 
-
-def check_values(data: "EnergonData", micro_batches_per_step: int) -> None:
+def check_values(data: Any, micro_batches_per_step: int) -> None:
     """Check settings that do not depend on other parts of the run."""
     counts = ("pack_cost_tokens", "packing_buffer_size", "max_text_tokens", "max_tokens_per_sample")
     more = ("validation_samples", "blend_steps", "min_side", "max_side", "resize_side", "crop_size")
@@ -39,12 +41,12 @@ def check_values(data: "EnergonData", micro_batches_per_step: int) -> None:
             check_unused("data", data, [setting], f"without data.{needed}", f"set data.{needed}")
 
 
-def changes_pictures(data: "EnergonData") -> bool:
+def changes_pictures(data: Any) -> bool:
     """Return whether settings change the picture itself at load time."""
     return data.resize_side is not None or data.crop_size is not None or data.flip > 0
 
 
-def check_changes(data: "EnergonData", spec: BatchSpec, multiple: int) -> None:
+def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
     """Check crop sizes, and that the settings change nothing except pictures.
 
     Args:
@@ -74,3 +76,39 @@ def check_changes(data: "EnergonData", spec: BatchSpec, multiple: int) -> None:
         times = f" times {spec.side_multiple} for the levels of the network" if spec.side_multiple > 1 else ""
         times += " times the compression of data.online_vae" if data.online_vae else ""
         raise ConfigError(f"data.crop_size={size} must be multiples of {multiple}, model.patch_spatial{times}")
+
+
+def check_vae(name: str, spec: BatchSpec) -> None:
+    """Check the latents of the online autoencoder against the model."""
+    channels = Geometry.read(name).channels
+    if channels != spec.latent_channels:
+        raise ConfigError(
+            f"data.online_vae={name} has latents of {channels} channels, model.in_channels is {spec.latent_channels}; "
+            f"set model.in_channels={channels}"
+        )
+
+
+def check_online_texts(line: str, spec: BatchSpec) -> None:
+    """Check the outputs of the online text encoders against the model."""
+    if check_text_encoder(line).reads_pictures:
+        raise ConfigError(
+            f"data.online_text_encoder={line} reads pictures to edit, and the data have only their latents; prepare "
+            "the data with --text-encoder, and set data.online_text_encoder=none"
+        )
+    widths = embedded_widths(line, spec)
+    if not widths:
+        raise ConfigError(
+            f"data.online_text_encoder={line} makes no condition of the model; set data.online_text_encoder=none"
+        )
+    for condition in spec.conditions:
+        width = widths.get(condition.name)
+        if width is not None and condition.shape not in (None, (width,)):
+            raise ConfigError(
+                f"data.online_text_encoder={line} makes a {condition.description} of {width} features, the model takes "
+                f"{list(condition.shape)}; {condition.cure_of_width(width)}"
+            )
+
+
+def embedded_widths(line: str, spec: BatchSpec) -> dict[str, int]:
+    """Return the widths of the model's conditions that these encoders produce."""
+    return as_conditions(check_text_encoder(line).widths, spec.conditions)

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -29,7 +30,6 @@ from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
 from energon_data.colours import OTHER_COLOURS, Colours
 from energon_data.latent_scale import Moments
-from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
     ShardWriter,
     check_replaceable,
@@ -44,6 +44,7 @@ from energon_data.samples import SampleError
 TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
+LONGEST_WAIT = timedelta(days=30)  # for the units of the slowest rank
 EXAMPLES = 3  # skipped samples that are listed per reason
 LONGEST_PLAN = 64 << 30  # bytes; it has about 100 for each file
 CAPTIONS = 16  # captions that a data set lists as examples
@@ -195,6 +196,31 @@ def _text_of(shape: Iterable[int]) -> str:
 def is_held_out(origin: str, share: float) -> bool:
     """Return whether the samples of a file belong to the validation split; depends only on its name."""
     return sample_id(f"split/{origin}") % 1_000_000 < round(share * 1_000_000)
+
+
+class Ranks:
+    """Rank and number of the processes of a launcher, which write to the same folder; one process without a launcher.
+
+    They synchronise after rank 0 has opened the folder, after all units are finished, and after all records are read.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process opens and publishes the data set, and reports."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Wait until all processes call this."""
+        if self.count == 1:
+            return
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+        dist.barrier()
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from tqdm import tqdm
 from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
 from energon_data.contents import Contents
-from energon_data.prepare.build import SKIPPED, UnitRecord
+from energon_data.prepare.build import SKIPPED, Ranks, UnitRecord
 from energon_data.prepare.preparation import Preparation
-from energon_data.prepare.ranks import Ranks
 
 LINES_WITH_A_FILE = {
     "animated": "first frame of an animation",

@@ -15,11 +15,10 @@ from dit.media import HEIC_IS_MISSING, PYAV_IS_MISSING, reads_heic, reads_videos
 from dit.terminal import counted
 from energon_data.media_files import HEIC, PICTURES, VIDEOS
 from energon_data.prepare.archives import list_tars, read_tar, tar_stamp
-from energon_data.prepare.build import Job, Raw, Sample, UnitRecord, build, finish
+from energon_data.prepare.build import Job, Ranks, Raw, Sample, UnitRecord, build, finish
 from energon_data.prepare.folders import Entry, list_folder
 from energon_data.prepare.lists import list_stamp
 from energon_data.prepare.media import MakeSamples, Options
-from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.texts import text_record
 from energon_data.prepare.walk import Skipped, extension_of, seen_file
 from energon_data.samples import SampleError
