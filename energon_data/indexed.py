@@ -194,8 +194,8 @@ def _clip(samples: Samples, index: int) -> Clip:
         else:
             kind = _type_name(value)
             raise SampleError("metadata", f"{name} is a {kind}, not a number or an array; convert it, or leave it out")
-    source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
-    return cook_clip({"json": numbers, **parts, **source}, references=samples.references)
+    sample_parts = {"json": numbers, **parts, "__key__": str(index), "__shard__": samples.origin}
+    return cook_clip(sample_parts, references=samples.references)
 
 
 def _first_clip(samples: Samples) -> Clip:

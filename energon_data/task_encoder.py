@@ -165,10 +165,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             raise SampleError("unreadable", sample[READ_ERROR])
         parts = {name: data for name, data in sample.items() if name[:2] != "__"}
         decoded = decode_sample(sample["__key__"], parts, require_checksums=self.options.require_checksums)
-        for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
-            decoded[name] = sample[name]
-        augmentation = self.options.augmentation
-        change = None if augmentation is None else partial(augmentation, visit=visit)
+        decoded |= {name: data for name, data in sample.items() if name not in parts}
+        change = None if self.options.augmentation is None else partial(self.options.augmentation, visit=visit)
         clip = cook_clip(decoded, vae=self.options.vae, change=change, references=self.options.references)
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:

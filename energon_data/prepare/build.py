@@ -160,11 +160,10 @@ class UnitRecord:
     def add(self, other: "UnitRecord") -> None:
         """Add another unit's counts to this one."""
         self.shards |= other.shards
-        self.counts += other.counts
+        for counter in ("counts", "shapes", "reference_shapes"):
+            getattr(self, counter).update(getattr(other, counter))
         self.first_files = other.first_files | self.first_files
         self.skips += other.skips
-        self.shapes += other.shapes
-        self.reference_shapes += other.reference_shapes
         different = {*self.captions, *other.captions}
         self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
         self.num_classes = max(self.num_classes, other.num_classes)

@@ -122,7 +122,7 @@ def survey(
         try:
             key, parts = _parts(data)
             sample = decode_sample(key, parts, require_checksums=require_checksums)
-            clip = cook_clip(sample | {"__key__": key, "__shard__": "", "__restore_key__": (), "__sources__": None})
+            clip = cook_clip(sample | {"__key__": key})
         except SampleError as error:
             result.lost[error.reason] += 1
             result.examples.setdefault(error.reason, f"{shard.name}/{key}: {error.detail}")
@@ -206,7 +206,7 @@ def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions") 
         for index, (shard, data) in zip(round_of, _read(info.shards, round_of), strict=True):
             with suppress(SampleError):  # training reports damage when it reads the data
                 key, parts = _parts(data)
-                sample = {"__key__": key, "__shard__": shard.name, "__restore_key__": (), "__sources__": None, **parts}
+                sample = {"__key__": key, "__shard__": shard.name, **parts}
                 clip = encoder.clip_of(sample, Visit(0, 0, index, sample_id(key)))
                 read[""] += 1
                 if clip is not None:
