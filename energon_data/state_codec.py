@@ -1,5 +1,6 @@
 """Conversion of Energon's loader state to plain dicts, lists and tensors, so that no pickled classes are stored."""
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,11 @@ def to_plain(value: Any) -> Any:
         return {_TAG: "bytes", "value": torch.from_numpy(np.frombuffer(value, np.uint8).copy())}
     if type(value) in (list, tuple):
         return type(value)(map(to_plain, value))
-    name = type(value).__name__
-    if _classes().get(name) is type(value):
-        items = value if isinstance(value, dict) else vars(value)
-        return {_TAG: name, "value": [[to_plain(k), to_plain(v)] for k, v in items.items()]}
-    raise DataError(f"the loader state contains a {type(value).__module__}.{name}, which this version cannot save")
+    cls = type(value)
+    if _classes().get(cls.__name__) is cls:
+        items = value.items() if isinstance(value, dict) else [(f.name, getattr(value, f.name)) for f in fields(value)]
+        return {_TAG: cls.__name__, "value": [[to_plain(k), to_plain(v)] for k, v in items]}
+    raise DataError(f"the loader state contains a {cls.__module__}.{cls.__name__}, which this version cannot save")
 
 
 def from_plain(value: Any) -> Any:
