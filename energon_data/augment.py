@@ -4,6 +4,7 @@ Every random draw is a function of (seed, stream, number of the sample in its st
 the same crops and flips in any process.
 """
 
+import math
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Optional
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from dit.media import MAX_PIXELS
 from energon_data.samples import FilteredOutError
 
 
@@ -81,6 +83,9 @@ def resize(pixels: Tensor, smallest_side: int) -> Tensor:
     size = (round(height * scale), round(width * scale))
     if size == (height, width):
         return pixels
+    if math.prod(size) > MAX_PIXELS:
+        numbers = f"{height} x {width} pixels, resized to {size[0]} x {size[1]}, more than {MAX_PIXELS:,}"
+        raise FilteredOutError("too_large", numbers)
     frames = pixels.transpose(0, 1).float()
     frames = interpolate(frames, size=size, mode="bicubic", antialias=True, align_corners=False)
     return frames.round_().clamp_(0, 255).to(torch.uint8).transpose(0, 1)

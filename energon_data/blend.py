@@ -22,8 +22,6 @@ from dit.errors import ConfigError
 from dit.ranges import NOT_NEGATIVE
 from energon_data.streams import Position, Source, StreamItem
 
-_KEYS = {"path", "weight"}
-
 
 @dataclass(frozen=True)
 class Member:
@@ -51,7 +49,7 @@ def read_blend(blend: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list
         raise ConfigError("data.blend is empty; write data.blend=[{path: DIR, weight: 1}, ...]")
     members = []
     for entry in blend:
-        if not isinstance(entry, Mapping) or set(entry) - _KEYS or not isinstance(entry.get("path"), str):
+        if not isinstance(entry, Mapping) or set(entry) - {"path", "weight"} or not isinstance(entry.get("path"), str):
             raise ConfigError(f"data.blend has the entry {entry!r}; each is {{path: DIR, weight: NUMBER}}")
         weight = entry.get("weight", 1)
         weights = tuple(weight) if isinstance(weight, (list, tuple)) else (weight,) * stages
@@ -83,11 +81,7 @@ def metadataset(parts: Mapping[str, float], split: str) -> Iterator[str]:
     blend = [{"path": str(Path(path).absolute()), "weight": weight} for path, weight in parts.items() if weight]
     with tempfile.TemporaryDirectory(prefix="dit-blend-") as folder:
         file = Path(folder) / "blend.yaml"
-        content = {
-            "__module__": "megatron.energon",
-            "__class__": "MetadatasetV2",
-            "splits": {split: {"blend": blend}},
-        }
+        content = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {split: {"blend": blend}}}
         file.write_text(yaml.safe_dump(content), encoding="utf-8")
         yield str(file)
 
@@ -117,20 +111,15 @@ class StagedSource:
         self._num_items = 0
         self._source: Optional[Source] = None
 
-    @property
-    def _stage(self) -> int:
-        return sum(self._num_items >= end for end in self._ends)
-
     def _open(self) -> Source:
         if self._source is None:
-            self._source = self._stages[self._stage]()
+            self._source = self._stages[sum(self._num_items >= end for end in self._ends)]()
         return self._source
 
     def next(self) -> StreamItem:
         item = self._open().next()
-        before = self._stage
         self._num_items += 1
-        if self._stage != before:
+        if self._num_items in self._ends:
             self.close()
         return item
 

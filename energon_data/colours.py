@@ -96,7 +96,7 @@ def flattened(picture: Image.Image, paper: str = "white") -> Image.Image:
         values = np.asarray(picture)
         if not np.isfinite(values).all():
             raise SampleError("bad_image", "it has values that are not finite")
-        largest = values.max(initial=0)
+        largest = 65535 if picture.mode.startswith("I;16") else values.max(initial=0)  # "I" and "F" have any range
         top = 65535 if largest > 255 else 1 if picture.mode == "F" and largest <= 1 else 255
         grey = np.empty(values.shape, np.uint8)
         for _, start, _, end in bands:

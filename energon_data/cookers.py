@@ -95,10 +95,10 @@ def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
     if value is None:
         if condition.default is not None:
             return None
+        numbers = "" if condition.num_classes is None else f" of 0..{condition.num_classes - 1}"
         raise SampleError(
             condition.name,
-            f"the sample stores no {name}, and the model takes one{_range(condition)}; add it to the metadata"
-            f"{condition.or_without or _or_default(condition)}",
+            f"the sample stores no {name}, and the model takes one{numbers}; add it to the metadata{_cure(condition)}",
         )
     if condition.num_classes is None:
         return value
@@ -109,12 +109,9 @@ def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
     return int(value)
 
 
-def _or_default(condition: Condition) -> str:
-    return ", or declare the condition with a default" if condition.axis == "sample" else ""
-
-
-def _range(condition: Condition) -> str:
-    return "" if condition.num_classes is None else f" of 0..{condition.num_classes - 1}"
+def _cure(condition: Condition) -> str:
+    """Return how to train on samples without a condition."""
+    return condition.or_without or (", or declare the condition with a default" if condition.axis == "sample" else "")
 
 
 def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
@@ -122,8 +119,7 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
     # Parts that are stored once belong to all captions. Pictures are: `reference-1` is the second reference.
     numbers = dict.fromkeys((0 if condition.is_per_token else clip.wording, 0))
     stems = [numbered_stem(name, i) for i in numbers for name in condition.stored_as]
-    tensors = (_tensor(clip.parts, stem) for stem in stems)
-    value = next((x for x in tensors if x is not None), None)
+    value = next((x for stem in stems if (x := _tensor(clip.parts, stem)) is not None), None)
     if value is None and condition.axis == "sample":
         value = _list_of_numbers(clip.metadata, condition.stored_as)
     if value is not None and condition.derive is not None and condition.is_per_token and clip.pixels is not None:
@@ -140,7 +136,7 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
         raise SampleError(
             "missing_part",
             f"the model takes a {condition.description} and the sample has no {condition.stored_as[0]}.npy; store its "
-            f"{condition.description}, {condition.stored_shape}{condition.or_without or _or_default(condition)}",
+            f"{condition.description}, {condition.stored_shape}{_cure(condition)}",
         )
     size = clip.grid if condition.axis == "token" else clip.latent.shape[1:]
     if condition.is_per_token:
@@ -173,31 +169,21 @@ def read_references(
         SampleError: one has other channels than the sample, or another rank, or is an array and `change` is given.
     """
     references: list[Tensor] = []
-    while (reference := _reference(sample, len(references), latent, change)) is not None:
-        references.append(reference)
-    return references
-
-
-def _reference(
-    sample: dict[str, Any], number: int, latent: Tensor, change: Optional[Callable[[Tensor], Tensor]]
-) -> Optional[Tensor]:
-    """Return one reference; None if the sample has fewer."""
-    stem = numbered_stem(REFERENCE, number)
-    reference = _tensor(sample, stem)
-    if reference is not None:
-        _check_unchanged("reference that is a latent", change)
-    else:
-        pixels = _pixels(sample, stem)
-        if pixels is None:
-            return None
-        reference = pixel_values(pixels if change is None else change(pixels))
-    reference = reference[:, None] if reference.dim() == 3 else reference
-    if reference.dim() != 4 or 0 in reference.shape or len(reference) != len(latent):
-        raise SampleError(
-            "wrong_shape",
-            f"the {stem} has shape {list(reference.shape)}, expected [{len(latent)}, T, H, W] as the latent",
-        )
-    return reference.float()
+    while True:
+        stem = numbered_stem(REFERENCE, len(references))
+        if (reference := _tensor(sample, stem)) is not None:
+            _check_unchanged("reference that is a latent", change)
+        elif (pixels := _pixels(sample, stem)) is not None:
+            reference = pixel_values(pixels if change is None else change(pixels))
+        else:
+            return references
+        reference = reference[:, None] if reference.dim() == 3 else reference
+        if reference.dim() != 4 or 0 in reference.shape or len(reference) != len(latent):
+            raise SampleError(
+                "wrong_shape",
+                f"the {stem} has shape {list(reference.shape)}, expected [{len(latent)}, T, H, W] as the latent",
+            )
+        references.append(reference.float())
 
 
 def read_caption(clip: Clip) -> str:
@@ -234,19 +220,17 @@ def _media(
     if stored is not None:
         _check_unchanged("latent", change)
         return stored, None, None
-    pixels = _pixels(sample)
-    if pixels is None and vae is not None:
-        raise SampleError(
-            "missing_part",
-            "the sample has no picture or video called pixels, which data.online_vae encodes; prepare the data without "
-            "--vae, or train on stored latents with data.online_vae=none",
-        )
-    if pixels is None:
-        raise SampleError(
-            "missing_part",
+    if (pixels := _pixels(sample)) is None:
+        missing = (
             "the sample has no latent.npy, latent.safetensors, or picture or video called pixels; "
-            f"`python -m energon_data.prepare` makes such samples ({page_of('energon_data')})",
+            f"`python -m energon_data.prepare` makes such samples ({page_of('energon_data')})"
         )
+        if vae is not None:
+            missing = (
+                "the sample has no picture or video called pixels, which data.online_vae encodes; prepare the data "
+                "without --vae, or train on stored latents with data.online_vae=none"
+            )
+        raise SampleError("missing_part", missing)
     shape = (pixels.shape[1], pixels.shape[2], pixels.shape[3])
     pixels = pixels if change is None else change(pixels)
     return (pixel_values(pixels), None, shape) if vae is None else (_without_values(pixels, vae), pixels, shape)
@@ -282,14 +266,14 @@ def cook_clip(
     weight = _number(metadata, ("loss_weight",), LOSS_WEIGHT_RANGE)
     return Clip(
         __key__=sample["__key__"],
-        __restore_key__=sample["__restore_key__"],
-        __sources__=sample["__sources__"],
+        __restore_key__=sample.get("__restore_key__", ()),
+        __sources__=sample.get("__sources__"),
         latent=latent.float(),
         pixel_shape=pixel_shape,
         metadata=metadata,
         parts={name: part for name, part in sample.items() if name.endswith((".npy", ".safetensors"))},
         pixels=pixels,
-        shard=sample["__shard__"],
+        shard=sample.get("__shard__", ""),
         id=sample_id(sample["__key__"]),
         loss_weight=1.0 if weight is None else weight,
         references=read_references(sample, latent, change) if references else [],

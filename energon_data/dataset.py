@@ -19,11 +19,17 @@ from dit.patchify import Grid
 from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
 from energon_data.contents import Contents, Shape
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
-from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit
 from energon_data.reader_settings import ReaderSettings
 from energon_data.streams import Source, check_streams
-from energon_data.values import changes_pictures, check_changes, check_values
+from energon_data.values import (
+    changes_pictures,
+    check_changes,
+    check_online_texts,
+    check_vae,
+    check_values,
+    embedded_widths,
+)
 
 if TYPE_CHECKING:
     from energon_data.energon_source import EnergonSource
@@ -148,8 +154,7 @@ class EnergonData(ReaderSettings):
         if text is not None:
             self.text_encoder()
         num_classes = None if label is None else label.num_classes
-        names = None if num_classes is None else self.class_names()
-        if names is not None and num_classes is not None and len(names) > num_classes:
+        if num_classes is not None and len(names := self.class_names() or ()) > num_classes:
             raise ConfigError(
                 f"{self.origin} has {len(names)} classes, model.num_classes is {num_classes}; raise it to {len(names)}"
             )
@@ -191,7 +196,7 @@ class EnergonData(ReaderSettings):
         )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        check_values(self)
+        check_values(self, micro_batches_per_step)
         self.check_references(spec)
         if self.references and self.online_vae is not None:
             raise ConfigError(
@@ -199,13 +204,12 @@ class EnergonData(ReaderSettings):
                 "--vae, or set data.references=False"
             )
         check_changes(self, spec, spec.patch_spatial * spec.side_multiple)
-        check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
         if self.bucket_by_shape and self.max_tokens_per_pack is not None:
             raise ConfigError("data.bucket_by_shape and data.max_tokens_per_pack exclude each other; choose one")
-        self.check_packs(spec, self.pack_cost_tokens)
+        self.check_packs(spec)
 
     @property
     def origin(self) -> str:
@@ -249,13 +253,13 @@ class EnergonData(ReaderSettings):
             return []
         if self.crop_size is not None:
             return [(1, self.crop_size[0] // patch_spatial, self.crop_size[1] // patch_spatial)]
-        described = list[Contents]()
-        with suppress(DataError):  # a folder that `prepare` did not write
-            described = [contents for path in self._paths() if (contents := Contents.read(Path(path)))]
         if self.resize_side is not None:
             return []
-        samples = [contents.largest_grids(patch_temporal, patch_spatial) for contents in described]
-        grids = [sample if self.references else sample[:1] for sample in samples]
+        grids = list[list[Grid]]()
+        with suppress(DataError):  # a folder that `prepare` did not write
+            described = [contents for path in self._paths() if (contents := Contents.read(Path(path)))]
+            samples = [contents.largest_grids(patch_temporal, patch_spatial) for contents in described]
+            grids = [sample if self.references else sample[:1] for sample in samples]
         return max(grids, key=lambda sample: sum(map(math.prod, sample)), default=[])
 
     def _pixel_multiple(self, spec: BatchSpec) -> int:
@@ -268,8 +272,9 @@ class EnergonData(ReaderSettings):
         from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
-        token_limits = (self.max_tokens_per_sample, self.max_tokens_per_pack, self.pack_cost_tokens)
-        lengths = [n for n in token_limits if n is not None]
+        names = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
+        lengths = [(n, f"data.{name}") for name in names if (n := getattr(self, name)) is not None]
+        max_tokens, limited_by = min(lengths, key=lambda length: length[0], default=(None, ""))
         limits = {
             "aesthetic_score": Limits(low=self.min_aesthetic_score),
             "smallest_side": Limits(low=self.min_side),
@@ -290,7 +295,8 @@ class EnergonData(ReaderSettings):
         return EncoderOptions(
             filters=Filters(
                 limits={name: limit for name, limit in limits.items() if limit != Limits()},
-                max_tokens=min(lengths) if lengths else None,
+                max_tokens=max_tokens,
+                limited_by=limited_by,
             ),
             augmentation=augmentation,
             vary_captions=self.vary_captions and not held_out,
@@ -298,9 +304,7 @@ class EnergonData(ReaderSettings):
             max_text_tokens=self.max_text_tokens,
             max_tokens_per_pack=self.max_tokens_per_pack,
             pack_multiple_of=self.pack_multiple_of,
-            cost_limit=None
-            if self.pack_cost_tokens is None
-            else CostLimit(self.pack_cost_tokens, spec.attention_tokens),
+            cost_limit=CostLimit(n, spec.attention_tokens) if (n := self.pack_cost_tokens) else None,
             pad_packs=self.pad_packs,
             bucket_by_shape=self.bucket_by_shape,
             vae=None if self.online_vae is None else Geometry.read(self.online_vae),
@@ -372,7 +376,7 @@ class EnergonData(ReaderSettings):
         from energon_data.report.survey import expected_drops, unused_choice_of_captions
 
         infos, options = self.folders(TRAIN_SPLIT), self._options(spec)
-        lines = [line for info in infos for line in expected_drops(info, spec, options, vars(self))]
+        lines = [line for info in infos for line in expected_drops(info, spec, options)]
         return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
     def stored_conditions(self) -> Optional[set[str]]:

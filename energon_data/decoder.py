@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.samples import META_PART, SampleError, unseal, verify_parts
@@ -59,30 +58,22 @@ def read_npy(data: bytes | memoryview) -> np.ndarray:
         raise SampleError("bad_npy", f"unreadable .npy part: {error}") from error
 
 
-def _read_safetensors(data: bytes) -> dict[str, Tensor]:
-    from safetensors.torch import load
-
-    try:
-        return load(data)
-    except Exception as error:
-        raise SampleError("bad_safetensors", f"unreadable .safetensors part: {error}") from error
-
-
 def _decode_part(name: str, data: bytes) -> Any:
-    """Decode one part by the last extension of its name; raises `SampleError` for pickles, unknown or damaged parts."""
+    """Decode one part by the last extension of its name; raises `SampleError` for unknown or damaged parts."""
     extension = name.rpartition(".")[2].lower()
     if extension == "npy":
         return read_npy(data)
     if extension == "safetensors":
-        return _read_safetensors(data)
+        from safetensors.torch import load
+
+        try:
+            return load(data)
+        except Exception as error:
+            raise SampleError("bad_safetensors", f"unreadable .safetensors part: {error}") from error
     if extension in RAW:
         return data
     if extension == "json":
         return unseal(data)
-    if extension in PICKLES:
-        raise SampleError(
-            "pickled", f"part {name!r} is a pickle, which can execute code; convert it to .npy or .safetensors"
-        )
     raise SampleError(
         "unknown_part", f"part {name!r} has an unknown format; supported are .npy, .safetensors, images, .txt"
     )
@@ -109,8 +100,7 @@ def decode_sample(key: str, parts: dict[str, bytes], *, require_checksums: bool)
     rest = {name: data for name, data in parts.items() if name != META_PART}
     for name in rest:
         if name.rpartition(".")[2].lower() in PICKLES:
-            _decode_part(name, b"")
+            cure = "convert it to .npy or .safetensors"
+            raise SampleError("pickled", f"part {name!r} is a pickle, which can execute code; {cure}")
     verify_parts(metadata, rest, required=require_checksums)
-    decoded: dict[str, Any] = {name: _decode_part(name, data) for name, data in rest.items()}
-    decoded[META_PART] = metadata
-    return decoded
+    return {name: _decode_part(name, data) for name, data in rest.items()} | {META_PART: metadata}

@@ -45,14 +45,12 @@ class _Deliveries(BaseWrapperDataset):
         try:
             for batch in self.dataset:
                 yield StreamItem(batch, self.ledger.drain())
-            return
         except TooManyDroppedError:
-            failure, is_bug = "too many samples were dropped", False
+            yield StreamItem(None, self.ledger.drain(), "too many samples were dropped")
         except _DATA_ERRORS as error:
-            failure, is_bug = f"{type(error).__name__}: {error}", False
+            yield StreamItem(None, self.ledger.drain(), f"{type(error).__name__}: {error}")
         except Exception:
-            failure, is_bug = traceback.format_exc(), True
-        yield StreamItem(None, self.ledger.drain(), failure, is_bug)
+            yield StreamItem(None, self.ledger.drain(), traceback.format_exc(), is_bug=True)
 
 
 @patches(

@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from dit.condition_table import FPS
 from energon_data.samples import Clip, FilteredOutError, SampleError, finite_number
 
 TOO_LONG = "too_long"
@@ -49,9 +50,9 @@ class Limits:
         return " and ".join(f"{words} {end:g}" for words, end in ends if end is not None)
 
 
-def _stated(clip: Clip, name: str) -> Optional[float]:
-    """Return a number in the metadata; None without one."""
-    return None if clip.metadata.get(name) is None else finite_number(clip.metadata, name)
+def _stated(clip: Clip, *names: str) -> Optional[float]:
+    """Return the number under the first of these names in the metadata; None without one."""
+    return next((finite_number(clip.metadata, name) for name in names if clip.metadata.get(name) is not None), None)
 
 
 def _sides(clip: Clip) -> Optional[tuple[float, float]]:
@@ -76,7 +77,7 @@ def _seconds(clip: Clip) -> Optional[float]:
         frames = finite_number(clip.metadata, "num_frames")
     if frames == 1:
         return 0.0
-    rate = _stated(clip, "fps")
+    rate = _stated(clip, *FPS.stored_as)
     return frames / rate if rate is not None and rate > 0 else None
 
 
@@ -103,10 +104,12 @@ class Filters:
     Attributes:
         limits: limits by name of a measure; samples without the number are dropped.
         max_tokens: most tokens of a sample, without padding; None for no limit.
+        limited_by: setting of `max_tokens`, for messages.
     """
 
     limits: Mapping[str, Limits] = field(default_factory=dict)
     max_tokens: Optional[int] = None
+    limited_by: str = "data.max_tokens_per_pack"
 
     def check(self, clip: Clip) -> None:
         """Compare a sample, before augmentation, with the limits."""
@@ -120,4 +123,5 @@ class Filters:
 
     def check_length(self, tokens: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
-            raise FilteredOutError(TOO_LONG, f"{tokens} tokens, at most {self.max_tokens} fit")
+            cure = f"raise {self.limited_by}, or prepare smaller samples"
+            raise FilteredOutError(TOO_LONG, f"{tokens} tokens, at most {self.max_tokens} fit; {cure}")

@@ -42,8 +42,9 @@ class SplitInfo:
     description: dict[str, Any]
 
 
-def _load(file: Path) -> Any:
-    """Parse a YAML or JSON file without executing code."""
+def _load(*files: Path) -> Any:
+    """Parse the first of these YAML or JSON files that exists, or the last one, without executing code."""
+    file = next((file for file in files if file.is_file()), files[-1])
     return (read_json if file.suffix == ".json" else read_yaml)(file, DataError, _ADVICE)
 
 
@@ -117,10 +118,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     target = f"{description.get('__module__')}.{description.get('__class__')}"
     if target != "megatron.energon.CrudeWebdataset" or _nested_targets(description.get("subflavors")):
         raise DataError(f"{meta / 'dataset.yaml'} names {target}; only megatron.energon.CrudeWebdataset is read")
-    info_file = meta / ".info.json"
-    info = _load(info_file if info_file.is_file() else meta / ".info.yaml")
-    split_file = meta / "split.yaml"
-    splits = _load(split_file if split_file.is_file() else meta / "split.json")
+    info, splits = _load(meta / ".info.json", meta / ".info.yaml"), _load(meta / "split.yaml", meta / "split.json")
     counts = info.get("shard_counts") if isinstance(info, dict) else None
     parts = splits.get("split_parts") if isinstance(splits, dict) else None
     if not isinstance(counts, dict) or not isinstance(parts, dict):
@@ -130,7 +128,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
         cure = held_out if split == "val" else _ADVICE
         raise DataError(f"{folder} has no split {split!r}, only {sorted(map(str, parts))}; {cure}")
     for entry, value in {**parts, "exclude": splits.get("exclude")}.items():  # Energon reads all of them
-        parts[entry] = _names_of(value, f"{entry!r} in {split_file}")
+        parts[entry] = _names_of(value, f"{entry!r} in {meta / 'split.yaml'}")
     names = [name for name in parts[split] if name not in parts["exclude"]]
     if not names:
         raise DataError(f"split {split!r} of {folder} is empty; {_ADVICE}")
@@ -142,7 +140,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     for name, path in zip(names, shards):
         count = counts.get(name)
         if not isinstance(count, int) or count < 1:
-            raise DataError(f"{info_file} lacks the number of samples of shard {name!r}; {_ADVICE}")
+            raise DataError(f"{meta / '.info.json'} lacks the number of samples of shard {name!r}; {_ADVICE}")
         recorded = written.get(name, {})
         if not isinstance(recorded, dict):
             raise DataError(f"{metadata_file} has no valid entry for shard {name!r}; {_ADVICE}")

@@ -26,13 +26,13 @@ from dit.batch import PackedBatch
 from dit.condition_table import TABLE
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError, DataError
-from dit.ranges import COUNT, COUNT_OR_ZERO, RANKS, check_ranges, check_unused
+from dit.ranges import COUNT, COUNT_OR_ZERO
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import LATENT, REFERENCE, Clip, SampleError
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
-from energon_data.streams import Position, Source, StreamItem, check_settings_changed, check_streams, read_up_to
+from energon_data.streams import Position, Source, StreamItem, check_settings_changed, read_up_to
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
@@ -99,14 +99,9 @@ class Samples(ReaderSettings):
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check ranges, streams and pack length."""
-        counts = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "max_text_tokens")
-        ranges = dict.fromkeys(counts, COUNT) | dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_ZERO)
-        check_ranges("data", self, {**ranges, "num_streams": RANKS})
-        check_streams(self.num_streams, micro_batches_per_step)
+        ranges = dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_ZERO)
+        self.check_streams(micro_batches_per_step, packing_buffer_size=COUNT, max_text_tokens=COUNT, **ranges)
         self.check_references(spec)
-        if self.max_tokens_per_pack is None:
-            names = ["pack_multiple_of", "packing_buffer_size"]
-            check_unused("data", self, names, "without data.max_tokens_per_pack", "set it")
         self.check_packs(spec)
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
@@ -199,8 +194,8 @@ def _clip(samples: Samples, index: int) -> Clip:
         else:
             kind = _type_name(value)
             raise SampleError("metadata", f"{name} is a {kind}, not a number or an array; convert it, or leave it out")
-    source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
-    return cook_clip({"json": numbers, **parts, **source}, references=samples.references)
+    sample_parts = {"json": numbers, **parts, "__key__": str(index), "__shard__": samples.origin}
+    return cook_clip(sample_parts, references=samples.references)
 
 
 def _first_clip(samples: Samples) -> Clip:
@@ -266,13 +261,14 @@ class IndexedSource:
         self._batches: deque[list[Clip]] = deque()
 
     def next(self) -> StreamItem:
+        failure = "no sample is left"
         try:
             while not self._batches and self._taken < self._last:
                 self._read()
         except TooManyDroppedError:
-            return StreamItem(None, self._counter.drain(), "too many samples were dropped")
+            failure = "too many samples were dropped"
         if not self._batches:
-            return StreamItem(None, self._counter.drain(), "no sample is left")
+            return StreamItem(None, self._counter.drain(), failure)
         self._delivered += 1
         return StreamItem(self._encoder.batch(self._batches.popleft()), self._counter.drain())
 
@@ -322,8 +318,8 @@ class IndexedSource:
         """Return the settings that determine which samples follow a position."""
         names = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "validation_samples")
         settings = {name: getattr(self._samples, name) for name in names}
-        size = {"micro_batch_size": self._spec.micro_batch_size, "size": len(self._samples)}
-        return settings | size | {"seed": self._seed}
+        size, count = self._spec.micro_batch_size, len(self._samples)
+        return settings | {"micro_batch_size": size, "size": count, "seed": self._seed}
 
     def state(self) -> Position:
         """Return the number of samples before the current buffer, and of micro-batches delivered from it."""

@@ -67,22 +67,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def patch_of(text: str) -> tuple[int, int, int]:
-    """Parse the sides of a patch."""
-    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){2}", text):
-        raise ConfigError(f"--patch must be TxHxW such as 1x2x2, got {text!r}")
-    t, h, w = map(int, text.split("x"))
-    return t, h, w
-
-
-def value_lines(values: Counter[str]) -> Iterator[str]:
-    """Yield a line with a bar for each value, most frequent first; values after `MOST_ROWS` share a line."""
-    rows = values.most_common(MOST_ROWS)
-    if rest := values.total() - sum(count for _, count in rows):
-        rows.append((f"{len(values) - MOST_ROWS} others", rest))
-    yield from bars(rows)
-
-
 def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
     """Yield a line with a bar for each name and count."""
     width, most, total = max(len(name) for name, _ in rows), max(n for _, n in rows), sum(n for _, n in rows)
@@ -142,7 +126,11 @@ def content_lines(survey_result: Survey) -> Iterator[str]:
     if survey_result.latents.number:
         yield f"latents     {survey_result.latents.line()}"
     yield "sizes       T x H x W"
-    yield from value_lines(Counter(" x ".join(map(str, one.size[1:])) for one in seen))
+    sizes = Counter(" x ".join(map(str, one.size[1:])) for one in seen)
+    rows = sizes.most_common(MOST_ROWS)
+    if rest := len(seen) - sum(count for _, count in rows):
+        rows.append((f"{len(sizes) - MOST_ROWS} others", rest))
+    yield from bars(rows)
     clips = [one for one in seen if one.size[1] > 1]
     if clips:
         yield f"clips       {len(clips):,}, {spread_of([one.size[1] for one in clips])} frames"
@@ -163,21 +151,16 @@ def content_lines(survey_result: Survey) -> Iterator[str]:
         yield "captions    none"
 
 
-def token_lines(
-    survey_result: Survey, patch: tuple[int, int, int], *, pack: Optional[int], multiple_of: int
-) -> Iterator[str]:
+def token_lines(survey_result: Survey, patch: str, *, pack: Optional[int], multiple_of: int) -> Iterator[str]:
     """Yield lines on the number of tokens, and on how samples fill packs."""
-    lengths = [one.tokens(patch) for one in survey_result.seen]
-    countable = [n for n in lengths if n is not None]
-    name = "x".join(map(str, patch))
-    if len(countable) < len(lengths):
-        example = next(one for one in survey_result.seen if one.tokens(patch) is None)
-        size = " x ".join(map(str, example.size[1:]))
-        count = len(lengths) - len(countable)
-        yield f"refused     {count:,} cannot be cut into patches of {name}, such as {example.key}: {size}"
+    lengths = [(one.tokens(tuple(map(int, patch.split("x")))), one) for one in survey_result.seen]
+    countable = [n for n, _ in lengths if n is not None]
+    if refused := [one for n, one in lengths if n is None]:
+        example = f"{refused[0].key}: {' x '.join(map(str, refused[0].size[1:]))}"
+        yield f"refused     {len(refused):,} cannot be cut into patches of {patch}, such as {example}"
     if not countable:
         return
-    yield f"tokens      {spread_of(countable)}, with patches of {name}"
+    yield f"tokens      {spread_of(countable)}, with patches of {patch}"
     yield from bars(histogram(countable))
     if pack is not None:
         packing = expected_packing(countable, pack, multiple_of=multiple_of)
@@ -229,7 +212,8 @@ def decoder(name: str) -> Callable[[Tensor], Tensor]:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
-    patch = patch_of(args.patch)
+    if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){2}", args.patch):
+        raise ConfigError(f"--patch must be TxHxW such as 1x2x2, got {args.patch!r}")
     for name, low in (("samples", 0), ("pack", 1), ("multiple_of", 1), ("tiles", 1)):
         value = getattr(args, name)
         if value is not None and value < low:
@@ -245,7 +229,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         require_checksums=not args.no_checksums,
     )
     lines = [*shard_lines(survey_result), *content_lines(survey_result)]
-    lines += token_lines(survey_result, patch, pack=args.pack, multiple_of=args.multiple_of)
+    lines += token_lines(survey_result, args.patch, pack=args.pack, multiple_of=args.multiple_of)
     if args.sheet is not None:
         lines.append(write_sheet(survey_result, args.sheet, args.vae))
     echo(*lines, sep="\n", flush=True)

@@ -4,6 +4,7 @@ import io
 import time
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import chain
 from typing import Any, Literal, Optional, TypeVar
 
 import numpy as np
@@ -32,6 +33,8 @@ VIDEOS = frozenset({"mp4", "webm", "mov", "mkv", "avi", "m4v"})
 
 Format = Literal["png", "webp", "jpg"]
 MAX_FRAMES = 100_000
+MAX_CLIP_PIXELS = 1 << 32
+"""Largest number of pixels of all frames of a clip, which need 4 bytes each."""
 MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
@@ -44,13 +47,13 @@ _CRF = 16  # of H.264: visually lossless
 
 
 class Deadline:
-    """Limit of the CPU time of the decoding thread, for one sample."""
+    """Limits of the decoding thread for one sample: CPU time, and pixels in memory."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        self._end = time.thread_time() + MAX_SECONDS
+        self._end, self._pixels = time.thread_time() + MAX_SECONDS, 0
 
     def check(self) -> None:
         """Raise `SampleError` if the time limit has passed."""
@@ -58,6 +61,17 @@ class Deadline:
             raise SampleError(
                 "too_slow", f"decoding takes more than {MAX_SECONDS} s of processor time; shorten the file"
             )
+
+    def keep(self, frame: Image.Image) -> Image.Image:
+        """Return a frame that stays in memory; raise `SampleError` if the frames of the clip have too many pixels."""
+        self._pixels += frame.width * frame.height
+        if self._pixels > MAX_CLIP_PIXELS:
+            raise SampleError(
+                "too_large",
+                f"the frames of a clip have more than {MAX_CLIP_PIXELS:,} pixels; cut the video into shorter clips "
+                "(--frames), or scale it down (--size)",
+            )
+        return frame
 
 
 class _TimedFile(io.BytesIO):
@@ -87,12 +101,13 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
     try:
         with open_image(_TimedFile(data)) as opened:
             # Orientations 2 to 8 turn or mirror the pixels. The HEIC reader has done so and moved the value to `info`.
-            turned = (opened.info.get("original_orientation") or opened.getexif().get(0x0112)) in range(2, 9)
+            turned = (opened.info.get("original_orientation") or _orientation(opened)) in range(2, 9)
             animated = opened.format in _ANIMATED and getattr(opened, "is_animated", False)
             changed = turned or animated or opened.mode != "RGB" or "transparency" in opened.info
             original = None if changed else _ORIGINAL.get(opened.format or "")
             opened.load()
-            ImageOps.exif_transpose(opened, in_place=True)
+            if turned:
+                ImageOps.exif_transpose(opened, in_place=True)
             picture, colours = to_srgb(opened, paper)
     except SampleError:
         raise
@@ -106,6 +121,14 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
     picture.info = {"original": original, "size": picture.size, "turned": turned, "colours": colours}
     picture.info["animated"] = animated
     return picture
+
+
+def _orientation(picture: Image.Image) -> Optional[int]:
+    """Return the EXIF orientation of a picture; None without one, or if the EXIF data are damaged."""
+    try:
+        return picture.getexif().get(0x0112)
+    except Exception:  # Pillow raises several types of errors
+        return None
 
 
 def _why_unidentified(data: bytes) -> str:
@@ -164,7 +187,7 @@ def sampled_frames(
             stream.codec_context.thread_count = 1
             # Matroska rounds times to ticks of a millisecond: errors are up to half a tick, and 0.6 leaves a margin.
             rounding = max(_ROUNDING, min(0.6 * float(stream.time_base), 0.1 / native))
-            decoded = _decoded(container, stream, deadline, native, span)
+            decoded = _decoded(container, stream, deadline, native, 0.0 if span is None else span[0], rounding)
             displayed = _at_most_frames(_in_span(decoded, span, 1 / (fps or native), rounding))
             yield from _at_most_frames(_at_rate(displayed, fps, native, rounding, aspect))
     except (ConfigError, SampleError):
@@ -185,26 +208,43 @@ def _why_unreadable(data: bytes, error: Exception) -> str:
 
 
 def _decoded(
-    container: Any, stream: Any, deadline: Deadline, native: float, span: Optional[tuple[float, Optional[float]]]
+    container: Any, stream: Any, deadline: Deadline, native: float, start: float, rounding: float
 ) -> Iterator[tuple[Any, float]]:
-    """Yield each frame, from the key frame before a span, with its seconds from the start; then None, with the end."""
-    zero = 0.0 if stream.start_time is None else float(stream.start_time * stream.time_base)
-    if span is not None and span[0]:
-        container.seek(int((zero + span[0]) / stream.time_base), stream=stream)
-    number, instant, end = 0, 0.0, 0.0
-    for packet in container.demux():
-        deadline.check()
-        if (tick := packet.dts if packet.pts is None else packet.pts) is not None:
-            end = max(end, float((tick + (packet.duration or 0)) * packet.time_base))
-        if packet.stream.index != stream.index:
-            continue
-        for frame in packet.decode():
-            check_size(frame.width, frame.height)  # may differ from the size in the header
-            if span is not None and frame.time is None:
-                raise SampleError("bad_video", "its frames have no times, which start and end need")
-            instant = number / native if frame.time is None else frame.time - zero
-            number += 1
-            yield frame, instant
+    """Yield frames, from one at or before `start`, with their seconds from the first frame; then None, with the end."""
+    end = 0.0
+
+    def decode(since: Optional[float] = None) -> Iterator[Any]:
+        """Yield the frames of the file, or those that a seek to a time gives."""
+        nonlocal end
+        if since is not None:
+            container.seek(max(int(since / stream.time_base), stream.start_time or 0), stream=stream)
+        for packet in container.demux():
+            deadline.check()
+            if (tick := packet.dts if packet.pts is None else packet.pts) is not None:
+                end = max(end, float((tick + (packet.duration or 0)) * packet.time_base))
+            if packet.stream.index != stream.index:
+                continue
+            for frame in packet.decode():
+                check_size(frame.width, frame.height)  # may differ from the size in the header
+                if start and frame.time is None:
+                    raise SampleError("bad_video", "its frames have no times, which start and end need")
+                yield frame
+
+    frames = decode()
+    first = next(frames, None)
+    zero = 0.0 if first is None or first.time is None else first.time
+    back = 0.0
+    # A seek may go to a key frame after the start: frames between need an earlier key frame (B-frames, open GOPs).
+    while start and first is not None and back <= 2 * start + 1:
+        frames = decode(zero + start - back)
+        first = next(frames, None)
+        if first is not None and first.time - zero <= start + rounding:
+            break
+        back = 2 * back + 1
+    instant = 0.0
+    for number, frame in enumerate(frames if first is None else chain([first], frames)):
+        instant = number / native if frame.time is None else frame.time - zero
+        yield frame, instant
     length = (container.duration or 0) / 1e6
     if length - end > max(_LOST_SECONDS, _LOST_SHARE * length):
         raise SampleError("bad_video", f"its header says {length:.1f} s, and it ends at {end:.1f} s; copy it again")
@@ -334,7 +374,8 @@ def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
 def read_pixels(data: bytes, extension: str) -> Tensor:
     """Decode a picture or video to `[3, T, H, W]`, uint8; a picture has one frame."""
     if extension in VIDEOS:
-        frames = [frame for frame, *_ in sampled_frames(data, None, Deadline())]
+        deadline = Deadline()
+        frames = [deadline.keep(frame) for frame, *_ in sampled_frames(data, None, deadline)]
         if not frames:
             raise SampleError("bad_video", "the video has no frame")
         check_same_size(frames)

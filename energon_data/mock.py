@@ -1,6 +1,7 @@
 """Synthetic data with the same streams as real data: each sample is a function of the seed and its number."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,10 +18,10 @@ from dit.errors import ConfigError, DataError
 from dit.layout import CLEAN
 from dit.levels import reference_positions, with_levels
 from dit.patchify import Grid, frames_to_patch, grid_positions
-from dit.ranges import COUNT, PATCHES, RANKS, check_ranges, check_unused
+from dit.ranges import COUNT, PATCHES
 from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
-from energon_data.streams import Position, StreamItem, StreamSettings, check_streams
+from energon_data.streams import Position, StreamItem, StreamSettings
 
 _CACHED = 64
 """A data set of at most this many samples is cached, so that benchmarks do not time its generation."""
@@ -55,10 +56,9 @@ class MockData(StreamSettings):
             return [(self.frames, self.height, self.width)]
         sizes = []
         for text in self.shapes:
-            numbers = text.lower().split("x")
-            if len(numbers) != 3 or not all(n.isdecimal() and len(n) < 10 and int(n) > 0 for n in numbers):
+            if (match := re.fullmatch(r"0*([1-9]\d{0,8})x0*([1-9]\d{0,8})x0*([1-9]\d{0,8})", text.lower())) is None:
                 raise ConfigError(f"data.shapes must be texts like '8x16x16' (frames x height x width), got {text!r}")
-            sizes.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
+            sizes.append((int(match[1]), int(match[2]), int(match[3])))
         if not sizes:
             raise ConfigError("data.shapes is empty; give at least one shape such as '1x16x16', or omit it")
         return sizes
@@ -72,10 +72,8 @@ class MockData(StreamSettings):
         return together and len(set(self.sizes())) > 1
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "pack_multiple_of", "validation_samples")
-        sides = dict.fromkeys(("frames", "height", "width"), PATCHES)
-        check_ranges("data", self, sides | dict.fromkeys(counts, COUNT) | {"num_streams": RANKS})
-        check_streams(self.num_streams, micro_batches_per_step)
+        counts = dict.fromkeys(("text_tokens", "dataset_size", "validation_samples"), COUNT)
+        self.check_streams(micro_batches_per_step, frames=PATCHES, height=PATCHES, width=PATCHES, **counts)
         for t, h, w in self.sizes():
             if t * h * w not in COUNT:
                 raise ConfigError(
@@ -88,13 +86,9 @@ class MockData(StreamSettings):
                     f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}; "
                     "change data.shapes, or model.patch_temporal and model.patch_spatial"
                 )
-        pack = self.max_tokens_per_pack
-        if pack is None:
-            check_unused("data", self, ["pack_multiple_of"], "without data.max_tokens_per_pack", "set it")
-            return
         self.check_packs(spec)
-        longest = max(self.selection_length(size, spec) for size in self.sizes())
-        if longest > pack:
+        pack, longest = self.max_tokens_per_pack, max(self.selection_length(size, spec) for size in self.sizes())
+        if pack is not None and longest > pack:
             raise ConfigError(
                 f"data.max_tokens_per_pack={pack} is too short for the longest sample: {longest} tokens in multiples "
                 f"of data.pack_multiple_of={self.pack_multiple_of}; use {longest}"

@@ -117,14 +117,13 @@ class SkipLog:
             for skip in skips:
                 counts.examples.setdefault(skip.reason, f"the first {skip}")
         over = None
-        lines = []
         for skip in skips:
             self._lost[stream] += skip.lost
-            lines.append(json.dumps({"stream": stream, **asdict(skip)}) + "\n")
             if over is None and skip.lost and self._lost.total() > self.budget:
                 over = skip
-        if lines and self.file is not None and is_reported:
+        if skips and self.file is not None and is_reported:
             self.file.parent.mkdir(parents=True, exist_ok=True)
+            lines = (json.dumps({"stream": stream, **asdict(skip)}) + "\n" for skip in skips)
             with open_to_append(self.file) as file:
                 file.write("".join(lines).encode())
         if over is not None:

@@ -31,7 +31,7 @@ from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, DataConfig, SampleCounts
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
-from dit.ranges import SHARE, check_ranges
+from dit.ranges import COUNT, RANKS, SHARE, Range, check_ranges, check_unused
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import padded_length
 from energon_data.skip_log import SKIP_FILE, Skip, SkipLog
@@ -78,9 +78,18 @@ class StreamSettings(DataConfig):
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 
-    def check_packs(self, spec: BatchSpec, pack_cost_tokens: Optional[int] = None) -> None:
-        """Check the settings of packs, if there are any, against the layout."""
+    def check_streams(self, micro_batches_per_step: int, **ranges: Range) -> int:
+        """Check the ranges of settings; return the number of streams."""
+        usual = {"num_streams": RANKS, "max_tokens_per_pack": COUNT, "pack_multiple_of": COUNT}
+        check_ranges("data", self, usual | ranges)
+        return check_streams(self.num_streams, micro_batches_per_step)
+
+    def check_packs(self, spec: BatchSpec) -> None:
+        """Check the settings of packs against the layout; without packs, that they are not set."""
         if self.max_tokens_per_pack is None:
+            names = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
+            unused = [name for name in names if hasattr(self, name)]
+            check_unused("data", self, unused, "without data.max_tokens_per_pack", "set data.max_tokens_per_pack")
             return
         if spec.micro_batch_size != 1:
             raise ConfigError(
@@ -94,8 +103,8 @@ class StreamSettings(DataConfig):
                 f"{spec.multiple_of}, to which the run pads each sample (context and sequence parallel, training.fp8); "
                 f"set data.pack_multiple_of={math.lcm(multiple, spec.multiple_of)}, which a resumed run may change"
             )
-        for name, limit in (("max_tokens_per_pack", self.max_tokens_per_pack), ("pack_cost_tokens", pack_cost_tokens)):
-            if limit is not None and limit % multiple:
+        for name in ("max_tokens_per_pack", "pack_cost_tokens"):
+            if (limit := getattr(self, name, None)) is not None and limit % multiple:
                 raise ConfigError(
                     f"data.{name}={limit} must be a multiple of data.pack_multiple_of={multiple}; use "
                     f"{padded_length(limit, multiple)}, or data.pack_multiple_of={math.gcd(limit, multiple)}"
@@ -143,10 +152,8 @@ class StreamSettings(DataConfig):
                     shared_by,
                     math.lcm(num_streams, dp_size),
                 )
-            return {
-                s: self.open_stream(partial(open_source, stream=s, num_streams=num_streams), s)
-                for s in streams_of(dp_rank, dp_size, num_streams)
-            }
+            streams = streams_of(dp_rank, dp_size, num_streams)
+            return {s: self.open_stream(partial(open_source, stream=s, num_streams=num_streams), s) for s in streams}
 
         def reopened(num_streams: int) -> dict[int, Source]:
             if num_streams not in range(1, micro_batches_per_step + 1) or micro_batches_per_step % num_streams:
@@ -292,12 +299,11 @@ def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> in
     n = automatic_streams(micro_batches_per_step) if num_streams is None else num_streams
     if micro_batches_per_step % n:
         low = micro_batches_per_step // n * n
-        counts = [m for m in (low, low + n) if m]
+        counts = " or ".join(str(m) for m in (low, low + n) if m)
         divisors = [d for d in range(1, micro_batches_per_step + 1) if micro_batches_per_step % d == 0]
         raise ConfigError(
             f"a step of {micro_batches_per_step} micro-batches (global_batch_size / micro_batch_size) must be a "
-            f"multiple of data.num_streams={n}; use {' or '.join(map(str, counts))} micro-batches, or num_streams one "
-            f"of {divisors}"
+            f"multiple of data.num_streams={n}; use {counts} micro-batches, or num_streams one of {divisors}"
         )
     return n
 
@@ -385,12 +391,12 @@ class StreamGroup:
             "next": self._consumed % math.lcm(self._num_streams, self._dp_size),
             "streams": {
                 s: {
-                    "position": position.state,
+                    "position": (position := source.state()).state,
                     "behind": position.offset + self._to_discard.get(s, 0),
                     "skipped": self._log.state(s),
                     "drawn": self._drawn[s],
                 }
-                for s, position in ((s, source.state()) for s, source in self._sources.items())
+                for s, source in self._sources.items()
                 if self._read[s] == self._consumed_of(s)
             },
         }

@@ -1,14 +1,16 @@
 """Reader of samples in indexed tar shards: one read per sample; the parser verifies every tar header.
 
 Energon's reader uses `tarfile` and a storage client, which take about half a millisecond per small sample; this reader
-takes a few microseconds. Energon reads shards that are not local, or that use tar extensions.
+takes a few microseconds. `tarfile` reads samples that use tar extensions.
 """
 
+import io
 import os
 import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -110,8 +112,7 @@ def read_tar(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[], byt
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, end: int) -> bytes:
     if member.offset_data + member.size > end:
         raise tarfile.ReadError(f"{member.name!r} has {member.size:,} bytes, more than the archive contains")
-    content = archive.extractfile(member)
-    return b"" if content is None else content.read()
+    return content.read() if (content := archive.extractfile(member)) else b""
 
 
 def group_members(members: Sequence[tuple[str, Bytes]]) -> tuple[str, dict[str, Bytes]]:
@@ -155,16 +156,26 @@ def read_offsets(shard: Path) -> np.ndarray:
     return offsets.astype(np.int64)
 
 
+def sample_of(data: bytes | memoryview) -> tuple[str, dict[str, Any]]:
+    """Return name and parts of a sample from its bytes in a shard; supports tar extensions.
+
+    Raises:
+        ValueError, tarfile.TarError: the bytes are damaged, or have not one sample.
+    """
+    try:
+        return group_members(parse_members(data))
+    except UnusualTarError:
+        return group_members([(utf8_name(member.name), read()) for member, read in read_tar(io.BytesIO(data))])
+
+
 def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
     """Yield the parts of a shard's first samples; skips unreadable samples."""
     offsets = read_offsets(shard)[: count + 1].tolist()
     with open_binary(shard) as file:
         for start, end in pairwise(offsets):
             file.seek(start)
-            try:
-                yield group_members(parse_members(file.read(end - start)))[1]
-            except (ValueError, UnusualTarError):
-                continue
+            with suppress(ValueError, tarfile.TarError):
+                yield sample_of(file.read(end - start))[1]
 
 
 class SampleReader:
@@ -180,7 +191,6 @@ class SampleReader:
         self._energon = energon_reader
         self._starts = list(energon_reader.shard_count_cumsum)
         self._shards = list(energon_reader.shard_infos)
-        self._local = [shard.path.is_local() for shard in self._shards]
         self._open: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -194,8 +204,7 @@ class SampleReader:
         entry = self._open.get(number)
         if entry is None:
             path = Path(self._shards[number].path.local_path())
-            entry = (open_regular(path), read_offsets(path))
-            self._open[number] = entry
+            entry = self._open[number] = (open_regular(path), read_offsets(path))
             if len(self._open) > _OPEN_SHARDS:
                 os.close(self._open.popitem(last=False)[1][0])
         return entry
@@ -204,18 +213,13 @@ class SampleReader:
         """Read a sample; its arrays are views of the read buffer."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
-        data = memoryview(np.empty(end - start, np.uint8).data)
-        count = os.preadv(descriptor, [data], start)
-        if count != end - start:
-            raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")
-        key, parts = group_members(parse_members(data))
+        data, count = memoryview(np.empty(end - start, np.uint8).data), 0
+        while count < len(data):  # one read returns at most 2 GiB
+            if not (more := os.preadv(descriptor, [data[count:]], start + count)):
+                raise ValueError(f"the shard is truncated: {count} of {end - start} bytes at offset {start}")
+            count += more
+        key, parts = sample_of(data)
         return key, {name: part if name.endswith(".npy") else bytes(part) for name, part in parts.items()}
-
-    def _read_by_energon(self, index: int) -> dict[str, Any] | None:
-        sample: dict[str, Any] | None = self._energon[index]
-        if sample is not None:
-            utf8_name(sample["__key__"])
-        return sample
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         from megatron.energon import SourceInfo
@@ -224,16 +228,11 @@ class SampleReader:
         shard, position = self._shards[number], index - self._starts[number]
         parts: dict[str, Any]
         try:
-            if not self._local[number]:
-                return self._read_by_energon(index)
-            try:
-                key, parts = self._read(number, position)
-            except UnusualTarError:
-                return self._read_by_energon(index)
-            if self._energon.sample_filter is not None and not self._energon.sample_filter(f"{shard.name}/{key}"):
-                return None
+            key, parts = self._read(number, position)
         except Exception as error:
             key, parts = f"#{position}", {READ_ERROR: str(error) or type(error).__name__}
+        if self._energon.sample_filter is not None and not self._energon.sample_filter(f"{shard.name}/{key}"):
+            return None
         source = SourceInfo(
             dataset_path=self._energon.base_path, index=index, shard_name=shard.name, file_names=tuple(parts)
         )

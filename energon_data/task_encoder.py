@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Optional, Protocol
+from typing import Any, Optional
 
 from megatron.energon import (
     BatchDataset,
@@ -65,16 +65,6 @@ class EncoderOptions:
     references: bool = False
 
 
-class RawSample(Protocol):
-    """Output of Energon's reader.
-
-    Attributes:
-        data: parts of one sample by name, and its origin under `__key__`, `__shard__`, ...
-    """
-
-    data: tuple[dict[str, Any]]
-
-
 class _Packing(PackingDataset):
     """Energon's packing without its progress bar."""
 
@@ -131,12 +121,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             worker_config=kwargs["worker_config"],
         )
 
-    def load_clip(self, raw: RawSample, *, worker_config: WorkerConfig) -> Clip:
-        """Decode, augment, cook, filter and encode one sample.
-
-        Raises:
-            SkipSample: the sample is dropped; the ledger has the reason.
-        """
+    def load_clip(self, raw: Any, *, worker_config: WorkerConfig) -> Clip:
+        """Return `clip_of` a sample of Energon's reader; raises `SkipSample` if it is dropped."""
         sample = raw.data[0]
         # Energon restores the number of a sample with the sample, so a resumed run makes the same draws.
         number = worker_config.active_worker_sample_index
@@ -179,10 +165,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             raise SampleError("unreadable", sample[READ_ERROR])
         parts = {name: data for name, data in sample.items() if name[:2] != "__"}
         decoded = decode_sample(sample["__key__"], parts, require_checksums=self.options.require_checksums)
-        for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
-            decoded[name] = sample[name]
-        augmentation = self.options.augmentation
-        change = None if augmentation is None else partial(augmentation, visit=visit)
+        decoded |= {name: data for name, data in sample.items() if name not in parts}
+        change = None if self.options.augmentation is None else partial(self.options.augmentation, visit=visit)
         clip = cook_clip(decoded, vae=self.options.vae, change=change, references=self.options.references)
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:
@@ -278,8 +262,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
         # Packs of long samples come first; sorting by sample id removes this trend from the stream. A large buffer of
-        # few
-        # samples gives the same pack many times; each copy gets a different id, so that copies are not adjacent.
+        # few samples gives the same pack many times; copies get different ids, so that they are not adjacent.
         seen: Counter[tuple[str, ...]] = Counter()
         order = []
         for i, pack in enumerate(packs):

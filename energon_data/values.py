@@ -1,57 +1,44 @@
-"""Checks of settings of `EnergonData` that read no data: ranges, changes of pictures, settings without effect."""
+"""Checks of settings of `EnergonData` that read no data: ranges, changes of pictures, settings without effect.
+
+Online encoders are checked against the model by their sizes, without loading weights.
+"""
 
 import math
 from typing import Any
 
 from dit.condition_table import TEACHER_TOKEN
 from dit.data_api import BatchSpec
+from dit.encoders.text_config import as_conditions, check_text_encoder
+from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
-from dit.ranges import (
-    COUNT,
-    COUNT_OR_ZERO,
-    FINITE,
-    NOT_NEGATIVE,
-    RANKS,
-    SHARE,
-    Range,
-    check_ranges,
-    check_unused,
-)
+from dit.ranges import COUNT, COUNT_OR_ZERO, FINITE, NOT_NEGATIVE, SHARE, Range, check_unused
 
 
-def check_values(data: Any) -> None:
+def check_values(data: Any, micro_batches_per_step: int) -> None:
     """Check settings that do not depend on other parts of the run."""
-    counts = ("max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
-    more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
-    check_ranges(
-        "data",
-        data,
-        {
-            **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_ZERO),
-            **dict.fromkeys((*counts, *more), COUNT),
-            "num_streams": RANKS,
-            "min_aesthetic_score": FINITE,
-            **dict.fromkeys(("blend_steps", "min_side", "max_side", "resize_side", "crop_size"), COUNT),
-            **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_ZERO),
-            **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
-            "max_aspect_ratio": Range(1, math.inf, open_high=True),
-            "flip": SHARE,
-        },
+    counts = ("pack_cost_tokens", "packing_buffer_size", "max_text_tokens", "max_tokens_per_sample")
+    more = ("validation_samples", "blend_steps", "min_side", "max_side", "resize_side", "crop_size")
+    data.check_streams(
+        micro_batches_per_step,
+        **dict.fromkeys((*counts, *more), COUNT),
+        **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_ZERO),
+        **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_ZERO),
+        **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
+        min_aesthetic_score=FINITE,
+        max_aspect_ratio=Range(1, math.inf, open_high=True),
+        flip=SHARE,
     )
     for quantity in ("side", "seconds", "caption_length"):
         low, high = getattr(data, f"min_{quantity}"), getattr(data, f"max_{quantity}")
         if low is not None and high is not None and low > high:
             raise ConfigError(f"data.min_{quantity}={low} is above data.max_{quantity}={high}, so no sample is left")
-    packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
     encoders = data.online_vae, data.online_text_encoder
-    groups = (
-        (data.max_tokens_per_pack is None, packs, "max_tokens_per_pack"),
-        (data.crop_size is None, ["random_crop"], "crop_size"),
-        (encoders == (None, None), ["online_precision"], "online_vae or online_text_encoder"),
-    )
-    for is_unused, settings, needed in groups:
+    for is_unused, setting, needed in (
+        (data.crop_size is None, "random_crop", "crop_size"),
+        (encoders == (None, None), "online_precision", "online_vae or online_text_encoder"),
+    ):
         if is_unused:
-            check_unused("data", data, settings, f"without data.{needed}", f"set data.{needed}")
+            check_unused("data", data, [setting], f"without data.{needed}", f"set data.{needed}")
 
 
 def changes_pictures(data: Any) -> bool:
@@ -89,3 +76,39 @@ def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
         times = f" times {spec.side_multiple} for the levels of the network" if spec.side_multiple > 1 else ""
         times += " times the compression of data.online_vae" if data.online_vae else ""
         raise ConfigError(f"data.crop_size={size} must be multiples of {multiple}, model.patch_spatial{times}")
+
+
+def check_vae(name: str, spec: BatchSpec) -> None:
+    """Check the latents of the online autoencoder against the model."""
+    channels = Geometry.read(name).channels
+    if channels != spec.latent_channels:
+        raise ConfigError(
+            f"data.online_vae={name} has latents of {channels} channels, model.in_channels is {spec.latent_channels}; "
+            f"set model.in_channels={channels}"
+        )
+
+
+def check_online_texts(line: str, spec: BatchSpec) -> None:
+    """Check the outputs of the online text encoders against the model."""
+    if check_text_encoder(line).reads_pictures:
+        raise ConfigError(
+            f"data.online_text_encoder={line} reads pictures to edit, and the data have only their latents; prepare "
+            "the data with --text-encoder, and set data.online_text_encoder=none"
+        )
+    widths = embedded_widths(line, spec)
+    if not widths:
+        raise ConfigError(
+            f"data.online_text_encoder={line} makes no condition of the model; set data.online_text_encoder=none"
+        )
+    for condition in spec.conditions:
+        width = widths.get(condition.name)
+        if width is not None and condition.shape not in (None, (width,)):
+            raise ConfigError(
+                f"data.online_text_encoder={line} makes a {condition.description} of {width} features, the model takes "
+                f"{list(condition.shape)}; {condition.cure_of_width(width)}"
+            )
+
+
+def embedded_widths(line: str, spec: BatchSpec) -> dict[str, int]:
+    """Return the widths of the model's conditions that these encoders produce."""
+    return as_conditions(check_text_encoder(line).widths, spec.conditions)

@@ -42,47 +42,29 @@ def _options(args: argparse.Namespace) -> "Options":
         multiple = args.frames_multiple_of if time == 1 else math.lcm(args.frames_multiple_of, time)
         cut = Cut(**_flags(args, "fps", "frames", "clips"), multiple_of=multiple, after_first=time > 1)
     return Options(
-        **_flags(args, "quality", "vae", "precision", "device", "teacher", "teacher_patch", "batch"),
+        **_flags(args, "quality", "vae", "precision", "device", "teacher", "teacher_patch", "batch", "image_format"),
         fit=Fit(**_flags(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
         cut=cut,
-        image_format=args.format,
         text_encoder=text_encoder(args),
-        wording=Wording(
-            default=args.caption,
-            prefix=args.caption_prefix,
-            suffix=args.caption_suffix,
-            tag_orders=args.shuffle_tags,
-            keep_tags=args.keep_tags,
-        ),
+        wording=Wording(**_flags(args, "default", "prefix", "suffix", "tag_orders", "keep_tags")),
     )
 
 
-def _media(args: argparse.Namespace) -> None:
-    from energon_data.prepare.console import make
-    from energon_data.prepare.preparation import Preparation
-
-    preparation = Preparation.of(
-        args.command,
-        args.source,
-        args.out,
-        _options(args),
-        labels=getattr(args, "labels", False),
-        repeats=getattr(args, "repeats", False),
-        list_file=getattr(args, "list", None),
-        references=getattr(args, "reference", ()),
-        **_flags(args, "follow_links", "samples_per_shard", "validation"),
-    )
-    make(preparation, args)
-
-
-def _huggingface(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace) -> None:
     from energon_data.prepare.console import make
     from energon_data.prepare.huggingface import Table, prepare_huggingface
+    from energon_data.prepare.preparation import Preparation
 
-    columns = ("image_column", "caption_column", "label_column", "reference_column")
-    table = Table(**_flags(args, "split", "config", *columns))
     common = _flags(args, "follow_links", "samples_per_shard", "validation")
-    make(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
+    if args.command == "huggingface":
+        columns = ("image_column", "caption_column", "label_column", "reference_column")
+        table = Table(**_flags(args, "split", "config", *columns))
+        make(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
+        return
+    folder = ("labels", "repeats", "list_file") if args.command in OF_FOLDERS else ()
+    pictures = ("references",) if args.command == "images" else ()
+    more = _flags(args, *folder, *pictures)
+    make(Preparation.of(args.command, args.source, args.out, _options(args), **more, **common), args)
 
 
 def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
@@ -92,6 +74,7 @@ def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
     if command == "images":
         parser.add_argument(
             "--reference",
+            dest="references",
             nargs="+",
             type=Path,
             default=(),
@@ -138,6 +121,7 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--list",
+        dest="list_file",
         type=Path,
         metavar="FILE",
         help=".jsonl, .csv or .parquet with file_name and text (that of --in: metadata.jsonl, .csv or .parquet)",
@@ -178,11 +162,12 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
     )
-    parser.add_argument("--caption", metavar="TEXT", help="of every file without a caption")
-    parser.add_argument("--caption-prefix", default="", metavar="TEXT", help="before every caption")
-    parser.add_argument("--caption-suffix", default="", metavar="TEXT", help="after every caption")
+    parser.add_argument("--caption", dest="default", metavar="TEXT", help="of every file without a caption")
+    parser.add_argument("--caption-prefix", dest="prefix", default="", metavar="TEXT", help="before every caption")
+    parser.add_argument("--caption-suffix", dest="suffix", default="", metavar="TEXT", help="after every caption")
     parser.add_argument(
         "--shuffle-tags",
+        dest="tag_orders",
         type=int,
         default=1,
         metavar="N",
@@ -190,7 +175,11 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--keep-tags", type=int, default=0, metavar="N", help="first tags that are not shuffled")
     parser.add_argument(
-        "--format", choices=("png", "webp", "jpg"), default="png", help="of stored pixels (%(default)s)"
+        "--format",
+        dest="image_format",
+        choices=("png", "webp", "jpg"),
+        default="png",
+        help="of stored pixels (%(default)s)",
     )
     parser.add_argument("--quality", type=int, default=95, metavar="N", help="of jpg, 1 to 100 (%(default)s)")
     parser.add_argument(
@@ -205,12 +194,12 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 COMMANDS = {
-    "images": Command("a folder of pictures with captions or classes", partial(_add_media, "images"), _media),
-    "videos": Command("a folder of videos with captions or classes", partial(_add_media, "videos"), _media),
-    "folder": Command("a folder of both", partial(_add_media, "folder"), _media),
-    "webdataset": Command("tar files of pictures or videos with captions", partial(_add_media, "webdataset"), _media),
+    "images": Command("a folder of pictures with captions or classes", partial(_add_media, "images"), _run),
+    "videos": Command("a folder of videos with captions or classes", partial(_add_media, "videos"), _run),
+    "folder": Command("a folder of both", partial(_add_media, "folder"), _run),
+    "webdataset": Command("tar files of pictures or videos with captions", partial(_add_media, "webdataset"), _run),
     "huggingface": Command(
-        "a data set of the Hugging Face hub, or parquet files with pictures", _add_huggingface, _huggingface
+        "a data set of the Hugging Face hub, or parquet files with pictures", _add_huggingface, _run
     ),
 }
 

@@ -6,6 +6,7 @@ The name of a sample consists of the archive's path within the folder and the na
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
@@ -97,9 +98,9 @@ def _members_by_sample(
             for member, read in tar_index.read_tar(archive):
                 place = PurePosixPath(member.name)
                 stem, _, part = place.name.partition(".")
-                sample, part = f"{where}/{place.with_name(stem)}" if stem else "", part.lower()
                 if not stem:
                     continue
+                sample, part = f"{where}/{place.with_name(stem)}", part.lower()
                 if (extension := part.rpartition(".")[2]) not in extensions:
                     unread.setdefault(extension, f"{where}/{member.name}")
                     continue
@@ -153,9 +154,12 @@ def _from_parts(where: str, parts: Mapping[str, bytes], extensions: Iterable[str
                 row |= {"captions": None, "caption": caption}
         if number is not None:
             row["label"] = read_text(number, "cls")
-        captions, label = captions_of(row), class_of(row.get("label"))
+        return Source(
+            name=f"{where}.{media[0]}",
+            read=partial(parts.__getitem__, media[0]),
+            captions=captions_of(row),
+            label=class_of(row.get("label")),
+            metadata=scalars_of(row),
+        )
     except SampleError as error:
         return where, error
-    data = parts[media[0]]
-    metadata = scalars_of(row)
-    return Source(name=f"{where}.{media[0]}", read=lambda: data, captions=captions, label=label, metadata=metadata)

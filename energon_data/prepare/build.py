@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -28,7 +30,6 @@ from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
 from energon_data.colours import OTHER_COLOURS, Colours
 from energon_data.latent_scale import Moments
-from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
     ShardWriter,
     check_replaceable,
@@ -43,7 +44,9 @@ from energon_data.samples import SampleError
 TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
+LONGEST_WAIT = timedelta(days=30)  # for the units of the slowest rank
 EXAMPLES = 3  # skipped samples that are listed per reason
+LONGEST_PLAN = 64 << 30  # bytes; it has about 100 for each file
 CAPTIONS = 16  # captions that a data set lists as examples
 
 
@@ -157,11 +160,10 @@ class UnitRecord:
     def add(self, other: "UnitRecord") -> None:
         """Add another unit's counts to this one."""
         self.shards |= other.shards
-        self.counts += other.counts
+        for counter in ("counts", "shapes", "reference_shapes"):
+            getattr(self, counter).update(getattr(other, counter))
         self.first_files = other.first_files | self.first_files
         self.skips += other.skips
-        self.shapes += other.shapes
-        self.reference_shapes += other.reference_shapes
         different = {*self.captions, *other.captions}
         self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]
         self.num_classes = max(self.num_classes, other.num_classes)
@@ -193,6 +195,31 @@ def _text_of(shape: Iterable[int]) -> str:
 def is_held_out(origin: str, share: float) -> bool:
     """Return whether the samples of a file belong to the validation split; depends only on its name."""
     return sample_id(f"split/{origin}") % 1_000_000 < round(share * 1_000_000)
+
+
+class Ranks:
+    """Rank and number of the processes of a launcher, which write to the same folder; one process without a launcher.
+
+    They synchronise after rank 0 has opened the folder, after all units are finished, and after all records are read.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process opens and publishes the data set, and reports."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Wait until all processes call this."""
+        if self.count == 1:
+            return
+        import torch.distributed as dist
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", timeout=LONGEST_WAIT)
+        dist.barrier()
 
 
 @dataclass(frozen=True)
@@ -242,12 +269,9 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     """Return the record of a unit if all its shards are complete, else None."""
     try:
         body = parse_json(read_bytes(_record_file(job, number)))
-        typed = {
-            **{name: Counter(body[name]) for name in ("counts", "shapes", "reference_shapes")},
-            "skips": [Skipped(*skip) for skip in body["skips"]],
-            "latents": Moments(*body["latents"]),
-        }
-        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)} | typed)
+        body |= {name: Counter(body[name]) for name in ("counts", "shapes", "reference_shapes")}
+        body |= {"skips": [Skipped(*skip) for skip in body["skips"]], "latents": Moments(*body["latents"])}
+        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)})
         complete = all((job.data / name).stat().st_size == facts["bytes"] for name, facts in record.shards.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -261,7 +285,6 @@ def build(
     *,
     processes: int,
     force: bool,
-    ranks: Ranks,
     on_unit: Callable[[int, UnitRecord], None],
     on_resume: Callable[[int], None],
 ) -> UnitRecord:
@@ -276,6 +299,7 @@ def build(
         on_unit: called with the number and the record of every finished unit, earlier ones included.
         on_resume: called with the number of units that an interrupted run finished, unless it is 0.
     """
+    ranks = Ranks()
     if ranks.is_first:
         _open_partial(job, plan, force)
     ranks.wait()
@@ -284,22 +308,20 @@ def build(
         records = {number: record for number in numbers if (record := _finished(job, number)) is not None}
         if records:
             on_resume(len(records))
-        for number, record in records.items():
-            on_unit(number, record)
         todo = [number for number in numbers[ranks.rank :: ranks.count] if number not in records]
-        for number, record in _records(job, units, todo, processes):
+        for number, record in chain(list(records.items()), _records(job, units, todo, processes)):
             records[number] = record
             on_unit(number, record)
         ranks.wait()
         for number in numbers:
-            if number not in records:  # of another rank
-                unit_record = _finished(job, number)
-                if unit_record is None:
-                    raise DataError(
-                        f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see the "
-                        "same folder: give --out on a file system that the nodes share"
-                    )
-                records[number] = unit_record
+            if number in records:
+                continue
+            if (record_of_other := _finished(job, number)) is None:
+                raise DataError(
+                    f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see the same "
+                    "folder: give --out on a file system that the nodes share"
+                )
+            records[number] = record_of_other
         ranks.wait()
     except BaseException:
         if ranks.count == 1 and not any(_finished(job, number) for number in numbers):
@@ -336,8 +358,8 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
     plan = parse_json(json.dumps(plan))  # normalised, for the comparison with the file
     file = job.partial / PLAN
     try:
-        old_plan = parse_json(read_bytes(file))
-    except (OSError, ValueError):
+        old_plan = parse_json(read_bytes(file, LONGEST_PLAN))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         old_plan = None
     continues = old_plan == plan and not force
     check_replaceable(job.out, force=force or continues)  # the call that began had permission to replace it

@@ -12,9 +12,8 @@ from tqdm import tqdm
 from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
 from energon_data.contents import Contents
-from energon_data.prepare.build import SKIPPED, UnitRecord
-from energon_data.prepare.preparation import EXTENSIONS, Preparation
-from energon_data.prepare.ranks import Ranks
+from energon_data.prepare.build import SKIPPED, Ranks, UnitRecord
+from energon_data.prepare.preparation import Preparation
 
 LINES_WITH_A_FILE = {
     "animated": "first frame of an animation",
@@ -35,17 +34,16 @@ def make(preparation: Preparation, args: argparse.Namespace) -> None:
     began = time.monotonic()
     total = _run_with_progress(preparation, args, visible=first)
     if first:
-        noun = "row" if _entry(preparation) == "row" else "file"
-        echo(_summary(args.out, total, time.monotonic() - began, noun))
-        if _entry(preparation) != "sample" and (command := training_command(args.out)):
+        echo(_summary(preparation, total, time.monotonic() - began))
+        if preparation.entry != "sample" and (command := training_command(args.out)):
             echo(f"  train on it: {command}")
 
 
 def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, visible: bool) -> UnitRecord:
     """Make the data set with a progress bar in files (or archives) with rate and remaining time."""
     hidden = None if visible else True  # None: hidden only without a terminal
-    name = f"preparing {args.out}"
-    with tqdm(total=preparation.entries, unit=_entry(preparation), desc=name, disable=hidden) as bar:
+    partial, name = preparation.job.partial, f"preparing {args.out}"
+    with tqdm(total=preparation.entries, unit=preparation.entry, desc=name, disable=hidden) as bar:
 
         def show(number: int, record: UnitRecord) -> None:
             work = preparation.units[number]
@@ -56,15 +54,11 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, vi
         def resume(finished: int) -> None:
             if visible:
                 units = f"{finished:,} of {len(preparation.units):,} parts"
-                bar.write(
-                    f"{args.out}: continues after {units}, which are in {preparation.job.partial}", file=sys.stderr
-                )
+                bar.write(f"{args.out}: continues after {units}, which are in {partial}", file=sys.stderr)
 
-        work = {"processes": args.processes, "force": args.force, "on_unit": show, "on_resume": resume}
         try:
-            return preparation.run(**work)
+            return preparation.run(processes=args.processes, force=args.force, on_unit=show, on_resume=resume)
         except BaseException as error:
-            partial = preparation.job.partial
             if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
                 error.filename = str(partial)
             if visible and partial.exists() and not isinstance(error, ConfigError):
@@ -89,15 +83,9 @@ def training_command(folder: Path) -> Optional[str]:
     return f"python -m launch.train {flags}"
 
 
-def _entry(preparation: Preparation) -> str:
-    """Return the noun for a part of the input; generated data sets have samples."""
-    command = preparation.plan["command"]
-    nouns = {"webdataset": "archive", "huggingface": "row"}
-    return nouns.get(command, "file" if command in EXTENSIONS else "sample")
-
-
-def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
+def _summary(preparation: Preparation, total: UnitRecord, seconds: float) -> str:
     """Describe a finished data set in a few lines."""
+    out, noun = preparation.job.out, "row" if preparation.entry == "row" else "file"
     size, num_samples = sum(facts["bytes"] for facts in total.shards.values()), total.shapes.total()
     samples, shards = counted(num_samples, "sample"), counted(len(total.shards), "shard")
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
@@ -114,7 +102,8 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     counts = total.counts
     if used := counts["files"] + counts["partly_used"]:
         partly = f", {counts['partly_used']:,} of them up to an error" if counts["partly_used"] else ""
-        lines.append(f"  used: {used:,} of {counted(counts['files'] + len(total.skips), noun)}{partly}")
+        unlisted = len(preparation.skipped) if noun == "row" else 0  # files of the folder that no row names
+        lines.append(f"  used: {used:,} of {counted(counts['files'] + len(total.skips) - unlisted, noun)}{partly}")
         lines.append(f"  turned according to the file: {counted(counts['turned'], 'sample')}")
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
@@ -127,7 +116,7 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:
-        lines.append(f"  every skipped {noun} and its reason: {out / SKIPPED}")
+        lines.append(f"  every skipped {'file' if preparation.skipped else noun} and its reason: {out / SKIPPED}")
     if counts["without_caption"]:
         lines.append(f"  without a caption: {counts['without_caption']:,} of {num_samples:,}")
     if 0 < counts["labelled"] < num_samples:
@@ -138,8 +127,7 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
 def _forecast(preparation: Preparation) -> str:
     """Describe the data set that would be made, from a few samples made in memory."""
     samples, record = preparation.try_out()
-    entry = _entry(preparation)
-    lines = [f"{preparation.job.out}: nothing is written; found {counted(preparation.entries, entry)}"]
+    lines = [f"{preparation.job.out}: nothing is written; found {counted(preparation.entries, preparation.entry)}"]
     for sample in samples:
         size = sum(map(len, sample.parts.values()))
         caption = sample.metadata.get("caption", "no caption")
@@ -153,7 +141,7 @@ def _forecast(preparation: Preparation) -> str:
     for reason, count in record.skipped.most_common():
         share = "" if reason in of_folder else f" of the {tried} tried"
         lines.append(f"  skipped, {reason}: {count:,}{share}; {record.examples[reason][0]}")
-    if samples and entry != "archive":
+    if samples and preparation.entry != "archive":
         mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
         lines.append(
             f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, estimated from {counted(tried, 'sample')}"

@@ -292,9 +292,8 @@ def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple
         companions = {(walk.composed(stem), ending): name for (stem, ending), name in companions.items()} | companions
         media = {walk.composed(walk.stem_of(name)) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
         for name in names:
-            path = place / name
+            path, stem = place / name, walk.stem_of(name)
             full_name = path.relative_to(folder).as_posix()
-            stem = walk.stem_of(name)
             if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.composed(stem) in media):
                 continue
             if (why := walk.not_read(path, extensions)) is not None:

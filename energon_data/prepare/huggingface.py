@@ -168,6 +168,7 @@ def prepare_huggingface(
         about={"class_names": list(names)} if names else {},
         samples_per_shard=samples_per_shard,
         validation=validation,
+        entry="row",
     )
 
 

@@ -110,7 +110,7 @@ def _in_utf8(lines: Iterable[str], path: Path) -> Iterator[str]:
 
 
 def _csv(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    reader = csv.DictReader(lines, strict=True)
+    reader = csv.DictReader(lines, strict=True, skipinitialspace=True)
     if len(header := reader.fieldnames or ()) == 1 and re.search("[;\t]", header[0]):
         raise ValueError(f"the header {header[0]!r} has no comma; separate the fields by commas")
     for number, row in enumerate(reader, 1):

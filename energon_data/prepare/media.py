@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Optional
+from itertools import islice
+from typing import Any, Literal, NamedTuple, Optional
 
 import numpy as np
 from PIL import Image
@@ -27,7 +28,7 @@ from energon_data.media_files import (
     video_bytes,
 )
 from energon_data.prepare.build import Changes, Raw, Sample, UnitRecord
-from energon_data.prepare.pictures import Fit, Target
+from energon_data.prepare.pictures import Fit
 from energon_data.prepare.shards import npy_bytes
 from energon_data.prepare.sources import Source
 from energon_data.prepare.texts import caption_parts
@@ -62,26 +63,40 @@ class Options:
     wording: Wording = field(default_factory=Wording)
 
 
+class _Part(NamedTuple):
+    """A part of a sample."""
+
+    extension: str
+    data: bytes
+    shape: tuple[int, ...]
+    moments: Moments = Moments()
+
+
+@dataclass
+class _Media:
+    """A clip or a reference; a picture has one frame.
+
+    Attributes:
+        stored: extension and bytes to store: the original file if its pixels are unchanged; None with an autoencoder.
+        original: the picture before fitting, for text encoders that read references.
+    """
+
+    frames: list[Image.Image]
+    stored: Optional[tuple[str, bytes]]
+    original: Image.Image
+
+
 @dataclass
 class _Decoded:
-    """A decoded clip (a picture has one frame); `file` is its original file if the pixels are unchanged.
-
-    `references` are the pictures that it is edited from, each fitted to its own size, and before fitting.
-    """
+    """A decoded sample, and the pictures that it is edited from, each fitted to its own size."""
 
     key: str
     source: Source
-    frames: list[Image.Image]
+    media: _Media
     fps: Optional[float]
-    file: Optional[tuple[str, bytes]]
     changes: Changes
     size_and_crop: list[int]
-    references: Sequence[tuple[Image.Image, Image.Image]] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        width, height = self.frames[0].size
-        return 3, len(self.frames), height, width
+    references: Sequence[_Media] = ()
 
 
 @dataclass(frozen=True)
@@ -97,13 +112,10 @@ class MakeSamples:
 
     def __call__(self, sources: Iterable[Raw], record: UnitRecord) -> Iterator[Sample]:
         """Yield the samples of one unit in order, and count skipped sources."""
-        waiting: list[_Decoded] = []
-        for clip in self._decoded(sources, record):
-            waiting.append(clip)
-            if len(waiting) == self.options.batch:
-                yield from self._samples(waiting)
-                waiting = []
-        yield from self._samples(waiting)
+        encodes = self.options.vae or self.options.text_encoder or self.options.teacher
+        clips = self._decoded(sources, record)
+        while batch := list(islice(clips, self.options.batch if encodes else 1)):
+            yield from self._samples(batch)
 
     def _decoded(self, sources: Iterable[Raw], record: UnitRecord) -> Iterator[_Decoded]:
         for source in sources:
@@ -143,35 +155,63 @@ class MakeSamples:
             )
 
     def _clips(self, source: Source) -> Iterator[_Decoded]:
-        fit, data = self.options.fit, source.read()
+        fit, cut, data = self.options.fit, self.options.cut, source.read()
         if not self._is_clip(source, data):
-            opened = open_picture(data)
-            fitted, target = fit.apply(opened), fit.target(*opened.size)
-            original = opened.info["original"] if fitted is opened else None
-            file = None if original is None else (original, data)
-            changes, lengths = _changes(opened, target), _lengths(opened.size, target)
+            media = self._picture(data)
             references = [self._reference(i, read()) for i, read in enumerate(source.references, 1)]
-            yield _Decoded(source.key, source, [fitted], None, file, changes, lengths, references)
+            yield self._decoded_clip(source.key, source, media, None, references)
             return
-        cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut, source.span, fit.apply)):
             check_same_size(frames)
-            size = frames[0].info["size"]
             untouched = (
                 cut == Cut()
                 and source.span is None
+                and extension_of(source.name) in ("mp4", "m4v")
                 and not frames[0].info["turned"]
                 and all(frame.size == frame.info["size"] for frame in frames)
             )
-            file = ("mp4", data) if untouched and extension_of(source.name) in ("mp4", "m4v") else None
-            target = fit.target(*size)
-            changes, lengths = _changes(frames[0], target), _lengths(size, target)
-            yield _Decoded(f"{source.key}-{number:03d}", source, frames, fps, file, changes, lengths)
+            media = _Media(frames, self._stored(frames, fps, ("mp4", data) if untouched else None), frames[0])
+            yield self._decoded_clip(f"{source.key}-{number:03d}", source, media, fps)
 
-    def _reference(self, number: int, data: bytes) -> tuple[Image.Image, Image.Image]:
+    def _decoded_clip(
+        self, key: str, source: Source, media: _Media, fps: Optional[float], references: Sequence[_Media] = ()
+    ) -> _Decoded:
+        info = media.frames[0].info
+        target = self.options.fit.target(*info["size"])
+        enlarged, animated = target.enlarges(*info["size"]), info.get("animated", False)
+        changes = Changes(info["turned"], target.cut, enlarged, info["colours"], animated)
+        (width, height), (left, top) = info["size"], target.corner  # of the cut in the scaled picture
+        lengths = [height, width, top, left, target.cut_high, target.cut_wide]
+        return _Decoded(key, source, media, fps, changes, lengths, references)
+
+    def _picture(self, data: bytes) -> _Media:
+        original = open_picture(data)
+        fitted, kind = self.options.fit.apply(original), original.info["original"]
+        file = None if kind is None or fitted is not original else (kind, data)
+        return _Media([fitted], self._stored([fitted], None, file), original if self._reads_pictures else fitted)
+
+    def _stored(
+        self, frames: list[Image.Image], fps: Optional[float], file: Optional[tuple[str, bytes]]
+    ) -> Optional[tuple[str, bytes]]:
+        """Return extension and bytes of pixels to store; None if an autoencoder encodes them."""
+        if self.options.vae is not None:
+            return None
+        if file is not None:
+            return file
+        extension = self.options.image_format if fps is None else "mp4"
         try:
-            original = open_picture(data)
-            return self.options.fit.apply(original), original
+            if fps is not None:
+                return extension, video_bytes(frames, fps)
+            return extension, picture_bytes(frames[0], self.options.image_format, self.options.quality)
+        except Exception as error:  # such as a WebP of more than 16,383 pixels a side
+            size = f"{frames[0].width} x {frames[0].height} pixels"
+            why = getattr(error, "strerror", None) or error
+            detail = f"{size} cannot be stored as {extension}: {why}; scale it down (--size), or use another --format"
+            raise SampleError("not_stored", detail) from error
+
+    def _reference(self, number: int, data: bytes) -> _Media:
+        try:
+            return self._picture(data)
         except SampleError as error:
             name = "its reference" if number == 1 else f"its reference {number}"
             raise SampleError(error.reason, f"{name}: {error.detail}") from error
@@ -182,52 +222,33 @@ class MakeSamples:
         return self.gifs == "all" or (self.gifs == "animated" and is_animated(data))
 
     def _samples(self, clips: list[_Decoded]) -> Iterator[Sample]:
-        if not clips:
-            return
-        media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
-        others = zip(self._texts(clips), self._references(clips), self._features(clips), strict=True)
-        for clip, (shape, parts, moments), (text, references, features) in zip(clips, media, others, strict=True):
-            source = clip.source
+        stem = PIXELS if self.options.vae is None else LATENT
+        originals = iter(self._parts([reference for clip in clips for reference in clip.references]))
+        media = self._parts([clip.media for clip in clips])
+        for clip, main, text, features in zip(clips, media, self._texts(clips), self._features(clips), strict=True):
+            references = [next(originals) for _ in clip.references]
+            named = [(stem, main), *((numbered_stem(REFERENCE, i), part) for i, part in enumerate(references))]
             yield Sample(
                 key=clip.key,
-                origin=source.origin,
+                origin=clip.source.origin,
                 metadata=_metadata(clip),
-                parts={**parts, **text, **{name: data for name, data, _ in references}, **features},
-                shape=shape,
+                parts={**{f"{name}.{part.extension}": part.data for name, part in named}, **text, **features},
+                shape=main.shape,
                 changes=clip.changes,
-                latent=moments,
-                repeats=source.repeats,
-                reference_shapes=tuple(shape for _, _, shape in references),
+                latent=main.moments,
+                repeats=clip.source.repeats,
+                reference_shapes=tuple(part.shape for part in references),
             )
 
-    def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes], Moments]:
-        if clip.file is not None:
-            extension, data = clip.file
-        elif clip.fps is not None:
-            extension, data = "mp4", video_bytes(clip.frames, clip.fps)
-        else:
-            extension, data = self.options.image_format, self._picture(clip.frames[0])
-        return clip.shape, {f"{PIXELS}.{extension}": data}, Moments()
-
-    def _latents(self, clips: list[_Decoded]) -> list[tuple[tuple[int, ...], dict[str, bytes], Moments]]:
-        latents = self._encoded([clip.frames for clip in clips])
-        return [(latent.shape, {f"{LATENT}.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
-
-    def _references(self, clips: list[_Decoded]) -> list[list[tuple[str, bytes, tuple[int, ...]]]]:
-        """Return name, data and shape of the references of each sample: latents, or pictures without an autoencoder."""
-        pictures = [fitted for clip in clips for fitted, _ in clip.references]
-        if self.options.vae is not None:
-            stored = [(npy_bytes(x), x.shape) for x in self._encoded([[picture] for picture in pictures])]
-        else:
-            stored = [(self._picture(picture), (3, 1, picture.height, picture.width)) for picture in pictures]
-        ending, parts = "npy" if self.options.vae else self.options.image_format, iter(stored)
-        return [
-            [(f"{numbered_stem(REFERENCE, i)}.{ending}", *next(parts)) for i in range(len(clip.references))]
-            for clip in clips
-        ]
-
-    def _picture(self, picture: Image.Image) -> bytes:
-        return picture_bytes(picture, self.options.image_format, self.options.quality)
+    def _parts(self, media: list[_Media]) -> list[_Part]:
+        """Return latents, or the stored pixels without an autoencoder."""
+        options = self.options
+        if options.vae is None:
+            return [_Part(*one.stored, (3, len(one.frames), *one.frames[0].size[::-1])) for one in media if one.stored]
+        encoder = load_vae(options.vae, options.device, options.precision)
+        pixels = [pixel_values(pixels_of(one.frames)) for one in media]
+        latents = [x.numpy().astype(np.float16) for x in encode_together(encoder, pixels, options.batch)]
+        return [_Part("npy", npy_bytes(x), x.shape, Moments.of(x)) for x in latents]
 
     def _features(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         """Return the parts `teacher`, features of each patch, and `teacher_token`, the mean over frames."""
@@ -235,21 +256,13 @@ class MakeSamples:
         if options.teacher is None:
             return [{} for _ in clips]
         teacher = load_teacher(options.teacher, options.teacher_patch, options.device, options.precision)
-        return teacher_parts(teacher, [pixel_values(pixels_of(clip.frames)) for clip in clips], options.batch)
-
-    def _encoded(self, clips: list[list[Image.Image]]) -> list[np.ndarray]:
-        """Return the float16 latent of each clip."""
-        options = self.options
-        assert options.vae is not None
-        encoder = load_vae(options.vae, options.device, options.precision)
-        pixels = [pixel_values(pixels_of(frames)) for frames in clips]
-        return [x.numpy().astype(np.float16) for x in encode_together(encoder, pixels, options.batch)]
+        return teacher_parts(teacher, [pixel_values(pixels_of(clip.media.frames)) for clip in clips], options.batch)
 
     def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         if self.options.text_encoder is None:
             return [{} for _ in clips]
         encoders = load_text_encoders(self.options.text_encoder, self.options.device, self.options.precision)
-        pictures = [[original for _, original in clip.references] for clip in clips]
+        pictures = [[reference.original for reference in clip.references] for clip in clips]
         captions = [clip.source.captions for clip in clips]
         return caption_parts(encoders, captions, pictures if self._reads_pictures else None)
 
@@ -276,24 +289,10 @@ def _has_surrogate(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
 
 
-def _changes(picture: Image.Image, target: Target) -> Changes:
-    """Return the changes to a decoded picture or first frame that is fitted to `target`."""
-    info = picture.info
-    return Changes(
-        info["turned"], target.cut, target.enlarges(*info["size"]), info["colours"], info.get("animated", False)
-    )
-
-
-def _lengths(size: tuple[int, int], target: Target) -> list[int]:
-    """Return `SIZE_AND_CROP` of a picture; the crop is the corner of the cut in the scaled picture."""
-    (width, height), (left, top) = size, target.corner
-    return [height, width, top, left, target.cut_high, target.cut_wide]
-
-
 def _metadata(clip: _Decoded) -> dict[str, Any]:
     """Return the metadata of a sample: the user's entries, and those of the conversion."""
     source = clip.source
-    _, frames, height, width = clip.shape
+    width, height = clip.media.frames[0].size
     captions = source.captions
     return {
         **source.metadata,
@@ -301,7 +300,7 @@ def _metadata(clip: _Decoded) -> dict[str, Any]:
         "height": height,
         "width": width,
         SIZE_AND_CROP.name: clip.size_and_crop,
-        **({"num_frames": frames, "fps": clip.fps} if clip.fps is not None else {}),
+        **({"num_frames": len(clip.media.frames), "fps": clip.fps} if clip.fps is not None else {}),
         **({"caption": captions[0]} if captions else {}),
         **({"captions": list(captions)} if len(captions) > 1 else {}),
         **({"label": source.label} if source.label is not None else {}),

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple, Optional
 from PIL import Image
 
 from dit.errors import ConfigError
+from dit.media import MAX_PIXELS
 from energon_data.samples import SampleError
 
 Aspect = Literal["keep", "square", "buckets"]
@@ -91,6 +92,9 @@ class Fit:
                 f"{width} x {height} pixels become {wide} x {high}, without {target.cut:.0%} of the picture; "
                 f"--max-cut {self.max_cut:g} is the limit",
             )
+        if target.wide * target.high > MAX_PIXELS:
+            scaled = f"scaled to {target.wide} x {target.high}, more than {MAX_PIXELS:,} in all"
+            raise SampleError("too_large", f"{width} x {height} pixels, {scaled}")
         return target
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:

@@ -15,11 +15,10 @@ from dit.media import HEIC_IS_MISSING, PYAV_IS_MISSING, reads_heic, reads_videos
 from dit.terminal import counted
 from energon_data.media_files import HEIC, PICTURES, VIDEOS
 from energon_data.prepare.archives import list_tars, read_tar, tar_stamp
-from energon_data.prepare.build import Job, Raw, Sample, UnitRecord, build, finish
+from energon_data.prepare.build import Job, Ranks, Raw, Sample, UnitRecord, build, finish
 from energon_data.prepare.folders import Entry, list_folder
 from energon_data.prepare.lists import list_stamp
 from energon_data.prepare.media import MakeSamples, Options
-from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.texts import text_record
 from energon_data.prepare.walk import Skipped, extension_of, seen_file
 from energon_data.samples import SampleError
@@ -49,7 +48,8 @@ class Preparation:
     """A preparation command with its listed input, before any sample is made.
 
     Attributes:
-        entries: number of files, or of tar archives.
+        entries: number of parts of the input.
+        entry: noun for such a part: file, row (of a list or table), archive, or sample of generated data.
         classes: names of the classes; empty without labels.
         plan: everything that the result depends on.
     """
@@ -57,9 +57,10 @@ class Preparation:
     job: Job
     units: list[Any]
     entries: int
-    classes: list[str]
+    entry: str
     plan: dict[str, Any]
     options: Options
+    classes: Sequence[str] = ()
     about: dict[str, Any] = field(default_factory=dict)
     skipped: Sequence[Skipped] = ()
 
@@ -80,16 +81,15 @@ class Preparation:
         validation: float = 0.02,
     ) -> "Preparation":
         """List the input and check the options."""
-        _check(options, samples_per_shard, validation)
+        plan = _plan(command, options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
         gifs: dict[Command, Literal["all", "animated", "none"]] = {"images": "none", "videos": "all"}
-        work = MakeSamples(options, gifs.get(command, "animated"))
-        classes: list[str] = []
-        units: list[Any]
+        classes, units, entry = list[str](), list[Any](), "archive"
+        read: Callable[[Any], Iterable[Raw]]
         if command == "webdataset":
-            tars, skipped = list_tars(source, follow_links=follow_links)
-            units, listed = list(tars), [tar_stamp(path) for path in tars]
-            job = Job(out, partial(read_tar, extensions=extensions, root=source), work, validation)
+            units, skipped = list_tars(source, follow_links=follow_links)
+            listed = [tar_stamp(path) for path in units]
+            read = partial(read_tar, extensions=extensions, root=source)
         else:
             entries, classes, skipped, list_file = list_folder(
                 source,
@@ -101,23 +101,19 @@ class Preparation:
                 references=references,
             )
             _check_readers(entries)
-            units = _units_of_equal_repeats(entries, samples_per_shard)
+            units, entry = _units_of_equal_repeats(entries, samples_per_shard), "row" if list_file else "file"
             listed = [entry.stamp for entry in entries]
-            job = Job(out, partial(_sources_of_folder, source, references, follow_links), work, validation)
-        plan = {
-            "command": command,
+            read = partial(_sources_of_folder, source, references, follow_links)
+        plan |= {
             "in": str(source.resolve()),
-            "options": asdict(options),
-            "encoders": _encoder_stamps(options),
             "labels": labels,
             "repeats": repeats,
             "follow_links": follow_links,
             "references": [str(place.resolve()) for place in references],
-            "samples_per_shard": samples_per_shard,
-            "validation": validation,
             "files": {"list": list_stamp(list_file), "each": listed},
         }
-        return cls(job, units, len(listed), classes, plan, options, skipped=skipped)
+        job = Job(out, read, MakeSamples(options, gifs.get(command, "animated")), validation)
+        return cls(job, units, len(listed), entry, plan, options, classes, skipped=skipped)
 
     @classmethod
     def generated(
@@ -132,20 +128,13 @@ class Preparation:
         about: dict[str, Any],
         samples_per_shard: int,
         validation: float,
+        entry: str = "sample",
     ) -> "Preparation":
         """Describe a data set whose sources are generated, not read from files."""
-        _check(options, samples_per_shard, validation)
+        plan = _plan(command, options, samples_per_shard, validation) | plan
         units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
         job = Job(out, sources, MakeSamples(options), validation)
-        plan = {
-            "command": command,
-            "options": asdict(options),
-            "encoders": _encoder_stamps(options),
-            **plan,
-            "samples_per_shard": samples_per_shard,
-            "validation": validation,
-        }
-        return cls(job, units, len(entries), [], plan, options, about)
+        return cls(job, units, len(entries), entry, plan, options, about=about)
 
     def run(
         self,
@@ -156,19 +145,11 @@ class Preparation:
         on_resume: Callable[[int], None] = lambda _: None,
     ) -> UnitRecord:
         """Make the data set (collective); all ranks get the counts."""
-        ranks = Ranks()
         total = build(
-            self.job,
-            self.units,
-            self.plan,
-            processes=processes,
-            force=force,
-            ranks=ranks,
-            on_unit=on_unit,
-            on_resume=on_resume,
+            self.job, self.units, self.plan, processes=processes, force=force, on_unit=on_unit, on_resume=on_resume
         )
         total.skips = [*self.skipped, *total.skips]
-        if ranks.is_first:
+        if Ranks().is_first:
             finish(self.job, total, self._description(total))
         return total
 
@@ -226,8 +207,8 @@ def _encoder_stamps(options: Options) -> list[Any]:
     return sorted([path, *file[1:]] for path, file in files.items() if file is not None)
 
 
-def _check(options: Options, samples_per_shard: int, validation: float) -> None:
-    """Check numbers and encoders."""
+def _plan(command: str, options: Options, samples_per_shard: int, validation: float) -> dict[str, Any]:
+    """Check numbers and encoders, and return the part of a plan that they are."""
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:
@@ -235,6 +216,13 @@ def _check(options: Options, samples_per_shard: int, validation: float) -> None:
     if not 1 <= options.quality <= 100:
         raise ConfigError(f"--quality {options.quality} must be between 1 and 100")
     _check_encoders(options)
+    return {
+        "command": command,
+        "options": asdict(options),
+        "encoders": _encoder_stamps(options),
+        "samples_per_shard": samples_per_shard,
+        "validation": validation,
+    }
 
 
 def _check_encoders(options: Options) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 from dit.errors import DataError
-from dit.safe_files import parse_json, read_bytes
+from dit.safe_files import LONGEST_INTEGER, parse_json, read_bytes
 from energon_data.prepare.walk import FOLLOW
 from energon_data.samples import SampleError
 
@@ -94,10 +94,10 @@ def class_of(value: Any) -> Optional[int]:
     """Return a class number."""
     if value is None:
         return None
-    if isinstance(value, str) and value.strip().isdecimal():
+    if isinstance(value, str) and value.strip().isdecimal() and len(value) <= LONGEST_INTEGER:
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SampleError("metadata", f"label is {value!r}, not an integer from 0")
+        raise SampleError("metadata", f"label is {value!r:.40}, not an integer from 0")
     return value
 
 

@@ -72,7 +72,7 @@ def clips_of(
     stated, count = 0.0, 0
     deadline = Deadline()
     for picture, instant, stated in sampled_frames(data, cut.fps, deadline, span):
-        frames.append(fit(picture))
+        frames.append(deadline.keep(fit(picture)))
         times.append(instant)
         if cut.frames is not None and len(frames) == cut.frames:
             yield frames, _rate(times, stated)

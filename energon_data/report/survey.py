@@ -1,10 +1,10 @@
 """Survey of a split of a data set: sizes, durations, texts, captions, damage, and filling of packs."""
 
-import io
+import math
 import tarfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter
-from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar, utf8_name
+from energon_data.tar_index import read_offsets, sample_of
 
 if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
@@ -60,12 +60,9 @@ class Seen:
 
     def tokens(self, patch: Sequence[int]) -> Optional[int]:
         """Return the tokens of the sample; None if its latent cannot be cut into such patches."""
-        frames = frames_to_patch(self.size[1], patch[0])
-        sides = (frames, *self.size[2:])
-        if any(side % part for side, part in zip(sides, patch, strict=True)):
-            return None
-        t, h, w = (side // part for side, part in zip(sides, patch, strict=True))
-        return t * h * w
+        sides = (frames_to_patch(self.size[1], patch[0]), *self.size[2:])
+        counts = [divmod(side, part) for side, part in zip(sides, patch, strict=True)]
+        return None if any(rest for _, rest in counts) else math.prod(count for count, _ in counts)
 
 
 @dataclass(kw_only=True)
@@ -125,7 +122,7 @@ def survey(
         try:
             key, parts = _parts(data)
             sample = decode_sample(key, parts, require_checksums=require_checksums)
-            clip = cook_clip(sample | {"__key__": key, "__shard__": "", "__restore_key__": (), "__sources__": None})
+            clip = cook_clip(sample | {"__key__": key})
         except SampleError as error:
             result.lost[error.reason] += 1
             result.examples.setdefault(error.reason, f"{shard.name}/{key}: {error.detail}")
@@ -157,13 +154,9 @@ def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path
 
 
 def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
-    """Return the name and the parts of a sample from its bytes in a shard; supports tar extensions."""
+    """Return the name and the parts of a sample from its bytes in a shard."""
     try:
-        try:
-            members = parse_members(data)
-        except UnusualTarError:
-            members = [(utf8_name(member.name), read()) for member, read in read_tar(io.BytesIO(data))]
-        return group_members(members)
+        return sample_of(data)
     except (ValueError, tarfile.TarError) as error:
         raise SampleError("unreadable", str(error)) from error
 
@@ -197,13 +190,7 @@ MOST_BEFORE_TRAINING, ROUNDS, SECONDS = 256, 8, 10.0
 """Samples read before step 1, in rounds distributed evenly over the data, and the time limit in seconds."""
 
 
-LENGTH_SETTINGS = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
-"""Settings that limit the tokens of a sample."""
-
-
-def expected_drops(
-    info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", settings: Mapping[str, Any]
-) -> list[str]:
+def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions") -> list[str]:
     """Describe the samples that settings will drop, one line per reason and kind; reads some samples."""
     most = options.filters.max_tokens
     if not options.filters.limits and most is None:
@@ -219,7 +206,7 @@ def expected_drops(
         for index, (shard, data) in zip(round_of, _read(info.shards, round_of), strict=True):
             with suppress(SampleError):  # training reports damage when it reads the data
                 key, parts = _parts(data)
-                sample = {"__key__": key, "__shard__": shard.name, "__restore_key__": (), "__sources__": None, **parts}
+                sample = {"__key__": key, "__shard__": shard.name, **parts}
                 clip = encoder.clip_of(sample, Visit(0, 0, index, sample_id(key)))
                 read[""] += 1
                 if clip is not None:
@@ -239,7 +226,7 @@ def expected_drops(
         which = f"{info.path}{sampled}: {len(dropped):,} of {read[kind]:,} {kind or 'sample'}s"
         if reason == TOO_LONG:
             longest = max(skip.tokens for skip in dropped)
-            limit = next(f"data.{name}" for name in LENGTH_SETTINGS if settings[name] == most)
+            limit = options.filters.limited_by
             lines.append(
                 f"{which} have more than {limit}={most} tokens (the longest {longest:,}) and are dropped; raise "
                 f"{limit} to {padded_length(longest, multiple)}"

@@ -21,9 +21,9 @@ from dit.patchify import unpatchify
 from energon_data.augment import Augmentation, Visit, resize
 from energon_data.cookers import read_references
 from energon_data.dataset import EnergonData
-from energon_data.filters import FilteredOutError
+from energon_data.filters import MEASURES, FilteredOutError
 from energon_data.media_files import open_picture, pixels_of
-from energon_data.samples import SampleError
+from energon_data.samples import Clip, SampleError
 
 
 def visits(count: int) -> list[Visit]:
@@ -104,6 +104,13 @@ def test_pictures_are_cropped_to_patches_and_small_ones_dropped() -> None:
         Augmentation(crop=(8, 8))(ramp(7, 13), Visit(0, 0, 0, 0))
 
 
+def test_a_line_of_pixels_is_not_resized_to_gigabytes() -> None:
+    line = torch.zeros(3, 1, 1, 32768, dtype=torch.uint8)
+    with pytest.raises(FilteredOutError, match="1 x 32768 pixels, resized to 512 x 16777216") as error:
+        Augmentation(smallest_side=512)(line, Visit(0, 0, 0, 0))
+    assert error.value.reason == "too_large"
+
+
 ASKED = spec(latent_channels=3, micro_batch_size=1)
 
 
@@ -170,6 +177,12 @@ def test_captions_and_durations_have_limits(picture_folder: Path, monkeypatch: p
     monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 70)
     with pytest.raises(DataError, match="too many samples were dropped"):
         read(picture_folder, 1, min_seconds=0.5)
+
+
+@pytest.mark.parametrize("name", ["fps", "framerate"])
+def test_a_duration_is_known_by_either_name_of_the_frame_rate(name: str) -> None:
+    clip = Clip(__key__="", __restore_key__=(), latent=torch.zeros(1), pixel_shape=(8, 2, 2), metadata={name: 4.0})
+    assert MEASURES["seconds"](clip) == 2.0
 
 
 def test_a_reference_that_is_a_latent_is_not_augmented() -> None:

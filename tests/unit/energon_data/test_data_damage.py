@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 from small_data import clips, damage, first_batch, npy, run, spec, write_dataset
 
 from dit.errors import ConfigError, DataError, exit_code
+from energon_data import tar_index
 from energon_data.dataset import EnergonData
 from energon_data.decoder import decode_sample, read_npy
 from energon_data.prepare.shards import ShardWriter, write_energon_metadata
 from energon_data.samples import SampleError, checksum, seal, unseal
-from energon_data.tar_index import SampleReader, UnusualTarError
 
 Copy = Callable[[Path], Path]
 
@@ -41,7 +42,7 @@ def test_a_flipped_bit_ends_the_run_and_names_the_sample(mixed_folder: Path, cop
 def test_a_name_that_is_not_utf8_is_a_damaged_sample_with_a_cure(
     mixed_folder: Path, copy_of: Copy, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old archivers write names in the encoding of their system; Energon reads long names."""
+    """Old archivers write names in the encoding of their system; `tarfile` reads long names."""
     folder = copy_of(mixed_folder)
     shard = folder / SHARD
     data, name = bytearray(shard.read_bytes()), KEY.encode()
@@ -54,9 +55,16 @@ def test_a_name_that_is_not_utf8_is_a_damaged_sample_with_a_cure(
         start = data.find(name, start)
     shard.write_bytes(data)
     if long:
-        monkeypatch.setattr(SampleReader, "_read", lambda *_: (_ for _ in ()).throw(UnusualTarError))
+        monkeypatch.setattr(tar_index, "parse_members", lambda _: (_ for _ in ()).throw(tar_index.UnusualTarError))
     with pytest.raises(DataError, match=rf"{shard.name}.*'train_clip0002\\xe9.*is not UTF-8; rename it"):
-        run(folder)
+        run(folder, background=not long)
+
+
+def test_a_read_of_a_part_of_the_bytes_is_continued(mixed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read returns at most 2 GiB, and less if the file system or a signal ends it."""
+    whole, read = run(mixed_folder, 6, background=False), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: read(file, [buffers[0][:700]], at))
+    assert run(mixed_folder, 6, background=False) == whole
 
 
 def test_every_flipped_bit_in_metadata_or_latent_is_detected() -> None:

@@ -23,7 +23,7 @@ from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
 from tests.support.bounded import bounded
 from tests.unit.energon_data.awkward_media import black, video
-from tests.unit.energon_data.preparations import as_file, described, folder_of, noise, run, write_tar
+from tests.unit.energon_data.preparations import as_file, described, folder_of, noise, png, run, write_tar
 
 PORT = 40000 + 2 * (os.getpid() % 10000)  # test processes run in parallel
 ATTACKS = {
@@ -190,6 +190,38 @@ def test_decoding_in_bands_changes_no_pixel(mode: str, monkeypatch: pytest.Monke
 
 
 # Damage that used to end in a traceback.
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP", "JPEG"])
+@pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*", b"no header"])
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_a_picture_with_damaged_exif_data_is_read_as_stored(kind: str, exif: bytes):
+    assert not open_picture(as_file(noise(32, 16), kind, exif=exif)).info["turned"]
+
+
+def test_a_file_that_its_format_cannot_store_is_skipped_with_its_size(tmp_path: Path):
+    """WebP has at most 16,383 pixels a side, and H.264 16,384."""
+    wide = Image.new("L", (16_400, 16))
+    files = {"wide.png": as_file(wide), "wide.mkv": video([wide], "matroska", "ffv1"), "fine.png": png(0)}
+    found = described(folder_of(tmp_path / "in", files), tmp_path / "out", "--format", "webp", command="folder")
+    assert found["samples"] == {"train": 1}
+    texts = found["skipped_examples"]["not_stored"]
+    assert [text[:55] for text in texts] == [
+        "wide.mkv: 16400 x 16 pixels cannot be stored as mp4: Ge",
+        "wide.png: 16400 x 16 pixels cannot be stored as webp: e",
+    ]
+
+
+def test_the_frames_of_a_clip_have_a_limit_in_memory(monkeypatch: pytest.MonkeyPatch):
+    """A small file may have a hundred thousand large frames. Each clip has its own limit, after scaling."""
+    data = video_bytes(film(24), 8.0)
+    monkeypatch.setattr(media_files, "MAX_CLIP_PIXELS", 10 * 32 * 32)
+    for read_all in (lambda: read_pixels(data, "mp4"), lambda: list(clips_of(data, Cut()))):
+        with pytest.raises(SampleError, match="more than 10,240 pixels; cut the video") as caught:
+            read_all()
+        assert caught.value.reason == "too_large"
+    assert [len(frames) for frames, _ in clips_of(data, Cut(frames=8))] == [8, 8, 8]
+    assert len(next(clips_of(data, Cut(), fit=lambda frame: frame.resize((16, 16))))[0]) == 24
 
 
 def of_two_sizes(instants: tuple[int, ...] = (0, 1, 2)) -> bytes:

@@ -370,7 +370,7 @@ def test_a_first_sample_may_be_damaged_within_the_budget_or_too_long() -> None:
         with pytest.raises(DataError, match=r"sample 0 is broken; correct Numbers\.__getitem__"):
             replace(data, damaged=tuple(damaged)).validate(SPEC, 1, 4)
     Numbers(**PACKS | {"max_tokens_per_pack": 4}).validate(PACK_SPEC, 1, 4)
-    with pytest.raises(DataError, match="too_long: 8 tokens, at most 4 fit"):
+    with pytest.raises(DataError, match=r"too_long: 8 tokens, at most 4 fit; raise data\.max_tokens_per_pack, or"):
         Numbers(count=1, **PACKS | {"max_tokens_per_pack": 4}).validate(PACK_SPEC, 1, 4)
 
 

@@ -62,7 +62,8 @@ def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, 
     (source / "metadata.jsonl").write_text('{"file_name": "p00.png"}\n')
     described(source, tmp_path / "out", command=command)
     expected = f"skipped, not_listed: {count}; p01.png: not in metadata.jsonl; only files that it names are read"
-    assert expected in capsys.readouterr().out
+    assert expected in (said := capsys.readouterr().out)
+    assert "used: 1 of 1 row\n" in said
     for path in source.glob("*.mp4"):
         path.unlink()
     write_list(source, [{"file_name": path.name} for path in sorted(source.glob("*.png"))])
@@ -76,7 +77,7 @@ def test_a_dry_run_counts_files_prints_the_tried_samples_and_writes_no_file(tmp_
     (source / "p00.png").write_bytes(b"")
     assert run(source, tmp_path / "out", "--dry-run") == EXIT_OK
     said = capsys.readouterr().out
-    assert "nothing is written; found 2 files" in said
+    assert "nothing is written; found 2 rows" in said
     assert "3x1x16x32, pixels.png" in said
     assert "MiB in all" in said
     assert os.listdir(tmp_path) == ["in"]
@@ -190,10 +191,12 @@ def test_two_unicode_forms_of_one_file_in_a_list_are_refused(tmp_path, capsys):
 def test_a_class_of_only_some_samples_is_reported(tmp_path, capsys):
     source = mixed(tmp_path / "in", pictures=4, videos=0)
     (source / "p02.json").write_text('{"label": "3"}')
+    (source / "p03.json").write_text(json.dumps({"label": "9" * 5000}))  # Python converts at most 4,300 digits
     found = described(source, tmp_path / "out")
     assert (found["num_classes"], found["labelled"]) == (4, 1)
     said = capsys.readouterr().out
-    assert "without a class: 3 of 4" in said
+    assert "without a class: 2 of 3" in said
+    assert "skipped, metadata: 1; p03.png: label is '99999" in said
     assert "without a caption" not in said
 
 
@@ -341,6 +344,12 @@ def test_an_invalid_picture_has_the_same_error_text_in_every_run(tmp_path):
 def test_grey_of_more_than_eight_bits_is_converted_exactly(values, dtype):
     picture = as_file(Image.fromarray(np.array([values], dtype)), "TIFF")
     assert np.asarray(open_picture(picture))[0, :, 0].tolist() == [0, 128, 255]
+
+
+def test_a_dark_grey_picture_of_sixteen_bits_stays_dark():
+    picture = Image.fromarray(np.array([[0, 200, 255]], np.uint16))
+    for kind in ("PNG", "TIFF"):
+        assert np.asarray(open_picture(as_file(picture, kind)))[0, :, 0].tolist() == [0, 1, 1]
 
 
 def test_pictures_with_nonfinite_values_are_refused():

@@ -28,19 +28,28 @@ RATE, SECONDS, GAP = 8, 6, 8  # frames per second, duration, distance of key fra
 prepare = partial(run, command="videos")
 
 
-def film(offset: int = 0, container: str = "mp4", times: list[Fraction] | None = None, rate: int = RATE) -> bytes:
+def film(
+    offset: int = 0,
+    container: str = "mp4",
+    times: list[Fraction] | None = None,
+    rate: int = RATE,
+    codec: str = "libx264",
+    **options: str,
+) -> bytes:
     """Return a video whose frame `i` has the shade 5 `i`.
 
     Args:
         offset: time of its first frame, in frames.
         times: of its frames, in seconds; None for a constant rate.
+        options: of the codec.
     """
     buffer = io.BytesIO()
     times = [Fraction(i + offset, rate) for i in range(rate * SECONDS)] if times is None else times
     tick = Fraction(1, rate if all(time * rate % 1 == 0 for time in times) else 1000)
     with av.open(buffer, "w", format=container) as file:
-        stream = file.add_stream("libx264", rate=rate, options={"g": str(GAP), "crf": "1"})
-        stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv444p"
+        usual = {"g": str(GAP)} | ({"crf": "1"} if codec == "libx264" else {})
+        stream = file.add_stream(codec, rate=rate, options=usual | options)
+        stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv444p" if codec == "libx264" else "yuv420p"
         stream.codec_context.time_base = tick
         for i, time in enumerate(times):
             frame = av.VideoFrame.from_image(Image.new("RGB", (16, 16), (5 * i,) * 3))
@@ -110,6 +119,29 @@ def test_a_span_between_frames_is_exact_in_containers_that_round_times(container
         for fps in (None, 30.0):
             [(frames, _)] = clips_of(data, Cut(fps=fps), (k / 30, (k + 4) / 30))
             assert numbers(frames) == list(range(k, k + 4))
+
+
+OPEN_GOPS = {"x264-params": f"open-gop=1:keyint={GAP}:min-keyint={GAP}:scenecut=0:bframes=3"}
+
+
+@pytest.mark.parametrize(
+    ("container", "codec", "options"),
+    [
+        ("mp4", "libx264", OPEN_GOPS),
+        ("matroska", "libx264", OPEN_GOPS),
+        ("mp4", "mpeg4", {"bf": "2"}),
+        ("avi", "mpeg4", {"bf": "2"}),
+    ],
+)
+def test_a_span_has_its_frames_that_a_later_key_frame_does_not_give(container, codec, options):
+    """A seek may go to a key frame that is displayed after the start; AVI states the time of no displayed frame."""
+    data = film(container=container, codec=codec, **options)
+    [(frames, _)] = clips_of(data, Cut())
+    shades = numbers(frames)
+    assert len(shades) == RATE * SECONDS
+    for k in range(RATE * SECONDS - 4):
+        [(frames, _)] = clips_of(data, Cut(), (k / RATE, (k + 4) / RATE))
+        assert numbers(frames) == shades[k : k + 4], k
 
 
 def test_clips_of_a_span_are_cut_like_those_of_a_video():
@@ -200,6 +232,14 @@ def test_fields_of_a_csv_are_numbers_only_in_their_usual_form(tmp_path):
     assert prepare(source, tmp_path / "out", command="images") == EXIT_OK
     [(_, about, _, _)] = samples(tmp_path / "out")
     assert {name: about[name] for name in fields} == fields | {"half": 0.5}
+
+
+def test_spaces_after_the_commas_of_a_csv_belong_to_no_name_and_no_text(tmp_path):
+    source = downloaded(tmp_path, ["a.png", "b.png"])
+    (source / "metadata.csv").write_text('file_name, text\na.png, "a red fox, jumping"\nb.png, plain\n')
+    assert prepare(source, tmp_path / "out", command="images") == EXIT_OK
+    captions = {name: about["caption"] for name, about in metadata_of(tmp_path / "out").items()}
+    assert captions == {"a.png": "a red fox, jumping", "b.png": "plain"}
 
 
 @pytest.mark.parametrize(

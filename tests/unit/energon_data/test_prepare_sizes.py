@@ -89,6 +89,12 @@ def test_enlarging_and_extreme_crops_need_a_flag(aspect):
     assert Fit(**options).target(400, 300).cut < 0.26
 
 
+def test_a_line_of_pixels_is_not_scaled_to_gigabytes():
+    with pytest.raises(SampleError, match="1 x 32768 pixels, scaled to 1024 x 33554432, more than") as caught:
+        Fit(size=1024, aspect="square", enlarge=True, max_cut=1).target(1, 32768)
+    assert caught.value.reason == "too_large"
+
+
 def test_native_sizes_lose_less_than_a_multiple():
     assert Fit(multiple_of=16).target(100, 63) == (100, 63, 96, 48)
 

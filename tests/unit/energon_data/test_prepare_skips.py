@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -290,6 +291,21 @@ def test_a_failed_preparation_continues_and_reports_this(tmp_path, capsys, monke
     assert prepare(source, out, "--samples-per-shard", "2") == EXIT_OK
     assert f"{out}: continues after 2 of 3 parts, which are in {partial}" in capsys.readouterr().err
     assert not partial.exists()
+
+
+def test_a_preparation_of_millions_of_files_continues(tmp_path):
+    """The plan lists every file, and may be longer than other records, which have at most 64 MiB."""
+    source, out, resumed = pictures(tmp_path / "in"), tmp_path / "out", []
+    first = Preparation.of("images", source, out, Options(), samples_per_shard=2, validation=0)
+    first = replace(first, plan=first.plan | {"files": "x" * (65 << 20)})
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.run(processes=1, force=False, on_unit=stop)
+    replace(first).run(processes=1, force=False, on_resume=resumed.append)
+    assert resumed == [1]
 
 
 def test_force_starts_over_and_its_own_work_continues_without_it(tmp_path, capsys, monkeypatch):
