@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hin
 from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.ranges import POSITIVE
 from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
-from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
+from launch.argument_types import at_least_one, command_parser, height_and_width, number_in
 from launch.cascade import (
     Stage,
     add_cascade_arguments,
@@ -124,7 +125,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--tile-overlap", type=int, metavar="N", help="of neighbouring tiles (a quarter of a tile)")
     flag("--seed", type=int, metavar="N", help="addresses the initial noise")
-    flag("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
+    flag("--fps", type=number_in(POSITIVE), metavar="X", help="frames per second, for the model and for the clip")
 
 
 def build_parser() -> argparse.ArgumentParser:

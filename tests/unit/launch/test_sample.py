@@ -279,7 +279,7 @@ def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path,
     assert draw(tmp_path, *asked, "0.25", "1", "2") == 2
     assert "--condition level has 3 values for 2 samples" in capsys.readouterr().err
     assert draw(tmp_path, *asked, "nothing.npy") == 2
-    assert "level nothing.npy is not a number and cannot be read" in capsys.readouterr().err
+    assert "level (a number or a .npy file) nothing.npy cannot be read" in capsys.readouterr().err
 
 
 class LengthEncoder:
