@@ -276,9 +276,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     from launch.planned_sample import named_device, planned_sample
     from launch.train import resolve
 
-    options = cli.parse(["--factory", args.factory, *args.overrides])
-    cli.check_factory(args.factory)
-    task = resolve(options)
+    task = resolve(cli.parse(["--factory", args.factory, *args.overrides]))
     config = built(task)
     sample = planned_sample(config.data, config.model, args.tokens, args.text_tokens)
     device = named_device(args.device, config.training.fp8)
@@ -343,6 +341,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_intermixed_args(argv)
+    cli.check_factory(args.factory)
     announce(f"{args.factory}: importing torch and Megatron-Core")
     environment.prepare(quiet=True)
     problem, sample = problem_of(args)

@@ -41,11 +41,15 @@ def load_clips(folder: str | Path, split: str) -> list[tuple[Tensor, dict[str, A
             try:
                 key, parts = group_members(parse_members(data[start:end]))
                 sample = decode_sample(key, parts, require_checksums=True)
-                clips.append((torch.from_numpy(sample["latent.npy"]).float(), sample[META_PART] | {"key": key}))
             except (SampleError, ValueError, KeyError) as error:
                 raise DataError(
                     f"picture at byte {start} of {shard} is damaged: {error}; write the letters again"
                 ) from error
+            if "latent.npy" not in sample:
+                raise DataError(
+                    f"samples in {folder} have no latent.npy, which letters have; choose another --metric, or other data"
+                )
+            clips.append((torch.from_numpy(sample["latent.npy"]).float(), sample[META_PART] | {"key": key}))
     return clips
 
 
