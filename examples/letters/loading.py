@@ -47,7 +47,7 @@ def load_clips(folder: str | Path, split: str) -> list[tuple[Tensor, dict[str, A
                 ) from error
             if "latent.npy" not in sample:
                 raise DataError(
-                    f"samples in {folder} have no latent.npy, which letters have; choose another --metric, or other data"
+                    f"samples in {folder} have no latent.npy, which letters have; choose another --metric or --data"
                 )
             clips.append((torch.from_numpy(sample["latent.npy"]).float(), sample[META_PART] | {"key": key}))
     return clips
@@ -67,7 +67,7 @@ def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor, list[d
         raise DataError(f"the pictures in {folder} differ in size; this is not a letters data set")
     if any("label" not in meta for _, meta in clips):
         raise DataError(
-            f"samples in {folder} have no label, which letters have; choose another --metric, or other data"
+            f"samples in {folder} have no label, which letters have; choose another --metric or --data"
         )
     images = torch.cat([latent.transpose(0, 1) for latent, _ in clips])
     metadata = [meta for latent, meta in clips for _ in range(latent.shape[1])]
