@@ -165,6 +165,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="edit this picture, or compose several, as the prompt says; repeat it for each prompt (train with "
         "data.references)",
     )
+    flag(
+        "--reference-aspect",
+        choices=("keep", "square", "buckets"),
+        default="keep",
+        help="--aspect of energon_data.prepare, by which references of the training data were cropped (%(default)s)",
+    )
     picture(
         "--control",
         nargs="+",
@@ -347,7 +353,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         settings |= inpainting
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))
     largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
-    of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
+    sizes = {"largest": largest, "channels": channels, "patch": patch, "decoder": decode}
+    of_edit = partial(read_reference, **sizes, aspect=args.reference_aspect)
     of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")
     for option, paths, read in (
         ("--reference", args.reference, of_edit),
