@@ -63,7 +63,7 @@ def closest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Return the names that look most like `name`, best first; none if nothing is near."""
 
     def likeness(other: str) -> float:
-        a, b = name.lower(), other.lower()
+        a, b = (text.lower().lstrip("-") for text in (name, other))
         ratio = difflib.SequenceMatcher(None, a, b).ratio()
         return max(ratio, 0.8) if len(a) > 2 and a in b else ratio
 

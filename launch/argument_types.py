@@ -3,8 +3,14 @@
 import argparse
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from dit.command_line import Parser
+from dit.errors import ConfigError
+from dit.ranges import COUNT, Range
+from dit.safe_files import read_array
 
 UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
@@ -35,22 +41,30 @@ def top_and_left(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
-def at_least_one(text: str) -> int:
-    """Parse an integer of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
-    return int(text)
+def number_in(allowed: Range) -> Callable[[str], Any]:
+    """Return a parser of numbers in a range, as integers if the range has only these."""
+
+    def parse(text: str) -> float:
+        try:
+            value = int(text) if allowed.whole else float(text)
+        except ValueError:
+            value = math.nan
+        if value not in allowed:
+            raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+        return value
+
+    return parse
 
 
-def frame_rate(text: str) -> float:
-    """Parse a number of frames per second."""
+at_least_one = number_in(COUNT)
+
+
+def read_numbers(path: str | Path, option: str) -> Any:
+    """Return the NumPy array of a `.npy` file that an option names."""
     try:
-        fps = float(text)
-    except ValueError:
-        fps = 0.0
-    if not 0 < fps < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of frames per second greater than 0, got {text!r}")
-    return fps
+        return read_array(Path(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{option} {path} cannot be read: {error}; save it with numpy.save") from error
 
 
 def file_size(text: str) -> int:

@@ -17,7 +17,7 @@ from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.ranges import RELATIVE_LENGTH
 from dit.terminal import counted, echo
 from launch import environment
-from launch.argument_types import command_parser
+from launch.argument_types import command_parser, number_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sigma-rel",
         required=True,
-        type=float,
+        type=number_in(RELATIVE_LENGTH),
         metavar="X",
         help="length of the average relative to the steps, from 0.01 to 0.28",
     )
@@ -73,8 +73,6 @@ def run(args: argparse.Namespace) -> str:
     from dit.optimizer.ema import combination, exponent_of, power_slot
     from launch.export_weights import trained_model
 
-    if args.sigma_rel not in RELATIVE_LENGTH:
-        raise ConfigError(f"--sigma-rel {args.sigma_rel} must be {RELATIVE_LENGTH}")
     with ExitStack() as reading:
         by_step = {step: folder for folder, step in (find_checkpoint(f, reading) for f in candidates(args.checkpoint))}
         if not by_step:

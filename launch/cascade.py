@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dit.condition_table import LOW_RESOLUTION
 from dit.errors import ConfigError
-from dit.safe_files import read_array
+from launch.argument_types import read_numbers
 
 if TYPE_CHECKING:
     from dit.inference.drawing import Request
@@ -115,10 +115,7 @@ def _setting(stage: str, word: str) -> tuple[str, Any]:
 
 def read_pictures(path: Path) -> list[Tensor]:
     """Read low-resolution pictures `[N, 3, h, w]` with values in [-1, 1] from a `.npy` file, each as `[3, 1, h, w]`."""
-    try:
-        array = read_array(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--low-resolution {path} cannot be read: {error}; save it with numpy.save") from error
+    array = read_numbers(path, "--low-resolution")
     if array.ndim != 4:
         raise ConfigError(f"--low-resolution {path} has shape {list(array.shape)}, wanted [N, channels, height, width]")
     if array.dtype.kind != "f":

@@ -15,7 +15,7 @@ from typing import NoReturn, Optional
 from dit.command_line import closest, did_you_mean, long_options, with_cure
 from dit.errors import ConfigError, page_of
 from dit.planner.devices import DEVICES
-from dit.ranges import COUNT, RANKS, Range
+from dit.ranges import COUNT, RANKS
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -23,6 +23,7 @@ from dit.settings import (
     SamplingConfig,
     TrainingConfig,
 )
+from launch.argument_types import at_least_one, number_in
 from recipes import registry
 
 USAGE = """\
@@ -147,20 +148,9 @@ def check_keys(overrides: Sequence[str]) -> None:
                 raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, names))
 
 
-def _number(allowed: Range, text: str) -> int:
-    if _integer(text) not in allowed:
-        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
-    return _integer(text)
-
-
-def _integer(text: str) -> int:
-    """Parse an integer; 0 if the text is not one, or has too many digits."""
-    return int(text) if text.isdecimal() and len(text) <= 20 else 0
-
-
-def _tokens(value: str) -> tuple[int, ...]:
-    """Read `4096`, or `24x32x32` patches."""
-    tokens = tuple(map(_integer, value.lower().split("x")))
+def tokens(value: str) -> tuple[int, ...]:
+    """Parse `4096`, or `24x32x32` patches."""
+    tokens = tuple(int(n) if n.isdecimal() and len(n) <= 20 else 0 for n in value.lower().split("x"))
     if len(tokens) not in (1, 3) or math.prod(tokens) not in COUNT:
         raise argparse.ArgumentTypeError(
             f"must be {COUNT}, or three numbers with such a product as TxHxW patches, got {value!r}; "
@@ -200,20 +190,20 @@ def _parser() -> argparse.ArgumentParser:
     flag(
         "--world-size",
         metavar="N",
-        type=partial(_number, RANKS),
+        type=number_in(RANKS),
         help="ranks to plan for with --dryrun (default: as launched, or the smallest number that fits)",
     )
     flag(
         "--tokens",
         metavar="N|TxHxW",
-        type=_tokens,
+        type=tokens,
         help="tokens of a sample to plan for with --dryrun, or its patches, such as 24x32x32 (frames x height x width) "
         "(default: those of the data settings, else 256)",
     )
     flag(
         "--text-tokens",
         metavar="N",
-        type=partial(_number, COUNT),
+        type=at_least_one,
         help="tokens of the text of a sample (default: those of the data settings, else 512)",
     )
     flag(

@@ -7,7 +7,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Optional
 
 from dit import __version__, extensions
@@ -15,43 +14,30 @@ from dit.command_line import did_you_mean
 from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
 from dit.terminal import echo
 
-
-@dataclass(frozen=True)
-class Command:
-    """One command."""
-
-    module: str
-    line: str
-    words: tuple[str, ...] = ()
-
-
 COMMANDS = {
-    "train": Command("launch.train", "train a recipe, or resume its run; --list shows all recipes"),
-    "dryrun": Command(
-        "launch.train", "a recipe's parameters, memory per rank and FLOPs, without training", ("--dryrun",)
-    ),
-    "plan": Command("launch.plan", "search the layout that trains a recipe fastest on some number of GPUs"),
-    "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
-    "status": Command("launch.status", "how runs are doing, in a few lines each"),
-    "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
-    "evaluate": Command("launch.evaluate", "measurements of a checkpoint: held-out loss, FID, CLIP score and others"),
-    "average": Command("launch.average", "make a weight average of another length from saved ones"),
-    "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
-    "import": Command("launch.import_weights", "write a run folder of such weights"),
-    "kernels": Command("launch.kernels", "which implementation of each op this machine uses, and why not the others"),
-    "prepare": Command("energon_data.prepare.__main__", "write a data set"),
-    "inspect": Command("energon_data.inspect", "say what a data set holds, with a contact sheet of its samples"),
-    "bench": Command("benchmarks.step", "time the optimizer steps of a recipe"),
+    "train": ("launch.train", "train a recipe, or resume its run; --list shows all recipes"),
+    "dryrun": ("launch.train --dryrun", "a recipe's parameters, memory per rank and FLOPs, without training"),
+    "plan": ("launch.plan", "search the layout that trains a recipe fastest on some number of GPUs"),
+    "verify": ("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
+    "status": ("launch.status", "how runs are doing, in a few lines each"),
+    "sample": ("launch.sample", "generate samples from a run's checkpoint"),
+    "evaluate": ("launch.evaluate", "measurements of a checkpoint: held-out loss, FID, CLIP score and others"),
+    "average": ("launch.average", "make a weight average of another length from saved ones"),
+    "export": ("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
+    "import": ("launch.import_weights", "write a run folder of such weights"),
+    "kernels": ("launch.kernels", "which implementation of each op this machine uses, and why not the others"),
+    "prepare": ("energon_data.prepare.__main__", "write a data set"),
+    "inspect": ("energon_data.inspect", "say what a data set holds, with a contact sheet of its samples"),
+    "bench": ("benchmarks.step", "time the optimizer steps of a recipe"),
 }
-
-
+"""The module of each command with its first words, and the line of the help page."""
 PACKAGES = ("dit", "recipes", "energon_data", "launch", "benchmarks")
 
 
 def help_page() -> str:
     """Return the page of `--help`."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.line}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {line}" for name, (_, line) in COMMANDS.items()]
     return "\n".join(
         [
             "Train diffusion transformers on Megatron-Core.",
@@ -77,24 +63,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if name == "--version":
         echo(f"megatron-dit {__version__}")
         return EXIT_OK
-    command = COMMANDS.get(name)
-    if command is None:
-        echo(f"error: {_unknown(name)}", file=sys.stderr)
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS) or f"; use one of {', '.join(COMMANDS)}, or --help"
+        echo(f"error: {f'{name!r} is not a command' if name else 'no command given'}{hint}", file=sys.stderr)
         return EXIT_CONFIG
     # A user's own recipes are importable from the current folder, but a folder there never hides a package of ours.
     for package in (*PACKAGES, *sorted(extensions.own_packages())):
         importlib.import_module(package)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    run: Callable[[Sequence[str]], int] = importlib.import_module(command.module).main
-    return run([*command.words, *words])
-
-
-def _unknown(name: str) -> str:
-    if not name:
-        return f"no command given; use one of {', '.join(COMMANDS)}, or --help"
-    hint = did_you_mean(name, COMMANDS) or f"; use one of {', '.join(COMMANDS)}"
-    return f"{name!r} is not a command{hint}"
+    module, *first = COMMANDS[name][0].split()
+    run: Callable[[Sequence[str]], int] = importlib.import_module(module).main
+    return run([*first, *words])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.terminal import announce, counted
 from launch.planned_sample import Sample, named_device, planned_sample
@@ -68,9 +67,7 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     from dit.planner.plan import plan
 
     model, training, parallel = config.model, config.training, config.parallel
-    texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
-    counter = PackFlops(model, config.objective.auxiliary)
-    flops = counter.training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
+    flops = PackFlops(model, config.objective.auxiliary).training(*sample.as_pack)
     step = flops * sample.count(1) * training.global_batch_size
     shape = sample.shape(dims)
     announce(f"tracing a step: {counted(dims.world_size, 'rank')} = {_sharing(parallel, dims)}")

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Literal, Optional
 
 from dit.condition_table import CONTROL, FIRST_FRAMES
 from dit.errors import ConfigError
@@ -119,11 +119,18 @@ def read_initial(
     return _encoded(_pixels(picture, latent_size, channels, decoder, f"{option} {path}"), decoder)
 
 
-def read_reference(path: Path, largest: tuple[int, int], channels: int, patch: int, decoder: "Decoder") -> "Tensor":
+def read_reference(
+    path: Path,
+    largest: tuple[int, int],
+    channels: int,
+    patch: int,
+    decoder: "Decoder",
+    aspect: Literal["keep", "square", "buckets"] = "keep",
+) -> "Tensor":
     """Return a picture to edit as a latent, `[C, 1, H, W]`, float32.
 
-    Like pictures of `energon_data.prepare --size N --enlarge`, it keeps its aspect ratio, and its size does not depend
-    on that of the drawn sample. N is the smallest side with which `prepare` makes the largest training sample.
+    Its size is that of pictures of `energon_data.prepare --size N --aspect ASPECT --enlarge`, and does not depend on
+    that of the drawn sample. N is the smallest side with which `prepare` makes the largest training sample.
 
     Args:
         largest: height and width of the largest training sample, in positions of a latent.
@@ -136,7 +143,7 @@ def read_reference(path: Path, largest: tuple[int, int], channels: int, patch: i
 
     def fit(picture: "Image", width: int, height: int) -> "Image":
         side = math.ceil(math.sqrt(width * height) / unit) * unit
-        return Fit(size=side, multiple_of=unit, enlarge=True, max_cut=1.0).apply(picture)
+        return Fit(size=side, aspect=aspect, multiple_of=unit, enlarge=True, max_cut=1.0).apply(picture)
 
     picture = open_requested(path, "--reference")
     return _encoded(_pixels(picture, (1, *largest), channels, decoder, f"--reference {path}", fit), decoder)

@@ -21,12 +21,14 @@ import fiddle
 from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser, parse_cli_args
 from nemo_run.config import Config, Partial, get_type_namespace
 
+from dit.command_line import did_you_mean
 from dit.config_record import TRUST_VARIABLE
 from dit.errors import ConfigError
 from dit.patches import patches
 from dit.safe_files import parse_yaml
 from dit.terminal import announce
 from launch.argument_types import split_arguments
+from launch.grid import SIZES
 from recipes import registry
 
 Node: TypeAlias = Config | Partial
@@ -95,7 +97,8 @@ def _apply(task: Partial, key: str, op: Operation, value: str, text: str, load: 
     try:
         annotation = annotation_of(node, name, path)
     except ConfigError as error:
-        elsewhere = [k for k in all_keys(task) if k.rpartition(".")[2] == name and k != key]
+        setting = SIZES.get(name, name)  # such as `tp`
+        elsewhere = [k for k in all_keys(task) if k.rpartition(".")[2] == setting and k != key]
         if elsewhere:
             raise ConfigError(f"{key} does not exist; did you mean {' or '.join(elsewhere)}?") from error
         targets = component_types(normalise(parameters(task)[path])) if len(parents) == 1 else []
@@ -142,7 +145,10 @@ def _child(node: Node, part: str, path: str) -> Node:
             raise ConfigError(f"{_join(path, part)}: {key} has no entry {index}; {cure}")
         child = child[int(index)]
     if not isinstance(child, Config | Partial):
-        raise ConfigError(f"{_join(path, part)}={child!r} has no settings of its own; assign all of it first")
+        key = _join(path, part)
+        names = _component_names(component_types(normalise(parameters(node)[name])))
+        cure = f"add {key}={names[0]}" if names else f"assign {key}"
+        raise ConfigError(f"{key}={child!r} has no settings of its own; {cure} first")
     return child
 
 
@@ -252,13 +258,12 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
                 except ConfigError as error:
                     raise ConfigError(f"{key}={text}: {error}") from error
             return part
-    component_names = _component_names(targets)
-    names = (
-        f"; choose one of {', '.join(component_names)}, or set {TRUST_VARIABLE}=MODULE for a name of your own"
-        if component_names
-        else "; none has a name, so set its fields one by one"
-    )
-    raise ConfigError(f"{key}={text}: no {' or '.join(sorted(t.__name__ for t in targets))} of that name{names}")
+    names = _component_names(targets)
+    if text.partition("(")[0] in names:
+        raise ConfigError(f"{key}={text} lacks a parenthesis at its end; write '{key}=NAME(setting=VALUE)'")
+    cure = did_you_mean(name, names) or f"; choose one of {', '.join(names)}." if names else ""
+    cure = f"{cure} A name of your own needs {TRUST_VARIABLE}=MODULE" if names else "; set its fields one by one"
+    raise ConfigError(f"{key}={text}: no {' or '.join(sorted(t.__name__ for t in targets))} of that name{cure}")
 
 
 def _component_names(targets: list[type]) -> list[str]:

@@ -12,15 +12,17 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.command_line import Parser
-from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
+from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
 from dit.planner.devices import DEVICES
 from dit.terminal import announce, echo, progress
 from launch import cli, environment
+from launch.argument_types import at_least_one
 
 if TYPE_CHECKING:
     from dit.parallel.dims import ParallelDims
@@ -48,16 +50,15 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command; overrides are parsed by the recipe."""
     parser = Parser(prog="python -m launch.plan", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
-    parser.add_argument("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
-    parser.add_argument("--nodes-of", type=int, metavar="N", help="GPUs joined by NVLink (8; 72 for gb200 and gb300)")
-    parser.add_argument(
-        "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"
-    )
-    parser.add_argument("--text-tokens", type=int, metavar="N", help="tokens of its text")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="layouts to print (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it as JSON")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    flag, count = parser.add_argument, partial(parser.add_argument, type=at_least_one, metavar="N")
+    count("--gpus", required=True, help="GPUs to train on")
+    flag("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
+    count("--nodes-of", help="GPUs joined by NVLink (8; 72 for gb200 and gb300)")
+    flag("--tokens", type=cli.tokens, metavar="N|TxHxW", help="tokens of a sample, or its patches (the recipe's)")
+    count("--text-tokens", help="tokens of its text")
+    count("--top", default=5, help="layouts to print (%(default)s)")
+    flag("--json", type=Path, metavar="FILE", help="write all of it as JSON")
+    flag("overrides", nargs="*", metavar="key=value")
     return parser
 
 
@@ -254,18 +255,15 @@ def overrides(candidate: "Candidate", problem: "Problem") -> list[str]:
 
 def rates(problem: "Problem", sample: "Sample") -> Rates:
     """Count the units and operations of a step."""
-    from dit.layout import SequenceLayout
     from dit.monitoring.flops import Convention, PackFlops
 
-    texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
-    pack = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
-    counter = PackFlops(problem.model, problem.objective.auxiliary)
+    operations = partial(PackFlops(problem.model, problem.objective.auxiliary).training, *sample.as_pack)
     samples = sample.count(1) * problem.training.global_batch_size
     pictures = not problem.model.supports.mixed_shapes
     # NeMo's formula depends on parameters and tokens, and does not apply to convolutions.
     conventions: tuple[Convention, ...] = ("model", "hardware") if pictures else ("model", "hardware", "nemo")
-    flops: dict[str, float] = {name: float(samples * counter.training(*pack, convention=name)) for name in conventions}
-    recomputed = samples * counter.training(*pack, convention="hardware", recomputed=1.0) - flops["hardware"]
+    flops: dict[str, float] = {name: float(samples * operations(convention=name)) for name in conventions}
+    recomputed = samples * operations(convention="hardware", recomputed=1.0) - flops["hardware"]
     unit, units_per_sample = ("images", 1) if pictures else ("tokens", sample.tokens)
     return Rates(problem, unit, samples * units_per_sample, flops, recomputed)
 
@@ -278,15 +276,9 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     from launch.planned_sample import named_device, planned_sample
     from launch.train import resolve
 
-    for flag, value in (("--gpus", args.gpus), ("--nodes-of", args.nodes_of), ("--top", args.top)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{flag} must be at least 1, got {value}")
-    tokens = ["--tokens", args.tokens] if args.tokens else []
-    options = cli.parse(["--factory", args.factory, *tokens, *args.overrides])
-    cli.check_factory(args.factory)
-    task = resolve(options)
+    task = resolve(cli.parse(["--factory", args.factory, *args.overrides]))
     config = built(task)
-    sample = planned_sample(config.data, config.model, options.tokens, args.text_tokens)
+    sample = planned_sample(config.data, config.model, args.tokens, args.text_tokens)
     device = named_device(args.device, config.training.fp8)
     problem = Problem(
         config.model,
@@ -349,6 +341,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_intermixed_args(argv)
+    cli.check_factory(args.factory)
     announce(f"{args.factory}: importing torch and Megatron-Core")
     environment.prepare(quiet=True)
     problem, sample = problem_of(args)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Optional
 
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelDims
 from dit.patchify import Grid
@@ -41,6 +42,12 @@ class Sample:
     @property
     def tokens(self) -> int:
         return math.prod(self.grid)
+
+    @property
+    def as_pack(self) -> tuple[SequenceLayout, list[Grid], Optional[SequenceLayout]]:
+        """A pack of this sample: layout, grids, and layout of the texts."""
+        texts = None if self.text_tokens is None else SequenceLayout.from_lengths([self.text_tokens])
+        return SequenceLayout.from_lengths([self.tokens]), [self.grid], texts
 
     def count(self, micro_batch_size: int) -> int:
         """Return the samples of a micro-batch."""

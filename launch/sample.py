@@ -6,6 +6,7 @@ torchrun, the samples are distributed over the ranks; they do not depend on the 
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hin
 from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.ranges import COUNT_OR_ZERO, FINITE, POSITIVE, SEED
 from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
-from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
+from launch.argument_types import at_least_one, command_parser, height_and_width, number_in
 from launch.cascade import (
     Stage,
     add_cascade_arguments,
@@ -73,7 +75,7 @@ examples
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that select a checkpoint, or a cascade of them, and the sampling settings."""
     flag = parser.add_argument_group("sampling", "defaults are those of the run").add_argument
-    number, count = partial(flag, type=float, metavar="X"), partial(flag, type=at_least_one, metavar="N")
+    number, count = partial(flag, type=number_in(FINITE), metavar="X"), partial(flag, type=at_least_one, metavar="N")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="DIR", help="run folder, or one checkpoint in it")
     source.add_argument(
@@ -122,9 +124,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw samples larger than those trained on in overlapping tiles of this side, the side of training; "
         "positions of a latent, pixels of a model of pixels (default: at once)",
     )
-    flag("--tile-overlap", type=int, metavar="N", help="of neighbouring tiles (a quarter of a tile)")
-    flag("--seed", type=int, metavar="N", help="addresses the initial noise")
-    flag("--fps", type=frame_rate, metavar="X", help="frames per second, for the model and for the clip")
+    flag("--tile-overlap", type=number_in(COUNT_OR_ZERO), metavar="N", help="of neighbours (a quarter of a tile)")
+    flag("--seed", type=number_in(SEED), metavar="N", help="addresses the initial noise")
+    flag("--fps", type=number_in(POSITIVE), metavar="X", help="frames per second, for the model and for the clip")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -162,6 +164,12 @@ def build_parser() -> argparse.ArgumentParser:
         default=[],
         help="edit this picture, or compose several, as the prompt says; repeat it for each prompt (train with "
         "data.references)",
+    )
+    flag(
+        "--reference-aspect",
+        choices=("keep", "square", "buckets"),
+        default="keep",
+        help="--aspect of energon_data.prepare, by which references of the training data were cropped (%(default)s)",
     )
     picture(
         "--control",
@@ -283,6 +291,13 @@ def arguments_of(stage: Stage, args: argparse.Namespace) -> argparse.Namespace:
     return of_stage
 
 
+def check_writable(option: str, path: Optional[Path]) -> None:
+    """Check that a file or folder can be created, before samples are drawn for it."""
+    folder = None if path is None else next(parent for parent in path.absolute().parents if parent.exists())
+    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"{option} {path}: nothing can be written to {folder}; choose another path")
+
+
 def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]]) -> list[Tensor]:
     """Draw the samples of one checkpoint and write them.
 
@@ -299,6 +314,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     check_ending(out, [".png", *CLIP_WRITERS], "--out")
     if args.save_latents is not None:
         check_ending(args.save_latents, [".safetensors"], "--save-latents")
+    for option, path in (("--out", out), ("--files", args.files), ("--save-latents", args.save_latents)):
+        check_writable(option, path)
     generator = open_generator(args)
     check_trained(args, generator)
     note_untrained_guidance(args, generator)
@@ -336,7 +353,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         settings |= inpainting
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))
     largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
-    of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
+    sizes = {"largest": largest, "channels": channels, "patch": patch, "decoder": decode}
+    of_edit = partial(read_reference, **sizes, aspect=args.reference_aspect)
     of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")
     for option, paths, read in (
         ("--reference", args.reference, of_edit),

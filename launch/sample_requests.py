@@ -11,10 +11,9 @@ from torch import Tensor
 
 from dit.condition_table import SIZE_AND_CROP, size_and_crop
 from dit.errors import ConfigError
-from dit.safe_files import read_array
 from dit.sampling.grid import spread
 from dit.sampling.prompt_file import LENGTHS, Prompt, read_prompts
-from launch.argument_types import at_least_one, height_and_width, top_and_left
+from launch.argument_types import at_least_one, height_and_width, read_numbers, top_and_left
 from launch.initial_picture import pictures_of_texts
 
 if TYPE_CHECKING:
@@ -99,10 +98,7 @@ def names_of_classes(generator: "Generator") -> list[str]:
 
 def read_embedding(path: str, context_size: int) -> Tensor:
     """Read the embedding of one text, `[tokens, context_size]`, from a `.npy` file."""
-    try:
-        array = read_array(Path(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--text-embedding {path} cannot be read: {error}; save it with numpy.save") from error
+    array = read_numbers(path, "--text-embedding")
     if array.ndim != 2 or array.shape[1] != context_size:
         raise ConfigError(
             f"--text-embedding {path} has shape {list(array.shape)}; the model takes [tokens, {context_size}]"
@@ -130,12 +126,7 @@ def _read_value(name: str, word: str) -> Any:
         return float(word)
     except ValueError:
         pass
-    try:
-        return torch.from_numpy(read_array(Path(word))).float()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--condition {name} {word} is not a number and cannot be read: {error}; save it with numpy.save"
-        ) from error
+    return torch.from_numpy(read_numbers(word, f"--condition {name} (a number or a .npy file)")).float()
 
 
 def encode_prompts(

@@ -178,6 +178,7 @@ def description(name: str) -> str:
     """Return the docstring of a recipe or component and the file that defines it."""
     by_name = {entry.name: entry for entry in entries()}
     if name not in by_name:
-        raise ConfigError(f"--describe {name}: no such recipe or component{did_you_mean(name, by_name)}; see --list")
+        hint = did_you_mean(name, by_name) or "; --list shows the recipes"
+        raise ConfigError(f"--describe {name}: no such recipe or component{hint}")
     entry = by_name[name]
     return f"{entry.name} ({entry.file})\n\n{entry.docstring}"

@@ -115,7 +115,14 @@ class Supports:
 
 
 PICTURES = Supports(
-    tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
+    tensor=False,
+    sequence=False,
+    pipeline=False,
+    context=False,
+    expert=False,
+    mixed_shapes=False,
+    levels=False,
+    split_texts=False,
 )
 """Features of a network of convolutions on complete pictures of one shape."""
 

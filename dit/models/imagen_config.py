@@ -58,6 +58,10 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     noise_augmentation: bool = False
 
     @property
+    def orders_frames(self) -> bool:
+        return False  # a sample is one picture
+
+    @property
     def vector_size(self) -> int:
         return 4 * self.hidden_size
 
@@ -75,10 +79,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     def attended_channels(self) -> set[int]:
         """Channel counts of the levels with attention."""
         return {self.channels[level] for level in self.attention_levels}
-
-    @property
-    def orders_frames(self) -> bool:
-        return False  # clips are refused
 
     @property
     def side_multiple(self) -> int:

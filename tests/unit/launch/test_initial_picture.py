@@ -51,6 +51,14 @@ def test_a_reference_is_fitted_as_by_the_preparation_of_data(tmp_path: Path, siz
     assert found.shape[2:] == {(200, 100): (48, 80), (20, 41): (80, 48), (64, 64): (64, 64)}[size]
 
 
+def test_a_reference_is_a_square_where_the_training_data_were(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 41, 3), np.uint8)
+    found = read_reference(picture(tmp_path, pixels), (8, 8), 3, 2, NOTHING, "square")
+    fitted = Fit(size=8, aspect="square", multiple_of=2, enlarge=True).apply(Image.fromarray(pixels))
+    assert torch.equal(found, pixel_values(pixels_of([fitted])))
+    assert found.shape == (3, 1, 8, 8)
+
+
 def test_an_unsuitable_initial_picture_is_refused(tmp_path: Path) -> None:
     path = picture(tmp_path, np.zeros((4, 4, 3), np.uint8))
     (tmp_path / "text.png").write_text("no picture")

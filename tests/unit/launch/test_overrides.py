@@ -112,7 +112,7 @@ def {name}() -> run.Config[EDM]:
 def test_a_part_of_a_user_package_is_found_by_name(tmp_path, monkeypatch):
     (tmp_path / "own_part_of_a_user.py").write_text(OWN_PART.format(name="own_edm_of_a_user"))
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match=r"no Objective of that name; choose one of .*, or set DIT_PACKAGES=MODULE"):
+    with pytest.raises(ConfigError, match=r"no Objective of that name; choose one of .*needs DIT_PACKAGES=MODULE"):
         overridden("objective=own_edm_of_a_user")
     monkeypatch.setenv("DIT_PACKAGES", "own_part_of_a_user")
     assert overridden("objective=own_edm_of_a_user").objective.p_mean == 0.5
@@ -186,6 +186,26 @@ def test_the_error_for_the_name_of_another_setting_as_a_value_names_that_setting
     says = "training.precision=fp8 is not one of bf16, fp16, fp32; did you mean training.fp8, which is one of tensor"
     with pytest.raises(ConfigError, match=says):
         overridden("training.precision=fp8")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            "schedule=cosin",
+            r"no Schedule of that name; did you mean cosine or warmup_cosine\? A name of your own needs",
+        ),
+        ("model=qqq", "no ModelConfig of that name; choose one of .*dit_xl"),
+        ("training=qqq", "no TrainingConfig of that name; set its fields one by one"),
+        ("objective=edm(p_mean=1", r"lacks a parenthesis at its end; write 'objective=NAME\("),
+        ("model.lora.rank=4", "model.lora=None has no settings of its own; add model.lora=lora first"),
+        ("parallel.tp=2", r"did you mean parallel\.tensor_model_parallel_size\?"),
+        ("tp=2", r"tp does not exist; did you mean parallel\.tensor_model_parallel_size\?"),
+    ],
+)
+def test_a_misspelt_part_or_a_short_name_is_answered_with_the_correct_one(text, says):
+    with pytest.raises(ConfigError, match=says):
+        apply_overrides(call_recipe("tiny_dit"), [text], load_component)
 
 
 @pytest.mark.parametrize("part", registry.components(), ids=lambda part: part.name)

@@ -279,7 +279,7 @@ def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path,
     assert draw(tmp_path, *asked, "0.25", "1", "2") == 2
     assert "--condition level has 3 values for 2 samples" in capsys.readouterr().err
     assert draw(tmp_path, *asked, "nothing.npy") == 2
-    assert "level nothing.npy is not a number and cannot be read" in capsys.readouterr().err
+    assert "level (a number or a .npy file) nothing.npy cannot be read" in capsys.readouterr().err
 
 
 class LengthEncoder:
@@ -428,12 +428,23 @@ def test_wrong_flags_exit_with_code_2(tmp_path, capsys):
         ["--count", "x"],
         ["--label", "1", "--labels", "2"],
         ["--fps", "0"],
+        ["--seed", "-1"],
+        ["--guidance-scale", "nan"],
     ):
         with pytest.raises(SystemExit) as leave:
             draw(tmp_path, *flags)
         assert leave.value.code == 2
     assert "eulr" in capsys.readouterr().err
     assert sample.main(["--checkpoint", "x", "--out", "x.jpg"]) == 2
+
+
+@pytest.mark.parametrize("option", ["--out", "--files", "--save-latents"])
+def test_a_file_that_cannot_be_written_is_refused_before_samples_are_drawn(option, generator, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    name = "x.safetensors" if option == "--save-latents" else "x.png"
+    assert draw(tmp_path, "--labels", "A", option, str(tmp_path / "file" / name)) == 2
+    assert f"{option} {tmp_path}/file/{name}: nothing can be written to {tmp_path}/file" in capsys.readouterr().err
+    assert generator.calls == []
 
 
 class Loaded:

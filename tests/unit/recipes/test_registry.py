@@ -180,6 +180,7 @@ def test_names_are_read_from_decorators(tmp_path):
         ("XL2", ["dit_s2_imagenet", "dit_xl2_imagenet"], "dit_xl2_imagenet"),
         ("lr", ["eps", "lr"], "lr"),
         ("qqq", ["eps", "lr"], None),
+        ("--tp", ["--list", "--help"], None),
     ],
 )
 def test_the_nearest_name_is_suggested_first(typed, known, best):

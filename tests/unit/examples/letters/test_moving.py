@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
@@ -152,3 +153,12 @@ def test_paths_outside_the_picture_are_refused(tmp_path: Path, bundled_fonts: Pa
     with pytest.raises(ConfigError, match=r"8\.\.64"):
         prepare_moving_letters(tmp_path / "x", size=4, fonts=[bundled_fonts])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_that_are_no_letters_are_refused(tmp_path: Path) -> None:
+    """Data of `energon_data.prepare images` have pixels."""
+    (tmp_path / "in").mkdir()
+    Image.new("RGB", (16, 16)).save(tmp_path / "in" / "a.png")
+    assert main(["images", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "data")]) == 0
+    with pytest.raises(DataError, match=r"have no latent\.npy, which letters have; choose another --metric"):
+        load_clips(tmp_path / "data", "train")
