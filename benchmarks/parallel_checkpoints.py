@@ -61,7 +61,8 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     weights, drifted = global_weights(named_parameters(it.chunks), it.groups)
     tensors = {f"model.{name}": weight for name, weight in weights.items()}
     load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
-    tensors |= {f"averaged.{name}": weight for name, weight in global_weights(it.chunks, it.groups)[0].items()}
+    averaged, _ = global_weights(named_parameters(it.chunks), it.groups)
+    tensors |= {f"averaged.{name}": weight for name, weight in averaged.items()}
     state = {**state, **tensors, "drifted": state["drifted"] + drifted}
     process_groups.release()
     return state
