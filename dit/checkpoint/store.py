@@ -60,14 +60,14 @@ class CheckpointStore:
     another process saves.
 
     Attributes:
-        published: step of the checkpoint that this object published last.
+        unpublished: step of a save that has begun; stays set if the save fails.
     """
 
     def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
         config.validate()
         self.root = Path(root)
         self.config = config
-        self.published: Optional[int] = None
+        self.unpublished: Optional[int] = None
 
     def path(self, step: int) -> Path:
         """Return the folder of the published checkpoint of `step`."""
@@ -95,6 +95,7 @@ class CheckpointStore:
         Retention is applied, too, so there is at most one checkpoint too many, even if runs often crash between
         publishing and deleting.
         """
+        self.unpublished = step
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
             self.recover()
@@ -141,7 +142,7 @@ class CheckpointStore:
                     f"{partial} is empty, because no rank wrote a file; earlier checkpoints are intact"
                 )
             self._put_in_place(manifest)
-        self.published = step
+        self.unpublished = None
         self.prune(up_to=step, verified=step)
         return manifest
 
@@ -155,6 +156,7 @@ class CheckpointStore:
             DamagedError: a file is damaged.
         """
         step = manifest.step
+        self.unpublished = step
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
             self.recover()
@@ -181,14 +183,14 @@ class CheckpointStore:
         self._discard(replaced)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Add entries to the manifest of the last published checkpoint, and apply the retention rules again.
+        """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
 
-        Does nothing if that is not the checkpoint of `step`: its save failed, and another attempt may have left an
-        older one. The manifest is replaced by one rename, so readers see either the old one or the new one.
+        Does nothing if the checkpoint was deleted, or if its last save failed: the folder may then be of an earlier
+        attempt. The manifest is replaced by one rename, so readers see either the old one or the new one.
         """
-        if step != self.published:
-            return
         folder = self.path(step)
+        if step == self.unpublished or not folder.is_dir():
+            return
         manifest = read_manifest(folder)
         try:
             # Outside the folder, because a leftover of a crash inside it would fail verification. `begin` removes it.

@@ -77,12 +77,7 @@ def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoi
     former = shutil.copytree(two_checkpoints, tmp_path / "former")
     before, losses = verify_folder(former / "iter_0000020"), []
     meta = {"held_out_loss": 0.5, "held_out_step": 20}
-
-    def attach(store):
-        store.published = 20
-        store.attach(20, meta)
-
-    for store in crashes(former, monkeypatch, attach):
+    for store in crashes(former, monkeypatch, lambda store: store.attach(20, meta)):
         manifest = verify_folder(store.path(20))
         assert (manifest.files, manifest.created) == (before.files, before.created)
         losses.append(manifest.held_out_loss)
@@ -98,7 +93,7 @@ def test_failed_attachment_of_a_loss_damages_no_checkpoint(two_checkpoints, tmp_
     def fail():
         raise OSError(code, os.strerror(code))
 
-    former, store.published = verify_folder(store.path(20)), 20
+    former = verify_folder(store.path(20))
     with monkeypatch.context() as patched:
         Trip(2, fail).install(patched, ("write", "fsync"))
         with pytest.raises(CheckpointError, match=r"manifest\.json cannot be written.*itself is intact"):
