@@ -17,11 +17,9 @@ PASSED_ON = ("count", "conditions", "negative", "seed", "seeds", "numbers")
 
 
 class Cascade(Generator):
-    """A super-resolution model and the generator of its small pictures, used as one model.
+    """A super-resolution model and the generator of its small pictures, a model or a cascade, used as one model.
 
-    Args:
-        before: generates the small pictures: a model, or a cascade.
-        settings: arguments of `before.generate`.
+    `settings` are arguments of `before.generate`.
     """
 
     def __init__(

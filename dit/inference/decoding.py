@@ -38,13 +38,9 @@ class Decoder:
 def find_autoencoder(
     channels: int, requested: Optional[str], recorded: Optional[str], setting: str
 ) -> tuple[Optional[str], Optional[str]]:
-    """Select the autoencoder that decodes samples.
+    """Return the autoencoder that decodes samples, and a line for the user if the latents have none.
 
-    Args:
-        setting: the setting or option that selects one, for messages.
-
-    Returns:
-        Its name, and a line for the user if the latents have no autoencoder.
+    `setting` is the setting or option that selects one, for messages.
     """
     if requested is not None:
         _check_channels(requested, channels)

@@ -192,14 +192,11 @@ class PictureWriter:
     ) -> dict[str, Path]:
         """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
 
-        A grid of several frames is a GIF of at most `MAX_GIF_FPS` frames per second.
+        Returns the files by their names in the log. Several frames are a GIF of at most `MAX_GIF_FPS` per second.
 
         Args:
             averaged: context in which the model has its averaged weights; None if there is no average.
             held_out: pack to redraw, see `redraw`, with its frames per second; None to draw classes or prompts.
-
-        Returns:
-            The files, by their names in the log.
         """
         if held_out is not None and (rates := held_out.conditions.get(FPS.name)) is not None:
             fps = float(rates.values[0])  # the first sample determines the size

@@ -27,11 +27,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def rate(self, update: int, num_steps: int, peak: float) -> float:
-        """Return the learning rate of an update, counted from 1; after update `num_steps` it is constant.
-
-        Args:
-            peak: the highest rate, `optimizer.lr`.
-        """
+        """Return the rate of an update, counted from 1, constant after `num_steps`; `peak` is `optimizer.lr`."""
 
     def momentum(self, update: int, num_steps: int, beta1: float) -> float:
         """Return Adam's beta1 for an update: `optimizer.beta1` unless the schedule changes it."""

@@ -43,13 +43,10 @@ def to_image(pixels: Tensor) -> "Image":
 
 
 def to_pictures(samples: Tensor) -> Tensor:
-    """Return pixels unchanged, and latents as a preview that needs no decoder.
+    """Return pixels `[N, 1 or 3, T, H, W]`, clipped to [-1, 1], or a preview of latents, which needs no decoder.
 
     The preview shows the first three channels, each sample scaled so that three standard deviations fill the range.
     Shapes are correct, colours are not.
-
-    Args:
-        samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
     """
     samples = samples.detach().float()
     if samples.shape[1] in PIXEL_CHANNELS:
