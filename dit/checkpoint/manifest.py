@@ -7,7 +7,6 @@ flipped bit in any file, including the manifest, is detected before anything is 
 import hashlib
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -304,11 +303,8 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
         for name, record in manifest.files.items():
             if name not in present:
                 raise CheckpointError(f"{folder / name} is missing; {CURE}")
-            status = os.lstat(folder / name)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != record.size_bytes:
-                raise CheckpointError(
-                    f"{folder / name} has {status.st_size} bytes, {MANIFEST} says {record.size_bytes}; {CURE}"
-                )
+            if (size := os.lstat(folder / name).st_size) != record.size_bytes:
+                raise CheckpointError(f"{folder / name} has {size} bytes, {MANIFEST} says {record.size_bytes}; {CURE}")
         if unlisted := sorted(present - manifest.files.keys()):
             raise UnlistedFileError(f"{folder / unlisted[0]} is not in {MANIFEST}; remove that file")
         if hashes:
