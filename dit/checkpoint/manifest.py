@@ -37,7 +37,7 @@ _FOLDER = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
 
 
 class UnlistedFileError(CheckpointError):
-    """A checkpoint has a file that its manifest does not list."""
+    """A checkpoint has a link, or a file that its manifest does not list."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def tree_files(folder: Path) -> Iterator[str]:
             for name in tree_files(Path(entry.path)):
                 yield f"{entry.name}/{name}"
         elif not entry.is_file(follow_symlinks=False):
-            raise CheckpointError(f"{entry.path} is a link or a special file, refused in a checkpoint; {CURE}")
+            raise UnlistedFileError(f"{entry.path} is a link or a special file, refused in a checkpoint; {CURE}")
         else:
             yield entry.name
 
