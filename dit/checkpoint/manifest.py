@@ -7,7 +7,6 @@ flipped bit in any file, including the manifest, is detected before anything is 
 import hashlib
 import os
 import re
-import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,7 @@ _FOLDER = re.compile(r"iter_(\d{7,})(?:\.replaced)?")
 
 
 class UnlistedFileError(CheckpointError):
-    """A checkpoint has a file that its manifest does not list."""
+    """A checkpoint has a link, or a file that its manifest does not list."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ def tree_files(folder: Path) -> Iterator[str]:
             for name in tree_files(Path(entry.path)):
                 yield f"{entry.name}/{name}"
         elif not entry.is_file(follow_symlinks=False):
-            raise CheckpointError(f"{entry.path} is a link or a special file, refused in a checkpoint; {CURE}")
+            raise UnlistedFileError(f"{entry.path} is a link or a special file, refused in a checkpoint; {CURE}")
         else:
             yield entry.name
 
@@ -305,11 +304,8 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
         for name, record in manifest.files.items():
             if name not in present:
                 raise CheckpointError(f"{folder / name} is missing; {CURE}")
-            status = os.lstat(folder / name)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != record.size_bytes:
-                raise CheckpointError(
-                    f"{folder / name} has {status.st_size} bytes, {MANIFEST} says {record.size_bytes}; {CURE}"
-                )
+            if (size := os.lstat(folder / name).st_size) != record.size_bytes:
+                raise CheckpointError(f"{folder / name} has {size} bytes, {MANIFEST} says {record.size_bytes}; {CURE}")
         if unlisted := sorted(present - manifest.files.keys()):
             raise UnlistedFileError(f"{folder / unlisted[0]} is not in {MANIFEST}; remove that file")
         if hashes:

@@ -211,9 +211,9 @@ class CheckpointStore:
     def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
         """Delete the checkpoints that no retention rule selects, and return their steps.
 
-        The rules ignore damaged checkpoints, and those that may be intact: with an added file, or on a disk that cannot
-        be read now, which are not deleted. Nothing is deleted unless one of the retained checkpoints verifies. A
-        checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the next save.
+        The rules ignore damaged checkpoints, and those that may be intact: with an added file or link, or on a disk
+        that cannot be read now, which are not deleted. Nothing is deleted unless one of the retained checkpoints
+        verifies. A checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the next save.
 
         Args:
             up_to: ignore newer checkpoints, which a run that resumed before damaged ones replaces later.

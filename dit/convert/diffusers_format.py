@@ -44,16 +44,12 @@ class TrainedModel:
     """Settings of a trained model, imported or from a run.
 
     Attributes:
-        model: settings of the backbone.
         objective: of the training; the published one, with logit-normal times of flow matching, if the files do not
             have it.
         latent_size: (T, H, W) of the training latents.
         sampling: the authors' sampling settings, by the names of `SamplingConfig`.
-        class_names: name of each class; None if unknown.
         text_encoder: name of the text encoder; None without text, or if unknown.
-        autoencoder: of the latents; None if unknown.
         max_text_tokens: tokens to which training texts were truncated; None for no limit.
-        attributions: lines to show with samples.
         fps: frames per second of the training data; None if unknown.
         clean_parts: parts of training samples without noise, `reference` (`data.references`) and `first_frame`
             (`data.clean_first_frame`).
@@ -119,9 +115,7 @@ class DiffusersFormat(Generic[Model]):
     """One model class of diffusers, described by data as far as possible.
 
     Attributes:
-        class_name: in `config.json`.
         aliases: older names of this class, distinguished from others by `norm_type`.
-        config_class: settings class of our backbone.
         fixed: names of arguments that our backbone supports with the default only.
         same: diffusers' names of settings with equal values, by ours.
         free: further settings of ours that the class has, with any value.

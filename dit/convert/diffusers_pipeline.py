@@ -59,8 +59,6 @@ class Pipeline:
     """A pipeline class of diffusers for a model class of diffusers.
 
     Attributes:
-        class_name: class of the pipeline in diffusers.
-        texts: its text encoders.
         flow: it runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
         adds_shift_factor: it adds the `shift_factor` of the autoencoder; the others ignore it.
         guided_by_texts: guidance uses the embedding of the empty text as unconditional.
@@ -69,13 +67,11 @@ class Pipeline:
         keeps_norm: guidance keeps the norm of predictions, as `sampling.guidance_norm` does.
         zeros: entry of `model_index.json` that, if true, replaces the embedding of the empty text by zeros.
         records_distilled: `model_index.json` has the entry `is_distilled`; if it is true, the pipeline never guides.
-        vae: class of the autoencoder.
         compression: pixels per side, per position of a latent; None for those of the autoencoder.
         times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
         shift_by_tokens: how the shift mu of the times depends on the number of tokens: `scheduler` if the call reads it
             from the scheduler; four numbers as in `FLUX2_SHIFT` if it computes mu itself; None for no such shift.
-        draws_clips: it returns clips, not pictures.
         reads_sizes: it calls the model with the sizes and the crop of the original.
         reads_control, reads_reference: takes a control picture, which the autoencoder encodes; takes a picture to edit.
         reads_first_frame: `model_index.json` has the entry `expand_timesteps`, for one time per token.

@@ -118,27 +118,17 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
 
 def adapter_page(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> str:
     """Return the README page of a folder with adapters, in Markdown, with loading instructions."""
-    lines = [f"# Adapters (LoRA) of {form.class_name}, exported by megatron-dit", "", "```python"]
-    if (pipeline := pipeline_class(form, model)) is not None and pipeline.reads_adapters:
-        lines += [
-            f"from diffusers import {pipeline.class_name}",
-            "",
-            f'pipeline = {pipeline.class_name}.from_pretrained("BASE")',
-            f'pipeline.load_lora_weights("THIS_FOLDER", weight_name="{DIFFUSERS_FILE}")',
-            "```",
-            "",
-            "or",
-            "",
-            "```python",
-        ]
-    lines += [
-        f"from diffusers import {form.class_name}",
-        "from peft import PeftModel",
-        "",
-        f'{form.part} = {form.class_name}.from_pretrained("BASE", subfolder="{form.part}")',
-        f'{form.part} = PeftModel.from_pretrained({form.part}, "THIS_FOLDER").merge_and_unload()',
-        "```",
-        "",
-        "BASE is the model that the adapters were trained for. Their scale is 1. peft must be installed.",
+    name, part, pipeline = form.class_name, form.part, pipeline_class(form, model)
+    ways = [
+        f'from diffusers import {name}\nfrom peft import PeftModel\n\n{part} = {name}.from_pretrained("BASE", '
+        f'subfolder="{part}")\n{part} = PeftModel.from_pretrained({part}, "THIS_FOLDER").merge_and_unload()\n'
     ]
-    return "\n".join(lines) + "\n"
+    if pipeline is not None and pipeline.reads_adapters:
+        ways.insert(
+            0,
+            f'from diffusers import {pipeline.class_name}\n\npipeline = {pipeline.class_name}.from_pretrained("BASE")\n'
+            f'pipeline.load_lora_weights("THIS_FOLDER", weight_name="{DIFFUSERS_FILE}")\n',
+        )
+    code = "\nor\n\n".join(f"```python\n{way}```\n" for way in ways)
+    end = "BASE is the model that the adapters were trained for. Their scale is 1. peft must be installed."
+    return f"# Adapters (LoRA) of {name}, exported by megatron-dit\n\n{code}\n{end}\n"

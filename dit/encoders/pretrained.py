@@ -23,7 +23,7 @@ _WEIGHTS = re.compile(r"(diffusion_pytorch_)?model(\.(?P<variant>\w+))?(-\d+-of-
 
 
 def recorded_name(name: str) -> str:
-    """Return the name of an encoder for records, which other folders read: of a folder its absolute path."""
+    """Return the name of an encoder for records: the absolute path of a folder, or another name unchanged."""
     folder = Path(name).expanduser()
     return str(folder.resolve()) if folder.is_dir() else name
 

@@ -84,10 +84,8 @@ class TextEncoder:
     def tokenize(self, texts: Sequence[str], *, pictures: Optional[Sequence[int]] = None) -> list[list[int]]:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
-        A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
-
-        Args:
-            pictures: number of pictures that each text is read with, one token for each; None for no pictures.
+        A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning. A text
+        has one token for each of its `pictures`.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:

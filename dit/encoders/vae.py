@@ -48,7 +48,6 @@ class Geometry:
 
     Attributes:
         kind: class of diffusers, one of `KINDS`, or `identity`.
-        channels: C of a latent.
         time, space: frames, and pixels per side, per position of a latent.
         mean, std: per channel or one for all; a latent is (z - mean) / std.
         patch: positions of a latent per side with separate mean and std, which are among the weights if there are

@@ -28,7 +28,6 @@ class BackgroundProcess:
 
     Args:
         module: module to run; it calls `connection_and_settings`, then `serve`.
-        purpose: name of the process in messages.
     """
 
     def __init__(self, module: str, settings: Mapping[str, Any], inherited: Sequence[int], purpose: str) -> None:

@@ -119,9 +119,7 @@ class WriterProcess(BackgroundProcess):
     def save(self, step: int, token: str, files: Mapping[str, Pieces], meta: Optional[Mapping[str, Any]]) -> None:
         """Copy the files of a checkpoint into shared memory, and request that they are written.
 
-        Args:
-            token: of this save, the same on every rank.
-            meta: metadata for the manifest; None except on rank 0.
+        The `token` of this save is the same on every rank; `meta`, for the manifest, is None except on rank 0.
         """
         self._step = step
         content = [*files.values(), [b"" if meta is None else json.dumps(meta).encode()]]

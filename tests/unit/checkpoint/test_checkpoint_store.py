@@ -244,7 +244,7 @@ def test_the_only_valid_checkpoint_is_never_deleted(tmp_path, caplog):
     assert lean.steps() == [4]
 
 
-@pytest.mark.parametrize("fault", ["the disk fails", "a file is added"])
+@pytest.mark.parametrize("fault", ["the disk fails", "a file is added", "a link is added"])
 def test_a_checkpoint_that_may_be_intact_is_not_deleted(two_checkpoints, tmp_path, monkeypatch, fault):
     """A rule selects the checkpoint, but it does not verify: a disk may fail for a moment, a user may add a file."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"), keep_last=1, keep_every=10)
@@ -257,6 +257,8 @@ def test_a_checkpoint_that_may_be_intact_is_not_deleted(two_checkpoints, tmp_pat
 
     if fault == "a file is added":
         added.touch()
+    if fault == "a link is added":
+        added.symlink_to(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", fail)
         save(store, 25)
