@@ -156,7 +156,6 @@ class CheckpointStore:
             DamagedError: a file is damaged.
         """
         step = manifest.step
-        self.unpublished = step
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)
             self.recover()
