@@ -188,7 +188,8 @@ class Program:
         unit, forward = step.since(once.step), phases.forwards[0].since(once.forward)
         total = combined([once.step, unit], [1, job.micro_batches])
         parts = {"forward": forward, "update": once.update.copy(), "micro-batch": unit}
-        return replace(total, state_bytes=self._state_bytes, peak_bytes=step.peak_bytes, parts=parts)
+        total = replace(total, state_bytes=self._state_bytes, peak_bytes=step.peak_bytes, dq_bytes=step.dq_bytes)
+        return replace(total, parts=parts)
 
     def run_again(self) -> None:
         """Run another step after `run`."""

@@ -169,6 +169,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Requests[
         np.stack([np.tensordot(weights, part, axes=1) for part in np.split(values, len(sizes))], axis=1)
         for values in of_traces
     )
+    nbytes[0, :, B_ACTIVATIONS] += np.reshape([step.dq_bytes for step in traces], (len(sizes), -1)).max(1)
     return Costs(seconds, nbytes, problem.world_size // shape.tensor, sizes)
 
 

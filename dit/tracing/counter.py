@@ -70,6 +70,8 @@ class StepTrace:
     Attributes:
         state_bytes: bytes allocated before the step, by purpose (`STATE`).
         peak_bytes: peak of allocated bytes, by phase of the step (`PHASES`).
+        dq_bytes: bytes by which the sums inside the backward pass of attention exceed the peak of the first phase. Only
+            one layer has them at a time, so they do not grow with the number of layers.
         flops: operations of matrix products and attention, two per multiply-add.
         moved_bytes: bytes that all other operations read and write (views move none).
         sent_bytes: bytes sent, by (kind of collective, name of the group); an all-reduce counts as a ring.
@@ -92,6 +94,7 @@ class StepTrace:
     products: dict[Product, float] = field(default_factory=dict)
     work: Counter[str] = field(default_factory=Counter)
     parts: dict[str, "StepTrace"] = field(default_factory=dict)
+    dq_bytes: int = 0
 
     def copy(self) -> "StepTrace":
         """Return a copy of the current counts."""
@@ -100,7 +103,7 @@ class StepTrace:
 
     def since(self, earlier: "StepTrace") -> "StepTrace":
         """Return the counts since an earlier copy, without bytes of memory."""
-        steps = [replace(step, state_bytes={}, peak_bytes={}, parts={}) for step in (self, earlier)]
+        steps = [replace(step, state_bytes={}, peak_bytes={}, parts={}, dq_bytes=0) for step in (self, earlier)]
         return combined(steps, [1, -1])
 
     @property
@@ -111,11 +114,11 @@ class StepTrace:
     @property
     def peak(self) -> int:
         """The peak of the allocated bytes during the step."""
-        return max(self.peak_bytes.values())
+        return max(*self.peak_bytes.values(), self.peak_bytes[PHASES[0]] + self.dq_bytes)
 
 
 def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
-    """Return the weighted sum of steps; numbers of products may be fractions, other counts are rounded."""
+    """Return the weighted sum of steps, with the largest `dq_bytes`; numbers of products may be fractions."""
 
     def total(values: Iterable[float]) -> float:
         return sum(weight * value for weight, value in zip(weights, values, strict=True))
@@ -128,7 +131,7 @@ def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
     counts: dict[str, Any] = {name: round(total(getattr(step, name) for step in steps)) for name in COUNTS}
     counts |= {name: Counter({key: round(value) for key, value in table(name).items()}) for name in TABLES}
     counts["parts"] = {name: combined([step.parts[name] for step in steps], weights) for name in parts}
-    return StepTrace(products=table("products"), **counts)
+    return StepTrace(products=table("products"), dq_bytes=max(step.dq_bytes for step in steps), **counts)
 
 
 class StepCounter(TorchDispatchMode):
@@ -149,7 +152,7 @@ class StepCounter(TorchDispatchMode):
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._finished_work: Any = None
         self.received_shape: list[int] = []
-        self.live = self.peak = 0
+        self.live = self.peak = self._peak_of_dq = 0
         self.trace = StepTrace()
 
     @classmethod
@@ -159,7 +162,7 @@ class StepCounter(TorchDispatchMode):
     def begin(self) -> None:
         """Start a step and reset all counts."""
         gc.collect()  # wrapped models have many reference cycles
-        self.trace = StepTrace()
+        self.trace, self._peak_of_dq = StepTrace(), 0
 
     def enter(self, part: str) -> None:
         """Start a part of the step; only counters of waits distinguish parts."""
@@ -167,6 +170,8 @@ class StepCounter(TorchDispatchMode):
     def phase(self, name: str) -> None:
         """End a phase of the step and record its peak."""
         self.trace.peak_bytes[name] = self.peak
+        if name == PHASES[0]:
+            self.trace.dq_bytes = max(0, self._peak_of_dq - self.peak)
         self.peak = self.live
 
     def watch(self, storage: torch.UntypedStorage) -> None:
@@ -243,7 +248,7 @@ class StepCounter(TorchDispatchMode):
             product = Product(1, rows, columns, flops // (2 * rows * columns), nbytes)
         else:
             if "backward" in name:
-                self.peak = max(self.peak, self.live + _bytes_of_sums(*args))
+                self._peak_of_dq = max(self._peak_of_dq, self.live + _bytes_of_sums(*args))
             trace.work[ATTENTION_BACKWARD if "backward" in name else ATTENTION] += flops
             return
         trace.products[product] = trace.products.get(product, 0) + 1

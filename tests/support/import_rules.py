@@ -67,7 +67,7 @@ MAY_IMPORT = {
     },
     "dit.tracing": {
         *("dit.errors", "dit.patches", "dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api"),
-        *("dit.patchify", "dit.pack_copy", "dit.backends", "dit.layers", "dit.models", "dit.parallel"),
+        *("dit.patchify", "dit.pack_copy", "dit.kernels", "dit.backends", "dit.layers", "dit.models", "dit.parallel"),
     },
     "dit.optimizer": {
         "dit.auxiliary",

@@ -97,6 +97,17 @@ def test_a_plan_equals_the_trace_of_the_full_step(one_tracer, name):
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
 
+def test_the_peak_of_a_plan_has_the_sums_of_dq_of_one_layer(one_tracer):
+    """Every second layer has temporal attention; a stage of fewer layers may end with the other kind."""
+    model = tiny_model("stdit", num_layers=24, hidden_size=128, num_attention_heads=2)
+    parts = model, FlowMatching(), OptimizerConfig(), ParallelConfig(), TrainingConfig(precision="bf16")
+    job = Job(*parts, PackShape(((4, 8, 8),), text_lengths=(4,)))
+    planned = plan(job, ParallelDims(1, 1, 1, 1, 1)).ranks[0]
+    (full,) = trace([replace(job, in_full=True)])
+    assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
+    assert full.dq_bytes > 1.5 * OF_PEAK * full.peak
+
+
 def test_the_groups_of_two_levels_of_context_parallelism_are_named(one_tracer):
     layout = ParallelConfig(context_parallel_size=4, context_comm="a2a+p2p", context_a2a_size=2)
     parts = tiny_model(num_layers=1), FlowMatching(), OptimizerConfig(), layout, TrainingConfig(precision="fp32")
