@@ -151,7 +151,9 @@ def global_values(
     return assembled(of_all_ranks(local, groups))
 
 
-def global_weights(named: Iterable[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
+def global_weights(
+    named: Iterable[tuple[str, nn.Parameter]], groups: ProcessGroups
+) -> tuple[dict[str, Tensor], list[str]]:
     """Gather named parameters of the model; returns as `assembled`, on rank 0."""
     return assembled(of_all_ranks([(name, part_of(p, groups), p.detach()) for name, p in named], groups))
 
