@@ -35,7 +35,7 @@ def test_a_kernel_that_fails_later_is_no_longer_verified():
     assert verified_here() == {"noise.triton"}
 
 
-@pytest.mark.parametrize("change", ["describe", "accelerator_versions", "version"])
+@pytest.mark.parametrize("change", ["describe", "accelerator_versions", "installed_version"])
 def test_the_record_holds_for_one_device_driver_and_version(monkeypatch, change):
     record_results({"layers.triton": True})
     other = {"driver": "1.2"} if change == "accelerator_versions" else "another"
