@@ -4,12 +4,13 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
 
 from dit import extensions
+from dit.backends.device import local_device
 from dit.errors import ConfigError
 from launch import environment
 from launch.held_out import redrawn
@@ -20,12 +21,10 @@ from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
     from dit.evaluation.features import Features
-    from dit.evaluation.frechet import Gaussian
+    from dit.evaluation.frechet import Gaussian, Moments
     from dit.inference.decoding import Decoder
     from dit.inference.drawing import Request
     from dit.inference.generator import Generator
-
-Statistics = TypeVar("Statistics", bound="Gaussian | Tensor", covariant=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,23 +129,16 @@ class FeatureRows:
         return _of_all_ranks(self._parts)
 
 
-class Collector(Protocol[Statistics]):
-    """Collects features, batch by batch."""
-
-    def add(self, features: Tensor) -> None: ...
-
-    def reduce(self) -> Statistics: ...
-
-
 def _both_sides(
     args: argparse.Namespace,
     generator: "Generator",
-    new: Callable[[], Collector[Statistics]],
-    read: Callable[[Path, str], Optional[Statistics]],
-) -> tuple[Statistics, Statistics, str]:
+    new: "Callable[[], FeatureRows | Moments]",
+    read: Callable[[Path, str], Any],
+) -> tuple[Any, Any, str]:
     """Return the statistics of the real pictures and of the generated ones, and the name of the feature network.
 
     Args:
+        new: creates a collector of features, whose `reduce` returns the statistics of all ranks.
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
     """
     path, out, features = args.reference, args.write_statistics, feature_network(args, generator)
@@ -187,7 +179,6 @@ def _size(statistics: "Gaussian | Tensor") -> tuple[Optional[int], int]:
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure how well generated pictures fit their prompts; every rank calls this."""
-    from dit.backends.device import local_device
     from dit.evaluation.clip import ClipModel
 
     if args.clip_model is None:
@@ -289,7 +280,6 @@ def _frames(clips: Tensor) -> Tensor:
 
 
 def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
-    from dit.backends.device import local_device
     from dit.inference.decoding import Decoder, find_autoencoder
 
     name, note = find_autoencoder(generator.config.model.in_channels, args.vae, generator.autoencoder, "--vae PATH")
@@ -300,7 +290,6 @@ def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
 
 def feature_network(args: argparse.Namespace, generator: "Generator") -> "Features":
     """Return the network of `--features`, which fid, kid and pictograms read."""
-    from dit.backends.device import local_device
     from dit.evaluation.features import load_features
 
     registered = extensions.load("features", {})
