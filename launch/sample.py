@@ -353,8 +353,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         settings |= inpainting
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))
     largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
-    sizes = {"largest": largest, "channels": channels, "patch": patch, "decoder": decode}
-    of_edit = partial(read_reference, **sizes, aspect=args.reference_aspect)
+    of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
+    of_edit = partial(of_edit, aspect=args.reference_aspect)
     of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")
     for option, paths, read in (
         ("--reference", args.reference, of_edit),

@@ -101,7 +101,7 @@ def _arrays(path: Path) -> Iterator[dict[str, StoredArray]]:
     except ConfigError:
         raise
     except OSError as error:
-        raise ConfigError(f"--reference {path} cannot be read: {error.strerror}; give an .npz file or a folder") from error
+        raise ConfigError(f"--reference {path} cannot be read: {error.strerror}; use an .npz or a folder") from error
     except ValueError as error:
         raise ConfigError(
             f"--reference {path} cannot be read: {' '.join(str(error).split())}; give a complete .npz file"

@@ -66,9 +66,7 @@ def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor, list[d
     if len({latent.shape[2:] for latent, _ in clips}) != 1:
         raise DataError(f"the pictures in {folder} differ in size; this is not a letters data set")
     if any("label" not in meta for _, meta in clips):
-        raise DataError(
-            f"samples in {folder} have no label, which letters have; choose another --metric or --data"
-        )
+        raise DataError(f"samples in {folder} have no label, which letters have; choose another --metric or --data")
     images = torch.cat([latent.transpose(0, 1) for latent, _ in clips])
     metadata = [meta for latent, meta in clips for _ in range(latent.shape[1])]
     return images, torch.tensor([m["label"] for m in metadata], dtype=torch.int64), metadata
