@@ -12,6 +12,12 @@ from torch import Tensor
 from dit import extensions
 from dit.backends.device import local_device
 from dit.errors import ConfigError
+from dit.evaluation.features import Features, load_features
+from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
+from dit.evaluation.kernel_distance import kernel_distance
+from dit.evaluation.reference import read_features, read_gaussian
+from dit.inference.decoding import Decoder, find_autoencoder
+from dit.inference.drawing import Request, draw
 from launch import environment
 from launch.held_out import redrawn
 from launch.measurement import Measurement
@@ -20,10 +26,6 @@ from launch.sample import sampling_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
-    from dit.evaluation.features import Features
-    from dit.evaluation.frechet import Gaussian, Moments
-    from dit.inference.decoding import Decoder
-    from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
 
@@ -58,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure the Frechet distance between real pictures and generated ones; every rank calls this."""
-    from dit.evaluation.frechet import Moments, frechet_distance
-    from dit.evaluation.reference import read_gaussian
-
     real, drawn, network = _both_sides(args, generator, Moments, read_gaussian)
     assert drawn.count is not None
     distance = frechet_distance(real, drawn)
@@ -74,9 +73,6 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
 def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure the kernel distance between real pictures and generated ones; every rank calls this."""
-    from dit.evaluation.kernel_distance import kernel_distance
-    from dit.evaluation.reference import read_features
-
     real, drawn, network = _both_sides(args, generator, FeatureRows, read_features)
     distance = kernel_distance(real, drawn)
     return _measurement(args, f"KID: {distance:.6f}, unbiased", {"kid": distance}, real, drawn, network)
@@ -85,7 +81,6 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure how many generated pictures are like real ones, and the reverse; every rank calls this."""
     from dit.evaluation.precision_recall import precision_recall
-    from dit.evaluation.reference import read_features
 
     real, drawn, network = _both_sides(args, generator, FeatureRows, read_features)
     precision, recall = precision_recall(real, drawn)
@@ -98,8 +93,8 @@ def _measurement(
     args: argparse.Namespace,
     result: str,
     record: dict[str, Any],
-    real: "Gaussian | Tensor",
-    drawn: "Gaussian | Tensor",
+    real: Gaussian | Tensor,
+    drawn: Gaussian | Tensor,
     network: str,
 ) -> Measurement:
     """Return lines and record of a comparison; a reference may not record its number of pictures."""
@@ -170,7 +165,7 @@ def _both_sides(
     return statistics, drawn.reduce(), features.network
 
 
-def _size(statistics: "Gaussian | Tensor") -> tuple[Optional[int], int]:
+def _size(statistics: Gaussian | Tensor) -> tuple[Optional[int], int]:
     """Return the number of pictures, None if unknown, and the size of a feature vector."""
     if isinstance(statistics, Tensor):
         return len(statistics), statistics.shape[1]
@@ -226,7 +221,7 @@ def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
     return Measurement(lines, record, _missed(args, "texts read exactly", share))
 
 
-def _prompts(args: argparse.Namespace, requests: "Sequence[Request]") -> list[str]:
+def _prompts(args: argparse.Namespace, requests: Sequence[Request]) -> list[str]:
     """Return the prompt of each request."""
     texts = [request.record.get("prompt") for request in requests]
     if None in texts:
@@ -243,7 +238,7 @@ def _missed(args: argparse.Namespace, name: str, value: float) -> list[str]:
 
 
 def _feature_pairs(
-    args: argparse.Namespace, generator: "Generator", features: "Features"
+    args: argparse.Namespace, generator: "Generator", features: Features
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the features of this rank's held-out pictures and of generated ones, `[N, D]` each."""
     decode = _decoder(args, generator)
@@ -256,11 +251,9 @@ def _feature_pairs(
 
 
 def _drawn(
-    args: argparse.Namespace, generator: "Generator", requests: "Sequence[Request]"
+    args: argparse.Namespace, generator: "Generator", requests: Sequence[Request]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Yield the frames `[N T, 3, H, W]` of this rank's share of the requested samples, with the request of each."""
-    from dit.inference.drawing import draw
-
     decode = _decoder(args, generator)
     for indices, latents in draw(
         generator,
@@ -279,8 +272,7 @@ def _frames(clips: Tensor) -> Tensor:
     return clips.transpose(1, 2).flatten(0, 1).expand(-1, 3, -1, -1)
 
 
-def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
-    from dit.inference.decoding import Decoder, find_autoencoder
+def _decoder(args: argparse.Namespace, generator: "Generator") -> Decoder:
 
     name, note = find_autoencoder(generator.config.model.in_channels, args.vae, generator.autoencoder, "--vae PATH")
     if note is not None:
@@ -288,10 +280,8 @@ def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
     return Decoder(name, local_device())
 
 
-def feature_network(args: argparse.Namespace, generator: "Generator") -> "Features":
+def feature_network(args: argparse.Namespace, generator: "Generator") -> Features:
     """Return the network of `--features`, which fid, kid and pictograms read."""
-    from dit.evaluation.features import load_features
-
     registered = extensions.load("features", {})
     if args.features is None:
         names = "".join(f", or {name}" for name in registered)
