@@ -163,10 +163,10 @@ class EnergonData(ReaderSettings):
         frames = max((t for _, t, _, _ in shapes), default=1)
         if frames > spec.patch_temporal:
             raise ConfigError(
-                f"{info.path} has clips of {frames} frames, and this model reads pictures: Imagen's UNets have none, "
-                "and model.position_embedding=sincos_2d, or model.rope_axes whose first number is 0, gives every frame "
-                "the same positions; set model.position_embedding=sincos_3d or rope_3d, with features for t (own_data "
-                "reads its model from `data`: name a folder with clips there), or leave the folder out"
+                f"{info.path} has clips of {frames} frames, and model.position_embedding=sincos_2d, or model.rope_axes "
+                "whose first number is 0, gives every frame the same positions; set model.position_embedding=sincos_3d "
+                "or rope_3d, with features for t (own_data reads its model from `data`: name a folder with clips "
+                "there), or leave the folder out"
             )
 
     def _check_sides(self, info: SplitInfo, spec: BatchSpec) -> None:
