@@ -90,12 +90,14 @@ def check(cells: Sequence[grid.Cell], executor: "Executor") -> None:
     """
     from launch import config_file, train
 
+    ranks = executor.nnodes() * executor.nproc_per_node()
     for cell in cells if getattr(executor, "container_image", None) is None else ():
         try:
             task = train.resolve(cli.Options(factory=cell.recipe, overrides=cell.overrides))
-            config_file.built(task).check(executor.nnodes() * executor.nproc_per_node())
+            config_file.built(task).check(ranks)
         except UserError as error:
-            raise type(error)(f"{cell.name}: {str(error).partition(chr(10))[0]}") from error
+            line = str(error).splitlines()[0]
+            raise type(error)(f"{cell.name} (ranks of --executor: {ranks}): {line}") from error
 
 
 def execute(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dit.backends.device import local_device
 from dit.batch import PackedBatch
 from dit.data_api import DataConfig, NoData
 from dit.errors import ConfigError
@@ -42,7 +43,6 @@ def held_out_batches(
     Args:
         to_draw: whether samples with the same conditions are drawn, of which all frames are generated.
     """
-    from dit.backends.device import local_device
     from dit.encoders.comparison import compare_encoders
     from dit.encoders.online import batch_encoder
     from dit.inference.preview import without_levels
@@ -66,8 +66,6 @@ def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[
 
     A generated sample has the size and the conditions of a held-out one, and noise that depends on its name only.
     """
-    from dit.backends.device import local_device
-
     tiles = tile_settings(args)
     settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
     sampling = generator.sampling(**settings)
@@ -117,7 +115,6 @@ def measure_loss(args: argparse.Namespace, generator: "Generator") -> Measuremen
     """
     import torch.distributed as dist
 
-    from dit.backends.device import local_device
     from dit.objectives.flow_matching import FlowMatching
     from dit.training.validate import NUM_TIMES, loss_at_times, loss_sums, mean_losses
 

@@ -1,23 +1,30 @@
 """Pictures that samples start from, are edited from, follow, or keep outside a mask, as latents of the model."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Optional
 
+import torch
+from PIL import ImageOps
+from PIL.Image import Image, Resampling
+from torch import Tensor
+
+from dit.batch import pixel_values
 from dit.condition_table import CONTROL, FIRST_FRAMES
+from dit.encoders.text_config import check_text_encoder
+from dit.encoders.vae import load_vae
 from dit.errors import ConfigError
+from dit.inference.decoding import Decoder
+from dit.inference.drawing import Request
 from dit.safe_files import read_bytes
+from energon_data.media_files import open_picture, pixels_of
+from energon_data.prepare.pictures import Fit
+from energon_data.samples import SampleError
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-
-    from PIL.Image import Image
-    from torch import Tensor
-
-    from dit.inference.decoding import Decoder
-    from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
 
@@ -29,7 +36,7 @@ DATA_SETTINGS = {
 """Options that need a setting of the data: the setting, what it trains, what it allows, and how to train with it."""
 
 
-def check_trained(args: "Namespace", generator: "Generator") -> None:
+def check_trained(args: Namespace, generator: "Generator") -> None:
     """Check that the run trained what the picture options of the command require; imported weights have no data."""
     data, spec = generator.config.data, generator.spec
     starts_clips = getattr(data, "frame_levels", 0) or spec.condition(FIRST_FRAMES.name) is not None
@@ -50,12 +57,12 @@ def check_trained(args: "Namespace", generator: "Generator") -> None:
 
 
 def add_pictures(
-    requests: Sequence["Request"],
+    requests: Sequence[Request],
     option: str,
     paths: Sequence[Sequence[Path]],
     count: int,
-    read: Callable[[Path], "Tensor"],
-) -> list["Request"]:
+    read: Callable[[Path], Tensor],
+) -> list[Request]:
     """Return the requests with the pictures that each is edited from (`--reference`), or the control picture of each.
 
     Args:
@@ -81,11 +88,8 @@ def _check_count(option: str, paths: Sequence[Sequence[Path]], samples: int) -> 
         )
 
 
-def open_requested(path: Path, option: str, paper: str = "white") -> "Image":
+def open_requested(path: Path, option: str, paper: str = "white") -> Image:
     """Open a picture that an option of the command names; transparent areas get the colour `paper`."""
-    from energon_data.media_files import open_picture
-    from energon_data.samples import SampleError
-
     try:
         return open_picture(read_bytes(path), paper)
     except (OSError, SampleError) as error:
@@ -94,10 +98,8 @@ def open_requested(path: Path, option: str, paper: str = "white") -> "Image":
 
 def pictures_of_texts(
     paths: Sequence[Sequence[Path]], text_encoder: Optional[str], count: int
-) -> Optional[list[list["Image"]]]:
+) -> Optional[list[list[Image]]]:
     """Return the pictures to edit of each text (`--reference`); None if no text encoder reads pictures."""
-    from dit.encoders.text_config import check_text_encoder
-
     if not paths or text_encoder is None or not check_text_encoder(text_encoder).reads_pictures:
         return None
     if count == 0:
@@ -108,8 +110,8 @@ def pictures_of_texts(
 
 
 def read_initial(
-    path: Path, latent_size: tuple[int, int, int], channels: int, decoder: "Decoder", option: str = "--init"
-) -> "Tensor":
+    path: Path, latent_size: tuple[int, int, int], channels: int, decoder: Decoder, option: str = "--init"
+) -> Tensor:
     """Return a picture as the latent of a sample, `[C, 1, H, W]`, float32.
 
     It is scaled until it covers the sample, and its middle is cut out. Without an autoencoder it stays pixels: three
@@ -124,9 +126,9 @@ def read_reference(
     largest: tuple[int, int],
     channels: int,
     patch: int,
-    decoder: "Decoder",
+    decoder: Decoder,
     aspect: Literal["keep", "square", "buckets"] = "keep",
-) -> "Tensor":
+) -> Tensor:
     """Return a picture to edit as a latent, `[C, 1, H, W]`, float32.
 
     Its size is that of pictures of `energon_data.prepare --size N --aspect ASPECT --enlarge`, and does not depend on
@@ -136,12 +138,10 @@ def read_reference(
         largest: height and width of the largest training sample, in positions of a latent.
         patch: side of a patch in positions of a latent.
     """
-    from energon_data.prepare.pictures import Fit
-
     geometry = decoder.geometry
     unit = patch if geometry is None else math.lcm(geometry.step, geometry.space * patch)
 
-    def fit(picture: "Image", width: int, height: int) -> "Image":
+    def fit(picture: Image, width: int, height: int) -> Image:
         side = math.ceil(math.sqrt(width * height) / unit) * unit
         return Fit(size=side, aspect=aspect, multiple_of=unit, enlarge=True, max_cut=1.0).apply(picture)
 
@@ -149,25 +149,20 @@ def read_reference(
     return _encoded(_pixels(picture, (1, *largest), channels, decoder, f"--reference {path}", fit), decoder)
 
 
-def _cover(picture: "Image", width: int, height: int) -> "Image":
+def _cover(picture: Image, width: int, height: int) -> Image:
     """Scale a picture until it covers a size, and cut its middle out."""
-    from PIL import Image, ImageOps
-
-    return ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)
+    return ImageOps.fit(picture, (width, height), Resampling.LANCZOS)
 
 
 def _pixels(
-    picture: "Image",
+    picture: Image,
     latent_size: tuple[int, int, int],
     channels: int,
-    decoder: "Decoder",
+    decoder: Decoder,
     name: str,
-    fit: Callable[["Image", int, int], "Image"] = _cover,
-) -> "Tensor":
+    fit: Callable[[Image, int, int], Image] = _cover,
+) -> Tensor:
     """Return a picture scaled by `fit`, by default to the size of a sample, `[1 or 3, 1, H, W]` in [-1, 1]."""
-    from dit.batch import pixel_values
-    from energon_data.media_files import pixels_of
-
     frames, height, width = latent_size
     if frames != 1:
         raise ConfigError(f"{name} is one picture, and samples have {frames} frames; use --frames 1")
@@ -185,12 +180,8 @@ def _pixels(
     return pixels if decoder.geometry is not None else pixels[:channels]
 
 
-def _encoded(pixels: "Tensor", decoder: "Decoder") -> "Tensor":
+def _encoded(pixels: Tensor, decoder: Decoder) -> Tensor:
     """Return a picture as a latent; without an autoencoder unchanged."""
-    import torch
-
-    from dit.encoders.vae import load_vae
-
     if decoder.name is None:
         return pixels
     with torch.no_grad():
@@ -198,7 +189,7 @@ def _encoded(pixels: "Tensor", decoder: "Decoder") -> "Tensor":
 
 
 def read_inpainting(
-    paths: Sequence[Path], latent_size: tuple[int, int, int], channels: int, patch: int, decoder: "Decoder"
+    paths: Sequence[Path], latent_size: tuple[int, int, int], channels: int, patch: int, decoder: Decoder
 ) -> "tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]":
     """Read a picture and its mask, which is bright where the picture is generated; transparent areas of it are dark.
 
@@ -211,8 +202,6 @@ def read_inpainting(
         `known` and `mask` of `Generator.generate`; and a function that replaces the pixels outside the mask of drawn
         pictures `[N, C, T, H, W]` by those of the picture.
     """
-    import torch
-
     name = f"--inpaint {paths[0]} {paths[1]}"
     picture, mask = (open_requested(path, "--inpaint", paper) for path, paper in zip(paths, ("white", "black")))
     (width, height), (mask_width, mask_height) = picture.size, mask.size

@@ -276,12 +276,18 @@ def parse_call(function: Callable[..., Any], arguments: str, option: str, hint: 
     """Return a call of a function with arguments such as `a=1, b=[2, 3])`.
 
     Raises:
-        ConfigError: an argument is wrong; the message starts with `option` and ends with `hint`.
+        ConfigError: an argument is wrong; the message starts with `option`; that of a wrong value ends with `hint`.
     """
+    words, names = split_arguments(arguments.removesuffix(")")), list(inspect.signature(function).parameters)
+    for argument in (word.partition("=")[0].strip() for word in words):
+        if argument not in names:
+            takes = f"takes {', '.join(names)}" if names else "takes no arguments; its settings can be overridden"
+            near = did_you_mean(argument, names)
+            raise ConfigError(f"{option}: {function.__name__} has no argument {argument!r}, it {takes}{near}")
     logger = logging.getLogger("nemo_run.cli.cli_parser")
     logger.disabled = True  # it logs the error that it raises
     try:
-        call = parse_cli_args(function, split_arguments(arguments.removesuffix(")")), output_type=Partial)
+        call = parse_cli_args(function, words, output_type=Partial)
     except CLIException as error:
         cause = error
         while isinstance(cause.__context__, CLIException):

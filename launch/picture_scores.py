@@ -4,13 +4,20 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
 
 from dit import extensions
+from dit.backends.device import local_device
 from dit.errors import ConfigError
+from dit.evaluation.features import Features, load_features
+from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
+from dit.evaluation.kernel_distance import kernel_distance
+from dit.evaluation.reference import read_features, read_gaussian
+from dit.inference.decoding import Decoder, find_autoencoder
+from dit.inference.drawing import Request, draw
 from launch import environment
 from launch.held_out import redrawn
 from launch.measurement import Measurement
@@ -19,13 +26,7 @@ from launch.sample import sampling_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
-    from dit.evaluation.features import Features
-    from dit.evaluation.frechet import Gaussian
-    from dit.inference.decoding import Decoder
-    from dit.inference.drawing import Request
     from dit.inference.generator import Generator
-
-Statistics = TypeVar("Statistics", bound="Gaussian | Tensor", covariant=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,9 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure the Frechet distance between real pictures and generated ones; every rank calls this."""
-    from dit.evaluation.frechet import Moments, frechet_distance
-    from dit.evaluation.reference import read_gaussian
-
     real, drawn, network = _both_sides(args, generator, Moments, read_gaussian)
     assert drawn.count is not None
     distance = frechet_distance(real, drawn)
@@ -75,9 +73,6 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
 def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure the kernel distance between real pictures and generated ones; every rank calls this."""
-    from dit.evaluation.kernel_distance import kernel_distance
-    from dit.evaluation.reference import read_features
-
     real, drawn, network = _both_sides(args, generator, FeatureRows, read_features)
     distance = kernel_distance(real, drawn)
     return _measurement(args, f"KID: {distance:.6f}, unbiased", {"kid": distance}, real, drawn, network)
@@ -86,7 +81,6 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure how many generated pictures are like real ones, and the reverse; every rank calls this."""
     from dit.evaluation.precision_recall import precision_recall
-    from dit.evaluation.reference import read_features
 
     real, drawn, network = _both_sides(args, generator, FeatureRows, read_features)
     precision, recall = precision_recall(real, drawn)
@@ -99,8 +93,8 @@ def _measurement(
     args: argparse.Namespace,
     result: str,
     record: dict[str, Any],
-    real: "Gaussian | Tensor",
-    drawn: "Gaussian | Tensor",
+    real: Gaussian | Tensor,
+    drawn: Gaussian | Tensor,
     network: str,
 ) -> Measurement:
     """Return lines and record of a comparison; a reference may not record its number of pictures."""
@@ -130,23 +124,16 @@ class FeatureRows:
         return _of_all_ranks(self._parts)
 
 
-class Collector(Protocol[Statistics]):
-    """Collects features, batch by batch."""
-
-    def add(self, features: Tensor) -> None: ...
-
-    def reduce(self) -> Statistics: ...
-
-
 def _both_sides(
     args: argparse.Namespace,
     generator: "Generator",
-    new: Callable[[], Collector[Statistics]],
-    read: Callable[[Path, str], Optional[Statistics]],
-) -> tuple[Statistics, Statistics, str]:
+    new: "Callable[[], FeatureRows | Moments]",
+    read: Callable[[Path, str], Any],
+) -> tuple[Any, Any, str]:
     """Return the statistics of the real pictures and of the generated ones, and the name of the feature network.
 
     Args:
+        new: creates a collector of features, whose `reduce` returns the statistics of all ranks.
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
     """
     path, out, features = args.reference, args.write_statistics, feature_network(args, generator)
@@ -178,7 +165,7 @@ def _both_sides(
     return statistics, drawn.reduce(), features.network
 
 
-def _size(statistics: "Gaussian | Tensor") -> tuple[Optional[int], int]:
+def _size(statistics: Gaussian | Tensor) -> tuple[Optional[int], int]:
     """Return the number of pictures, None if unknown, and the size of a feature vector."""
     if isinstance(statistics, Tensor):
         return len(statistics), statistics.shape[1]
@@ -187,7 +174,6 @@ def _size(statistics: "Gaussian | Tensor") -> tuple[Optional[int], int]:
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Measure how well generated pictures fit their prompts; every rank calls this."""
-    from dit.backends.device import local_device
     from dit.evaluation.clip import ClipModel
 
     if args.clip_model is None:
@@ -235,7 +221,7 @@ def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
     return Measurement(lines, record, _missed(args, "texts read exactly", share))
 
 
-def _prompts(args: argparse.Namespace, requests: "Sequence[Request]") -> list[str]:
+def _prompts(args: argparse.Namespace, requests: Sequence[Request]) -> list[str]:
     """Return the prompt of each request."""
     texts = [request.record.get("prompt") for request in requests]
     if None in texts:
@@ -252,7 +238,7 @@ def _missed(args: argparse.Namespace, name: str, value: float) -> list[str]:
 
 
 def _feature_pairs(
-    args: argparse.Namespace, generator: "Generator", features: "Features"
+    args: argparse.Namespace, generator: "Generator", features: Features
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the features of this rank's held-out pictures and of generated ones, `[N, D]` each."""
     decode = _decoder(args, generator)
@@ -265,11 +251,9 @@ def _feature_pairs(
 
 
 def _drawn(
-    args: argparse.Namespace, generator: "Generator", requests: "Sequence[Request]"
+    args: argparse.Namespace, generator: "Generator", requests: Sequence[Request]
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Yield the frames `[N T, 3, H, W]` of this rank's share of the requested samples, with the request of each."""
-    from dit.inference.drawing import draw
-
     decode = _decoder(args, generator)
     for indices, latents in draw(
         generator,
@@ -288,9 +272,7 @@ def _frames(clips: Tensor) -> Tensor:
     return clips.transpose(1, 2).flatten(0, 1).expand(-1, 3, -1, -1)
 
 
-def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
-    from dit.backends.device import local_device
-    from dit.inference.decoding import Decoder, find_autoencoder
+def _decoder(args: argparse.Namespace, generator: "Generator") -> Decoder:
 
     name, note = find_autoencoder(generator.config.model.in_channels, args.vae, generator.autoencoder, "--vae PATH")
     if note is not None:
@@ -298,11 +280,8 @@ def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
     return Decoder(name, local_device())
 
 
-def feature_network(args: argparse.Namespace, generator: "Generator") -> "Features":
+def feature_network(args: argparse.Namespace, generator: "Generator") -> Features:
     """Return the network of `--features`, which fid, kid and pictograms read."""
-    from dit.backends.device import local_device
-    from dit.evaluation.features import load_features
-
     registered = extensions.load("features", {})
     if args.features is None:
         names = "".join(f", or {name}" for name in registered)

@@ -3,18 +3,21 @@
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dit.batch import pixel_values
+from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
+from dit.evaluation.frechet import Gaussian
+from dit.evaluation.reference import read_pictures, statistics_file
+from dit.safe_files import read_bytes
+from energon_data.media_files import PICTURES, open_picture
+from energon_data.prepare.walk import Skipped, extension_of, folders_below
+from energon_data.samples import SampleError
 from launch import environment
-
-if TYPE_CHECKING:
-    from dit.evaluation.frechet import Gaussian
 
 BATCH = 32
 """Pictures of which features are computed at once."""
@@ -35,8 +38,6 @@ def reference_pictures(path: Path) -> Iterator[Tensor]:
     """
     rank, ranks = environment.rank(), environment.world_size()
     if not path.is_dir():
-        from dit.evaluation.reference import read_pictures
-
         yield from map(pixel_values, islice(read_pictures(path, BATCH), rank, None, ranks))
         return
     files = _files(path)[rank::ranks]
@@ -45,9 +46,6 @@ def reference_pictures(path: Path) -> Iterator[Tensor]:
 
 
 def _files(folder: Path) -> list[Path]:
-    from energon_data.media_files import PICTURES
-    from energon_data.prepare.walk import Skipped, extension_of, folders_below
-
     skipped: list[Skipped] = []
     files = [
         place / name
@@ -63,10 +61,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _picture(path: Path) -> Tensor:
-    from dit.safe_files import read_bytes
-    from energon_data.media_files import open_picture
-    from energon_data.samples import SampleError
-
     try:
         pixels = np.asarray(open_picture(read_bytes(path)))
     except OSError as error:
@@ -84,13 +78,10 @@ def check_statistics_path(path: Path, reference: Path | None) -> None:
         raise ConfigError(f"--write-statistics {path} would replace the --reference; name another file")
 
 
-def write_statistics(path: Path, statistics: "Gaussian | Tensor", network: str) -> None:
+def write_statistics(path: Path, statistics: Gaussian | Tensor, network: str) -> None:
     """Write statistics of real pictures on the first rank; they are read by `--reference`."""
     if environment.rank() > 0:
         return
-    from dit.durable_files import write_atomic
-    from dit.evaluation.reference import statistics_file
-
     try:
         write_atomic(path, statistics_file(statistics, network))
     except OSError as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hin
 
 from torch import Tensor
 
+from dit.backends.device import local_device
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.ranges import COUNT_OR_ZERO, FINITE, POSITIVE, SEED
 from dit.settings import SamplingConfig
@@ -319,7 +320,6 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     generator = open_generator(args)
     check_trained(args, generator)
     note_untrained_guidance(args, generator)
-    from dit.backends.device import local_device
     from dit.encoders.pretrained import recorded_name
     from dit.inference.decoding import Decoder, find_autoencoder
     from dit.inference.drawing import batches, draw
@@ -353,8 +353,8 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         settings |= inpainting
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))
     largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
-    sizes = {"largest": largest, "channels": channels, "patch": patch, "decoder": decode}
-    of_edit = partial(read_reference, **sizes, aspect=args.reference_aspect)
+    of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
+    of_edit = partial(of_edit, aspect=args.reference_aspect)
     of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")
     for option, paths, read in (
         ("--reference", args.reference, of_edit),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
+from dit.backends.device import local_device
 from dit.condition_table import SIZE_AND_CROP, size_and_crop
 from dit.errors import ConfigError
 from dit.sampling.grid import spread
@@ -149,7 +150,6 @@ def encode_prompts(
             "the checkpoint has no text encoder, because its data set names none; embed the texts yourself and give "
             "--text-embedding"
         )
-    from dit.backends.device import local_device
     from dit.encoders.text import load_text_encoders, texts_as_conditions
 
     encoders = load_text_encoders(generator.text_encoder, str(local_device()))

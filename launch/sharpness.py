@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dit.backends.device import local_device
 from launch.held_out import redrawn
 from launch.measurement import Measurement
 
@@ -71,7 +72,6 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Enlarge this run's held-out pictures; every rank calls this."""
     import torch.distributed as dist
 
-    from dit.backends.device import local_device
     from dit.inference.cascade import low_resolution_of
 
     bicubic = low_resolution_of(generator.spec)

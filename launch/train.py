@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Optional
 
-from dit.command_line import did_you_mean
 from dit.config_record import TRUST_VARIABLE, user_packages
 from dit.errors import (
     EXIT_CONFIG,
@@ -32,7 +31,6 @@ from dit.errors import (
 from dit.ranges import check_path
 from dit.terminal import announce, echo, log_to_stderr
 from launch import cli, environment
-from launch.argument_types import split_arguments
 from recipes import registry
 
 if TYPE_CHECKING:
@@ -224,13 +222,6 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
             raise
         raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
     if has_arguments:
-        names = list(inspect.signature(factory).parameters)
-        for word in split_arguments(arguments.removesuffix(")")):
-            argument = word.partition("=")[0].strip()
-            if argument not in names:
-                takes = f"takes {', '.join(names)}" if names else "takes no arguments; its settings can be overridden"
-                hint = did_you_mean(argument, names)
-                raise ConfigError(f"--factory {text}: {attribute} has no argument {argument!r}, it {takes}{hint}")
         factory = parse_call(factory, arguments, f"--factory {text}", "its settings can be overridden instead")
     takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in arguments
     task = factory(base=start) if takes_start else factory()

@@ -62,12 +62,9 @@ def tiny_ddpm_unet() -> run.Partial:
     Every step of ddpm_cifar10 in little: one cycle of the learning rate, an average that starts late.
     """
     recipe = ddpm_cifar10()
-    recipe.model.block_out_channels = [8, 16]
-    recipe.model.mid_out_channels = [16]
-    recipe.model.hidden_size = 32
+    recipe.model.block_out_channels, recipe.model.mid_out_channels, recipe.model.hidden_size = [8, 16], [16], 32
     recipe.data = run.Config(MockData, shapes=["1x16x16"], num_streams=2)
     recipe.parallel.data_parallel = "ddp"
     recipe.training.ema_start_step = 10
-    recipe.sampling.num_steps = 10
-    recipe.sampling.raw_weights = False
+    recipe.sampling.num_steps, recipe.sampling.raw_weights = 10, False
     return short_run(recipe, "tiny_ddpm_unet")

@@ -82,9 +82,7 @@ def as_mock(recipe: run.Partial, latent: tuple[int, int, int], *, text_tokens: i
         MockData, frames=frames, height=height, width=width, text_tokens=text_tokens, dataset_size=16
     )
     recipe.schedule = run.Config(Constant)
-    recipe.training.num_steps = 15
-    recipe.training.log_interval = 1
-    recipe.training.validation_interval = 0
+    recipe.training.num_steps, recipe.training.log_interval, recipe.training.validation_interval = 15, 1, 0
     recipe.training.ema_decay = None
     recipe.checkpoint = run.Config(CheckpointConfig, interval=0, resume="never")
     return recipe
@@ -92,8 +90,7 @@ def as_mock(recipe: run.Partial, latent: tuple[int, int, int], *, text_tokens: i
 
 def on_tensor_parallel(recipe: run.Partial, size: int) -> run.Partial:
     """Spread a recipe's layers over `size` GPUs with sequence parallelism."""
-    recipe.parallel.tensor_model_parallel_size = size
-    recipe.parallel.sequence_parallel = True
+    recipe.parallel.tensor_model_parallel_size, recipe.parallel.sequence_parallel = size, True
     return recipe
 
 
@@ -154,8 +151,7 @@ def pretrain_xl_dfm() -> run.Partial:
     recipe.data = run.Config(EnergonData, path="data/latents", max_tokens_per_pack=8000, packing_buffer_size=40)
     recipe.optimizer = run.Config(OptimizerConfig, lr=0.9e-4, beta2=0.95, eps=1e-5, weight_decay=0.033)
     recipe.schedule = run.Config(Cosine, warmup_steps=2000, min_lr=0.9e-5)
-    recipe.training.num_steps = 10_000
-    recipe.training.global_batch_size = 2
+    recipe.training.num_steps, recipe.training.global_batch_size = 10_000, 2
     return recipe
 
 
@@ -168,8 +164,7 @@ def pretrain_7b() -> run.Partial:
     """
     recipe = as_large_model(text_conditional("pretrain_7b", dit_cross_7b()))
     recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
-    recipe.training.micro_batch_size = 9
-    recipe.training.global_batch_size = 4608
+    recipe.training.micro_batch_size, recipe.training.global_batch_size = 9, 4608
     return recipe
 
 
@@ -182,8 +177,7 @@ def pretrain_7b_pack() -> run.Partial:
     recipe = pretrain_7b()
     recipe.training.run_dir = "runs/pretrain_7b_pack"
     recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_pack=2304, packing_buffer_size=1000)
-    recipe.training.micro_batch_size = 1
-    recipe.training.global_batch_size = 512
+    recipe.training.micro_batch_size, recipe.training.global_batch_size = 1, 512
     return recipe
 
 
@@ -245,11 +239,7 @@ def in_seconds(recipe: run.Partial) -> run.Partial:
     recipe.optimizer = run.Config(OptimizerConfig, lr=1e-3)
     recipe.schedule = run.Config(Cosine, warmup_steps=5)
     recipe.parallel = run.Config(ParallelConfig)
-    recipe.training.num_steps = 20
-    recipe.training.global_batch_size = 4
-    recipe.training.precision = "fp32"
-    recipe.training.ema_decay = 0.99
-    recipe.training.log_interval = 1
-    recipe.training.validation_interval = 0
+    recipe.training.num_steps, recipe.training.global_batch_size, recipe.training.precision = 20, 4, "fp32"
+    recipe.training.ema_decay, recipe.training.log_interval, recipe.training.validation_interval = 0.99, 1, 0
     recipe.checkpoint = run.Config(CheckpointConfig, interval=10)
     return recipe

@@ -20,8 +20,7 @@ def tiny_ecdit() -> run.Partial:
     Source: Sun et al. 2024, arXiv:2410.02098.
     """
     recipe = tiny_dit()
-    recipe.model.num_experts = 4
-    recipe.model.moe_ffn_hidden_size = 128
+    recipe.model.num_experts, recipe.model.moe_ffn_hidden_size = 4, 128
     recipe.training.run_dir = "runs/tiny_ecdit"
     return recipe
 
@@ -42,10 +41,8 @@ def pretrain_ecditllama1b() -> run.Partial:
         bucket_by_shape=True,
         min_aesthetic_score=5.0,
     )
-    recipe.training.micro_batch_size = 72
-    recipe.training.global_batch_size = 2304
-    recipe.training.validation_interval = 3_000
-    recipe.checkpoint.interval = 3_000
+    recipe.training.micro_batch_size, recipe.training.global_batch_size = 72, 2304
+    recipe.training.validation_interval = recipe.checkpoint.interval = 3_000
     return recipe
 
 
@@ -58,6 +55,5 @@ def pretrain_ecditllama1b_ep8() -> run.Partial:
     """
     recipe = pretrain_ecditllama1b()
     recipe.training.run_dir = "runs/pretrain_ecditllama1b_ep8"
-    recipe.parallel.data_parallel = "distributed_optimizer"
-    recipe.parallel.expert_model_parallel_size = 8
+    recipe.parallel.data_parallel, recipe.parallel.expert_model_parallel_size = "distributed_optimizer", 8
     return recipe

@@ -209,11 +209,9 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
     recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)
     recipe.checkpoint.interval = 250
     recipe.optimizer.lr = 1e-5
-    recipe.training.num_steps = 2000
-    recipe.training.global_batch_size = 4
+    recipe.training.num_steps, recipe.training.global_batch_size = 2000, 4
     # An average over so few steps must be short: it starts at the base's weights.
-    recipe.training.ema_decay = 0.99
-    recipe.training.validation_interval = 0
+    recipe.training.ema_decay, recipe.training.validation_interval = 0.99, 0
     return recipe
 
 
@@ -438,7 +436,6 @@ def dreambooth(base: Optional[str] = None) -> run.Partial:
     recipe = _all_weights(_on_base("dreambooth", base))
     recipe.data.path = "data/subject"
     recipe.optimizer.lr = 1e-6
-    recipe.training.num_steps = 1000
-    recipe.training.global_batch_size = 2
+    recipe.training.num_steps, recipe.training.global_batch_size = 1000, 2
     recipe.checkpoint.interval = 200
     return recipe

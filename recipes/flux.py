@@ -48,8 +48,7 @@ def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     Source: NeMo 2.x, recipes `flux_12b` and `flux_535m`; times: Esser et al. 2024, arXiv:2403.03206, section 3.1.
     """
     recipe = flow_conditional(name, model, guidance_scale=3.5)
-    recipe.training.num_steps = 1_168_251
-    recipe.training.global_batch_size = 2
+    recipe.training.num_steps, recipe.training.global_batch_size = 1_168_251, 2
     return recipe
 
 

@@ -90,8 +90,7 @@ def _super_resolution(
 ) -> run.Partial:
     """Return a super-resolution run: pictures of `pixels` on the smaller side, crops of 256 px, none smaller."""
     recipe = _imagen(name, model, pixels, micro_batch, batch)
-    recipe.data.crop_size = [256, 256]
-    recipe.data.min_side = pixels
+    recipe.data.crop_size, recipe.data.min_side = [256, 256], pixels
     recipe.sampling.num_steps = 20
     recipe.sampling.guidance_scale = 8.0 if pixels == 256 else 7.5
     return recipe

@@ -81,8 +81,7 @@ def sdxl_1024() -> run.Partial:
     recipe.data.path = "data/sdxl_latents_1024"
     recipe.data.max_tokens_per_sample = (1024 // 8) ** 2
     recipe.parallel.data_parallel = "fsdp"
-    recipe.training.run_dir = "runs/sdxl_1024"
-    recipe.training.micro_batch_size = 2
+    recipe.training.run_dir, recipe.training.micro_batch_size = "runs/sdxl_1024", 2
     recipe.training.recompute = "full"
     recipe.objective.noise_offset = 0.05
     recipe.sampling.guidance_scale = 5.0
@@ -121,11 +120,8 @@ def tiny_sdxl_unet() -> run.Partial:
     No transformer at the higher resolution, two layers at the lower one and at the bottom.
     """
     recipe = tiny_ldm_unet()
-    recipe.model.transformer_layers = [0, 2]
-    recipe.model.mid_transformer_layers = 2
-    recipe.model.head_size = 8
-    recipe.model.pooled_size = 24
-    recipe.model.null_text = "zeros"
+    recipe.model.transformer_layers, recipe.model.mid_transformer_layers, recipe.model.head_size = [0, 2], 2, 8
+    recipe.model.pooled_size, recipe.model.null_text = 24, "zeros"
     recipe.training.run_dir = "runs/tiny_sdxl_unet"
     return recipe
 

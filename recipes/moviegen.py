@@ -30,8 +30,7 @@ def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_si
     """Return stage 1 of a model: images of 256 tokens, equal shapes to a batch."""
     recipe = as_large_model(text_conditional(name, model))
     recipe.data = run.Config(EnergonData, path="data/latents_256", max_tokens_per_sample=260, bucket_by_shape=True)
-    recipe.training.micro_batch_size = micro_batch_size
-    recipe.training.global_batch_size = global_batch_size
+    recipe.training.micro_batch_size, recipe.training.global_batch_size = micro_batch_size, global_batch_size
     return recipe
 
 
@@ -45,8 +44,7 @@ def pretrain_ditllama1b() -> run.Partial:
     """
     recipe = _images("pretrain_ditllama1b", moviegen_1b(), 96, 1536)
     recipe.data.min_aesthetic_score = 4.0
-    recipe.training.validation_interval = 3_000
-    recipe.checkpoint.interval = 3_000
+    recipe.training.validation_interval = recipe.checkpoint.interval = 3_000
     return recipe
 
 
@@ -60,8 +58,7 @@ def pretrain_ditllama3b() -> run.Partial:
     recipe = _images("pretrain_ditllama3b", moviegen_3b(), 48, 1536)
     recipe.training.recompute, recipe.training.recompute_layers = "full", 12
     recipe.data.min_aesthetic_score = 4.0
-    recipe.training.validation_interval = 3_000
-    recipe.checkpoint.interval = 3_000
+    recipe.training.validation_interval = recipe.checkpoint.interval = 3_000
     return recipe
 
 
@@ -107,8 +104,7 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
     """
     recipe = pretrain_ditllama5b_stage2()
     recipe.training.run_dir = "runs/pretrain_ditllama5b_stage3"
-    recipe.data.path = "data/latents_768_joint"
-    recipe.data.max_tokens_per_pack = 73_728
+    recipe.data.path, recipe.data.max_tokens_per_pack = "data/latents_768_joint", 73_728
     recipe.checkpoint.start_from = "runs/pretrain_ditllama5b_stage2"
     recipe.parallel.context_parallel_size = 4
     recipe.training.recompute = "selective"

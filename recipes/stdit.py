@@ -56,8 +56,7 @@ def _on_packs(name: str, model: run.Config) -> run.Partial:
     recipe.data = run.Config(
         EnergonData, path="data/latents_clips", max_tokens_per_pack=24_576, packing_buffer_size=1000
     )
-    recipe.training.global_batch_size = 64
-    recipe.training.recompute = "selective"
+    recipe.training.global_batch_size, recipe.training.recompute = 64, "selective"
     return recipe
 
 

@@ -50,8 +50,7 @@ def tiny_dit_pack() -> run.Partial:
     recipe = tiny_dit()
     recipe.data.shapes = ["1x8x8", "1x16x16", "2x8x16", "4x8x8", "6x8x8", "1x16x24"]
     recipe.data.max_tokens_per_pack = 256
-    recipe.training.run_dir = "runs/tiny_dit_pack"
-    recipe.training.micro_batch_size = 1
+    recipe.training.run_dir, recipe.training.micro_batch_size = "runs/tiny_dit_pack", 1
     return recipe
 
 
@@ -113,11 +112,8 @@ def tiny_edm2() -> run.Partial:
     One block at each resolution, with attention at the lower one; the learning rate falls after the warm-up.
     """
     recipe = edm2_s_imagenet()
-    recipe.model.num_classes = 10
-    recipe.model.block_out_channels = [16, 32]
-    recipe.model.layers_per_block = 1
-    recipe.model.attention_levels = [1]
-    recipe.model.head_size = 8
+    recipe.model.num_classes, recipe.model.block_out_channels, recipe.model.layers_per_block = 10, [16, 32], 1
+    recipe.model.attention_levels, recipe.model.head_size = [1], 8
     recipe.data = run.Config(MockData, shapes=["1x8x8"], num_streams=2)
     recipe.parallel = run.Config(ParallelConfig)
     recipe.optimizer.lr = 3e-3
@@ -132,10 +128,8 @@ def _spread(name: str, *, tensor: int = 1, pipeline: int = 1, context: int = 1) 
     """Return tiny_dit over some ranks, which compute the losses that one computes."""
     recipe = tiny_dit()
     recipe.training.run_dir = f"runs/{name}"
-    recipe.parallel.tensor_model_parallel_size = tensor
-    recipe.parallel.sequence_parallel = tensor > 1
-    recipe.parallel.pipeline_model_parallel_size = pipeline
-    recipe.parallel.context_parallel_size = context
+    recipe.parallel.tensor_model_parallel_size, recipe.parallel.sequence_parallel = tensor, tensor > 1
+    recipe.parallel.pipeline_model_parallel_size, recipe.parallel.context_parallel_size = pipeline, context
     return recipe
 
 

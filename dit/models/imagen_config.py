@@ -58,10 +58,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     noise_augmentation: bool = False
 
     @property
-    def orders_frames(self) -> bool:
-        return False  # a sample is one picture
-
-    @property
     def vector_size(self) -> int:
         return 4 * self.hidden_size
 

@@ -86,12 +86,10 @@ class ImagenNetwork(Backbone):
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         t, height, width = batch.grids[0]
-        if t != 1:
-            raise BatchError(f"this UNet reads pictures, got a clip of {t} frames; leave clips out of the data")
-        if height % self.side_multiple or width % self.side_multiple:
+        if t != 1 or height % self.side_multiple or width % self.side_multiple:
             raise BatchError(
                 f"this UNet requires pictures whose sides are multiples of {self.side_multiple} (2 to the power of its "
-                f"levels minus 1), got {height} x {width} tokens; change the data or the levels"
+                f"levels minus 1), got {t} x {height} x {width} tokens (t x h x w); change the data or the levels"
             )
         if self.reads_low_resolution:
             inputs_TC = torch.cat([inputs_TC, batch.conditions[LOW_RESOLUTION.name].values], 1)

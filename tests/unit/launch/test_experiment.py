@@ -164,10 +164,14 @@ def test_folders_that_nemo_run_would_confuse_are_refused(capsys, executor, words
     [
         (["slum"], "--executor slum: no such executor; use one of local, torchrun, slurm"),
         (["slurm(nodes=2)"], "missing 2 required positional arguments: 'account' and 'job_dir'"),
-        (["torchrun(rank=2)"], "rank"),
+        (["torchrun(rank=2)"], "torchrun has no argument 'rank', it takes ranks; did you mean ranks?"),
         (["torchrun", "executor.nodez=2"], "did you mean nodes?"),
-        (["torchrun(ranks=2)", "--layouts", "ddp", "tp3"], "error: tiny_dit.tp3: "),
-        (["local", "--vary", "optimizer.lr=1", "--vary", "optimizer.lr=fast"], "tiny_dit.own.optimizer.lr=fast: "),
+        (["torchrun(ranks=2)", "--layouts", "ddp", "tp3"], "error: tiny_dit.tp3 (ranks of --executor: 2): "),
+        (["local", "--layouts", "tp2"], "error: tiny_dit.tp2 (ranks of --executor: 1): world size 1 is not a multiple"),
+        (
+            ["local", "--vary", "optimizer.lr=1", "--vary", "optimizer.lr=fast"],
+            "tiny_dit.own.optimizer.lr=fast (ranks of",
+        ),
     ],
 )
 def test_an_executor_that_cannot_be_built_and_settings_that_cannot_run_are_named(capsys, words, message):
