@@ -69,12 +69,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # Methods of `Path`, and functions of the same name in other modules.
     "open": (READERS,),
     "*.open": (READERS,),  # members of archives
-    "*.read_text": (
-        *KERNEL,
-        "dit/verify/ranks.py",
-        "recipes/registry.py",
-        "benchmarks/parallel_matrix.py",
-    ),
+    "*.read_text": (*KERNEL, "dit/verify/ranks.py", "recipes/registry.py", "benchmarks/parallel_matrix.py"),
     "*.read_bytes": (OWN_PROCESSES[0],),
 }
 """Files that may use a function, by a pattern of package and function: `torch.load` includes `torch.jit.load`.

@@ -59,12 +59,7 @@ def test_segment_sdpa_equals_the_reference(case: AttentionCase, dtype: torch.dty
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES, *LARGE_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize(
     "backend",
-    [
-        SDPBackend.MATH,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-    ],
+    [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION],
     ids=lambda backend: backend.name.lower(),
 )
 def test_every_sdpa_backend_equals_the_reference(backend: SDPBackend, case: AttentionCase):

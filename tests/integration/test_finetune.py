@@ -235,7 +235,7 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
         (
             "other texts",
             [
-                "was trained with the text encoder",
+                "trained with the text encoder",
                 "/other_t5', which is of another kind, size",
                 '=["checkpoint.start_from"]',
             ],

@@ -33,11 +33,6 @@ def tiny() -> run.Partial:
     """tiny_dit_pack with this network."""
     recipe = tiny_dit_pack()
     recipe.model = run.Config(
-        WrongConfig,
-        hidden_size=64,
-        num_layers=2,
-        num_attention_heads=4,
-        num_classes=10,
-        position_embedding="sincos_3d",
+        WrongConfig, hidden_size=64, num_layers=2, num_attention_heads=4, num_classes=10, position_embedding="sincos_3d"
     )
     return recipe

@@ -10,12 +10,7 @@ from tests.interpreted import formulas
 
 DTYPES = {"fp32": (torch.float32, 8.0), "bf16": (torch.bfloat16, 1.5)}
 EPS = 1e-5
-KINDS = {
-    "qkv": Heads(1),
-    "grouped": Heads(3),
-    "queries": Heads(1, keys=False, values=False),
-    "keys_values": Heads(0),
-}
+KINDS = {"qkv": Heads(1), "grouped": Heads(3), "queries": Heads(1, keys=False, values=False), "keys_values": Heads(0)}
 
 
 def check(kind, *, tokens, groups, size, norm, rope, bias=False, precision="fp32"):

@@ -24,11 +24,7 @@ LDM = LDMUNetConfig(
     norm_num_groups=4,
     context_size=12,
 )
-CASES = {
-    "imagen": UNetConfig(**SMALL),
-    "efficient": EfficientUNetConfig(**SMALL),
-    "latent": LDM,
-}
+CASES = {"imagen": UNetConfig(**SMALL), "efficient": EfficientUNetConfig(**SMALL), "latent": LDM}
 RTOL = 2e-5  # of the norm of each parameter's gradient: float32 sums in another order
 
 

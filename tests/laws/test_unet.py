@@ -21,11 +21,11 @@ from launch.train import call_recipe, load_component
 from launch.train import main as launch_train
 from tests.conftest import BuildModel
 from tests.integration import actions
-from tests.integration.runs import assert_same_bits, checkpoint, loss_values, overrides, read_tensors
+from tests.integration.runs import assert_same_bits, checkpoint, loss_values, read_tensors, training
 from tests.laws.backbones import pack
 from tests.laws.trial_unet import UNet
 from tests.support import faults
-from tests.support.ranks import Job, run_jobs
+from tests.support.ranks import call, run_jobs
 
 FACTORY = "tests.laws.trial_unet.trial_unet"
 NUM_STEPS, STOP = 6, 3
@@ -42,17 +42,14 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 def done(folder: Path) -> dict[str, Any]:
     """Results of all runs, of one resumed run, and of sampling."""
 
-    def training(name: str, **settings: Any) -> list[str]:
-        own = {"training__num_steps": NUM_STEPS, "schedule__warmup_steps": 2, "checkpoint__interval": NUM_STEPS}
-        own |= {"logging__tensorboard": False, "training__validation_interval": NUM_STEPS}
-        return ["--yes", "--factory", FACTORY, *overrides(folder / name, **own, **settings)]
-
-    jobs = {name: Job(actions.train, {"arguments": training(name, **s)}, ranks) for name, (ranks, s) in RUNS.items()}
-    jobs["resumed"] = Job(actions.train, {"arguments": training("stopped")})
-    draw = ["--checkpoint", str(folder / "whole"), "--labels", "1,7", "--steps", "2", "--guidance-scale", "1.5"]
-    drawing = {"arguments": [*draw, "--out", str(folder / "drawn.png")]}
-    jobs["drawn"] = Job(actions.draw, {**drawing, "fault": partial(faults.trusting, "tests")})
-    jobs["not trusted"] = Job(actions.draw, drawing)
+    usual = {"training__num_steps": NUM_STEPS, "schedule__warmup_steps": 2, "checkpoint__interval": NUM_STEPS}
+    usual |= {"logging__tensorboard": False, "training__validation_interval": NUM_STEPS}
+    jobs = {name: training(FACTORY, folder / name, ranks, **usual, **s) for name, (ranks, s) in RUNS.items()}
+    jobs["resumed"] = training(FACTORY, folder / "stopped", **usual)
+    draw = ["--checkpoint", folder / "whole", "--labels", "1,7", "--steps", 2, "--guidance-scale", 1.5]
+    draw += ["--out", folder / "drawn.png"]
+    jobs["drawn"] = call(actions.draw, *draw, fault=partial(faults.trusting, "tests"))
+    jobs["not trusted"] = call(actions.draw, *draw)
     return run_jobs(folder / "world", jobs)
 
 

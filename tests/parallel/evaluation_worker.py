@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dit.backends import process_groups
@@ -74,8 +73,7 @@ def run(case: dict) -> dict:
     words += ["--json", "--out", str(folder / "grid.png")]
     with contextlib.redirect_stdout(out):
         code = evaluate.main(["--cascade", "base=base", "sr=sr", *words])
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, {"code": code, "out": out.getvalue(), "drawn": Counting.drawn})
+    found = process_groups.gather_objects({"code": code, "out": out.getvalue(), "drawn": Counting.drawn})
     process_groups.release()
     scores = [json.loads(line) for line in found[0]["out"].splitlines()]
     grids = {path.name: path.read_bytes() for path in sorted(folder.glob("*.png"))}

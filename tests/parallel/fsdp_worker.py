@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks.parallel_training import build, packs
@@ -15,27 +14,14 @@ from dit.checkpoint.sharded_state import share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import (
-    SLOTS,
-    copy_of,
-    get_step_count,
-    master_shards,
-    part_of,
-    sub_optimizers,
-)
+from dit.optimizer.master_weights import SLOTS, copy_of, get_step_count, master_shards, part_of, sub_optimizers
 from dit.optimizer.schedules import Constant
 from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import forward_backward
 from dit.training.pretrain import Run
@@ -107,10 +93,8 @@ def look(run: Run) -> dict:
 
 def samples_of(run: Run) -> list[str]:
     """Return the sorted names of all samples that any replica has trained on."""
-    keys: list[Any] = [None] * run.groups.world_size
     own = run.batches.consumed.keys if run.groups.is_data_reader else []
-    torch.distributed.all_gather_object(keys, own)
-    return sorted(key for rank in keys for key in rank)
+    return sorted(key for rank in process_groups.gather_objects(own) for key in rank)
 
 
 def train(case: dict) -> dict:
@@ -145,8 +129,7 @@ def clipped(case: dict) -> list[dict[str, Any]]:
     loss_sums = torch.zeros(2)
     mine = {"norms": [run.step(loss_sums) for _ in range(case["steps"])]}
     mine["weights"] = {s.name: s.main.detach().clone() for s in run.state.shards}
-    found: list[Any] = [None] * run.groups.world_size
-    dist.all_gather_object(found, mine)
+    found = process_groups.gather_objects(mine)
     run.close()
     process_groups.release()
     return found
@@ -305,7 +288,6 @@ def shards_and_traffic(case: dict) -> list[dict[str, Any]]:
         "inside": dict(inside),
         "across": dict(across),
     }
-    found: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(found, mine)
+    found = process_groups.gather_objects(mine)
     process_groups.release()
     return found

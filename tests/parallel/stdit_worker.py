@@ -1,6 +1,7 @@
 """Traffic of ST-DiT on one rank; test cases name this function."""
 
 from dataclasses import replace
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -8,30 +9,14 @@ from torch import nn
 
 from benchmarks.parallel_training import tiny_model
 from dit.backends import process_groups
-from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.layout import SequenceLayout
 from dit.parallel.build import build_model
-from dit.patchify import grid_positions
 from dit.settings import TrainingConfig
 from dit.verify.trial import SEED
 from tests.parallel.context_worker import start
 from tests.parallel.traffic import bytes_sent
-
-
-def pack_of(grids: tuple, multiple_of: int) -> PackedBatch:
-    layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids], multiple_of=multiple_of)
-    positions = torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
-    for first, grid, length in zip(layout.starts, grids, layout.lengths):
-        positions[first : first + length] = grid_positions(grid)
-    return PackedBatch(
-        latents_TC=torch.randn(layout.total_tokens, 16, generator=torch.Generator().manual_seed(0)),
-        positions_T3=positions,
-        layout=layout,
-        sample_ids_S=torch.arange(len(grids)),
-        grids=grids,
-        keys=tuple(map(str, range(len(grids)))),
-    )
+from tests.support.batches import pack_of
 
 
 def traffic(case: dict) -> dict:
@@ -52,7 +37,8 @@ def traffic(case: dict) -> dict:
             for parameter in backbone.parameters():
                 nn.init.normal_(parameter, 0.0, 0.1)
         grids = case["packs"][name]
-        pack = pack_of(grids, 2 * dims.token_multiple)
+        layout = SequenceLayout.from_lengths([prod(grid) for grid in grids], multiple_of=2 * dims.token_multiple)
+        pack = pack_of(layout, torch.randn(layout.total_tokens, 16), grids)
         part = shard(pack, groups.cp.rank(), groups.cp.size(), split)
         with bytes_sent([groups.cp]) as forward:
             out_TC = backbone(part.latents_TC, torch.full((len(grids),), 0.3), part)

@@ -6,7 +6,7 @@ import torch
 from dit.verify.compare import SUM_RTOL, relative_errors
 from dit.verify.ranks import run_world
 from tests.parallel.layout_rows import FAULTS, HALF_QUICK, HALF_SLOW, LONG, QUICK, SLOW, case_of, in_fp32, of_one_rank
-from tests.support.ranks import rows, selected
+from tests.support.ranks import others_selected, rows, selected
 from tests.support.reference import assert_equal_training
 from tests.support.symmetric_memory import OPERATIONS
 
@@ -45,7 +45,7 @@ def results(request, tmp_path_factory):
     """
     folder, results = tmp_path_factory.mktemp("layouts"), {}
     chosen, faults = selected(request, ROW) | selected(request, HALF_ROW), {}
-    if len(chosen) < sum(item.path == request.path for item in request.session.items):
+    if others_selected(request, ROW, HALF_ROW):
         faults = FAULTS
         chosen |= {row for row, _ in FAULTS.values()}
         chosen |= {(model, 1, "ddp") for model in (*TRAINED, "dit", "contrastive", "cosine")}

@@ -90,7 +90,6 @@ def of_a_step(case: dict) -> list[dict[str, int]]:
     with bytes_sent([groups.tp]) as tensor, bytes_sent([groups.pp]) as pipeline:
         forward_backward(step, batches, it.wrapped, it.dims.micro_batches, groups)
     mine = {**{f"tp {kind}": count for kind, count in tensor.items()}, "pp p2p": pipeline["p2p"]}
-    found: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(found, mine)
+    found = process_groups.gather_objects(mine)
     process_groups.release()
     return found

@@ -21,12 +21,7 @@ from dit.convert.diffusers_hunyuan_video import DiffusersHunyuanVideo
 from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.convert.diffusers_unet import DiffusersUNet
-from dit.convert.lora import (
-    Adapter,
-    comfyui_tensors,
-    to_external_layers,
-    write_adapter_folder,
-)
+from dit.convert.lora import Adapter, comfyui_tensors, to_external_layers, write_adapter_folder
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
@@ -108,10 +103,7 @@ JOINT_MLP = {
     "double_blocks.#.txt_mlp.0": "ff_context.net.0.proj",
     "double_blocks.#.txt_mlp.2": "ff_context.net.2",
 }
-SINGLE = {
-    "single_blocks.#.linear1": "attn.to_q attn.to_k attn.to_v proj_mlp",
-    "single_blocks.#.linear2": "proj_out",
-}
+SINGLE = {"single_blocks.#.linear1": "attn.to_q attn.to_k attn.to_v proj_mlp", "single_blocks.#.linear2": "proj_out"}
 CHROMA = native(2, "transformer_blocks", {**JOINT_ATTENTION, **JOINT_MLP})
 FLUX = {
     **CHROMA,

@@ -112,9 +112,7 @@ FAMILIES = {
     "flux_dev": Family(DiffusersFlux(), FluxTransformer2DModel, {**FLUX1, "guidance_embeds": True}),
     "pixart": Family(DiffusersPixArt(), PixArtTransformer2DModel, PIXART),
     "pixart of interpolated positions": Family(
-        DiffusersPixArt(),
-        PixArtTransformer2DModel,
-        {**PIXART, "interpolation_scale": 2, "out_channels": 4},
+        DiffusersPixArt(), PixArtTransformer2DModel, {**PIXART, "interpolation_scale": 2, "out_channels": 4}
     ),
     "sana": Family(DiffusersSana(), SanaTransformer2DModel, SANA),
     "sana 1.5": Family(

@@ -34,7 +34,7 @@ from tests.support.levels import leveled
 from tests.support.reference import RTOL, relative_error
 
 SIZES: dict[str, Any] = {
-    **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3, "context_size": 10},
+    **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3, "context_size": 10}
 }
 ALL_IN_ONE = ["spatial+full+temporal"]
 CONSTANTS = {"layernorm_epsilon": 1e-2, "time_scale": 30.0}
@@ -74,7 +74,7 @@ FAMILIES = {
             "rope": {"position_embedding": "rope_3d", "num_query_groups": 1},
             "rope_ntk": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 1.0], "rope_theta": 500.0},
             "rope_linear": {
-                **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 1.0], "rope_scaling": "linear"},
+                **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 1.0], "rope_scaling": "linear"}
             },
             "constants": CONSTANTS,
         },
@@ -116,8 +116,7 @@ FAMILIES = {
     ),
     "wan": Family(WanConfig, {"ffn_hidden_size": 56}),
     "sana": Family(
-        SanaConfig,
-        {"hidden_size": 24, "num_attention_heads": 2, "num_cross_attention_heads": 3, "ffn_hidden_size": 28},
+        SanaConfig, {"hidden_size": 24, "num_attention_heads": 2, "num_cross_attention_heads": 3, "ffn_hidden_size": 28}
     ),
     "stdit": Family(
         STDiTConfig,

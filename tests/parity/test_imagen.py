@@ -34,10 +34,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "heads": {"head_size": None, "num_attention_heads": 2},
     "noised": {"low_resolution_factor": 4, "noise_augmentation": True},
 }
-REGULAR = {
-    **COMMON,
-    "no_text": {"context_size": None, "attention_type": "self"},
-}
+REGULAR = {**COMMON, "no_text": {"context_size": None, "attention_type": "self"}}
 EFFICIENT = {**COMMON, "base": {"low_resolution_factor": None}}
 CASES = [
     *((UNetConfig, UNetReference, {"condition_size": 20, **changes}, name) for name, changes in REGULAR.items()),

@@ -13,12 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
-    WanImageToVideoPipeline,
-    WanPipeline,
-)
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline, WanPipeline
 from torch import Tensor
 
 from dit.batch import pixel_values
@@ -43,9 +38,7 @@ from launch.export_weights import sampling_notes
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, relative_error
 from tests.parity.pipeline_cases import CASES, FLUX2, JOINED, RTOL, STEPS, STEPS_1000, WAN, Case, a_run
-from tests.support.encoders import (
-    CLIP_WIDTH,
-)
+from tests.support.encoders import CLIP_WIDTH
 
 
 def generator_of(run: Path, build_model: BuildModel) -> Generator:
@@ -192,10 +185,7 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             "uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
         (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
-        (
-            replace(PIXART_T5, encoders="{t5}:padded"),
-            "needs a T5 or a BERT, `NAME:prompt=lower_case:max_tokens=120`",
-        ),
+        (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT, `NAME:prompt=lower_case:max_tokens=120`"),
         (replace(PIXART_T5, model=replace(PIXART_T5.model, in_channels=3)), "AutoencoderKL of 3 channels"),
         (OTHER_VAE, "WanPipeline needs an AutoencoderKLWan of 4 channels .*, and .* is a AutoencoderKL of 4"),
         (replace(CASES["wan"], encoders="{t5}"), "a UMT5 or a T5, `NAME:prompt=wan:zero_padded`"),
@@ -224,10 +214,7 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             replace(CASES["flux2 klein"], model=Flux2Config(**{**FLUX2, "null_text": "learned"})),
             "Flux2KleinPipeline uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
-        (
-            replace(CASES["z image"], encoders="{qwen3}:layer=-2"),
-            "needs a Qwen3, `NAME:prompt=chat_thinking:layer=-2`",
-        ),
+        (replace(CASES["z image"], encoders="{qwen3}:layer=-2"), "needs a Qwen3, `NAME:prompt=chat_thinking:layer=-2`"),
         (
             replace(CASES["qwen image"], clean_parts=("reference",)),
             "QwenImageEditPlusPipeline needs a Qwen2.5-VL, `NAME:prompt=qwen_image_edit_plus`",

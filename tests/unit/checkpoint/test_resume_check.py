@@ -12,14 +12,7 @@ import pytest
 import dit.models
 import dit.objectives
 import energon_data
-from dit.checkpoint.resume_check import (
-    EVERY,
-    SETTINGS,
-    changes,
-    changes_scales,
-    check_same_experiment,
-    replaced_data,
-)
+from dit.checkpoint.resume_check import EVERY, SETTINGS, changes, changes_scales, check_same_experiment, replaced_data
 from dit.config_record import CLASS_KEY
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig

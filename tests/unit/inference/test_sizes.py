@@ -40,12 +40,7 @@ def test_sizes_in_pixels_become_those_of_the_latent(
     ("model", "geometry", "size", "message"),
     [
         (STILLS, None, (1, 33, 48), "the height of 33 is not a multiple of 2 .*; use 32 or 34"),
-        (
-            STILLS,
-            IMAGE,
-            (1, 512, 500),
-            r"width of 500 .* 16 \(a patch of 2 x 8 pixels.*; use 496 or 512",
-        ),
+        (STILLS, IMAGE, (1, 512, 500), r"width of 500 .* 16 \(a patch of 2 x 8 pixels.*; use 496 or 512"),
         (STILLS, IMAGE, (1, 3, 512), "use 16$"),
         (CLIPS, None, (3, 8, 8), "frames=3 cannot be cut into patches of 2 frames; .*: 2 or 4"),
         (STILLS, VIDEO, (80, 64, 64), r"frames=80 .* 1 \+ a multiple of 4 frames: 77 or 81"),

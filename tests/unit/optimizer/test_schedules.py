@@ -9,16 +9,7 @@ import torch
 from torch import nn
 
 from dit.errors import ConfigError
-from dit.optimizer.schedules import (
-    WSD,
-    Constant,
-    Cosine,
-    InverseSqrt,
-    Linear,
-    Schedule,
-    TorchOneCycle,
-    WarmUp,
-)
+from dit.optimizer.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, Schedule, TorchOneCycle, WarmUp
 
 PEAK, LOW = 3e-4, 1e-5
 NUM_STEPS, WARMUP, DECAY = 200, 40, 60
@@ -139,9 +130,7 @@ def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"pct_start": 0.1, "div_factor": 10.0, "final_div_factor": 5.0}],
-    ids=["default", "short rise"],
+    "changes", [{}, {"pct_start": 0.1, "div_factor": 10.0, "final_div_factor": 5.0}], ids=["default", "short rise"]
 )
 @pytest.mark.parametrize("num_steps", [7, 20, 1000])
 def test_one_cycle_equals_the_schedule_of_torch(changes, num_steps):

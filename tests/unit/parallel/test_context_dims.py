@@ -66,10 +66,7 @@ def test_samples_are_padded_so_that_all_ranks_hold_equally_much(parallel, multip
             {"context_parallel_size": 2, "context_comm": "a2a+p2p", "context_a2a_size": 2},
             r"no size divides both, so use 'p2p' or 'all_gather'",
         ),
-        (
-            {"context_parallel_size": 4, "context_a2a_size": 2},
-            r"context_a2a_size=2 .*; set it to None",
-        ),
+        ({"context_parallel_size": 4, "context_a2a_size": 2}, r"context_a2a_size=2 .*; set it to None"),
         ({"context_parallel_size": 3}, r"world size 8 is not a multiple of .* CP 3"),
     ],
 )

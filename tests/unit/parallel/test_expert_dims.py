@@ -18,12 +18,7 @@ def check(num_experts: Optional[int], world_size: int, **parallel) -> ParallelDi
 @pytest.mark.parametrize(
     ("num_experts", "world_size", "parallel", "message"),
     [
-        (
-            None,
-            2,
-            {"expert_model_parallel_size": 2},
-            r"parallel_size=2.*model has none.*model\.num_experts",
-        ),
+        (None, 2, {"expert_model_parallel_size": 2}, r"parallel_size=2.*model has none.*model\.num_experts"),
         (6, 4, {"expert_model_parallel_size": 4}, r"num_experts=6.*expert_model_parallel_size=4.*\[1, 2, 3, 6\]"),
         (4, 2, {"tensor_model_parallel_size": 2}, r"num_experts=4.*size=2 needs parallel\.sequence_parallel=True"),
         (4, 6, {"expert_model_parallel_size": 4}, r"expert_model_parallel_size=4.*TP 1 x CP 1 x DP 6 = 6.*\[1, 2\]"),

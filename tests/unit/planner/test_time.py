@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 
 from dit.parallel.dims import ParallelConfig
-from dit.planner.devices import (
-    ATTENTION_BACKWARD,
-    DEVICES,
-    H100,
-    K_FILL,
-    LATENCY_S,
-    with_fp8,
-)
+from dit.planner.devices import ATTENTION_BACKWARD, DEVICES, H100, K_FILL, LATENCY_S, with_fp8
 from dit.planner.time import (
     FORWARD,
     MICRO_BATCH,

@@ -108,8 +108,7 @@ def compute(case: dict[str, Any]) -> list[Any]:
     group = dist.group.WORLD
     assert group is not None
     packs = BalancedPacks(packs_of(group.rank()), cost, MICRO_BATCHES, group)
-    computed: list[Any] = [None] * RANKS
-    dist.all_gather_object(computed, [contents(next(packs)) for _ in range(2 * MICRO_BATCHES)])
+    computed = process_groups.gather_objects([contents(next(packs)) for _ in range(2 * MICRO_BATCHES)])
     dist.destroy_process_group()
     return computed
 

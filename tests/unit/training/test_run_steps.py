@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
@@ -75,9 +74,7 @@ def saved_sizes(case: dict[str, Any]) -> list[list[Any]]:
     [metadata] = folder.glob(f"checkpoints/*/{METADATA_FILE}")
     sizes = [before, run.batches.latent_size(run.spec), tuple(json.loads(metadata.read_text())["latent_size"])]
     run.close()
-    gathered: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(gathered, sizes)
-    return gathered
+    return process_groups.gather_objects(sizes)
 
 
 def test_the_saved_size_is_that_of_the_largest_sample_of_all_ranks(
