@@ -77,6 +77,10 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         return {self.channels[level] for level in self.attention_levels}
 
     @property
+    def orders_frames(self) -> bool:
+        return False  # clips are refused
+
+    @property
     def side_multiple(self) -> int:
         return 2 ** (len(self.channel_multipliers) - 1)
 

@@ -16,6 +16,7 @@ from dit.convert.diffusers_pipeline import pipeline_of
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
 from dit.models.stdit.config import STDiTConfig
+from dit.models.unet.config import UNetConfig
 from dit.models.wan.config import WanConfig
 from energon_data.contents import Contents
 from energon_data.media_files import video_bytes
