@@ -47,7 +47,7 @@ def mock_stdit_xl() -> run.Partial:
 def mock_stdit3b() -> run.Partial:
     """ST-DiT-3B (3.26 B) of the NeMo proposal on synthetic clips of 1024 tokens, TP 4 + SP, 15 steps: 4 x 80 GB.
 
-    --dryrun estimates 14 GiB on each. The proposal's recipe of this name builds XL.
+    --dryrun estimates 16 GiB on each. The proposal's recipe of this name builds XL.
     """
     return on_tensor_parallel(as_mock(as_large_model(stdit.open_sora("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
 

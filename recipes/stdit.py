@@ -62,10 +62,10 @@ def _on_packs(name: str, model: run.Config) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_stdit_xl() -> run.Partial:
-    """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 141 GB or more, 84 GiB each.
+    """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 141 GB or more, 87 GiB each.
 
     A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs per step at lr
-    1e-4; cheap activations are recomputed; `training.recompute=full` takes 12 GiB. Operations are counted by
+    1e-4; cheap activations are recomputed; `training.recompute=full` takes 16 GiB. Operations are counted by
     --dryrun --tokens 24x32x32.
     """
     return _on_packs("pretrain_stdit_xl", stdit_xl())
