@@ -1,5 +1,6 @@
 """Tasks for the ranks of a test world: memory and file size of checkpoints, and state in two precisions."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -74,8 +75,7 @@ def save_two_precisions(case: dict) -> dict:
 def load_two_precisions(case: dict) -> dict:
     """Load that state into a new model of the same kind."""
     result = load({**case, "precision": "bf16", "break": norms_in_fp32})
-    assert {tensor.dtype for tensor in result.values() if isinstance(tensor, torch.Tensor)} == {
-        torch.float32,
-        torch.bfloat16,
-    }
+    dtypes = {tensor.dtype for tensor in result.values() if isinstance(tensor, torch.Tensor)}
+    # Rank 0 has the tensors of all ranks.
+    assert dtypes == ({torch.float32, torch.bfloat16} if os.environ["RANK"] == "0" else set())
     return result
