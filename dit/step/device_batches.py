@@ -155,10 +155,10 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     def _frames(self, pack: PackedBatch, i: int) -> int:
         """Return the frames of the latent of a sample, 1 for a still; encoded latents on the device are not read."""
-        grid, patch = pack.grids[i], self._spec.patch
+        grid, patch, start = pack.grids[i], self._spec.patch, pack.layout.starts[i]
         if pack.raw is not None and pack.raw.pixels is not None:
             return 1 if pack.raw.pixels[i].shape[1] == 1 else grid[0] * patch[0]
-        return num_frames(pack.latents_TC[pack.layout.starts[i] :][: prod(grid)], grid, *patch)
+        return num_frames(pack.latents_TC[start : start + prod(grid)], grid, *patch)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""
