@@ -84,8 +84,8 @@ def resize(pixels: Tensor, smallest_side: int) -> Tensor:
     if size == (height, width):
         return pixels
     if math.prod(size) > MAX_PIXELS:
-        numbers = f"{height} x {width} pixels, resized to {size[0]} x {size[1]}, more than {MAX_PIXELS:,}"
-        raise FilteredOutError("too_large", numbers)
+        numbers = f"{height} x {width} pixels, resized to {size[0]} x {size[1]}, more than {MAX_PIXELS:,} pixels"
+        raise FilteredOutError("too_large", f"{numbers}; lower data.resize_side, or leave the picture out")
     frames = pixels.transpose(0, 1).float()
     frames = interpolate(frames, size=size, mode="bicubic", antialias=True, align_corners=False)
     return frames.round_().clamp_(0, 255).to(torch.uint8).transpose(0, 1)

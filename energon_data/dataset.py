@@ -168,11 +168,10 @@ class EnergonData(ReaderSettings):
         frames = max((t for _, t, _, _ in shapes), default=1)
         if frames > spec.patch_temporal:
             raise ConfigError(
-                f"{info.path} has clips of {frames} frames, and this model does not know their order: Imagen's UNets "
-                "take pictures only, and model.position_embedding=sincos_2d, or model.rope_axes whose first number is "
-                "0, gives every frame the same positions; set model.position_embedding=sincos_3d or rope_3d, with "
-                "features for t (own_data reads its model from `data`: name a folder with clips there), or leave the "
-                "folder out"
+                f"{info.path} has clips of {frames} frames, which this model cannot order; leave the folder out. "
+                "Imagen's UNets take only pictures. With model.position_embedding=sincos_2d, or model.rope_axes whose "
+                "first number is 0, every frame has the same positions: set model.position_embedding=sincos_3d or "
+                "rope_3d, with features for t (own_data reads its model from `data`: name a folder with clips there)"
             )
 
     def _check_sides(self, info: SplitInfo, spec: BatchSpec) -> None:

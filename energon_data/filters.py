@@ -123,5 +123,5 @@ class Filters:
 
     def check_length(self, tokens: int) -> None:
         if self.max_tokens is not None and tokens > self.max_tokens:
-            cure = f"raise {self.limited_by}, or prepare smaller samples"
+            cure = f"raise {self.limited_by}, or use smaller samples"
             raise FilteredOutError(TOO_LONG, f"{tokens} tokens, at most {self.max_tokens} fit; {cure}")

@@ -125,6 +125,8 @@ def open_picture(data: bytes, paper: str = "white") -> Image.Image:
 
 def _orientation(picture: Image.Image) -> Optional[int]:
     """Return the EXIF orientation of a picture; None without one, or if the EXIF data are damaged."""
+    if picture.format == "PNG":
+        picture.load()  # or `getexif` loads it, and errors of the pixels would be taken for errors of EXIF
     try:
         return picture.getexif().get(0x0112)
     except Exception:  # Pillow raises several types of errors
@@ -227,14 +229,14 @@ def _decoded(
             for frame in packet.decode():
                 check_size(frame.width, frame.height)  # may differ from the size in the header
                 if start and frame.time is None:
-                    raise SampleError("bad_video", "its frames have no times, which start and end need")
+                    raise SampleError("bad_video", "its frames have no times, which a start needs; convert it to mp4")
                 yield frame
 
     frames = decode()
     first = next(frames, None)
     zero = 0.0 if first is None or first.time is None else first.time
     back = 0.0
-    # A seek may go to a key frame after the start: frames between need an earlier key frame (B-frames, open GOPs).
+    # A seek may end at a key frame after the start; the frames before it need an earlier one (B-frames, open GOPs).
     while start and first is not None and back <= 2 * start + 1:
         frames = decode(zero + start - back)
         first = next(frames, None)

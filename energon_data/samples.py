@@ -185,7 +185,7 @@ def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required:
         if name not in sums:
             if required:
                 raise _no_checksum(f"part {name!r} has no checksum")
-        elif (found := checksum(data)) != sums[name]:
-            raise SampleError("checksum", f"part {name!r} has CRC32 {found}, written as {sums[name]}")
+        elif (actual := checksum(data)) != sums[name]:
+            raise SampleError("checksum", f"part {name!r} has CRC32 {actual}, written as {sums[name]}")
     if missing := [name for name in sums if name not in parts and name != META_PART]:
         raise SampleError("missing_part", f"part {missing[0]!r} is listed in the metadata but not in the shard")

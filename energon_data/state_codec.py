@@ -13,7 +13,7 @@ _TAG = "$"
 
 
 def _classes() -> dict[str, type]:
-    """Return the classes that may be rebuilt, by name; all except `dict` are of Energon."""
+    """Return the classes that may be rebuilt, by name: dict, and classes of Energon."""
     from megatron.energon.flavors.base_dataset import FlexState
     from megatron.energon.flavors.webdataset.sample_loader import SliceState
 

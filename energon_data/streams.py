@@ -20,7 +20,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Protocol
@@ -78,17 +78,17 @@ class StreamSettings(DataConfig):
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 
-    def check_streams(self, micro_batches_per_step: int, **ranges: Range) -> int:
-        """Check the ranges of settings; return the number of streams."""
+    def check_streams(self, micro_batches_per_step: int, **ranges: Range) -> None:
+        """Check ranges of settings, and that the streams divide the micro-batches of a step."""
         usual = {"num_streams": RANKS, "max_tokens_per_pack": COUNT, "pack_multiple_of": COUNT}
         check_ranges("data", self, usual | ranges)
-        return check_streams(self.num_streams, micro_batches_per_step)
+        check_streams(self.num_streams, micro_batches_per_step)
 
     def check_packs(self, spec: BatchSpec) -> None:
         """Check the settings of packs against the layout; without packs, that they are not set."""
         if self.max_tokens_per_pack is None:
             names = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
-            unused = [name for name in names if hasattr(self, name)]
+            unused = [field.name for field in fields(self) if field.name in names]
             check_unused("data", self, unused, "without data.max_tokens_per_pack", "set data.max_tokens_per_pack")
             return
         if spec.micro_batch_size != 1:

@@ -15,7 +15,7 @@ from dit.ranges import COUNT, COUNT_OR_ZERO, FINITE, NOT_NEGATIVE, SHARE, Range,
 
 
 def check_values(data: Any, micro_batches_per_step: int) -> None:
-    """Check settings that do not depend on other parts of the run."""
+    """Check ranges, streams, and settings without effect."""
     counts = ("pack_cost_tokens", "packing_buffer_size", "max_text_tokens", "max_tokens_per_sample")
     more = ("validation_samples", "blend_steps", "min_side", "max_side", "resize_side", "crop_size")
     data.check_streams(

@@ -46,7 +46,7 @@ def _options(args: argparse.Namespace) -> "Options":
         fit=Fit(**_flags(args, "size", "aspect", "multiple_of", "enlarge", "max_cut")),
         cut=cut,
         text_encoder=text_encoder(args),
-        wording=Wording(**_flags(args, "default", "prefix", "suffix", "tag_orders", "keep_tags")),
+        wording=Wording(default=args.caption, **_flags(args, "prefix", "suffix", "tag_orders", "keep_tags")),
     )
 
 
@@ -162,7 +162,7 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
     )
-    parser.add_argument("--caption", dest="default", metavar="TEXT", help="of every file without a caption")
+    parser.add_argument("--caption", metavar="TEXT", help="of every file without a caption")
     parser.add_argument("--caption-prefix", dest="prefix", default="", metavar="TEXT", help="before every caption")
     parser.add_argument("--caption-suffix", dest="suffix", default="", metavar="TEXT", help="after every caption")
     parser.add_argument(

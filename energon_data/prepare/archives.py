@@ -6,7 +6,6 @@ The name of a sample consists of the archive's path within the folder and the na
 import os
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
@@ -154,9 +153,10 @@ def _from_parts(where: str, parts: Mapping[str, bytes], extensions: Iterable[str
                 row |= {"captions": None, "caption": caption}
         if number is not None:
             row["label"] = read_text(number, "cls")
+        data = parts[media[0]]
         return Source(
             name=f"{where}.{media[0]}",
-            read=partial(parts.__getitem__, media[0]),
+            read=lambda: data,
             captions=captions_of(row),
             label=class_of(row.get("label")),
             metadata=scalars_of(row),

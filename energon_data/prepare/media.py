@@ -15,6 +15,7 @@ from dit.encoders.teacher import Teacher, load_teacher
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Precision, encode_together, load_vae
+from dit.errors import ConfigError
 from dit.terminal import counted
 from energon_data.latent_scale import Moments
 from energon_data.media_files import (
@@ -78,7 +79,7 @@ class _Media:
 
     Attributes:
         stored: extension and bytes to store: the original file if its pixels are unchanged; None with an autoencoder.
-        original: the picture before fitting, for text encoders that read references.
+        original: the picture before fitting, if a text encoder reads references; else the first frame.
     """
 
     frames: list[Image.Image]
@@ -203,11 +204,13 @@ class MakeSamples:
             if fps is not None:
                 return extension, video_bytes(frames, fps)
             return extension, picture_bytes(frames[0], self.options.image_format, self.options.quality)
+        except (ConfigError, MemoryError):
+            raise
         except Exception as error:  # such as a WebP of more than 16,383 pixels a side
             size = f"{frames[0].width} x {frames[0].height} pixels"
             why = getattr(error, "strerror", None) or error
-            detail = f"{size} cannot be stored as {extension}: {why}; scale it down (--size), or use another --format"
-            raise SampleError("not_stored", detail) from error
+            cure = "scale it down (--size)" + (", or use another --format" if fps is None else "")
+            raise SampleError("not_stored", f"{size} cannot be stored as {extension}: {why}; {cure}") from error
 
     def _reference(self, number: int, data: bytes) -> _Media:
         try:
@@ -223,10 +226,10 @@ class MakeSamples:
 
     def _samples(self, clips: list[_Decoded]) -> Iterator[Sample]:
         stem = PIXELS if self.options.vae is None else LATENT
-        originals = iter(self._parts([reference for clip in clips for reference in clip.references]))
+        reference_parts = iter(self._parts([reference for clip in clips for reference in clip.references]))
         media = self._parts([clip.media for clip in clips])
         for clip, main, text, features in zip(clips, media, self._texts(clips), self._features(clips), strict=True):
-            references = [next(originals) for _ in clip.references]
+            references = [next(reference_parts) for _ in clip.references]
             named = [(stem, main), *((numbered_stem(REFERENCE, i), part) for i, part in enumerate(references))]
             yield Sample(
                 key=clip.key,
@@ -244,7 +247,8 @@ class MakeSamples:
         """Return latents, or the stored pixels without an autoencoder."""
         options = self.options
         if options.vae is None:
-            return [_Part(*one.stored, (3, len(one.frames), *one.frames[0].size[::-1])) for one in media if one.stored]
+            stored = [(one, one.stored or ("", b"")) for one in media]  # never None without an autoencoder
+            return [_Part(*part, (3, len(one.frames), *one.frames[0].size[::-1])) for one, part in stored]
         encoder = load_vae(options.vae, options.device, options.precision)
         pixels = [pixel_values(pixels_of(one.frames)) for one in media]
         latents = [x.numpy().astype(np.float16) for x in encode_together(encoder, pixels, options.batch)]

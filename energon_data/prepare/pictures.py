@@ -94,7 +94,7 @@ class Fit:
             )
         if target.wide * target.high > MAX_PIXELS:
             scaled = f"scaled to {target.wide} x {target.high}, more than {MAX_PIXELS:,} in all"
-            raise SampleError("too_large", f"{width} x {height} pixels, {scaled}")
+            raise SampleError("too_large", f"{width} x {height} pixels, {scaled}; lower --size, or crop it")
         return target
 
     def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:

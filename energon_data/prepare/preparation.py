@@ -48,8 +48,8 @@ class Preparation:
     """A preparation command with its listed input, before any sample is made.
 
     Attributes:
-        entries: number of parts of the input.
-        entry: noun for such a part: file, row (of a list or table), archive, or sample of generated data.
+        entries: number of files, rows (of a list or table), archives or generated samples.
+        entry: noun for one of them.
         classes: names of the classes; empty without labels.
         plan: everything that the result depends on.
     """
@@ -208,7 +208,7 @@ def _encoder_stamps(options: Options) -> list[Any]:
 
 
 def _plan(command: str, options: Options, samples_per_shard: int, validation: float) -> dict[str, Any]:
-    """Check numbers and encoders, and return the part of a plan that they are."""
+    """Check numbers and encoders, and return their entries of the plan."""
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:

@@ -196,7 +196,17 @@ def test_decoding_in_bands_changes_no_pixel(mode: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("exif", [b"Exif\0\0garbage", b"Exif\0\0MM\0*", b"no header"])
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 def test_a_picture_with_damaged_exif_data_is_read_as_stored(kind: str, exif: bytes):
-    assert not open_picture(as_file(noise(32, 16), kind, exif=exif)).info["turned"]
+    opened = open_picture(as_file(noise(32, 16), kind, exif=exif))
+    assert not opened.info["turned"]
+    assert kind != "PNG" or np.array_equal(np.asarray(opened), np.asarray(noise(32, 16)))
+
+
+def test_a_flipped_byte_of_a_png_is_damage():
+    data = bytearray(as_file(noise(64, 64), "PNG"))
+    data[len(data) // 2] ^= 0xFF
+    with pytest.raises(SampleError) as caught:
+        open_picture(bytes(data))
+    assert caught.value.reason == "bad_image"
 
 
 def test_a_file_that_its_format_cannot_store_is_skipped_with_its_size(tmp_path: Path):

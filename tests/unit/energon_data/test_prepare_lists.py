@@ -133,8 +133,8 @@ OPEN_GOPS = {"x264-params": f"open-gop=1:keyint={GAP}:min-keyint={GAP}:scenecut=
         ("avi", "mpeg4", {"bf": "2"}),
     ],
 )
-def test_a_span_has_its_frames_that_a_later_key_frame_does_not_give(container, codec, options):
-    """A seek may go to a key frame that is displayed after the start; AVI states the time of no displayed frame."""
+def test_a_span_has_the_frames_before_the_key_frame_of_a_seek(container, codec, options):
+    """A seek may end at a key frame that is displayed after the start. AVI stores no display times."""
     data = film(container=container, codec=codec, **options)
     [(frames, _)] = clips_of(data, Cut())
     shades = numbers(frames)
