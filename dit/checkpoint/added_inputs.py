@@ -34,7 +34,7 @@ class WithAddedInputs:
 
     Args:
         shapes: shape of each added or larger parameter.
-        sources: for each of them, the stored parameter with its values, or None; other values are zeros.
+        sources: for each of them, the stored parameter that its values are copied from, or None; the rest is zeros.
         note: description of the added inputs.
     """
 

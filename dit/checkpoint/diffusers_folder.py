@@ -10,6 +10,7 @@ Every rank reads the slices of the files that it owns, see `dit.convert.sliced_w
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from functools import partial
@@ -111,12 +112,10 @@ def local_path(path: str | Path) -> Path:
     """Return the folder of a path or of an address `hf://owner/name`, which is downloaded."""
     if not (isinstance(path, str) and path.startswith(PREFIX)):
         return Path(path)
-    with_variants = *DOWNLOADED, *VARIANTS
-    try:
-        folder = download(path, DOWNLOADED, _is_complete)
-    except ConfigError:  # without network, the weights of a variant in the cache are the only ones
-        return download(path, with_variants, partial(_is_complete, variants=True))
-    return folder if _is_complete(folder) else download(path, with_variants, lambda folder: False)
+    with suppress(ConfigError):  # of weights without a variant, which the cache or the repository may lack
+        if _is_complete(folder := download(path, DOWNLOADED, _is_complete)):
+            return folder
+    return download(path, (*DOWNLOADED, *VARIANTS), partial(_is_complete, variants=True))
 
 
 def _is_complete(folder: Path, *, variants: bool = False) -> bool:

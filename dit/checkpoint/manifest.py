@@ -220,13 +220,15 @@ def tree_files(folder: Path) -> Iterator[str]:
             for name in tree_files(Path(entry.path)):
                 yield f"{entry.name}/{name}"
         elif not entry.is_file(follow_symlinks=False):
-            raise UnlistedFileError(f"{entry.path} is a link or a special file, refused in a checkpoint; {CURE}")
+            raise UnlistedFileError(
+                f"{entry.path} is a link or a special file, refused in a checkpoint; remove it, or restore the file"
+            )
         else:
             yield entry.name
 
 
 def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-    """Flush every file under `folder` to the disk, and return its size and SHA-256; do not read those in `hashed`."""
+    """Return size and SHA-256 of every file under `folder`; flush and read only those that `hashed` lacks."""
     names = {name for name in tree_files(folder) if name != MANIFEST}
     for name, record in hashed.items():
         size = os.lstat(folder / name).st_size if name in names else None
@@ -275,7 +277,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest and check it against its digest and the folder's name; reads no other file."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
-        raise CheckpointError(f"{folder} or its {MANIFEST} is a link, refused in a checkpoint; give the real folder")
+        raise UnlistedFileError(f"{folder} or its {MANIFEST} is a link, refused in a checkpoint; give the real folder")
     try:
         manifest = Manifest.from_text(read_bytes(path).decode())
     except FileNotFoundError as error:

@@ -58,7 +58,7 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
 
 
 def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfig) -> None:
-    """Check that the copies at `checkpoint.copy_to` belong to the run whose id this folder has, or None."""
+    """Check that the copies at `checkpoint.copy_to` belong to this run; `run` is the id in its folder, None without."""
     accepted = config.checkpoint.accept_changes or []
     with usable(f"{address}/{OWNER}"):
         present = f"checkpoint.copy_to={address} has the copies of {owner}"

@@ -199,9 +199,10 @@ class Saves:
     def attach_held_out(self, state: TrainState) -> None:
         """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
 
-        Does nothing if there is no such checkpoint. A failure is logged; the checkpoint is intact.
+        Does nothing if there is no such checkpoint, or if its save has failed. A failure is logged; the checkpoint is
+        intact.
         """
-        if self.groups.rank > 0:
+        if self.groups.rank > 0 or (self.pending is not None and self.pending.error is not None):
             return
         meta = held_out_meta(state.held_out)
         try:

@@ -163,7 +163,7 @@ def save_state(
     optimizer: MegatronOptimizer,
     groups: ProcessGroups,
 ) -> dict[str, FileRecord]:
-    """Write weights, average and optimizer state; every rank calls this. Return the record of its file by name."""
+    """Write this rank's part of weights, average and optimizer state; return the record of its file by name."""
     local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}
     with fails_together():

@@ -183,7 +183,7 @@ class StateReader:
             raise CheckpointError(f"{folder / INDEX}: {error}") from error
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of one tensor into the tensors next to them, on any device and in any precision."""
+        """Copy each box of a stored tensor into the tensor paired with it, on any device and in any precision."""
         if name not in self._stored:
             raise CheckpointError(
                 f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors: give the settings of its run"

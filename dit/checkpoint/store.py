@@ -120,7 +120,8 @@ class CheckpointStore:
             raise CheckpointError(self._why(step, os_error)) from error
 
     def abort(self, step: int) -> None:
-        """Remove the unfinished checkpoint of `step`, if there is one."""
+        """Remove the unfinished checkpoint of `step`, if there is one; `attach` then ignores this step."""
+        self.unpublished = step
         self._discard(self.partial_path(step))
 
     def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:

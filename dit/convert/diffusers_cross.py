@@ -124,7 +124,10 @@ FULL_WIDTH = "rms_norm_across_heads"
 
 @dataclass(frozen=True)
 class GatesSecond(Form):
-    """External values, then gates, `pointwise` in 1 x 1 convolutions; both alternate here (see `GatedConvolution`)."""
+    """External rows are all values, then all gates; in the parameter they alternate (see `GatedConvolution`).
+
+    `pointwise`: the external weight is a 1 x 1 convolution.
+    """
 
     pointwise: bool = False
 

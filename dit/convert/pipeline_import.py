@@ -76,7 +76,7 @@ def check_single(source: Path) -> None:
 
 
 def complete(trained: TrainedModel, folder: Path) -> Completed:
-    """Add the settings of the pipeline around the folder of a network, whose parent has a `model_index.json`."""
+    """Add the settings of the pipeline around a network's folder, if its parent has a `model_index.json`."""
     root, model = folder.resolve().parent, trained.model
     if folder.resolve().name not in (*PARTS, LOW_NOISE) or not (root / INDEX).exists():
         return Completed(trained)

@@ -95,13 +95,15 @@ def objective_of(record: object) -> Objective:
     name, objective_class = settings.pop("name", None), None
     if isinstance(record, Mapping) and isinstance(name, str) and (name in OBJECTIVES or "." in name):
         objective_class = import_trusted(OBJECTIVES.get(name, name).replace(":", "."), "the record's objective")
-    if not (isinstance(objective_class, type) and issubclass(objective_class, Objective)):
+    if not (
+        isinstance(objective_class, type) and issubclass(objective_class, Objective) and is_dataclass(objective_class)
+    ):
         raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
     return build(objective_class, settings, f"objective {name}")
 
 
 def build(settings_class: type[Settings], values: object, label: str) -> Settings:
-    """Build a settings class of this project from plain values; absent fields have their defaults."""
+    """Build a settings class from plain values; absent fields have their defaults."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{label} must be settings by name, got {values!r:.200}")
     assert is_dataclass(settings_class)

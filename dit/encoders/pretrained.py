@@ -49,7 +49,8 @@ def load_tokenizer(what: str, **source: Any) -> Any:
         with suppress(OSError):
             cached_file(folder, file, **source)
             return tokenizer
-    raise ConfigError(f"{what} cannot be loaded: {folder} has no {_VOCABULARIES[0]}; copy or download it again")
+    where = "/".join(filter(None, (str(folder), source.get("subfolder"))))
+    raise ConfigError(f"{what} cannot be loaded: {where} has no {_VOCABULARIES[0]}; copy or download it again")
 
 
 def load_network(kind: Any, what: str, **options: Any) -> Any:

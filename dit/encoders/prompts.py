@@ -45,7 +45,7 @@ class Prompt:
     may_be_empty: bool = False
 
     def render(self, caption: str, tokenizer: Any, *, pictures: int = 0) -> str:
-        """Return the text of a caption that the encoder reads with a number of pictures.
+        """Return the text of a caption; the encoder reads `pictures` pictures with it.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the prompt reads fewer pictures.

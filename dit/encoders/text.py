@@ -84,8 +84,8 @@ class TextEncoder:
     def tokenize(self, texts: Sequence[str], *, pictures: Optional[Sequence[int]] = None) -> list[list[int]]:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
-        A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning. A text
-        has one token for each of its `pictures`.
+        A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
+        `pictures` is the number of pictures of each text; each picture is one token.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
@@ -148,8 +148,8 @@ class TextEncoder:
         tokens = torch.cat([out.hidden_states[i] for i in layers], -1) if layers else out.last_hidden_state
         if kind == "sentence":
             mask_BK = inputs.get("attention_mask")
-            mean = tokens.mean(1) if mask_BK is None else (tokens * mask_BK[..., None]).sum(1)
-            return tokens, torch.nn.functional.normalize(mean, dim=-1)
+            total = tokens.sum(1) if mask_BK is None else (tokens * mask_BK[..., None]).sum(1)
+            return tokens, torch.nn.functional.normalize(total, dim=-1)  # direction of the mean
         if kind == "clip_projected":
             return tokens, out.text_embeds
         return tokens, out.pooler_output if kind == "clip" else None

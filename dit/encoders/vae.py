@@ -334,7 +334,7 @@ def load_vae(name: str, device: str = "cpu", precision: Precision = "fp32") -> V
     """Return an autoencoder; the last one is cached until a file in its folder changes."""
     folder = folder_of(name)
     files = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
-    return _loaded(name, device, precision, tuple(file.stat().st_mtime_ns for file in files))
+    return _loaded(name, device, precision, tuple(file.stat().st_mtime_ns for file in files if file.exists()))
 
 
 @lru_cache(maxsize=1)

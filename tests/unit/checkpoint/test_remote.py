@@ -199,6 +199,10 @@ def test_only_newer_copies_are_fetched(bucket, tmp_path):
     (tmp_path / "c" / "iter_0000003" / FILES[1]).unlink()
     assert fetch_newer(make_store(tmp_path / "c"), RemoteStore(ADDRESS)) == 3
     assert newest_step(make_store(tmp_path / "c")) == 3
+    fetched = make_store(tmp_path / "d")
+    assert fetch_newer(fetched, RemoteStore(ADDRESS)) == 3
+    fetched.attach(3, {"held_out_loss": 0.5})
+    assert verify_folder(fetched.path(3)).held_out_loss == 0.5
 
 
 def test_occasional_errors_of_a_store_are_retried(bucket, tmp_path):

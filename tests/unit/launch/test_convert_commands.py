@@ -339,7 +339,8 @@ def test_an_objective_of_a_user_is_recorded_by_its_class(monkeypatch):
         objective_of({"name": name_of(own), **asdict(own)})
     monkeypatch.setenv("DIT_PACKAGES", "tests")
     assert objective_of({"name": name_of(own), **asdict(own)}) == own
-    for name in ("dit.settings.SamplingConfig", "dit.terminal.announce", "none"):
+    abstract = ("dit.objectives.base.Objective", "dit.objectives.autoencoding.Reconstruction")
+    for name in (*abstract, "dit.settings.SamplingConfig", "dit.terminal.announce", "none"):
         with pytest.raises(ConfigError, match=r"objective '[\w.]+' is unknown"):
             objective_of({"name": name})
 
