@@ -47,7 +47,7 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def cases(device: torch.device, hidden: int = HIDDEN) -> dict[str, Callable[[], object]]:
+def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     """Return every fused operation at a size of published models, by name."""
     from dit.kernels.adamw import Elements, Rates
     from dit.kernels.fused import noise, ops, picture_ops
@@ -57,6 +57,7 @@ def cases(device: torch.device, hidden: int = HIDDEN) -> dict[str, Callable[[], 
     from dit.layout import SequenceLayout
     from dit.objectives.addressed_noise import AddressedNoise
 
+    hidden = HIDDEN
     layout = SequenceLayout.from_lengths(LENGTHS, multiple_of=128, total_tokens=TOKENS, device=device)
     samples = layout.num_samples
 

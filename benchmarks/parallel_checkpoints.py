@@ -1,4 +1,4 @@
-"""Further tasks for the ranks of `benchmarks.parallel_world`: write and read checkpoints of a model with experts."""
+"""Further tasks for the ranks of `benchmarks.parallel_world`: write and read checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ def load(case: dict[str, Any]) -> dict[str, Any]:
     weights, drifted = global_weights(named_parameters(it.chunks), it.groups)
     tensors = {f"model.{name}": weight for name, weight in weights.items()}
     load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
-    averaged, _ = global_weights(named_parameters(it.chunks), it.groups)
+    averaged, apart = global_weights(named_parameters(it.chunks), it.groups)
     tensors |= {f"averaged.{name}": weight for name, weight in averaged.items()}
-    state = {**state, **tensors, "drifted": state["drifted"] + drifted}
+    state = {**state, **tensors, "drifted": state["drifted"] + drifted + apart}
     process_groups.release()
     return state

@@ -245,7 +245,8 @@ class Entry:
         if self.null is None:
             return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
         null = self.null.to(self.values.dtype)
-        if self.layout is not None:
+        if self.axis != "sample":
+            assert self.layout is not None
             null = null[self.layout.token_index_T % len(null)]
         return replace(self, values=torch.where(mask, null, self.values))
 

@@ -147,8 +147,9 @@ def _child(node: Node, part: str, path: str) -> Node:
     if not isinstance(child, Config | Partial):
         key = _join(path, part)
         names = _component_names(component_types(normalise(parameters(node)[name])))
-        cure = f"add {key}={names[0]}" if names else f"assign {key}"
-        raise ConfigError(f"{key}={child!r} has no settings of its own; {cure} first")
+        choices = " or ".join(f"{key}={name}" for name in names[:3])
+        cure = f"add {choices} first" if names else f"write {_join(path, name)}=VALUE"
+        raise ConfigError(f"{key}={child!r} has no settings of its own; {cure}")
     return child
 
 

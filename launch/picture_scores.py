@@ -127,7 +127,7 @@ class FeatureRows:
 def _both_sides(
     args: argparse.Namespace,
     generator: "Generator",
-    new: "Callable[[], FeatureRows | Moments]",
+    new: Callable[[], FeatureRows | Moments],
     read: Callable[[Path, str], Any],
 ) -> tuple[Any, Any, str]:
     """Return the statistics of the real pictures and of the generated ones, and the name of the feature network.
@@ -273,7 +273,6 @@ def _frames(clips: Tensor) -> Tensor:
 
 
 def _decoder(args: argparse.Namespace, generator: "Generator") -> Decoder:
-
     name, note = find_autoencoder(generator.config.model.in_channels, args.vae, generator.autoencoder, "--vae PATH")
     if note is not None:
         raise ConfigError(f"pictures are measured, and {note}")

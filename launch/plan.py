@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit.command_line import Parser
 from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
 from dit.planner.devices import DEVICES
+from dit.ranges import RANKS
 from dit.terminal import announce, echo, progress
 from launch import cli, environment
-from launch.argument_types import at_least_one
+from launch.argument_types import at_least_one, number_in
 
 if TYPE_CHECKING:
     from dit.parallel.dims import ParallelDims
@@ -51,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m launch.plan", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     flag, count = parser.add_argument, partial(parser.add_argument, type=at_least_one, metavar="N")
-    count("--gpus", required=True, help="GPUs to train on")
+    flag("--gpus", type=number_in(RANKS), required=True, metavar="N", help="GPUs to train on")
     flag("--device", default="h100", metavar="NAME", help=f"{', '.join(DEVICES)} (%(default)s)")
     count("--nodes-of", help="GPUs joined by NVLink (8; 72 for gb200 and gb300)")
     flag("--tokens", type=cli.tokens, metavar="N|TxHxW", help="tokens of a sample, or its patches (the recipe's)")

@@ -292,11 +292,12 @@ def arguments_of(stage: Stage, args: argparse.Namespace) -> argparse.Namespace:
     return of_stage
 
 
-def check_writable(option: str, path: Optional[Path]) -> None:
-    """Check that a file or folder can be created, before samples are drawn for it."""
-    folder = None if path is None else next(parent for parent in path.absolute().parents if parent.exists())
-    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"{option} {path}: nothing can be written to {folder}; choose another path")
+def check_writable(option: str, path: Path, folder: Path) -> None:
+    """Check that files can be created in a folder, which may not exist yet, before samples are drawn for it."""
+    absolute = folder.absolute()
+    existing = next(place for place in (absolute, *absolute.parents) if place.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK)):
+        raise ConfigError(f"{option} {path}: nothing can be written to {existing}; choose another path")
 
 
 def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]]) -> list[Tensor]:
@@ -315,8 +316,11 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     check_ending(out, [".png", *CLIP_WRITERS], "--out")
     if args.save_latents is not None:
         check_ending(args.save_latents, [".safetensors"], "--save-latents")
-    for option, path in (("--out", out), ("--files", args.files), ("--save-latents", args.save_latents)):
-        check_writable(option, path)
+    check_writable("--out", out, out.parent)
+    if args.files is not None:
+        check_writable("--files", args.files, args.files)
+    if args.save_latents is not None:
+        check_writable("--save-latents", args.save_latents, args.save_latents.parent)
     generator = open_generator(args)
     check_trained(args, generator)
     note_untrained_guidance(args, generator)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dit.errors import ConfigError
 
 NEIGHBOURS = 3
-BLOCK = 1024
+BLOCK = 256
 """Rows of the matrix of distances that are computed at a time."""
 ROUNDING = 1e-12
 """Squared distances below this share of the squared norms are rounding errors of float64."""

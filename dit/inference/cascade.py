@@ -17,7 +17,7 @@ PASSED_ON = ("count", "conditions", "negative", "seed", "seeds", "numbers")
 
 
 class Cascade(Generator):
-    """A super-resolution model and the generator of its small pictures, a model or a cascade, used as one model.
+    """A super-resolution model and the generator of its small pictures (a model or a cascade), used as one model.
 
     `settings` are arguments of `before.generate`.
     """

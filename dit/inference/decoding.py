@@ -26,7 +26,10 @@ class Decoder:
         self.geometry = None if name is None else Geometry.read(name)
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """Return pictures `[N, 1 or 3, T, H, W]` in [-1, 1], float32 on the host, of samples `[N, C, t, h, w]`."""
+        """Return pictures `[N, 1 or 3, T, H, W]` in [-1, 1], float32 on the host.
+
+        `samples` are latents or pixels `[N, C, t, h, w]`, scaled as in training.
+        """
         if self.name is None or self.geometry is None:
             return to_pictures(samples).cpu()
         vae = load_vae(self.name, str(self.device))

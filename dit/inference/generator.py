@@ -88,7 +88,7 @@ class Generator:
         on_step: Callable[[int], None] = lambda step: None,
         **sampling: Any,
     ) -> Tensor:
-        """Generate latents `[N, C, T, H, W]`, float32, one per label (or condition, or `count` of them).
+        """Generate latents `[N, C, T, H, W]`, float32: one per label or per value of a condition, or `count`.
 
         Omitted settings are those of the run. The noise of a sample depends on its seed and its number, so samples can
         be drawn in batches of any size.
@@ -204,6 +204,7 @@ class Generator:
 
     @property
     def _low_noise_scale(self) -> Optional[float]:
+        """Guidance scale of the second model; None if there is none, or if it has that of the first."""
         return None if self.low_noise is None else self.low_noise.guidance_scale
 
     def sampling(self, **overrides: Any) -> SamplingConfig:
@@ -400,6 +401,9 @@ def load_generator(
     Args:
         path: a run folder (with its newest valid checkpoint) or one checkpoint folder.
         groups: result of `groups_to_sample`, to load several models; None creates groups.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.
     """
     groups = groups or groups_to_sample(path)
     with ExitStack() as reading:

@@ -46,8 +46,9 @@ def held_out_pictures(
 ) -> Optional[PackedBatch]:
     """Return the first held-out micro-batch for a model that reads pictures, such as a picture to edit.
 
-    The micro-batch is one pack, or has up to `training.micro_batch_size` samples, in every layout. None for other
-    models, or if `training.validation_interval` is 0. `encode` encodes raw pixels and captions (collective).
+    The micro-batch is one pack, or has up to `training.micro_batch_size` samples, in every layout. Returns
+    None for other models, or if `training.validation_interval` is 0. `encode` encodes raw pixels and captions
+    (collective).
     """
     if not config.draws_held_out:
         return None
@@ -192,7 +193,8 @@ class PictureWriter:
     ) -> dict[str, Path]:
         """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
 
-        Returns the files by their names in the log. Several frames are a GIF of at most `MAX_GIF_FPS` per second.
+        Returns the files by their names in the log. A grid of several frames is a GIF of at most `MAX_GIF_FPS` frames
+        per second.
 
         Args:
             averaged: context in which the model has its averaged weights; None if there is no average.

@@ -13,7 +13,7 @@ Size = tuple[int, int, int]
 
 
 def check_size(spec: BatchSpec, model: ModelConfig, size: Size, geometry: Optional[Geometry] = None) -> Size:
-    """Return (T, H, W) of latents for samples of a size (T, H, W) in pixels; without `geometry`, it is of latents."""
+    """Return (T, H, W) of the latents of samples of `size`, which is in pixels, or in latents without `geometry`."""
     frames, *sides = size
     time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)
     unit = space * spec.patch_spatial

@@ -136,7 +136,7 @@ def _most_segments(heads: int, queries: int, features: int) -> int:
 
 
 def count_sums(heads: int, queries: int, features: int, segments: int = 0) -> int:
-    """Return the number of sums of dq for a segment, with its queries rounded up to 128, or for a pack.
+    """Return the number of sums of dq for a segment or a pack: queries are rounded up to 128, features to 64.
 
     Args:
         segments: number of segments of a pack, each of which has 128 more queries; 0 for one segment.
@@ -191,8 +191,11 @@ def _packed(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Call a kernel for packed segments; dense batches, and packs that it does not support, use `segment_sdpa`."""
-    # Single tokens need no kernel (`_OneKey`): columns of stills in temporal attention, next to those of clips.
+    """Call a kernel for packed segments.
+
+    `segment_sdpa` computes dense batches, packs of mostly single tokens, and packs that the kernel does not support.
+    """
+    # In temporal attention, the columns of stills are single tokens, which need no kernel (`_OneKey`).
     mostly_single = (
         layout_q is layout_k and not layout_q.is_fixed and 2 * layout_q.lengths.count(1) > layout_q.num_samples
     )

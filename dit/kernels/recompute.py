@@ -179,7 +179,8 @@ def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Argumen
 
     @wraps(function)
     def call(*args: *Arguments) -> Tensor:
-        if torch.compiler.is_compiling() or (region := _REGION.get()) is None:  # the compiler decides
+        # the compiler decides, or nothing is recomputed
+        if torch.compiler.is_compiling() or (region := _REGION.get()) is None:
             return function(*args)
         grad = torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)
         return region.run(function, args) if grad else function(*args)

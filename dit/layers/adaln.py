@@ -269,10 +269,11 @@ def index_features(count: int, size: int, device: torch.device) -> Tensor:
 
 
 def shared_modulation(hidden_size: int, num_sublayers: int, provider: LayerProvider) -> nn.Sequential:
-    """Return Linear(SiLU(c)) to shift, scale and gate of all sub-layers in turn, for the tables of all layers.
+    """Return Linear(SiLU(c)), `[S, 3 * num_sublayers * D]`: shift, scale and gate of each sub-layer in turn.
 
-    It is replicated over pipeline stages; gradients are summed over the stages. It is zero-initialised like the tables,
-    so every gated residual starts as the identity, as in adaLN-Zero.
+    Every layer adds its table to it (`TableModulation`). It is replicated over pipeline stages; gradients are summed
+    over the stages. It is zero-initialised like the tables, so every gated residual starts as the identity, as in
+    adaLN-Zero.
 
     Source: adaLN-single, Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
     """

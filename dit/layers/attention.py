@@ -49,12 +49,19 @@ class WidthRMSNorm(nn.Module):
 
 
 def qk_norms(
-    heads: int, groups: int, head_size: int, provider: LayerProvider, *, eps: float, enabled: bool, width: bool = False
+    heads: int,
+    groups: int,
+    head_size: int,
+    provider: LayerProvider,
+    *,
+    eps: float,
+    enabled: bool,
+    full_width: bool = False,
 ) -> tuple[nn.Module, nn.Module]:
     """Return the norms of queries and keys: per head, over the full width, or identities if not `enabled`."""
     if not enabled:
         return nn.Identity(), nn.Identity()
-    if width:
+    if full_width:
         return WidthRMSNorm(heads, head_size, provider, eps=eps), WidthRMSNorm(groups, head_size, provider, eps=eps)
     return HeadRMSNorm(head_size, provider, eps=eps), HeadRMSNorm(head_size, provider, eps=eps)
 
@@ -160,7 +167,7 @@ class SelfAttention(nn.Module):
             hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), returns_bias=True
         )
         self.q_layernorm, self.k_layernorm = qk_norms(
-            num_heads, groups, head_size, provider, eps=eps, enabled=qk_layernorm, width=norm_full_width
+            num_heads, groups, head_size, provider, eps=eps, enabled=qk_layernorm, full_width=norm_full_width
         )
 
     def forward(
@@ -224,7 +231,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
         groups = num_heads if num_query_groups is None else num_query_groups
-        self.local_heads = provider.split(num_heads, "heads of cross-attention")
+        self.local_heads = provider.split(num_heads, "num_cross_attention_heads")
         self.local_groups = provider.split(groups, "num_query_groups")
         head_size = hidden_size // num_heads
         square, rows = xavier_uniform(hidden_size, hidden_size), 2 * groups * head_size
@@ -237,7 +244,7 @@ class CrossAttention(nn.Module):
             hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, returns_bias=True
         )
         self.q_layernorm, self.k_layernorm = qk_norms(
-            num_heads, groups, head_size, provider, eps=eps, enabled=qk_layernorm, width=norm_full_width
+            num_heads, groups, head_size, provider, eps=eps, enabled=qk_layernorm, full_width=norm_full_width
         )
 
     def forward(

@@ -36,7 +36,12 @@ def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *,
 
 
 class EmbeddingMLP(nn.Module):
-    """Linear-SiLU-Linear, the last part of every embedder; `inits` are the initial weights of both linear layers."""
+    """Linear-SiLU-Linear, the last part of all embedders except `LabelEmbedder`.
+
+    Args:
+        inputs, inner, size: widths before, between and after the linear layers.
+        inits: initial weights of both.
+    """
 
     def __init__(
         self, inputs: int, inner: int, size: int, provider: LayerProvider, *, bias: bool = True, inits: Inits = NORMAL

@@ -45,7 +45,7 @@ class SwiGLU(MLP):
     The output features of the fused projection alternate (gate 0, up 0, gate 1, up 1, ...), so that every
     tensor-parallel rank has complete pairs.
 
-    Source: Shazeer 2020, arXiv:2002.05202, Eq. 6; Llama 3 (arXiv:2407.21783) without biases.
+    Source: Shazeer 2020, arXiv:2002.05202, Eq. 6; with `bias=False` as in Llama 3 (arXiv:2407.21783).
     """
 
     kernel, gated = "swiglu", True

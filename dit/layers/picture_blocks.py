@@ -1,6 +1,6 @@
-"""Blocks of pixel-space UNets: residual branches, and attention over the positions of a picture and its text.
+"""Blocks of UNets and autoencoders on pictures: residual blocks, and attention over positions and text.
 
-Norms have float32 weights and arithmetic, even in bf16 models.
+Norms have float32 weights and arithmetic, even in bf16 models, except those of `ResidualBlock`.
 
 Shape suffixes: pictures `[N, C, H, W]`, E width of the conditioning vector, T positions of all pictures, K text tokens
 of all pictures, D width of the text tokens.
@@ -107,7 +107,8 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x_NCHW: Tensor, cond_ND: Optional[Tensor] = None) -> Tensor:
         y_NCHW = self.conv1(self.norm1(x_NCHW, activate=True))
-        if self.condition is not None and cond_ND is not None:
+        if self.condition is not None:
+            assert cond_ND is not None
             y_NCHW = y_NCHW + self.condition(silu(cond_ND))[:, :, None, None]
         y_NCHW = self.conv2(self.norm2(y_NCHW, activate=True))
         return (x_NCHW if self.conv_shortcut is None else self.conv_shortcut(x_NCHW)) + y_NCHW

@@ -33,8 +33,9 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
     def check_sizes(self) -> None:
         super().check_sizes()
         check_query_groups(self.num_attention_heads, self.num_query_groups)
-        self.text_size()
+        self.text_size()  # raises an error for None
 
     def megatron_sizes(self) -> TransformerSizes:
-        qk_layernorm = self.qk_layernorm and not self.norm_full_width  # Megatron-Core sums the gradients of replicas
+        # Norms over the full width are split with the heads; Megatron-Core would sum their gradients over ranks.
+        qk_layernorm = self.qk_layernorm and not self.norm_full_width
         return replace(super().megatron_sizes(), num_query_groups=self.num_query_groups, qk_layernorm=qk_layernorm)

@@ -110,7 +110,7 @@ class TokenStack(Backbone, Generic[Config]):
         return positions_T3
 
     def head_input(self, cond_SD: Tensor, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Any:
-        """Return the input of the head between the tokens and their layout."""
+        """Return the second argument of the head, whose first is the tokens and third their layout."""
         return cond_SD
 
     def rotation(self, batch: PackedBatch) -> Optional[Rotation]:

@@ -125,7 +125,7 @@ class JsonlSink(Sink):
             write_all(self._descriptor, line.encode() + b"\n")
         except OSError as error:
             with suppress(OSError):
-                _cut_torn_line(self._descriptor)  # a failed save is reported here, and training continues
+                _cut_torn_line(self._descriptor)  # training continues if the record was that of a failed save
             raise self._failed(error) from error
         if not is_at(self.path, self._descriptor):
             # Writes to a deleted file succeed, but the data are lost.

@@ -87,7 +87,7 @@ class TimeLimit:
         return self.near
 
     def reason(self) -> str:
-        """Return why a run stops without a signal to this rank, with the time that is reserved before the limit."""
+        """Return the reason of a stop without a signal to this rank: the time limit, or a request to another rank."""
         if not self.near:
             return "a request to another rank"
         return f"{self._description()}, before which {self.needed_s:.0f} s are reserved for steps and the save"

@@ -20,8 +20,9 @@ from dit.safe_files import make_folder, read_bytes
 logger = logging.getLogger(__name__)
 
 FINISH_S, UPLOAD_S = 20.0, 600.0
-"""Time to send the last records at the end of a run, without and with checkpoints; by default, wandb waits for hours.
-Schedulers kill a stopped run after about 30 s, and a run that waits for `training.hang_timeout_s` counts as hung."""
+"""Seconds in which wandb must send the last records at the end of a run, without and with checkpoints; its own default
+has no limit. A scheduler kills a stopped run after about 30 s, which is too short for checkpoints; `wandb sync` uploads
+the rest. With `wandb_artifacts`, `training.hang_timeout_s` must be longer than `UPLOAD_S`."""
 
 
 class WandbSink(Sink):

@@ -110,7 +110,10 @@ class AddressedNoise:
         return words[0] | (words[1] >> 1) << 32
 
     def normal_SC(self, purpose: str, columns: int, *, repeated: bool = True) -> Tensor:
-        """Draw standard normal numbers of each sample, float32 `[S, columns]`; equal at all positions if `repeated`."""
+        """Draw standard normal numbers of each sample, float32 `[S, columns]`.
+
+        If `repeated`, one number per channel of a latent is drawn and repeated for the positions of a token.
+        """
         channels = self.latent_channels or columns if repeated else columns
         block = torch.arange(-(-channels // 4), device=self.layout.device)
         return self._normal(purpose, block, lambda x_S: x_S[:, None], channels).repeat(1, columns // channels)

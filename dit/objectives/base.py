@@ -158,7 +158,10 @@ class Objective(ABC):
     def complete(
         self, network: Network, unconditional: Network, prepared: Prepared, layout: SequenceLayout
     ) -> Prepared:
-        """Return targets that need further passes of the network, or of the network without droppable conditions."""
+        """Return `prepared` with targets that need further passes of the network, without gradients.
+
+        `unconditional` is the network with all conditions of `Condition.dropout` dropped.
+        """
         return prepared
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:

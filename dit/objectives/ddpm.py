@@ -129,7 +129,10 @@ class DDPM(Objective):
         return self.noise_schedule.angle(self.noise_schedule.training_time(quantile_S.double()))
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Return inputs alpha x0 + sigma eps, targets as in `prediction`, and loss weights, times `min_snr_weight`."""
+        """Return inputs alpha x0 + sigma eps, times, targets as in `prediction`, and the batch's loss weights.
+
+        The weights are multiplied by `min_snr_weight` if `min_snr_gamma` is set.
+        """
         # Coefficients are computed in float64, because alpha = cos(phi) loses digits near pure noise.
         t_L = self.noise_schedule.training_time(noise.level_L().double())
         angle_L = clean_at_0(self.noise_schedule.angle(t_L), batch.layout)

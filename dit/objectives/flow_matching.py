@@ -185,8 +185,8 @@ class FlowMatching(Objective):
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Return inputs (1 - t) x0 + t eps, times t, targets eps - x0 or x0, and the batch's loss weights.
 
-        The weights are multiplied by `min_snr_weight` if it is set. Otherwise those of `x0` are divided by t**2,
-        because the error of x0 divided by t is the error of the velocity.
+        The weights are multiplied by `min_snr_weight` if `min_snr_gamma` is set. Otherwise those of `x0` are divided by
+        t**2, because the error of x0 divided by t is the error of the velocity.
         """
         t_L = clean_at_0(self.level(noise.level_L(), self._shifts(batch)), batch.layout)
         weight_L = sample_weights(batch)

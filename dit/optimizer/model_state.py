@@ -1,4 +1,7 @@
-"""The model of a rank and its optimizer, which a step changes. Training, `dit.verify` and the planner build it."""
+"""The state that a step changes: this rank's model, optimizer and weight average.
+
+Training, `dit.verify` and the planner build it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -208,13 +208,15 @@ class TorchOneCycle(Schedule):
     pct_start: ClassVar[float] = 0.3
     div_factor: ClassVar[float] = 25.0
     final_div_factor: ClassVar[float] = 1e4
+    max_momentum: ClassVar[float] = 0.95
+    base_momentum: ClassVar[float] = 0.85
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         first = peak / self.div_factor
         return self._cycle(update, num_steps, first, peak, first / self.final_div_factor)
 
     def momentum(self, update: int, num_steps: int, beta1: float) -> float:
-        return self._cycle(update, num_steps, 0.95, 0.85, 0.95)
+        return self._cycle(update, num_steps, self.max_momentum, self.base_momentum, self.max_momentum)
 
     def _cycle(self, update: int, num_steps: int, start: float, middle: float, end: float) -> float:
         update, summit = min(update, num_steps), self.pct_start * num_steps  # not rounded, as in torch

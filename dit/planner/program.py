@@ -130,8 +130,10 @@ class Program:
         target = target_of(job.model, training.precision, job.kernels)
         wrapped = wrap(chunks, job.parallel, self.groups, target, training.kernels)
         weights = counter.live
-        on_device = replace(training, cuda_graph=False, ema_decay=None if training.ema_offload else training.ema_decay)
-        self.state = build_model_state(chunks, wrapped, job.optimizer, job.parallel, on_device, self.groups, target)
+        decay = None if training.ema_offload else training.ema_decay
+        # The traced step stands for most steps of a run, in which the average is interpolated.
+        traced = replace(training, cuda_graph=False, ema_decay=decay, ema_start_step=0)
+        self.state = build_model_state(chunks, wrapped, job.optimizer, job.parallel, traced, self.groups, target)
         self.mix = noise_kernel(job.model, training, job.kernels)
         self._create_optimizer_state(self.state)
         ema, scale = self.state.ema, self.state.loss_scale

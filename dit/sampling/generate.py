@@ -208,18 +208,21 @@ def generate_each(
         if scale == 1:
             return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
-        doubled = join(batch, without_conditions(batch, spec, negative)) if guide is None else batch
-        other, width = bind(network if guide is None else guide, doubled), num_outputs * channels
-        options = sampling.guidance_rescale, layout, sampling.guidance_norm
+        if guide is None:
+            second = bind(network, join(batch, without_conditions(batch, spec, negative)))
+        else:
+            second = bind(guide, batch)
+        width, options = num_outputs * channels, (sampling.guidance_rescale, layout, sampling.guidance_norm)
 
         def guided(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-            if guide is None:  # one call for both branches, at the same inputs
-                cond_TC, uncond_TC = other(torch.cat([inputs_TC] * 2), torch.cat([time_S] * 2)).chunk(2)
+            if guide is None:  # one call over the doubled pack, with the same inputs for both branches
+                cond_TC, uncond_TC = second(torch.cat([inputs_TC] * 2), torch.cat([time_S] * 2)).chunk(2)
             else:
-                cond_TC, uncond_TC = plain(inputs_TC, time_S), other(inputs_TC, time_S)
+                cond_TC, uncond_TC = plain(inputs_TC, time_S), second(inputs_TC, time_S)
             guided_TC = guided_prediction(cond_TC[:, :width], uncond_TC[:, :width], scale, columns, *options)
-            tokens_TF = combine(cond_TC[:, width:], uncond_TC[:, width:], scale)
-            return torch.cat([guided_TC, tokens_TF], 1) if features else guided_TC
+            if not features:
+                return guided_TC
+            return torch.cat([guided_TC, combine(cond_TC[:, width:], uncond_TC[:, width:], scale)], 1)
 
         return guided, plain
 
@@ -266,7 +269,7 @@ def generate_each(
         x0_TC = keep_clean(clip(keep_clean(x0_TC, batch)), batch)
         return x0_TC if fraction is None else (x0_TC, fraction)
 
-    start_TC = float(sigma) * noise_at(-1, "start")
+    start_TC = float(sigma) * noise_at(-1, "start")  # the start has the noise of step 0
     if strength is not None:
         start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(

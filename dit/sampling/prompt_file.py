@@ -33,7 +33,10 @@ class Prompt:
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a file of prompts, one per line; in `.jsonl`, a line is an object with the fields of `Prompt`."""
+    """Read a file of prompts, one per line; in `.jsonl`, a line is an object with the fields of `Prompt`.
+
+    Empty lines are skipped.
+    """
     path = Path(path)
     try:
         lines = read_bytes(path).decode("utf-8-sig").split("\n")  # not at other separators of Unicode

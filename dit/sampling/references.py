@@ -16,7 +16,10 @@ from dit.patchify import frames_to_patch, patchify
 
 
 def add_references(batch: PackedBatch, references: Sequence[Sequence[Tensor]], spec: BatchSpec) -> PackedBatch:
-    """Return a full pack with clean references `[C, T, H, W]` of any sizes after the tokens of each sample."""
+    """Return a full pack with clean references `[C, T, H, W]` of any sizes after the tokens of each sample.
+
+    `batch` is a full pack whose samples have one noise level.
+    """
     channels = spec.latent_channels
     latents = [x for several in references for x in several]
     if len(references) != len(batch.grids) or any(x.dim() != 4 or x.shape[0] != channels for x in latents):

@@ -51,7 +51,7 @@ class Churn:
     """Noise that raises sigma before a step of `heun`, on the path x = x0 + sigma eps.
 
     Attributes:
-        gamma: sigma is multiplied by 1 + gamma, from `s_tmin` to `s_tmax`.
+        gamma: sigma is multiplied by 1 + gamma if it is between `s_tmin` and `s_tmax`.
         s_noise: standard deviation of the noise before scaling; above 1 restores detail that the network loses.
 
     Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 2, lines 4 to 6.

@@ -118,7 +118,7 @@ class StepTrace:
 
 
 def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
-    """Return the weighted sum of steps, with the largest `dq_bytes`; numbers of products may be fractions."""
+    """Return the weighted sum of steps, with the largest `dq_bytes`; counts are rounded, except numbers of products."""
 
     def total(values: Iterable[float]) -> float:
         return sum(weight * value for weight, value in zip(weights, values, strict=True))

@@ -1,6 +1,6 @@
 """Comparison of two training runs: a parallel layout against one rank. Tests and the table of layouts use it.
 
-A training run is the dictionary that the ranks of one world report: `losses` and `grad_norms` of every step,
+A training run is the dictionary that rank 0 of a world reports: `losses` and `grad_norms` of every step,
 `gradients` of the first step, `parameters` after the last step (unsharded tensors by name), `averages` of them if there
 are any, `drifted`, the parameters whose copies differ between ranks, and `inexact`, see `Comparison`.
 """

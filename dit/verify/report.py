@@ -38,7 +38,8 @@ class WrongGradient:
         norm: on one rank.
         ratio: norm under the layout, relative to `norm`.
         error: norm of the difference, relative to `norm` or the floor, see `dit.verify.compare.floored`.
-        by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
+        by_rank: ratio of the values that each rank updates, by the rank's coordinates in the layout; ranks without
+            values or gradient are left out.
         row: its row of the sharding table.
     """
 
@@ -207,6 +208,7 @@ def _by_rank(name: str, expected: Tensor, ranks: Mapping[str, Sequence[LocalValu
     for place, local in ranks.items():
         for part, values in ((part, torch.as_tensor(values)) for other, part, values in local if other == name):
             boxes = [box.slices_in(Box.of(part.shape)) for box, _ in part.views(values, part.start)]
-            if boxes:
-                ratios[place] = float(values.norm() / torch.cat([expected[box].flatten() for box in boxes]).norm())
+            norm = torch.cat([values.new_zeros(1), *(expected[box].flatten() for box in boxes)]).norm()
+            if norm > 0 or values.any():
+                ratios[place] = float(values.norm() / norm)
     return ratios

@@ -72,7 +72,7 @@ class Record:
         revision: commit of the code.
         process_s: CPU time of the training command and all its processes, in seconds.
         wall_s: elapsed time in seconds, which depends on other work on the machine.
-        data_sha256, judge_sha256: digests of the shards and of the judge's file; empty if it has none.
+        data_sha256, judge_sha256: digests of the shards and of the judge's file (empty without one).
         losses_sha256: digest of every logged loss, in hexadecimal.
         weights_sha256: digest of the final weights and their average.
         right, total: number of right results, and of all results.

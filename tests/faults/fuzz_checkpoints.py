@@ -122,8 +122,7 @@ def attempt(seed: int, number: int, folder: Path) -> Ended:
     main, words = command(reader, run_dir)
     ended = run(partial(on_one_rank, main), words, folder)
     named = [name for one in done for name in (one.partition(":")[0], *re.findall(r"(\w+)=", one))]
-    causes = (str(run_dir), "the checkpoint of step", "checkpoint of another model at step", *named)
-    judge(ended, folder, codes=CODES, causes=causes)
+    judge(ended, folder, codes=CODES, causes=(str(run_dir), "the checkpoint of step", *named))
     if reader == "resume" and ended.code == 0 and not is_sealed and not ended.wrong:
         try:
             assert_unchanged(run_dir, sound(), STEPS, metrics=not any("metrics" in one for one in done))

@@ -43,8 +43,9 @@ def command(main: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> E
 
 def run(module: str, arguments: Sequence[str], fault: Optional[faults.Fault] = None) -> Ended:
     """Run the command of a module, optionally with a fault."""
+    main = import_module(module).main
     with contextlib.nullcontext() if fault is None else fault():
-        return command(import_module(module).main, arguments)
+        return command(main, arguments)
 
 
 train = partial(run, "launch.train")

@@ -235,8 +235,8 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
         (
             "other texts",
             [
-                "trained with the text encoder",
-                "/other_t5', which is of another kind, size",
+                "was trained with the text encoder",
+                "/other_t5', which is of another kind, size or scale",
                 '=["checkpoint.start_from"]',
             ],
         ),

@@ -156,19 +156,19 @@ UNUSED_TEXT = r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*"
 """Parameters of a last block whose text output is unused."""
 
 
-def axes(features: list[int], table: Optional[list[int]], **more: Any) -> dict[str, Any]:
-    """Return `also` with the features of each axis for other sizes, and the sides of the table for other positions."""
+def axes(features: list[int], default: Optional[list[int]], **more: Any) -> dict[str, Any]:
+    """Return `also` for `rope_axes`: `features` for heads of another size; the default for positions that ignore it."""
     sizes = {name: {"rope_axes": features} for name in ("hidden_size", "num_attention_heads")}
-    return {**sizes, "position_embedding": {"rope_axes": table}, **more}
+    return {**sizes, "position_embedding": {"rope_axes": default}, **more}
 
 
-def joint(features: list[int], table: list[int]) -> dict[str, Any]:
-    """Return settings of joint attention, in which a dropped text keeps its length, and a missing one is one token."""
-    crop = {"position_crop": {**SINCOS, "rope_axes": table}}
-    return {"also": axes(features, table), "requires": crop, "text_tokens": 1}
+def joint(features: list[int], default: list[int]) -> dict[str, Any]:
+    """Return settings of a row with joint attention: a dropped text keeps its length, a missing one is one token."""
+    crop = {"position_crop": {**SINCOS, "rope_axes": default}}
+    return {"also": axes(features, default), "requires": crop, "text_tokens": 1}
 
 
-FLUX1 = joint([4, 8, 4], [16, 56, 56])
+JOINT = joint([4, 8, 4], [16, 56, 56])
 BACKBONES = {
     "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={**SINCOS, "rope_axes": [2, 4, 2]}),
     "jit": Row(
@@ -235,21 +235,21 @@ BACKBONES = {
         quick=("fsdp2_bf16",),
         other=STRETCHED,  # only one feature pair rotates with t; NTK does not change it
         refused=("num_query_groups",),
-        **FLUX1,
+        **JOINT,
     ),
     "flux of control pictures": Row(
         recipe="tests.laws.options.flux_control",
         quick=("tp2_sp",),
         other=STRETCHED,
         refused=("num_query_groups",),
-        **FLUX1,
+        **JOINT,
     ),
     "chroma": Row(
         recipe="finetune_chroma",
         quick=("pp2",),
         other={**STRETCHED, "null_text": "learned"},
         refused=("num_query_groups", "num_dual_layers", "guidance", "pooled_size"),
-        **FLUX1,
+        **JOINT,
     ),
     "flux2": Row(
         recipe="flux2_32b",
@@ -269,7 +269,7 @@ BACKBONES = {
         other=STRETCHED,
         refused=("num_query_groups",),
         idle=UNUSED_TEXT,
-        **FLUX1,
+        **JOINT,
     ),
     "sd3": Row(
         recipe="sd3_5_medium_1024",
@@ -328,7 +328,7 @@ BACKBONES = {
         },
         refused=("num_query_groups",),
         idle=UNUSED_TEXT,
-        **FLUX1,
+        **JOINT,
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(

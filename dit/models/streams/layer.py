@@ -63,7 +63,7 @@ class Stream(nn.Module):
         size, bias = config.hidden_size, config.add_bias
         self.local_heads = provider.split(config.num_attention_heads, "num_attention_heads")
         self.kernels, self.has_output = provider.kernels, output
-        count = (2 if dual_attention is None else 3) if output else 1  # only the norm before attention without output
+        count = (2 if dual_attention is None else 3) if output else 1  # without output, only the norm before attention
         self.modulation = _modulation(config, provider, count, gated=output)
         self.linear_qkv = provider.heads_linear(size, 3 * size, bias=bias, init=xavier_uniform(size, 3 * size))
         set_matrices(self.linear_qkv, head_matrices(Heads(1), config.head_size))
@@ -135,8 +135,9 @@ class JointLayer(nn.Module):
             text_layout, layout: layouts of the local text and image tokens.
             joint: layout of the tokens in attention.
         """
-        split = not isinstance(condition, Tensor)
-        of_text, of_image = (condition[:2], condition[2:]) if split else (condition, condition)
+        of_text = of_image = condition
+        if not isinstance(condition, Tensor):  # modulations of the text's sub-layers, then of the image's
+            of_text, of_image = condition[:2], condition[2:]
         text_mods, image_mods = self.text.modulation(of_text), self.image.modulation(of_image)
         text_KD, y_KD = text_mods[0].norm_modulate(text_KD, text_layout)
         x_TD, y_TD = image_mods[0].norm_modulate(x_TD, layout)

@@ -78,9 +78,9 @@ def test_existing_files_are_not_sent_again(bucket, tmp_path):
     bucket.requests.clear()
     assert copy_all(store, RemoteStore(ADDRESS)) == 0
     assert "PUT" not in {method for method, _ in bucket.requests}
-    store.attach(6, {"held_out_loss": 0.5})
-    assert copy_all(store, RemoteStore(ADDRESS)) == len((store.path(6) / MANIFEST).read_bytes())
-    assert RemoteStore(ADDRESS).manifest(6).held_out_loss == RemoteStore(ADDRESS).copies()[6].held_out_loss == 0.5
+    store.attach(3, {"held_out_loss": 0.5})
+    assert copy_all(store, RemoteStore(ADDRESS)) == len((store.path(3) / MANIFEST).read_bytes())
+    assert RemoteStore(ADDRESS).manifest(3).held_out_loss == RemoteStore(ADDRESS).copies()[3].held_out_loss == 0.5
 
 
 def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):

@@ -444,7 +444,15 @@ def test_a_file_that_cannot_be_written_is_refused_before_samples_are_drawn(optio
     name = "x.safetensors" if option == "--save-latents" else "x.png"
     assert draw(tmp_path, "--labels", "A", option, str(tmp_path / "file" / name)) == 2
     assert f"{option} {tmp_path}/file/{name}: nothing can be written to {tmp_path}/file" in capsys.readouterr().err
+    assert draw(tmp_path, "--labels", "A", "--files", str(tmp_path / "file")) == 2
     assert generator.calls == []
+
+
+def test_a_writable_folder_in_a_folder_that_is_not_takes_files(generator, tmp_path, monkeypatch):
+    """As a volume of a container."""
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
+    (tmp_path / "files").mkdir()
+    assert draw(tmp_path / "files", "--labels", "A", "--files", str(tmp_path / "files")) == 0
 
 
 class Loaded:

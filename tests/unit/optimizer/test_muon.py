@@ -108,7 +108,7 @@ def test_owners_are_balanced_and_have_local_elements():
 
 
 def test_a_round_has_at_most_the_limit_of_elements():
-    """Of weights of 60, 40, 40 and 24 elements, two fill a round of 100; a weight of 120 has its own round."""
+    """Weights of 60 and 40 elements fill a round of 100, those of 36 and 24 share the next; 120 has its own round."""
     parts = {f"w{rows}": Part((rows, 4), (rows, 4), (0, 0), 0, 4 * rows) for rows in (30, 15, 10, 9, 6)}
     weights = assign([{name: (part, Matrices()) for name, part in parts.items()}])
     rounds = in_rounds(weights, 100)

@@ -15,7 +15,7 @@ from dit.objectives.base import Objective, Path
 from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
-from dit.sampling.solvers import FRACTIONS, SOLVERS, Reverse, ddim, dpmpp_2m, euler, solve
+from dit.sampling.solvers import FRACTIONS, SOLVERS, Denoiser, ddim, dpmpp_2m, euler, solve
 from dit.settings import SamplingConfig
 
 STD = 0.5
@@ -173,7 +173,7 @@ def clean_mean(ddpm: DDPM, std: float, x_TC: Tensor, u: Tensor) -> Tensor:
 
 
 def sample_moments(
-    name: str, ddpm: DDPM, std: float, num_steps: int, reverse: Reverse, **options: Any
+    name: str, ddpm: DDPM, std: float, num_steps: int, denoiser: Denoiser, **options: Any
 ) -> tuple[float, float]:
     """Return mean and deviation of samples of N(SHIFT, std**2), drawn from the exact marginal.
 
@@ -183,7 +183,7 @@ def sample_moments(
     alpha, sigma = ddpm.path.alpha_sigma(grid[0])
     start = alpha * SHIFT * column[0] + (alpha**2 * std**2 + sigma**2).sqrt() * column[1]
     noise_at = partial(operator.getitem, column[2:])
-    x_TC = solve(name, reverse, ddpm.path, start, grid, noise_at=noise_at, **options)
+    x_TC = solve(name, denoiser, ddpm.path, start, grid, noise_at=noise_at, **options)
     return x_TC[0, 0].item(), x_TC[0, 1:].norm().item()
 
 
