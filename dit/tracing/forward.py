@@ -104,11 +104,13 @@ def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
     t, h, w = grid
     n = t * h * w
     numbers = [1, n, text, n * n, n * h * w, n * t, n * text, text * text]
+    # Attention of single tokens, also within frames and columns, has no products (`dit.kernels.attention`).
+    numbers += [int(n == 1), int(n == text == 1), n * (h * w == 1), n * (t == 1)]
     if (multiple := model.sample_multiple) > 1:
         n, text = (-(-count // multiple) * multiple for count in (n, text))
         numbers += [n, text, n * n, n * text, text * text]
     if (middle := model.middle_tokens(n)) < n:
-        numbers += [middle, middle * middle, middle * text]
+        numbers += [middle, middle * middle, middle * text, int(middle == 1)]
     if isinstance(model, ExpertOptions) and model.num_experts is not None:
         numbers += [model.routed_pairs((tokens,)) for tokens in {n, model.middle_tokens(n)}]  # rounded up per sample
     return numbers

@@ -150,7 +150,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
         ("impossible", 2, ["world size 1", "TP 2", "start 2 ranks"]),
         ("fewer classes", 2, ["has 26 classes", "model.num_classes is 10", "raise it to 26"]),
         ("pickled", 3, ["'train_s08'", "train-000000.tar", "is a pickle, which can execute code"]),
-        ("another model", 2, ["another model at step 4 (model.hidden_size: ", "[64", "[32", "training.run_dir"]),
+        ("another model", 2, ["of another model (model.hidden_size: ", "[64", "[32", "training.run_dir"]),
         ("never", 2, ["resume=never", "steps [2, 4]", "another training.run_dir"]),
         ("must", 5, ["resume=must", "no valid checkpoint", "resume=auto"]),
     ],

@@ -47,7 +47,7 @@ FORMS: dict[str, tuple[DiffusersFormat[Any], Any]] = {
     "unet": (DiffusersUNet(), lambda: test_convert_unet.diffusers_model(UNET)),
     "autoencoder": (
         DiffusersAutoencoder(),
-        lambda: test_convert_autoencoder.diffusers_model(**test_convert_autoencoder.SIZES["flat"]),
+        lambda: AutoencoderKL(**test_convert_autoencoder.SIZES["flat"]),
     ),
     "vq_autoencoder": (DiffusersVQModel(), lambda: test_convert_vq_autoencoder.public("flat")[0]),
 }

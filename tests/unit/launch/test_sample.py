@@ -1,7 +1,9 @@
 """Sampling from the command line, with a generator so small that every pixel is known."""
 
 import json
+import os
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Optional
 

@@ -161,6 +161,7 @@ def test_one_micro_batch_of_another_pack_equals_a_complete_trace(one_tracer, nam
     (complete,) = one_tracer.run(from_scratch, [job])
     nbytes = 40 * LONGER.layout().total_tokens
     assert step.peak_bytes == pytest.approx(complete.peak_bytes, rel=2e-3, abs=nbytes)
+    assert step.dq_bytes == pytest.approx(complete.dq_bytes, abs=nbytes)
     for part in complete.parts:
         assert counts(step.parts[part]) == counts(complete.parts[part])
     assert counts(step) == counts(complete)
@@ -172,9 +173,9 @@ def from_scratch(job):
 
 
 def counts(step):
-    """Return the counts of a step that are not zero, without peaks."""
+    """Return the counts of a step that are not zero, without bytes of memory."""
     products = {product: count for product, count in step.products.items() if count}
-    return replace(step, peak_bytes={}, parts={}, products=products)
+    return replace(step, peak_bytes={}, dq_bytes=0, parts={}, products=products)
 
 
 def test_an_earlier_trace_does_not_change_the_result():
