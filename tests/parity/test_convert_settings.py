@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AutoencoderKL
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 
 from dit.convert.diffusers_autoencoder import DiffusersAutoencoder, DiffusersVQModel
