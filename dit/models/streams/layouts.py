@@ -90,13 +90,15 @@ class StreamLayouts:
 def _extended(texts: SequenceLayout, multiple: int) -> SequenceLayout:
     """Return the layout of the extended texts."""
     lengths = tuple(length + -length % multiple for length in texts.lengths)
-    return _layout(texts, lengths, texts.total_tokens + texts.num_samples * (multiple - 1))
+    most = texts.total_tokens + texts.num_samples * (multiple - 1)
+    return _layout(texts, lengths, most - most % multiple)
 
 
 def _missing(image: SequenceLayout, multiple: int) -> SequenceLayout:
     """Return the layout of the learned tokens of images; a sample may have none."""
     lengths = tuple(-length % multiple for length in image.lengths)
-    return _layout(image, lengths, image.num_samples * (multiple - 1))
+    most = image.num_samples * (multiple - 1)
+    return _layout(image, lengths, most + -(image.total_tokens + most) % multiple)
 
 
 def _layout(packed: SequenceLayout, lengths: tuple[int, ...], most: int) -> SequenceLayout:
