@@ -58,9 +58,9 @@ class Fitted:
     blackwell_attention: float = 1023e12
     b300: float = 1.29
     fp8_speedup: float = 1.59
-    operation_seconds: float = 6.15e-6
+    operation_seconds: float = 6.29e-6
     interference: float = 0.18
-    jitter: float = 0.02
+    jitter: float = 0.0192
 
 
 MEMORY_SHARE = 0.92
