@@ -52,15 +52,15 @@ class Fitted:
         fp8_speedup, operation_seconds, interference, jitter: of all devices.
     """
 
-    hopper_matmul: float = 837e12
-    hopper_attention: float = 532e12
-    blackwell_matmul: float = 1675e12
-    blackwell_attention: float = 1023e12
+    hopper_matmul: float = 827e12
+    hopper_attention: float = 530e12
+    blackwell_matmul: float = 1690e12
+    blackwell_attention: float = 1020e12
     b300: float = 1.29
-    fp8_speedup: float = 1.59
-    operation_seconds: float = 6.29e-6
-    interference: float = 0.18
-    jitter: float = 0.0192
+    fp8_speedup: float = 1.56
+    operation_seconds: float = 6.33e-6
+    interference: float = 0.181
+    jitter: float = 0.0183
 
 
 MEMORY_SHARE = 0.92
