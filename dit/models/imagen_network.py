@@ -23,7 +23,7 @@ from dit.models.base import Backbone, Stage
 from dit.models.imagen_config import ImagenConfig
 
 
-class ResidualBlock(nn.Module):
+class ImagenBlock(nn.Module):
     """A conditioned branch plus a shortcut, which is a projection if the number of channels changes.
 
     Args:
@@ -59,8 +59,8 @@ class ImagenNetwork(Backbone):
         condition_size: width of the text tokens for attention.
     """
 
-    fsdp_units = (ResidualBlock, AttentionBlock)
-    compiled_units = (ResidualBlock,)
+    fsdp_units = (ImagenBlock, AttentionBlock)
+    compiled_units = (ImagenBlock,)
 
     def __init__(
         self, config: ImagenConfig, condition_size: int, provider: LayerProvider, attention: Attention, stage: Stage

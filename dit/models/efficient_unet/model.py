@@ -10,7 +10,7 @@ from dit.layers.convolution import Convolution, TransposedConvolution
 from dit.layers.picture_blocks import AttentionBlock, AttentionSizes, BlockConditions
 from dit.models.base import Stage
 from dit.models.efficient_unet.config import EfficientUNetConfig
-from dit.models.imagen_network import ImagenNetwork, ResidualBlock
+from dit.models.imagen_network import ImagenBlock, ImagenNetwork
 
 
 class Level(nn.Module):
@@ -37,7 +37,7 @@ class Level(nn.Module):
         super().__init__()
         self.before, self.after = before, after
         self.blocks = nn.ModuleList(
-            ResidualBlock(outputs if i else inputs, outputs, config, provider, scaled=True)
+            ImagenBlock(outputs if i else inputs, outputs, config, provider, scaled=True)
             for i in range(config.num_res_blocks[level])
         )
         self.attention: Optional[nn.Module] = None

@@ -14,7 +14,7 @@ from dit.layers.convolution import Convolution, GroupNorm, TransposedConvolution
 from dit.layers.dropout import Dropout
 from dit.layers.picture_blocks import AttentionBlock, AttentionSizes, BlockConditions
 from dit.models.base import Stage
-from dit.models.imagen_network import ImagenNetwork, ResidualBlock
+from dit.models.imagen_network import ImagenBlock, ImagenNetwork
 from dit.models.unet.config import UNetConfig
 
 
@@ -23,7 +23,7 @@ class Step(nn.Module):
 
     def __init__(
         self,
-        block: Optional[ResidualBlock] = None,
+        block: Optional[ImagenBlock] = None,
         attention: Optional[nn.Module] = None,
         resample: Optional[nn.Module] = None,
     ) -> None:
@@ -52,8 +52,8 @@ class UNet(ImagenNetwork):
         super().__init__(config, config.condition_size, provider, attention, stage)
         numbers = count()
 
-        def block(inputs: int, outputs: int) -> ResidualBlock:
-            return ResidualBlock(inputs, outputs, config, provider, dropout=Dropout(config.dropout, next(numbers)))
+        def block(inputs: int, outputs: int) -> ImagenBlock:
+            return ImagenBlock(inputs, outputs, config, provider, dropout=Dropout(config.dropout, next(numbers)))
 
         def resample(convolution: nn.Module) -> nn.Sequential:
             return nn.Sequential(OrderedDict(convolution=convolution))

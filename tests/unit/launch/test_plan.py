@@ -82,7 +82,7 @@ def test_an_unknown_device_is_an_error_that_names_the_others(capsys):
 
 
 @pytest.mark.parametrize("flags", [["--nodes-of", "0"], ["--text-tokens", "-3"], ["--tokens", "4x4"], ["--top", "x"]])
-def test_a_number_out_of_its_range_is_refused_before_anything_is_imported(flags, capsys):
+def test_a_number_out_of_its_range_is_refused_by_the_parser(flags, capsys):
     with pytest.raises(SystemExit, match=f"{EXIT_CONFIG}"):
         plan.main([*SMALL, *flags])
     assert f"argument {flags[0]}: must be a whole number of at least 1" in capsys.readouterr().err
