@@ -396,7 +396,7 @@ def test_a_disk_error_at_every_system_call_is_reported_and_damages_no_checkpoint
             errors = both_ranks(root, 20, timeout_s=0.1)
         store = make_store(root, keep_last=2)
         if errors[0] is not None:
-            failures += 1
+            failures += trip.fired  # otherwise a rank was slow and the other one gave up
             assert "intact" in errors[0]
             assert newest_step(store) in (10, 20)  # the last flush comes after the rename
             assert not store.partial_path(20).exists(), f"failure at call {n}"
@@ -405,6 +405,6 @@ def test_a_disk_error_at_every_system_call_is_reported_and_damages_no_checkpoint
         assert both_ranks(root, 30) == [None, None]
         assert_saved(store, 30, ranks=2)
         shutil.rmtree(root)
-        if not trip.fired:
+        if not trip.fired and errors[0] is None:
             break
     assert failures >= 20
