@@ -1,6 +1,6 @@
 """Table of docs/planner.md: published steps and the planned ones.
 
-`python -m tests.support.planner_table --write` writes the page in ten minutes; without `--write` it is printed.
+`python -m tests.support.planner_table --write` writes the page in a minute; without `--write` it is printed.
 """
 
 import sys
