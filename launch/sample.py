@@ -127,7 +127,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     flag("--tile-overlap", type=number_in(COUNT_OR_ZERO), metavar="N", help="of neighbours (a quarter of a tile)")
     flag("--seed", type=number_in(SEED), metavar="N", help="addresses the initial noise")
-    flag("--fps", type=number_in(POSITIVE), metavar="X", help="frames per second, for the model and for the clip")
+    flag("--fps", type=number_in(POSITIVE), metavar="X", help="frames per second of the clip; a condition of the model")
 
 
 def build_parser() -> argparse.ArgumentParser:

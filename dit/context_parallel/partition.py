@@ -62,7 +62,7 @@ class Partition(Protocol):
     def size(self) -> int: ...
 
     def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
-        """Return, for each block of adjacent ranks, the layout of their tokens as one pack; samples may be empty."""
+        """Return the layout of the tokens of each block of adjacent ranks, as one pack; samples may be empty."""
 
     def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
         """Return the permutation from rank-by-rank order to ascending order, and its inverse, int64.

@@ -89,7 +89,7 @@ class Ability(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """Whether a backbone has each `Ability`; settings that need a missing one raise an error."""
+    """The abilities of a backbone (`Ability`). A setting that needs a missing one raises an error."""
 
     tensor: bool = True
     sequence: bool = True

@@ -119,7 +119,7 @@ class AddressedNoise:
         return self._normal(purpose, block, lambda x_S: x_S[:, None], channels).repeat(1, columns // channels)
 
     def mix(self, x0_TC: Tensor, *mixtures: Mixture, offset_SC: Optional[Tensor] = None) -> list[Tensor]:
-        """Return a x0 + b (eps + offset), float32 `[T, C]`, for each pair (a, b); eps is standard normal noise."""
+        """Return a x0 + b (eps + offset) for each pair (a, b), float32 `[T, C]`; eps is standard normal noise."""
         return self.mixer(self, x0_TC, mixtures, offset_SC)
 
     def normal_TC(self, purpose: str, channels: int) -> Tensor:

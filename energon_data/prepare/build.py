@@ -208,7 +208,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process opens and publishes the data set, and reports."""
+        """Whether this process opens the data set, publishes it and reports."""
         return self.rank == 0
 
     def wait(self) -> None:

@@ -119,7 +119,7 @@ class WriterProcess(BackgroundProcess):
     def save(self, step: int, token: str, files: Mapping[str, Pieces], meta: Optional[Mapping[str, Any]]) -> None:
         """Copy the files of a checkpoint into shared memory, and request that they are written.
 
-        The `token` of this save is the same on every rank; `meta`, for the manifest, is None except on rank 0.
+        All ranks pass the same `token` for a save. Only rank 0 passes `meta`, the entries of the manifest.
         """
         self._step = step
         content = [*files.values(), [b"" if meta is None else json.dumps(meta).encode()]]

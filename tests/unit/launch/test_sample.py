@@ -450,8 +450,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_samples_are_drawn(optio
     assert generator.calls == []
 
 
-def test_a_writable_folder_in_a_folder_that_is_not_takes_files(generator, tmp_path, monkeypatch):
-    """As a volume of a container."""
+def test_a_volume_of_a_container_takes_files(generator, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path)
     (tmp_path / "files").mkdir()
     assert draw(tmp_path / "files", "--labels", "A", "--files", str(tmp_path / "files")) == 0
