@@ -199,7 +199,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
-	$(VENV)/bin/python -m pytest tests/parallel tests/unit tests/laws tests/integration -m "slow and not long" -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest tests/integration tests/parallel tests/laws tests/unit -m "slow and not long" -n 2 --dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
 	$(VENV)/bin/python -m pytest tests/faults -m slow -n 2 --dist loadfile --no-loadscope-reorder

@@ -33,6 +33,8 @@ for name in (
     "tests.parallel.pipeline_cases",
     "benchmarks.parallel_training",
     "dit.verify.trial",
+    "diffusers.models.autoencoders.autoencoder_kl",
+    "transformers.models.t5.modeling_t5",
     "megatron.core.models.backends",
     "megatron.core.transformer.multi_token_prediction",
     "numpy.ma",
@@ -49,6 +51,7 @@ from dit.models.registry import BACKBONES  # noqa: E402
 from dit.monitoring import flops  # noqa: E402
 from dit.tracing.forward import ForwardCost, ForwardFlops  # noqa: E402
 from dit.tracing.packs import PackShape  # noqa: E402
+from energon_data.dataset import EnergonData  # noqa: E402
 
 for paths in BACKBONES.values():
     for path in paths:
@@ -72,5 +75,7 @@ class SharedCost(ForwardCost):
 
 
 flops.ForwardCost = SharedCost  # type: ignore[misc]
+# Runs on a few samples would read and decode them hundreds of times to fill the default buffer of 1000.
+EnergonData.__init__.__kwdefaults__["shuffle_buffer"] = 32
 init.draw = functools.lru_cache(maxsize=4096)(init.draw)
 gc.freeze()  # otherwise garbage collection in each rank copies these memory pages

@@ -35,6 +35,7 @@ TINY = {
     "training.sample_interval": 0,
     "logging.tensorboard": False,
     "data.background": False,
+    "data.shuffle_buffer": 32,
 }
 """Overrides that make a step of `letters_dit` take milliseconds; data workers would need seconds to start."""
 

@@ -16,7 +16,7 @@ from launch import export, import_weights
 from tests.integration import actions
 from tests.integration.runs import SLOTS, assert_same_bits, checkpoint, loss_values, overrides, read_tensors
 from tests.support.published import save_network
-from tests.support.ranks import Job, call, run_jobs
+from tests.support.ranks import Job, call, run_jobs, selected
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +50,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "flux_distributed_optimizer2": ("flux", 2, {"parallel__data_parallel": "distributed_optimizer"}),
 }
 """Network, ranks and settings of each layout."""
+LONG = ("chroma_pp2", "lumina2_tp2", "z_image_tp2", "hunyuan_video_pp2", "flux_pp2")
+"""Layouts that `make test-long` tests: the same layouts as in other rows, with other families."""
 STEPPED = ("flux_fsdp2", "flux_tp2_cp2")
 """Layouts on which two steps are compared as well; on the others, equal states imply equal steps."""
 
@@ -65,8 +67,10 @@ def arguments(recipe: str, base: Path, run_dir: Path, **settings: Any) -> list[s
 
 
 @pytest.fixture(scope="module")
-def ended(folder: Path) -> dict[str, Any]:
-    for name in dict.fromkeys(network for network, *_ in LAYOUTS.values()):
+def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
+    names = {name for (name,) in selected(request, ("layout",))} | {*STEPPED}
+    layouts = {name: row for name, row in LAYOUTS.items() if name in names}
+    for name in dict.fromkeys(network for network, *_ in layouts.values()):
         save_network(name, folder / name, torch.bfloat16 if name == "wan" else torch.float32)
         words = ["--from", folder / name, "--format", "diffusers", "--out", folder / f"imported_{name}"]
         assert import_weights.main(list(map(str, words))) == 0
@@ -79,7 +83,7 @@ def ended(folder: Path) -> dict[str, Any]:
         return call(actions.train, *arguments(recipe, folder / base, folder / name, **settings), ranks=ranks)
 
     jobs = {}
-    for layout, (network, ranks, settings) in LAYOUTS.items():
+    for layout, (network, ranks, settings) in layouts.items():
         words = arguments("finetune", folder / network, folder / "unused", **settings)
         jobs[f"start {layout}"] = call(actions.state_at_start, *words, ranks=ranks, folder=folder / f"start_{layout}")
         for base in (network, f"imported_{network}") if layout in STEPPED else ():
@@ -111,7 +115,7 @@ def imported(folder: Path, network: str) -> dict[str, torch.Tensor]:
     return {name.removeprefix("weight."): x for name, x in tensors.items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.long if x in LONG else ()) for x in LAYOUTS])
 def test_weights_and_average_start_as_the_imported_weights(ended: dict[str, Any], folder: Path, layout: str) -> None:
     tensors, expected = read_tensors(folder / f"start_{layout}"), imported(folder, LAYOUTS[layout][0])
     for slot in ("weight", "ema"):

@@ -41,15 +41,13 @@ WAY = {
     "one": (1, DDP),
     "distributed_optimizer2": (2, {}),
     "ddp2": (2, DDP),
-    "tp2": (2, TP),
     "pp2": (2, PP),
     "fsdp2": (2, FSDP),
     "tp2dp2": (4, TP),
     "tp2pp2": (4, {**TP, **PP, "checkpoint__async_save": True}),
     "one_distributed_optimizer": (1, {"checkpoint__async_save": True}),
-    "tp2sp_again": (2, TP_SP),
 }
-DRAWN = ("tp2sp", "distributed_optimizer2", "fsdp2", "pp2", "tp2sp_again")
+DRAWN = ("tp2sp", "distributed_optimizer2", "fsdp2", "pp2")
 PART = 2  # steps on each layout
 NUM_STEPS = PART * len(WAY)
 GRIDS = {"training__sample_interval": 1, "sampling__num_steps": 2, "sampling__raw_weights": True}
@@ -67,7 +65,6 @@ PACKED_WAY = {
     "cp2tp2sp": (4, {**CP, **TP_SP}),
     "fsdp2": (2, FSDP),
     "pp2": (2, PP),
-    "dp2_again": (2, {}),
     "one_again": (1, {}),
 }
 PACKED_STOPS = {name: PART * i for i, name in enumerate(PACKED_WAY, 1)}
@@ -97,11 +94,12 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on one rank, and a run that moves through all layouts."""
     folder = tmp_path_factory.mktemp("layouts")
     shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
-    shared |= {"training__ema_decay": 0.9, **GRIDS}
-    jobs = {"one": call(actions.train, *letters(letters_data, folder / "one", **shared))}
+    shared |= {"training__ema_decay": 0.9}
+    jobs = {"one": call(actions.train, *letters(letters_data, folder / "one", **shared, **GRIDS))}
     for name, (ranks, settings) in WAY.items():
         stop = STOPS[name]
-        arguments = letters(letters_data, folder / "moving", **shared, **settings, training__stop_at_step=stop)
+        settings = {**shared, **settings, **(GRIDS if name in DRAWN else {}), "training__stop_at_step": stop}
+        arguments = letters(letters_data, folder / "moving", **settings)
         fault = partial(faults.resaved, folder / f"loaded_{stop - PART}") if stop > PART else None
         jobs[f"moving {name}"] = call(actions.train, *arguments, ranks=ranks, fault=fault)
     results = run_jobs(folder / "world", jobs)

@@ -23,7 +23,8 @@ from tests.unit.launch.pages import shown_commands
 
 LINES = [line for line in shown_commands(Path("docs/own-data.md")) if line.startswith("python")]
 TRAINING = "training.num_steps=2 logging.tensorboard=False schedule.warmup_steps=0"
-OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=48 model.num_layers=1"
+OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=48 model.num_layers=1 "
+OWN += "data.packing_buffer_size=16"
 AUTOENCODER = f"{TRAINING} model.block_out_channels=[8,8,8,8] model.norm_num_groups=2"
 SHORT = {"launch.sample": "--steps 2", "energon_data.prepare": "--processes 1 --size 64"}
 """Words added to a command; later words override earlier ones."""

@@ -13,7 +13,9 @@ from dit.monitoring.sinks import read_records
 from examples.letters import reader as letter_reader
 from examples.race import __main__ as race
 from examples.race.record import Record, differences
+from tests.integration import actions
 from tests.integration.runs import TINY
+from tests.support.ranks import call, run_jobs
 
 STEPS = 3
 
@@ -29,10 +31,19 @@ def words(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return [f"{key}={value}" for key, value in tiny.items()]
 
 
+def judged(track: str, run: Path) -> tuple[int, int]:
+    """Judge as the race does, in a fork; a new Python would import everything again."""
+    words = ("--checkpoint", run, *race.TRACKS[track].judge, "--json")
+    done = run_jobs(run.with_name(f"judge_{run.name}"), {"judge": call(actions.evaluate, *words)})["judge"]
+    return race.TRACKS[track].count(json.loads(done.out.splitlines()[-1]))
+
+
 @pytest.mark.slow
-def test_a_true_record_replays_bitwise_equal_and_a_false_one_does_not(tmp_path, words, capsys):
+def test_a_true_record_replays_bitwise_equal_and_a_false_one_does_not(tmp_path, words, capsys, monkeypatch):
     first, again = tmp_path / "first", tmp_path / "again"
-    assert race.main(["--ranks", "1", "--seeds", "2", "--out", str(first), *words]) == EXIT_OK
+    with monkeypatch.context() as patch:
+        patch.setattr(race, "judged", judged)
+        assert race.main(["--ranks", "1", "--seeds", "2", "--out", str(first), *words]) == EXIT_OK
     record = Record.load(first / race.FILE)
     assert (record.steps, record.total, record.ranks) == (STEPS, 26 * 8, 1)
     assert record.process_s > 0

@@ -37,7 +37,7 @@ def ended(job: subprocess.Popen, folder: Path) -> int:
 
 
 def test_a_preempted_job_of_two_nodes_is_requeued_and_resumes(tmp_path):
-    """The ranks receive Slurm's signal; the requeued job resumes at the next step and exits with 0."""
+    """The ranks receive Slurm's signal; the requeued job resumes at the next step, on one node, and exits with 0."""
     slurm.commands(tmp_path)
     run_dir = tmp_path / "run"
     job = slurm.sbatch(tmp_path, FLAGS, arguments(run_dir), environ())
@@ -52,6 +52,6 @@ def test_a_preempted_job_of_two_nodes_is_requeued_and_resumes(tmp_path):
     assert 2 <= stopped < 400
 
     more = arguments(run_dir, training__num_steps=stopped + 2)
-    again = slurm.sbatch(tmp_path, FLAGS, more, environ(), restarts=1)
+    again = slurm.sbatch(tmp_path, ("--nodes=1", *FLAGS[1:]), more, environ(), restarts=1)
     assert (ended(again, tmp_path), slurm.is_requeued(tmp_path)) == (0, False)
     assert len(loss_values(run_dir)) == stopped + 2

@@ -21,6 +21,7 @@ from energon_data.prepare.__main__ import main as prepare
 from tests.integration import actions
 from tests.integration.runs import SMALL_PACKS, overrides
 from tests.support import faults
+from tests.support.ranks import fork_data_server
 
 CLIPS_FROM = 12
 """Number of steps before the blend has clips."""
@@ -101,6 +102,7 @@ def _train(words: list[str], files: Files, rank: int, world: dict[str, str], wat
     for stream in (1, 2):
         os.dup2(out, stream)
     os.environ |= {"DIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **world}
+    fork_data_server()
     noted = partial(faults.samples_noted, files.of("steps", rank))
     sys.exit(actions.train(words, partial(faults.together, noted, *(watch(files, rank) for watch in watches))).code)
 

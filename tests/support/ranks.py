@@ -3,10 +3,13 @@
 import logging
 import os
 import pickle
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -14,6 +17,7 @@ import torch.distributed as dist
 from dit.verify.ranks import free_port, run_ranks, run_world
 from dit.verify.report import Verdict
 from dit.verify.trial import Trial
+from energon_data.workers import background
 
 if TYPE_CHECKING:
     from launch.verify import Pair
@@ -107,10 +111,33 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
     }
 
 
+def fork_data_server() -> None:
+    """Fork the server of this rank's data workers from the rank; a new Python would import every module again.
+
+    The rank must not have threads yet.
+    """
+
+    def forked(path: bytes, arguments: Sequence[bytes], fds: Sequence[int]) -> int:
+        server = os.fork()
+        if not server:
+            for fd in {int(name) for name in os.listdir("/proc/self/fd")}.difference((0, 1, 2), fds):
+                with suppress(OSError):
+                    os.close(fd)  # such as the end of the pipe whose closing ends the server
+            try:
+                forkserver.main(*fds, None)
+            finally:
+                os._exit(0)
+        return server
+
+    with mock.patch("multiprocessing.util.spawnv_passfds", forked):
+        background._start_server(())
+
+
 def _work(folder: Path, rank: int) -> None:
     """Run the jobs of one worker process in order."""
     from dit.backends import process_groups
 
+    fork_data_server()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     results: dict[str, Any] = {}
     for name, job, port in pickle.loads((folder / "jobs.pkl").read_bytes()):

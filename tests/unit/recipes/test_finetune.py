@@ -27,6 +27,7 @@ from recipes.finetune import (
     finetune_sana,
 )
 from tests.support.fine_tuning_table import PAGE, ROWS, table_of
+from tests.support.ranks import rows
 
 GIB = 2**30
 
@@ -143,8 +144,12 @@ def with_words(factory: str, words: str) -> str:
     return f"{name}({words}, {arguments or ')'}"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("factory", PUBLISHED_COUNTS)
+FURTHER = ("flux_12b", "wan_14b_mock", "finetune_sdxl", "finetune_sd35", "finetune_flux2_klein(size='9b')")
+FURTHER += ("finetune_sd35(size='medium')", "finetune_qwen_image_edit", "finetune_hunyuan_video")
+"""Recipes whose dry run has the mark `long`."""
+
+
+@pytest.mark.parametrize("factory", rows(zip(PUBLISHED_COUNTS), lambda name: False, lambda name: name in FURTHER))
 def test_a_dry_run_prints_the_published_number_of_parameters(factory: str) -> None:
     task = call_recipe(factory if factory in NULLS else with_words(factory, "gpus=8, gpu_memory=80"))
     text = dry_run.report(task, None, [1, 4, 4])
