@@ -20,7 +20,6 @@ from typing import Literal, Optional
 
 from dit.auxiliary import NO_NETWORKS, AuxiliaryNetworks
 from dit.batch import PackedBatch
-from dit.condition_table import CONTEXT
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.parallel.build import parameter_shapes
@@ -33,11 +32,16 @@ Convention = Literal["model", "hardware", "nemo"]
 def shape_of(pack: PackedBatch) -> tuple[SequenceLayout, list[Grid], Optional[SequenceLayout]]:
     """Return the arguments of `PackFlops.training` for a pack: layout, grids and layout of the texts.
 
-    With reference tokens, the work is that of a sample of one row with all tokens.
+    With reference tokens, the work is that of a sample of one row with all tokens. Tokens of a second text and of a
+    picture (HunyuanVideo) count as tokens of the text, with which they pass through all joint layers.
     """
     samples = zip(pack.grids, pack.layout.lengths)
     grids = [grid if prod(grid) == tokens else (1, 1, tokens) for grid, tokens in samples]
-    return pack.layout, grids, pack.conditions.layout(CONTEXT.name)
+    texts = [entry.layout for _, entry in pack.conditions.items() if entry.layout is not None]
+    if len(texts) > 1:
+        lengths = [sum(of_sample) for of_sample in zip(*(x.lengths for x in texts))]
+        texts = [SequenceLayout.from_lengths(lengths, may_be_empty=True)]  # `dit.fixed_packs` appends empty samples
+    return pack.layout, grids, texts[0] if texts else None
 
 
 class PackFlops:
