@@ -22,6 +22,7 @@ from dit.auxiliary import NO_NETWORKS, AuxiliaryNetworks
 from dit.batch import PackedBatch
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
+from dit.models.expert_options import ExpertOptions
 from dit.parallel.build import parameter_shapes
 from dit.patchify import Grid
 from dit.tracing.forward import forward_cost
@@ -70,7 +71,7 @@ class PackFlops:
         if convention == "nemo":
             sizes = self.model.megatron_sizes()
             pairs = sum(n * n for n in layout.lengths)
-            return 2 * self._weights * layout.valid_tokens + 4 * sizes.num_layers * sizes.hidden_size * pairs
+            return round(2 * self._weights * layout.valid_tokens) + 4 * sizes.num_layers * sizes.hidden_size * pairs
         texts = [1] * len(grids) if context_layout is None else context_layout.lengths
         total = layers = 0
         for grid, text in zip(grids, texts, strict=True):
@@ -109,9 +110,15 @@ class PackFlops:
         return self.training(*shape_of(pack))
 
     @cached_property
-    def _weights(self) -> int:
-        """Number of weights that NeMo multiplies with every token: all except those of the text's keys and values."""
-        shapes = parameter_shapes(self.model)
+    def _weights(self) -> float:
+        """Number of weights that NeMo multiplies with every token: all except those of the text's keys and values.
+
+        Of experts, those of the mean number of experts per token.
+        """
+        shapes, model = parameter_shapes(self.model), self.model
+        share = model.experts_per_token / (model.num_experts or 1) if isinstance(model, ExpertOptions) else 1
         return sum(
-            prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
+            prod(shape) * (share if ".experts." in name else 1)
+            for name, shape in shapes.items()
+            if not name.endswith("cross_attention.linear_kv.weight")
         )
