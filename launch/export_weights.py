@@ -60,7 +60,7 @@ def trained_model(config: RunConfig, metadata: dict[str, Any]) -> TrainedModel:
         model=config.model.without_adapters(),
         objective=config.objective,
         latent_size=(frames, height, width),
-        sampling=asdict(config.sampling),
+        sampling=asdict(replace(config.sampling, vae=None)),  # it is the `autoencoder`
         # A data set may have classes that the model does not use.
         class_names=None if config.model.condition("label") is None else metadata["class_names"],
         text_encoder=metadata.get("text_encoder"),

@@ -8,12 +8,15 @@ import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import product
 
 from dit.errors import ConfigError
 from launch.argument_types import split_arguments
 
 OWN = "own"
+LONGEST_NAME = 150
+"""Bytes of the name of a run; a file system allows 255 for a file, and other programs add to the name."""
 SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -51,8 +54,12 @@ class Cell:
 
 
 def file_name(text: str) -> str:
-    """Return a text without characters that a shell or a file system interprets."""
-    return re.sub(r"[^\w.=-]+", "_", text)
+    """Return a text without characters that a shell or a file system interprets, and a digest of its end if long."""
+    name = re.sub(r"[^\w.=-]+", "_", text)
+    encoded = name.encode()
+    if len(encoded) <= LONGEST_NAME:
+        return name
+    return f"{encoded[: LONGEST_NAME - 9].decode(errors='ignore')}-{sha256(encoded).hexdigest()[:8]}"
 
 
 def layout_overrides(text: str) -> list[str]:

@@ -93,7 +93,8 @@ def open_requested(path: Path, option: str, paper: str = "white") -> Image:
     try:
         return open_picture(read_bytes(path), paper)
     except (OSError, SampleError) as error:
-        raise ConfigError(f"{option} {path} cannot be read: {error}") from error
+        reason = error.detail if isinstance(error, SampleError) else error.strerror
+        raise ConfigError(f"{option} {path} cannot be read: {reason}; name a picture") from error
 
 
 def pictures_of_texts(

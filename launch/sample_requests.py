@@ -1,6 +1,7 @@
 """Classes, texts and other conditions of samples, from the command line."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,8 @@ from dit.condition_table import SIZE_AND_CROP, size_and_crop
 from dit.errors import ConfigError
 from dit.sampling.grid import spread
 from dit.sampling.prompt_file import LENGTHS, Prompt, read_prompts
+from dit.terminal import echo
+from launch import environment
 from launch.argument_types import at_least_one, height_and_width, read_numbers, top_and_left
 from launch.initial_picture import pictures_of_texts
 
@@ -222,6 +225,9 @@ def what_to_draw(
         captions, records = [""], [{}]
     negatives: list[Optional[str]] = [p.negative for p in prompts] or [None] * len(captions)
     negatives = [args.negative_prompt if negative is None else negative for negative in negatives]
+    scale = generator.config.sampling.guidance_scale if args.guidance_scale is None else args.guidance_scale
+    if any(text is not None for text in negatives) and not generator.is_guided(scale) and environment.rank() == 0:
+        echo("note: without guidance, negative prompts have no effect; set another --guidance-scale", file=sys.stderr)
     negative_conditions = encode_negatives(generator, negatives, pictures)
     conditions |= read_conditions(args.condition, len(captions))
     conditions |= lengths_of(args, prompts or [Prompt("")] * len(captions), generator, size)

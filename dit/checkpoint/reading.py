@@ -10,7 +10,7 @@ from dit.checkpoint.records import CONFIG_FILE, read_metadata, read_record, usab
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, verified_together
 from dit.errors import CheckpointError
-from dit.pipeline_folder import name_a_part
+from dit.pipeline_folder import PIPELINE_INDEX
 from dit.run_config import RunConfig
 from dit.settings import CheckpointConfig
 
@@ -30,10 +30,10 @@ def candidates(path: Path | str) -> list[Path]:
 
 def no_checkpoint(path: Path | str) -> CheckpointError:
     """Return the error for a path without a valid checkpoint."""
-    if message := name_a_part(path, "transformer", "unet"):
+    if any((Path(path) / name).is_file() for name in ("config.json", PIPELINE_INDEX)):
         return CheckpointError(
-            f"{message}; or import it with `python -m launch.import_weights --format diffusers`, and give the run "
-            "folder that it writes"
+            f"{path} is a folder of diffusers, not of a run; import it with `python -m launch.import_weights --format "
+            "diffusers`, and give the run folder that it writes"
         )
     return CheckpointError(
         f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "

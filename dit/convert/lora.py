@@ -101,12 +101,13 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
     Args:
         name_of: returns ComfyUI's name of a layer of diffusers, or None; layers with the same name are stacked.
     """
+    names = {layer: name_of(layer) for layer in layers}
     joined: dict[str, list[Adapter]] = {}
-    for layer, adapter in layers.items():
-        name = name_of(layer)
+    for layer, name in names.items():
         if name is None:
-            raise ConfigError(f"ComfyUI's name of {layer} is not known; train without it (model.lora.targets)")
-        joined.setdefault(name, []).append(adapter)
+            cure = "train without it (model.lora.targets)" if any(names.values()) else "use --format diffusers-lora"
+            raise ConfigError(f"ComfyUI's name of {layer} is not known; {cure}")
+        joined.setdefault(name, []).append(layers[layer])
     tensors = {}
     for name, adapters in joined.items():
         a, b = adapters[0].a, torch.cat([adapter.b for adapter in adapters])

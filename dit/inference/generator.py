@@ -202,10 +202,9 @@ class Generator:
         segments = first_frames_clean(batch.grids)
         return replace(batch, latents_TC=latents_TC, layout=with_levels(batch.layout, segments))
 
-    @property
-    def _low_noise_scale(self) -> Optional[float]:
-        """Guidance scale of the second model; None if there is none, or if it has that of the first."""
-        return None if self.low_noise is None else self.low_noise.guidance_scale
+    def is_guided(self, scale: float) -> bool:
+        """Return whether a model has guidance: this one by its scale, or the second one by its own."""
+        return scale != 1 or (self.low_noise is not None and self.low_noise.guidance_scale not in (None, 1))
 
     def sampling(self, **overrides: Any) -> SamplingConfig:
         """Return the sampling settings of the run, with overrides that are not None.
@@ -214,7 +213,7 @@ class Generator:
         """
         overrides = {name: value for name, value in overrides.items() if value is not None}
         sampling = replace(self.config.sampling, **overrides)
-        guided = self._low_noise_scale not in (None, 1)
+        guided = self.is_guided(sampling.guidance_scale)
         for names, _, _ in sampling.without_effect(guided=guided):
             sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in overrides})
         if "variance" in overrides and sampling.solver != "ancestral":
@@ -249,8 +248,7 @@ class Generator:
         if self.guide is not None and (negative or sampling.guidance_scale == 1):
             other = "negative conditions" if negative else f"guidance_scale={sampling.guidance_scale:g}"
             raise ConfigError(f"a guide cannot be combined with {other}; leave out one of the two")
-        is_guided = sampling.guidance_scale != 1 or self._low_noise_scale not in (None, 1)
-        if is_guided and self.guide is None:
+        if self.guide is None and self.is_guided(sampling.guidance_scale):
             negative = {**self._empty_texts(negative, count), **negative}
         tiled, low = partial(self._in_tiles, tile=tile, overlap=tile_overlap), self.low_noise
         return generate_each(

@@ -86,6 +86,11 @@ class ExpertOptions(TransformerModelConfig):
             "aux_loss_coeff": self.moe_aux_loss_coeff,
         }
 
+    @property
+    def experts_per_token(self) -> float:
+        """Mean number of experts that compute a token."""
+        return self.moe_top_k if self.moe_router == "top_k" else self.moe_capacity_factor
+
     def routed_pairs(self, lengths: Sequence[int]) -> int:
         """Count the (token, expert) pairs that one layer computes for samples of these lengths."""
         assert self.num_experts is not None

@@ -20,9 +20,9 @@ from typing import Literal, Optional
 
 from dit.auxiliary import NO_NETWORKS, AuxiliaryNetworks
 from dit.batch import PackedBatch
-from dit.condition_table import CONTEXT
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
+from dit.models.expert_options import ExpertOptions
 from dit.parallel.build import parameter_shapes
 from dit.patchify import Grid
 from dit.tracing.forward import forward_cost
@@ -33,11 +33,16 @@ Convention = Literal["model", "hardware", "nemo"]
 def shape_of(pack: PackedBatch) -> tuple[SequenceLayout, list[Grid], Optional[SequenceLayout]]:
     """Return the arguments of `PackFlops.training` for a pack: layout, grids and layout of the texts.
 
-    With reference tokens, the work is that of a sample of one row with all tokens.
+    With reference tokens, the work is that of a sample of one row with all tokens. Tokens of a second text and of a
+    picture (HunyuanVideo) count as tokens of the text, with which they pass through all joint layers.
     """
     samples = zip(pack.grids, pack.layout.lengths)
     grids = [grid if prod(grid) == tokens else (1, 1, tokens) for grid, tokens in samples]
-    return pack.layout, grids, pack.conditions.layout(CONTEXT.name)
+    texts = [entry.layout for _, entry in pack.conditions.items() if entry.layout is not None]
+    if len(texts) > 1:
+        lengths = [sum(of_sample) for of_sample in zip(*(x.lengths for x in texts))]
+        texts = [SequenceLayout.from_lengths(lengths, may_be_empty=True)]  # `dit.fixed_packs` appends empty samples
+    return pack.layout, grids, texts[0] if texts else None
 
 
 class PackFlops:
@@ -66,7 +71,7 @@ class PackFlops:
         if convention == "nemo":
             sizes = self.model.megatron_sizes()
             pairs = sum(n * n for n in layout.lengths)
-            return 2 * self._weights * layout.valid_tokens + 4 * sizes.num_layers * sizes.hidden_size * pairs
+            return round(2 * self._weights * layout.valid_tokens) + 4 * sizes.num_layers * sizes.hidden_size * pairs
         texts = [1] * len(grids) if context_layout is None else context_layout.lengths
         total = layers = 0
         for grid, text in zip(grids, texts, strict=True):
@@ -105,9 +110,15 @@ class PackFlops:
         return self.training(*shape_of(pack))
 
     @cached_property
-    def _weights(self) -> int:
-        """Number of weights that NeMo multiplies with every token: all except those of the text's keys and values."""
-        shapes = parameter_shapes(self.model)
+    def _weights(self) -> float:
+        """Number of weights that NeMo multiplies with every token: all except those of the text's keys and values.
+
+        Of experts, those of the mean number of experts per token.
+        """
+        shapes, model = parameter_shapes(self.model), self.model
+        share = model.experts_per_token / (model.num_experts or 1) if isinstance(model, ExpertOptions) else 1
         return sum(
-            prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
+            prod(shape) * (share if ".experts." in name else 1)
+            for name, shape in shapes.items()
+            if not name.endswith("cross_attention.linear_kv.weight")
         )

@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
+from dit.fixed_packs import PackMaxima
 from dit.models.base import Backbone, ModelConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.stdit.config import STDiTConfig
-from dit.monitoring.flops import PackFlops
+from dit.monitoring.flops import PackFlops, shape_of
 from dit.objectives.base import Objective
 from dit.parallel.build import build_model as build_on_one_rank
 from dit.parallel.build import build_on_meta, count_parameters
@@ -180,7 +181,7 @@ def observed(config: ModelConfig, model: Backbone, objective: Objective) -> Iter
 
 CONVOLUTIONAL = [name for name in NAMES if not config_of(name).supports.mixed_shapes]
 OTHER_TOKENS = ("tread", "sprint", "sr_dit", "hunyuan_video")
-"""Backbones that drop tokens or have tokens of other conditions; the FLOP counts include only grids and texts."""
+"""Backbones that drop tokens or refine only one of their texts; the FLOP counts assume neither."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -196,6 +197,18 @@ def test_counted_parameters_and_operations_equal_those_of_the_model(build: Any, 
     if name not in OTHER_TOKENS:
         assert counter.get_total_flops() == pytest.approx(counted, rel=1e-3 if name in CONVOLUTIONAL else 1e-12)
     assert all(found.isfinite().all() for found in observed(config, model, BACKBONES[name].objective))
+
+
+def test_tokens_of_a_picture_and_of_a_second_text_are_counted_as_text(build: Any) -> None:
+    """These are 15 of the 69 tokens in the joint layers of HunyuanVideo, which do most of the work."""
+    config = replace(config_of("hunyuan_video"), num_joint_layers=24)
+    model, batch = build(config), pack(config, SAMPLES)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(batch.latents_TC, times(batch), batch)
+    counted = PackFlops(config).forward(*shape_of(batch), convention="hardware")
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.03)
+    padded = PackMaxima(tokens=64, samples=6, text_tokens=32).pad(batch)  # with empty samples
+    assert PackFlops(config).of_pack(padded) == PackFlops(config).of_pack(batch)
 
 
 ELSEWHERE = {"base_width", "clean_reference_time"}

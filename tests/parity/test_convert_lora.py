@@ -295,19 +295,21 @@ def test_exported_adapters_have_the_same_outputs(build_model: BuildModel, name: 
 
 def test_a_layer_without_a_counterpart_is_named() -> None:
     """The patch embedding of diffusers is a convolution; the name of a text projection in ComfyUI is not known."""
-    case = CASES["pixart"]
-    imported = case.form.read_settings(case.module().config)
-    rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
 
-    def exported(target: str) -> dict[str, Tensor]:
-        shapes = parameter_shapes(replace(imported.model, lora=replace(LORA, targets=[target])))
+    def exported(name: str, *targets: str) -> dict[str, Tensor]:
+        case = CASES[name]
+        imported = case.form.read_settings(case.module().config)
+        rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+        shapes = parameter_shapes(replace(imported.model, lora=replace(LORA, targets=list(targets))))
         adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n})
         return comfyui_tensors(to_external_layers(rules, adapters, LORA.scale), case.form.comfyui_name)
 
     with pytest.raises(ConfigError, match=r"adapter of embed\.linear cannot be an adapter of pos_embed\.proj"):
-        exported("embed.linear")
-    with pytest.raises(ConfigError, match=r"ComfyUI's name of caption_projection\.linear_1 is not known"):
-        exported("text_projection.linear_1")
+        exported("pixart", "embed.linear")
+    with pytest.raises(ConfigError, match=r"ComfyUI's name of caption_projection\.linear_1 is not known; train"):
+        exported("pixart", "text_projection.linear_1", "layers.*")
+    with pytest.raises(ConfigError, match=r"ComfyUI's name of .*to_q is not known; use --format diffusers-lora"):
+        exported("sana", "layers.*")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -17,6 +17,7 @@ from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanIma
 from torch import Tensor
 
 from dit.batch import pixel_values
+from dit.checkpoint.diffusers_folder import read_network
 from dit.checkpoint.full_weights import read_full_weights
 from dit.checkpoint.reading import candidates, read_settings
 from dit.convert.diffusers_format import TrainedModel
@@ -31,13 +32,16 @@ from dit.models.flux2.config import Flux2Config
 from dit.models.wan.config import WanConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import check_sampling
 from dit.sampling.grid import to_image
 from examples.flux2.compare import start_noise
+from launch.config_file import built
 from launch.export import main as export
 from launch.export_weights import sampling_notes
+from recipes.finetune import finetune
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, relative_error
-from tests.parity.pipeline_cases import CASES, FLUX2, JOINED, RTOL, STEPS, STEPS_1000, WAN, Case, a_run
+from tests.parity.pipeline_cases import CASES, FLUX2, JOINED, RTOL, SEED, STEPS, STEPS_1000, WAN, Case, a_run
 from tests.support.encoders import CLIP_WIDTH
 
 
@@ -343,6 +347,17 @@ def test_a_model_of_first_frames_continues_a_picture_in_the_pipeline(
 def test_a_run_without_an_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """`--vae identity` has no autoencoder that the pipeline could load."""
     assert "AutoencoderKL" in refused(tmp_path, PIXART_T5, capsys, "--vae", "identity")
+
+
+def test_a_pipeline_is_trained_further_after_the_autoencoder_of_its_run_has_moved(tmp_path: Path) -> None:
+    """The pipeline has a copy; the run names the autoencoder as `sampling.vae`."""
+    run, folder = a_run(tmp_path, PIXART_T5), tmp_path / "pipeline"
+    assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
+    (tmp_path / "vae").rename(tmp_path / "elsewhere")
+    config = built(finetune(base=str(folder)))
+    check_sampling(config.sampling, config.objective, config.model)
+    assert (config.sampling.num_steps, config.sampling.seed) == (STEPS, SEED)
+    assert read_network(folder).trained.autoencoder == str(folder / "vae")
 
 
 def test_the_parts_can_be_imported_again(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ OPENERS: dict[str, tuple[Callable[[str], object], str]] = {
     "text encoder": (check_text_encoder, "{0}/text_encoder or {0}/text_encoder_2"),
     "autoencoder": (Geometry.read, "{0}/vqvae"),
     "import of weights": (lambda path: read_diffusers(Path(path)), "{0}/transformer or {0}/vqvae"),
-    "checkpoint": (find_checkpoint, "{0}/transformer; or import it with `python -m launch.import_weights"),
 }
 
 
@@ -44,6 +43,13 @@ def test_the_error_lists_the_parts_if_none_fits(opener: str, tmp_path: Path) -> 
     path = pipeline(tmp_path / "pipe", "image_encoder")
     with pytest.raises(UserError, match=r"complete pipeline without a part .*; its parts are: image_encoder"):
         OPENERS[opener][0](path)
+
+
+@pytest.mark.parametrize("folder", ["pipe", "pipe/transformer"])
+def test_a_folder_of_diffusers_is_imported_before_it_is_a_checkpoint(tmp_path: Path, folder: str) -> None:
+    pipeline(tmp_path / "pipe", "transformer")
+    with pytest.raises(UserError, match=r"is a folder of diffusers, not of a run; import it with .*import_weights"):
+        find_checkpoint(tmp_path / folder)
 
 
 def test_the_autoencoder_of_a_pipeline_is_loaded(tmp_path: Path) -> None:

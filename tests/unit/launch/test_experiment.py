@@ -63,6 +63,17 @@ def test_a_grid_has_every_combination_and_a_variant_wins():
     assert all(Path(cell.name).name == cell.name and not shlex.quote(cell.name).startswith("'") for cell in cells)
 
 
+def test_long_variants_have_different_names_that_a_file_system_accepts(tmp_path):
+    """Two variants of 300 bytes differ in the last setting."""
+    prompts = "sampling.prompts=['" + "白い鳥" * 30 + "']"
+    vary = [word for n in (1, 2) for word in ("--vary", f"{prompts} training.num_steps={n}")]
+    cells = parsed("--factory", "tiny_dit", *vary)
+    assert len({cell.name for cell in cells}) == 2
+    for cell in cells:
+        assert cell.name.startswith("tiny_dit.own.sampling.prompts=_白い鳥")
+        (tmp_path / f"{cell.name}.0123abcd.jsonl").touch()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -65,8 +65,8 @@ def test_an_unsuitable_initial_picture_is_refused(tmp_path: Path) -> None:
     for file, frames, channels, says in (
         (path, 8, 3, "samples have 8 frames; use --frames 1"),
         (path, 1, 4, "latents of 4 channels, and nothing encodes a picture to them; name the autoencoder with --vae"),
-        (tmp_path / "text.png", 1, 3, "text.png cannot be read"),
-        (tmp_path / "missing.png", 1, 3, "missing.png cannot be read"),
+        (tmp_path / "text.png", 1, 3, "text.png cannot be read: 10 bytes in none of .*; name a picture"),
+        (tmp_path / "missing.png", 1, 3, "missing.png cannot be read: No such file or directory; name a picture"),
     ):
         with pytest.raises(ConfigError, match=says):
             read_initial(file, (frames, 4, 4), channels, NOTHING)

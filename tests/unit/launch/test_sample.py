@@ -66,6 +66,9 @@ class FakeGenerator:
     def batch_size(self, frames, size, references):
         return 1000
 
+    def is_guided(self, scale):
+        return scale != 1
+
     def size_of(self, frames, size):
         return (frames or self.frames, *(size or self.latent_size[1:]))
 
@@ -311,6 +314,20 @@ def test_prompts_are_encoded_as_the_training_texts_were(generator, tmp_path, mon
     assert "pooled" not in call  # the model does not take it
     assert draw(tmp_path, "--negative-prompt", "ugly") == 2
     assert "needs --prompt" in capsys.readouterr().err
+
+
+def test_negative_prompts_without_guidance_are_noted(generator, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("dit.encoders.text.load_text_encoders", lambda name, device: LengthEncoder())
+    generator.context_size, generator.text_encoder = 8, "some encoder"
+    (tmp_path / "x.jsonl").write_text('{"prompt": "a bold Q"}\n{"prompt": "an R", "negative": "ugly"}')
+    prompts = ["--prompts", str(tmp_path / "x.jsonl")]
+    negative = ["--prompt", "an R", "--negative-prompt", "ugly"]
+    for words in (prompts, negative, ["--prompt", "an R", "--guidance-scale", "1"]):
+        assert draw(tmp_path, *words) == 0
+        assert capsys.readouterr().err == ""
+    for words in (prompts, negative):
+        assert draw(tmp_path, *words, "--guidance-scale", "1") == 0
+        assert "note: without guidance, negative prompts have no effect" in capsys.readouterr().err
 
 
 def test_a_file_of_prompts_may_have_negatives_and_seeds(generator, tmp_path, monkeypatch):

@@ -186,3 +186,12 @@ def test_the_nemo_convention_of_a_config_equals_the_formula():
     shape = shape_of(SequenceLayout.from_lengths([4096]))
     formula = nemo_flops_per_token(count_parameters(XL_2), XL_2.num_layers, XL_2.hidden_size, 4096)
     assert PackFlops(XL_2).training(*shape, convention="nemo") / 4096 == pytest.approx(formula)
+
+
+@pytest.mark.parametrize(("config", "idle"), [(MOE, 4), (MOE_TOP_K, 3)], ids=["expert_choice", "top_k"])
+def test_the_nemo_convention_counts_the_experts_of_a_token(config: DiTConfig, idle: int):
+    """A token has 2 or 3 of 6 experts, with two matrices and two biases each."""
+    weights = count_parameters(config) - config.num_layers * idle * (2 * 40 * 64 + 40 + 64)
+    formula = nemo_flops_per_token(weights, config.num_layers, config.hidden_size, 4096)
+    counted = PackFlops(config).training(*shape_of(SequenceLayout.from_lengths([4096])), convention="nemo")
+    assert counted / 4096 == pytest.approx(formula)
