@@ -27,6 +27,7 @@ from energon_data.samples import (
     PIXELS,
     REFERENCE,
     Clip,
+    FilteredOutError,
     SampleError,
     finite_number,
     numbered_stem,
@@ -187,8 +188,15 @@ def read_references(
 
 
 def read_caption(clip: Clip) -> str:
-    """Return the caption that the training device embeds; raises `SampleError` if the metadata has none."""
+    """Return the caption that the training device embeds.
+
+    Raises:
+        FilteredOutError: the metadata has none; `prepare --text-encoder` leaves such samples out, too.
+        SampleError: it is not a text.
+    """
     caption = clip.metadata[CAPTIONS][clip.wording] if clip.wording else clip.metadata.get("caption")
+    if caption is None:
+        raise FilteredOutError("no_caption", "it has no caption, and data.online_text_encoder embeds one")
     if not isinstance(caption, str):
         raise SampleError("no_caption", f"the caption is {caption!r:.60}, and data.online_text_encoder embeds a text")
     return caption

@@ -16,6 +16,7 @@ from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
 from dit.patchify import Grid
+from dit.terminal import counted
 from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
 from energon_data.contents import Contents, Shape
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
@@ -376,7 +377,13 @@ class EnergonData(ReaderSettings):
         from energon_data.report.survey import expected_drops, unused_choice_of_captions
 
         infos, options = self.folders(TRAIN_SPLIT), self._options(spec)
-        lines = [line for info in infos for line in expected_drops(info, spec, options)]
+        lines = [
+            f"{info.path} has {counted(len(info.unlisted), 'tar file')} in no split, such as {info.unlisted[0]}, which "
+            "training does not read; prepare the folder again with these samples"
+            for info in infos
+            if info.unlisted
+        ]
+        lines += [line for info in infos for line in expected_drops(info, spec, options)]
         return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
     def stored_conditions(self) -> Optional[set[str]]:

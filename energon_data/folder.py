@@ -33,13 +33,18 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class SplitInfo:
-    """One split of one data set folder, checked."""
+    """One split of one data set folder, checked.
+
+    Attributes:
+        unlisted: tar files of the folder that no split names.
+    """
 
     path: Path
     split: str
     samples: int
     shards: tuple[Path, ...]
     description: dict[str, Any]
+    unlisted: tuple[str, ...] = ()
 
 
 def _load(*files: Path) -> Any:
@@ -145,7 +150,9 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
         if not isinstance(recorded, dict):
             raise DataError(f"{metadata_file} has no valid entry for shard {name!r}; {_ADVICE}")
         _check_shard(path, count, recorded.get("bytes"))
-    return SplitInfo(folder, split, sum(counts[name] for name in names), tuple(shards), metadata)
+    samples = sum(counts[name] for name in names)
+    unlisted = tuple(sorted({path.name for path in folder.glob("*.tar")}.difference(*parts.values())))
+    return SplitInfo(folder, split, samples, tuple(shards), metadata, unlisted)
 
 
 def _nested_targets(value: object) -> list[str]:

@@ -6,6 +6,7 @@ from dit.backends.process_groups import ProcessGroups, gather_objects
 from dit.checkpoint.train_state import TrainState
 from dit.data_api import SampleCounts
 from dit.monitoring.run_log import RunLog
+from dit.terminal import counted
 
 
 class DropReport:
@@ -39,13 +40,14 @@ class DropReport:
 
     def lines(self, counts: SampleCounts) -> list[str]:
         """Return a line for each reason whose count is new or has doubled since its last line."""
-        lines = []
-        read = counts.used.total() + counts.dropped.total()
+        lines, used = [], counted(counts.used.total(), "sample")
         for reason, count in counts.by_reason().items():
             if count < 2 * self._printed.get(reason, 0):
                 continue
             self._printed[reason] = count
-            lines.append(f"{count:,} of {read:,} samples dropped so far, {counts.examples.get(reason, reason)}")
+            dropped, example = counted(count, "sample"), counts.examples.get(reason, reason)
+            # No share, because buffers have thousands of samples that were read and are not used yet.
+            lines.append(f"{dropped} dropped so far, while reading ahead of the {used} used, {example}")
         unused = [(kind, n) for kind, n in counts.dropped_by_kind().items() if kind and not counts.used[kind]]
         everything = "".join(f"; no {kind} was used, all {n:,} were dropped" for kind, n in unused)
         return [line + everything for line in lines]

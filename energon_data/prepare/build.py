@@ -101,7 +101,7 @@ class UnitRecord:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
         counts: numbers by name: `files` that were read without an error; `partly_used`, videos of which only the clips
             before an error are used; samples with each property of `properties_of`.
-        first_files: the first file with each property.
+        first_files: the first file with each property, by name.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
         most_references: number of pictures that a sample is edited from, of the sample with most.
@@ -162,7 +162,8 @@ class UnitRecord:
         self.shards |= other.shards
         for counter in ("counts", "shapes", "reference_shapes"):
             getattr(self, counter).update(getattr(other, counter))
-        self.first_files = other.first_files | self.first_files
+        first = self.first_files
+        first |= {name: min(file, first.get(name, file)) for name, file in other.first_files.items()}
         self.skips += other.skips
         different = {*self.captions, *other.captions}
         self.captions = sorted(different, key=lambda text: hashlib.sha256(text.encode()).digest())[:CAPTIONS]

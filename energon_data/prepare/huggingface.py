@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
+import numpy as np
+
 from dit.command_line import did_you_mean
 from dit.errors import ConfigError, DataError
 from dit.hub import check_reachable
@@ -158,9 +160,10 @@ def prepare_huggingface(
         out,
         options,
         partial(_sources, rows),
-        range(len(dataset)),
+        np.random.default_rng(0).permutation(len(dataset)).tolist(),  # as files of a folder, see `Preparation.of`
         plan={
             "in": source,
+            "order": "random",
             "table": asdict(table) | {"image_column": image, "caption_column": caption, "label_column": label},
             "follow_links": follow_links,
             "files": [fingerprint, len(dataset)],

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+from dit.data_api import sample_id
 from dit.encoders.pretrained import recorded_name
 from dit.encoders.teacher import check_teacher
 from dit.encoders.text_config import check_text_encoder
@@ -101,6 +102,9 @@ class Preparation:
                 references=references,
             )
             _check_readers(entries)
+            # A stream reads a contiguous part of the shards. Packs of large samples hold fewer, so each part gets files
+            # of all subfolders, or the streams would repeat their samples at different rates.
+            entries = sorted(entries, key=lambda entry: sample_id(f"order/{entry.name!a}"))
             units, entry = _units_of_equal_repeats(entries, samples_per_shard), "row" if list_file else "file"
             listed = [entry.stamp for entry in entries]
             read = partial(_sources_of_folder, source, references, follow_links)
@@ -148,7 +152,7 @@ class Preparation:
         total = build(
             self.job, self.units, self.plan, processes=processes, force=force, on_unit=on_unit, on_resume=on_resume
         )
-        total.skips = [*self.skipped, *total.skips]
+        total.skips = sorted([*self.skipped, *total.skips])
         if Ranks().is_first:
             finish(self.job, total, self._description(total))
         return total

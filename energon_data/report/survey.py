@@ -193,7 +193,7 @@ MOST_BEFORE_TRAINING, ROUNDS, SECONDS = 256, 8, 10.0
 def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions") -> list[str]:
     """Describe the samples that settings will drop, one line per reason and kind; reads some samples."""
     most = options.filters.max_tokens
-    if not options.filters.limits and most is None:
+    if not options.filters.limits and not options.embedded and most is None:
         return []
     from energon_data.augment import Visit
     from energon_data.task_encoder import DiffusionTaskEncoder

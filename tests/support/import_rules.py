@@ -140,7 +140,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.safe_files", "dit.config_record", "dit.batch"),
         *("dit.patchify", "dit.data_api", "dit.objectives", "dit.context_parallel", "dit.backends", "dit.models"),
         *("dit.parallel", "dit.optimizer", "dit.checkpoint", "dit.run_config", "dit.monitoring", "dit.inference"),
-        *("dit.condition_table", "dit.encoders", "dit.step", "dit.step_checks"),
+        *("dit.condition_table", "dit.encoders", "dit.step", "dit.step_checks", "dit.terminal"),
     },
     "dit.verify": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.objectives", "dit.context_parallel", "dit.kernels"),

@@ -16,7 +16,7 @@ from dit.condition_table import FIRST_FRAMES
 from dit.encoders.text import TextEncoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import VAE, Geometry
-from dit.errors import BatchError, ConfigError
+from dit.errors import BatchError, ConfigError, DataError
 from dit.models.flux.config import FluxConfig
 from dit.models.hunyuan_video.config import first_frame_and_mask
 from dit.patchify import unpatchify
@@ -49,7 +49,7 @@ def online(root: Path, **changes) -> EnergonData:
     """Data with encoders that have no weights: reading must not need weights."""
     line = f"text={root}/configs/t5,pooled={root}/configs/clip"
     settings = {"online_vae": f"{root}/configs/vae", "online_text_encoder": line}
-    return EnergonData(path=str(root / "pixels"), **{**PACKS, **settings, **changes})
+    return EnergonData(**{"path": str(root / "pixels"), **PACKS, **settings, **changes})
 
 
 def first(data: EnergonData, wanted):
@@ -162,6 +162,21 @@ def test_data_without_captions_are_refused_before_the_run(folder, tmp_path):
         data.stored_conditions()
     data.path = str(folder / "pixels")
     assert {"text", "pooled", "caption"} <= set(data.stored_conditions())
+
+
+def test_samples_without_a_caption_are_left_out_as_by_prepare_and_reported_before_training(folder, tmp_path):
+    """They are not damaged: `data.max_lost_samples` is 0. A caption that is no text is damaged."""
+    picture = {"pixels.png": (folder / "in" / "0.png").read_bytes()}
+    samples = [("silent", {}, picture), ("null", {"caption": None}, picture), ("sound", {"caption": "a"}, picture)]
+    data = online(folder, path=str(write_dataset(tmp_path / "data", {"train": samples})))
+    batches, skipped = read_batches(data, spec(), 4)
+    assert {key for batch in batches for key in batch.keys} == {"train_sound"}
+    assert skipped.keys() == {"no_caption"}
+    [remark] = data.remarks(spec())
+    assert "2 of 3 images are dropped (no_caption), the first: it has no caption" in remark
+    data.path = str(write_dataset(tmp_path / "numbers", {"train": [*samples, ("number", {"caption": 1}, picture)]}))
+    with pytest.raises(DataError, match="the caption is 1, and"):
+        read_batches(data, spec(), 40)
 
 
 CAPTIONS = ["a red circle", "blue", "square of red left"]

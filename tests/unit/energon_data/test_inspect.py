@@ -1,6 +1,7 @@
 """The report of `energon_data.inspect` matches the data in the folder and the packs of the loader."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,17 @@ def test_expected_drops_are_reported_before_training(
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=LONG_AND_SHORT)})
     data = EnergonData(path=str(folder), **settings)
     assert data.remarks(spec(micro_batch_size=1)) == [f"{folder}: {line}" for line in lines]
+
+
+def test_shards_that_a_user_added_to_a_folder_are_reported_as_not_read(tmp_path: Path) -> None:
+    samples = {"train": clips(8, sizes=[(1, 4, 4)]), "val": clips(2, sizes=[(1, 4, 4)])}
+    folder = write_dataset(tmp_path / "data", samples, per_shard=4)
+    data = EnergonData(path=str(folder))
+    assert data.remarks(spec()) == []
+    for name in ("more.tar", "train-000002.tar"):
+        shutil.copy(folder / "train-000000.tar", folder / name)
+    [remark] = data.remarks(spec())
+    assert f"{folder} has 2 tar files in no split, such as more.tar, which training does not read" in remark
 
 
 def test_only_some_samples_are_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

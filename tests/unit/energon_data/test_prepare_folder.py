@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import math
 import os
 import unicodedata
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from small_data import read_batches
 
+from dit.data_api import BatchSpec
 from dit.errors import EXIT_DATA, EXIT_OK, ConfigError
+from energon_data.dataset import EnergonData
 from energon_data.media_files import open_picture, video_bytes
 from energon_data.prepare.build import CAPTIONS
 from energon_data.prepare.media import Options
@@ -22,8 +27,10 @@ from tests.unit.energon_data.preparations import (
     described,
     folder_of,
     metadata_of,
+    noise,
     outcomes,
     png,
+    prepare,
     run,
     write_list,
     write_tar,
@@ -356,3 +363,18 @@ def test_pictures_with_nonfinite_values_are_refused():
     picture = as_file(Image.fromarray(np.array([[0.5, np.nan]], np.float32)), "TIFF")
     with pytest.raises(SampleError, match="not finite"):
         open_picture(picture)
+
+
+def test_streams_repeat_large_and_small_files_of_two_folders_at_one_rate(tmp_path: Path) -> None:
+    """With a stream for each folder, packs of one folder would hold 16 pictures of 4 tokens, those of the other one 4
+    of 16, so its pictures would have a quarter of the reads."""
+    sizes = {f"{name}/{i:02d}.png": side for name, side in {"large": 64, "small": 32}.items() for i in range(64)}
+    source = folder_of(tmp_path / "in", {name: as_file(noise(side, side)) for name, side in sizes.items()})
+    prepare(source, tmp_path / "out", samples_per_shard=16, validation=0.0)
+    packs = {"max_tokens_per_pack": 64, "pack_multiple_of": 4, "packing_buffer_size": 16}
+    data = EnergonData(path=str(tmp_path / "out"), num_streams=2, background=False, **packs)
+    wanted = BatchSpec(patch_temporal=1, patch_spatial=16, latent_channels=3, micro_batch_size=1)
+    reads: Counter[int] = Counter()
+    for batch in read_batches(data, wanted, 200)[0]:
+        reads.update(map(math.prod, batch.grids))
+    assert reads[16] == pytest.approx(reads[4], rel=0.25)

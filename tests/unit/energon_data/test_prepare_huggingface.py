@@ -46,8 +46,8 @@ def write_parquet(path: Path, columns: dict[str, list]) -> Path:
 
 
 def stored(folder: Path) -> list[bytes]:
-    """Return the picture files of a prepared folder."""
-    return [parts["pixels.png"] for *_, parts in samples(folder)]
+    """Return the picture files of a prepared folder, in the order of the rows."""
+    return [parts["pixels.png"] for _, _, _, parts in sorted(samples(folder), key=lambda sample: sample[1]["source"])]
 
 
 def parquet_file(root: Path) -> Path:
@@ -86,6 +86,14 @@ def test_every_row_is_a_sample_with_its_file_its_caption_and_its_scalars(tmp_pat
         (f"shade {i}", 0.5 * i) for i in range(COUNT)
     ]
     assert stored(tmp_path / "out") == [png(10 * i, 32) for i in range(COUNT)]
+
+
+def test_each_shard_has_rows_of_all_classes_of_a_sorted_table(tmp_path):
+    """A stream reads a part of the shards, and its buffer mixes only some of them."""
+    source = write_parquet(tmp_path / "x.parquet", {"image": [png(0)] * 60, "label": [0] * 30 + [1] * 30})
+    described(source, tmp_path / "out", "--samples-per-shard", "20")
+    labels = [about["label"] for _, about, *_ in samples(tmp_path / "out")]
+    assert all({0, 1} == set(labels[i : i + 20]) for i in (0, 20, 40))
 
 
 def test_columns_are_named_and_captions_may_be_lists(tmp_path):

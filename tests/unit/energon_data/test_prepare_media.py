@@ -351,5 +351,5 @@ def test_one_caption_is_used_for_all_files_without_a_caption(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 3)
     (source / "p01.txt").unlink()
     described(source, tmp_path / "out", "--caption", "a photo of sks dog")
-    captions = [metadata["caption"] for _, metadata, *_ in samples(tmp_path / "out")]
-    assert captions == ["noise 0", "a photo of sks dog", "noise 2"]
+    captions = {metadata["source"]: metadata["caption"] for _, metadata, *_ in samples(tmp_path / "out")}
+    assert captions == {"p00.png": "noise 0", "p01.png": "a photo of sks dog", "p02.png": "noise 2"}
