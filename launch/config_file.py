@@ -22,7 +22,7 @@ from dit.config_record import CLASS_KEY, import_trusted
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
-from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
+from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, values_of
 from recipes.registry import TRAINING_FUNCTION
 
 
@@ -32,10 +32,7 @@ def complete(node: Config | Partial) -> dict[str, Any]:
     values: dict[str, Any] = {CLASS_KEY: f"{fn.__module__}.{fn.__qualname__}"}
     if isinstance(node, Partial):
         values["_partial_"] = True
-    for name, parameter in inspect.signature(fn).parameters.items():
-        if name in node.__arguments__ or parameter.default is not inspect.Parameter.empty:
-            values[name] = _plain(value_of(node, name))
-    return values
+    return values | {name: _plain(value) for name, value in values_of(node).items()}
 
 
 def _plain(value: object) -> object:

@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Optional, TypeAlias, Union, get_args, get_origin
 
@@ -155,26 +156,36 @@ def _child(node: Node, part: str, path: str) -> Node:
 
 def parameters(target: Node) -> dict[str, object]:
     """Return the settings of a configured function or class and their annotations."""
-    fn = target.__fn_or_cls__
-    init = fn.__init__ if inspect.isclass(fn) else fn
-    hints = typing.get_type_hints(init)
+    return _annotations(target.__fn_or_cls__)
+
+
+@cache
+def _annotations(fn: Callable[..., Any]) -> dict[str, object]:
+    hints = typing.get_type_hints(fn.__init__ if inspect.isclass(fn) else fn)
     return {name: hints.get(name, Any) for name in inspect.signature(fn).parameters}
 
 
 def value_of(node: Node, name: str) -> Any:
-    """Return the value of a setting, its default if it is not assigned, or None if it has neither.
+    """Return the value of a setting, its default if it is not assigned, or None if it has neither."""
+    return values_of(node).get(name)
 
-    fiddle's own `getattr` raises if the default has a factory.
+
+def values_of(node: Node) -> dict[str, Any]:
+    """Return the values and defaults of all settings that have one.
+
+    fiddle's own `getattr` raises if a default has a factory.
     """
-    fn = node.__fn_or_cls__
-    if name in node.__arguments__:
-        return node.__arguments__[name]
-    if dataclasses.is_dataclass(fn):
-        factory = {f.name: f.default_factory for f in dataclasses.fields(fn)}.get(name, dataclasses.MISSING)
-        if factory is not dataclasses.MISSING:
-            return factory()
-    default = inspect.signature(fn).parameters[name].default
-    return None if default is inspect.Parameter.empty else default
+    fn, values = node.__fn_or_cls__, dict[str, Any]()
+    fields = dataclasses.fields(fn) if dataclasses.is_dataclass(fn) else ()
+    factories = {f.name: f.default_factory for f in fields if f.default_factory is not dataclasses.MISSING}
+    for name, parameter in inspect.signature(fn).parameters.items():
+        if name in node.__arguments__:
+            values[name] = node.__arguments__[name]
+        elif name in factories:
+            values[name] = factories[name]()
+        elif parameter.default is not inspect.Parameter.empty:
+            values[name] = parameter.default
+    return values
 
 
 def annotation_of(node: Node, name: str, path: str) -> object:
@@ -193,7 +204,7 @@ def all_keys(node: Node) -> list[str]:
 
 def _parts(node: Node, path: str = "") -> dict[str, Node]:
     """Return the configurations below another one by their dotted paths."""
-    children = {_join(path, name): value_of(node, name) for name in parameters(node)}
+    children = {_join(path, name): value for name, value in values_of(node).items()}
     parts = {key: child for key, child in children.items() if isinstance(child, Config | Partial)}
     return parts | {k: part for key, child in parts.items() for k, part in _parts(child, key).items()}
 
