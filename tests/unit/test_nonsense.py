@@ -53,7 +53,7 @@ def function(model: int) -> None:
     """Stand-in for the training function."""
 
 
-JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "metadata.json": ("metadata.json", lambda file: read_metadata(file.parent)),
     "state.json": ("state.json", lambda file: StateReader(file.parent)),
     "manifest": (MANIFEST, lambda file: read_manifest(file.parent)),
@@ -63,35 +63,33 @@ JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "contents": ("dataset.json", lambda file: Contents.read(file.parent)),
     "data set": (".nv-meta/.info.json", lambda file: check_folder(file.parents[1], "train")),
     "list of files": ("metadata.jsonl", lambda file: list_folder(file.parent, frozenset({"png"}))),
-}
-YAML_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "config.yaml": ("config.yaml", lambda file: read_record(file.parent)),
     "--yaml": ("config.yaml", lambda file: load(file, function, nothing)),
 }
 
 
-@pytest.mark.parametrize("name", [*JSON_READERS, *YAML_READERS])
-@pytest.mark.parametrize("content", [DEEP.encode(), b"\0" * 200, b"\xff\xfe\xfd", b'{"a": 1' + b"0" * 400 + b"}", b""])
-def test_deeply_nested_texts_and_large_numbers_are_refused_in_one_line(
-    tmp_path: Path, name: str, content: bytes
-) -> None:
-    file, read = {**JSON_READERS, **YAML_READERS}[name]
-    path = written(tmp_path / file, content)
+NONSENSE = (DEEP.encode(), b"\0" * 200, b"\xff\xfe\xfd", b'{"a": 1' + b"0" * 400 + b"}", b"", None)
+"""Contents of a file: nested deeply, not text, a large number, nothing; None is a pipe."""
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_nonsense_and_pipes_are_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    """A fork reads all of them, because a fork of this process takes longer than a file."""
+    file, read = READERS[name]
     if name == "data set":
         written(tmp_path / ".nv-meta" / "split.yaml", "split_parts: {train: [a.tar]}")
         written(tmp_path / "dataset.json", "{}")
-    with pytest.raises(UserError) as caught:
-        bounded(lambda: read(path))
-    assert "\n" not in str(caught.value)
 
+    def refusal(content: Optional[bytes]) -> str:
+        path = written(tmp_path / file, content or b"")
+        if content is None:
+            path.unlink()
+            os.mkfifo(path)
+        with pytest.raises(UserError) as caught:
+            read(path)
+        return str(caught.value)
 
-@pytest.mark.parametrize("name", [*JSON_READERS, *YAML_READERS])
-def test_a_pipe_in_place_of_a_file_does_not_block(tmp_path: Path, name: str) -> None:
-    file, read = {**JSON_READERS, **YAML_READERS}[name]
-    (tmp_path / file).parent.mkdir(exist_ok=True)
-    os.mkfifo(tmp_path / file)
-    with pytest.raises((UserError, SampleError)):
-        bounded(lambda: read(tmp_path / file))
+    assert not any("\n" in text for text in bounded(lambda: [refusal(content) for content in NONSENSE]))
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
