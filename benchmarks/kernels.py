@@ -73,7 +73,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     cos, sin = (empty(TOKENS, 1, size // 2, dtype=FP32) for _ in range(2))
     q = empty(TOKENS, count, size)
     inner, of_inner, of_gated = empty(TOKENS, 4 * hidden), empty(TOKENS, 4 * hidden), empty(TOKENS, 2 * hidden)
-    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_with_sums(layout)
+    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_with_sums(layout, hidden)
     tables = (forward.table, forward.offsets), (backward.table, backward.offsets)
     sums = empty(len(backward.table), 3 + (bias is not None), hidden, dtype=FP32)
     pictures, channels = empty(16, 64 * 64, 256), 256

@@ -62,7 +62,7 @@ def read(batch: PackedBatch) -> Iterator[Tensor]:
             value = getattr(layout, name)
             yield from value if isinstance(value, tuple) else (value,)
         yield from _segments_with_padding(layout, texts)[:2]
-        for blocks in (blocks_of(layout, 8), blocks_with_sums(layout)):
+        for blocks in (blocks_of(layout, 8), blocks_with_sums(layout, 64)):
             yield from (blocks.table, blocks.offsets)
     yield from (joint.order_J, joint.inverse_J)
 

@@ -48,7 +48,7 @@ class _ResidualNorm(torch.autograd.Function):
             out = x
         ctx.residual, ctx.dtype = y is not None, x.dtype
         if any(ctx.needs_input_grad):
-            ctx.blocks = blocks_of(layout, MOST_ROWS) if scale is None else blocks_with_sums(layout)
+            ctx.blocks = blocks_of(layout, MOST_ROWS) if scale is None else blocks_with_sums(layout, x.shape[1])
         ctx.set_materialize_grads(False)
         for_gate = None if gate is None else y
         if scale is None:
