@@ -7,7 +7,7 @@ import torch
 
 from dit.kernels.fused import blocks
 from dit.kernels.fused import residual_norm as fused
-from dit.kernels.fused.blocks import FEWEST_ROWS, MOST_ROWS, blocks_of, blocks_with_sums, rows_of_blocks
+from dit.kernels.fused.blocks import FEWEST_ROWS, MOST_ROWS, blocks_of, blocks_of_passes, rows_of_blocks
 from dit.kernels.fused.gpu.residual_norm import tiles
 from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
@@ -145,7 +145,7 @@ def test_no_multiprocessor_has_more_blocks_with_sums(monkeypatch, lengths, size,
     """A multiprocessor with one block more than the others would take longer than they."""
     monkeypatch.setattr(blocks, "multiprocessors", lambda device: multiprocessors)
     layout, most = SequenceLayout.from_lengths(lengths), programs * multiprocessors
-    rows, count = rows_of_blocks(sum(lengths), len(lengths), most), len(blocks_with_sums(layout, size).table)
+    rows, count = rows_of_blocks(sum(lengths), len(lengths), most), len(blocks_of_passes(layout, size)[1].table)
     assert FEWEST_ROWS <= rows <= MOST_ROWS
     assert count == len(blocks_of(layout, rows).table)
     assert count <= max(most, len(lengths))

@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -84,20 +85,21 @@ def blocks_of(layout: SequenceLayout, rows: int) -> Blocks:
     return layout.table(_blocks, rows)
 
 
-def blocks_with_sums(layout: SequenceLayout, size: int) -> Blocks:
-    """Return two blocks of wide rows or four of narrow rows for each multiprocessor, or fewer if they would be short.
+def blocks_of_passes(layout: SequenceLayout, size: Optional[int]) -> tuple[Blocks, Blocks]:
+    """Return blocks without sums for the forward pass, and blocks with sums for the backward pass.
 
-    The forward pass calls this, so that the backward pass builds nothing.
+    With a norm, each multiprocessor has two blocks of wide rows or four of narrow rows, or fewer that are not short.
 
     Args:
-        size: width of a row.
+        size: width of a row; None without a norm, whose kernel splits the columns, too.
     """
-    return layout.table(_blocks_with_sums, 4 if size < WIDE else 2)
+    return layout.table(_blocks_of_passes, 0 if size is None else 4 if size < WIDE else 2)
 
 
-def _blocks_with_sums(layout: SequenceLayout, programs: int) -> Blocks:
-    blocks = programs * multiprocessors(layout.device)
-    return _blocks(layout, rows_of_blocks(layout.num_local_tokens, layout.num_samples, blocks))
+def _blocks_of_passes(layout: SequenceLayout, programs: int) -> tuple[Blocks, Blocks]:
+    most = programs * multiprocessors(layout.device)
+    rows = rows_of_blocks(layout.num_local_tokens, layout.num_samples, most)
+    return _blocks(layout, FORWARD_ROWS), _blocks(layout, rows)
 
 
 def _blocks(layout: SequenceLayout, rows: int) -> Blocks:
