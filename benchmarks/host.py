@@ -98,8 +98,8 @@ def without_substitutes() -> Iterator[None]:
 
 def attention(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, *_: SequenceLayout) -> Tensor:
     """Attend in one call, without regard to samples."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q_TNH, k_KNH, v_KNH))
-    return scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+    q, k, v = (x.unsqueeze(0).transpose(1, 2) for x in (q_TNH, k_KNH, v_KNH))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2).squeeze(0)
 
 
 def microseconds(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:

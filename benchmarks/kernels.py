@@ -52,7 +52,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     from dit.kernels.adamw import Elements, Rates
     from dit.kernels.fused import noise, ops, picture_ops
     from dit.kernels.fused.adamw import adamw
-    from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, blocks_with_sums, rows_of_pictures
+    from dit.kernels.fused.blocks import blocks_of_passes, rows_of_pictures
     from dit.kernels.fused.residual_norm import WIDEST_WITH_BIAS
     from dit.layout import SequenceLayout
     from dit.objectives.addressed_noise import AddressedNoise
@@ -73,7 +73,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     cos, sin = (empty(TOKENS, 1, size // 2, dtype=FP32) for _ in range(2))
     q = empty(TOKENS, count, size)
     inner, of_inner, of_gated = empty(TOKENS, 4 * hidden), empty(TOKENS, 4 * hidden), empty(TOKENS, 2 * hidden)
-    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_with_sums(layout)
+    forward, backward = blocks_of_passes(layout, hidden)
     tables = (forward.table, forward.offsets), (backward.table, backward.offsets)
     sums = empty(len(backward.table), 3 + (bias is not None), hidden, dtype=FP32)
     pictures, channels = empty(16, 64 * 64, 256), 256
@@ -98,7 +98,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
             x, y, gate, bias, shift, scale, None, *tables[0], 1e-6, False
         ),
         "its gradient": lambda: ops.residual_norm_backward(grad, y, x, y, *modulated, mean, rstd, *tables[1]),
-        "sums of segments": lambda: ops.segment_sums(sums, *modulated, *tables[1], BF16),
+        "sums of segments": lambda: ops.segment_sums(sums, *modulated, *tables[1]),
         "heads: norm + RoPE": lambda: ops.heads(heads[:, :, :2], of_head, of_head, cos, sin, True, 1e-6),
         "heads: gradient": lambda: ops.heads_backward(
             *(q, q, q, heads[:, :, :2], of_head, of_head, cos, sin, count, 1e-6, False)

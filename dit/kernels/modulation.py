@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dit.kernels.fused.operators import apply
 from dit.kernels.recompute import recomputable
 from dit.layout import SequenceLayout
 
@@ -77,7 +78,7 @@ def _modulated_norm(
         normed_TD = F.layer_norm(x_TD, x_TD.shape[-1:], eps=eps)
     else:
         normed_TD = F.rms_norm(x_TD, x_TD.shape[-1:], weight_D, eps)
-    out: Tensor = _MultiplyAdd.apply(shift_SD, 1 + scale_SD, normed_TD, layout, True)
+    out: Tensor = apply(_MultiplyAdd, shift_SD, 1 + scale_SD, normed_TD, layout, True)
     return out
 
 
@@ -110,7 +111,7 @@ def residual(
     y_TD = y_TD if bias_D is None else y_TD + bias_D
     if gate_SD is None:
         return x_TD + y_TD
-    out: Tensor = _MultiplyAdd.apply(x_TD, gate_SD, y_TD, layout, False)
+    out: Tensor = apply(_MultiplyAdd, x_TD, gate_SD, y_TD, layout, False)
     return out
 
 

@@ -144,7 +144,7 @@ class Modulation(nn.Module):
         super().__init__()
         self.num_sublayers, self.eps, self.kernels = num_sublayers, eps, provider.kernels
         self.vectors = 3 if gated else 2
-        self.down: nn.Module = nn.Identity()
+        self.down: Optional[nn.Module] = None
         features = condition_size or hidden_size
         if rank is not None:
             init = xavier_uniform(features, rank)
@@ -154,8 +154,10 @@ class Modulation(nn.Module):
         self.linear: nn.Module = linear(features, self.vectors * num_sublayers * hidden_size, bias=bias, init=ZEROS)
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
-        n = self.vectors
-        chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(n * self.num_sublayers, dim=-1)
+        n, x_SD = self.vectors, nn.functional.silu(cond_SD)
+        if self.down is not None:
+            x_SD = self.down(x_SD)
+        chunks = self.linear(x_SD).chunk(n * self.num_sublayers, dim=-1)
         gates = chunks[2::n] if n == 3 else [None] * self.num_sublayers
         triples = zip(chunks[0::n], chunks[1::n], gates)
         return [SublayerModulation(*triple, self.eps, self.kernels) for triple in triples]

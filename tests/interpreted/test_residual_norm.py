@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from dit.kernels.fused import blocks
 from dit.kernels.fused import residual_norm as fused
-from dit.kernels.fused.blocks import FEWEST_ROWS, MOST_ROWS, blocks_of, rows_of_blocks
+from dit.kernels.fused.blocks import FEWEST_ROWS, MOST_ROWS, blocks_of, blocks_of_passes, rows_of_blocks
 from dit.kernels.fused.gpu.residual_norm import tiles
 from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
@@ -138,13 +139,18 @@ def test_less_than_half_of_a_tile_is_masked(size):
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 148])
-@pytest.mark.parametrize("tokens", [16, 4096, 8192, 20000, 1 << 20])
-def test_every_multiprocessor_has_four_or_five_blocks_with_sums(tokens, multiprocessors):
-    """Usually five, because 132 multiprocessors with 4.1 blocks each take the time of 5."""
-    rows = rows_of_blocks(tokens, multiprocessors)
+@pytest.mark.parametrize(("size", "programs"), [(1152, 4), (3072, 2)])
+@pytest.mark.parametrize("lengths", [[16], [1024] * 8, [*range(100, 380, 7)], [64] * 200, [7] * 600])
+def test_no_multiprocessor_has_more_blocks_with_sums(monkeypatch, lengths, size, programs, multiprocessors):
+    """A multiprocessor with one block more than the others would take longer than they."""
+    monkeypatch.setattr(blocks, "multiprocessors", lambda device: multiprocessors)
+    layout, most = SequenceLayout.from_lengths(lengths), programs * multiprocessors
+    rows, count = rows_of_blocks(sum(lengths), len(lengths), most), len(blocks_of_passes(layout, size)[1].table)
     assert FEWEST_ROWS <= rows <= MOST_ROWS
-    assert rows == FEWEST_ROWS or tokens >= 4 * multiprocessors * rows
-    assert rows == MOST_ROWS or tokens <= 5 * multiprocessors * rows
+    assert count == len(blocks_of(layout, rows).table)
+    assert count <= max(most, len(lengths))
+    if max(lengths) > 100:
+        assert count >= 0.8 * most
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -16,7 +16,7 @@ from dit.conditions import Conditions, per_text_token
 from dit.context_parallel.shard_batch import shard
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import _segments_with_padding
-from dit.kernels.fused.blocks import blocks_of, blocks_with_sums
+from dit.kernels.fused.blocks import blocks_of, blocks_of_passes
 from dit.layout import MOST_TABLES, TABLES, SequenceLayout
 from dit.pack_copy import ALIGNMENT, copy_together
 from dit.patchify import grid_positions
@@ -62,7 +62,7 @@ def read(batch: PackedBatch) -> Iterator[Tensor]:
             value = getattr(layout, name)
             yield from value if isinstance(value, tuple) else (value,)
         yield from _segments_with_padding(layout, texts)[:2]
-        for blocks in (blocks_of(layout, 8), blocks_with_sums(layout)):
+        for blocks in (blocks_of(layout, 8), *blocks_of_passes(layout, 64)):
             yield from (blocks.table, blocks.offsets)
     yield from (joint.order_J, joint.inverse_J)
 

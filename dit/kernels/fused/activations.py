@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dit.kernels.fused import ops
+from dit.kernels.fused.operators import apply
 from dit.kernels.recompute import recomputes
 
 
@@ -24,10 +25,12 @@ class _Activation(torch.autograd.Function):
 
 
 def _apply(x: Tensor, bias_F: Optional[Tensor], gate: int) -> Tensor:
-    x_TF = x.contiguous().view(-1, x.shape[-1])
-    out_TF = _Activation.apply(x_TF, bias_F, gate)
+    if x.dim() != 2:
+        return _apply(x.flatten(0, -2), bias_F, gate).unflatten(0, x.shape[:-1])
+    x_TF = x.contiguous()
+    out_TF: Tensor = apply(_Activation, x_TF, bias_F, gate)
     recomputes(out_TF, ops.activation, x_TF, bias_F, gate)
-    return out_TF.view(*x.shape[:-1], -1)
+    return out_TF
 
 
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:

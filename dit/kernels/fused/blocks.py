@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from torch import Tensor
 from dit.layout import SequenceLayout
 
 MOST_ROWS, FEWEST_ROWS = 64, 8
-PROGRAMS = 5
-"""Largest number of blocks with sums per multiprocessor, if `MOST_ROWS` allows it; the smallest is then 4."""
+WIDE = 2048
+"""Width from which the registers of a multiprocessor suffice for one or two programs with sums; below, for four."""
 BLOCKS_OF_PICTURE = 4
 """Smallest number of blocks per picture, unless blocks would have fewer than `FEWEST_ROWS` rows."""
 ROWS_OF_TILES = 128
@@ -50,9 +51,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device if device.type == "cuda" else None).multi_processor_count
 
 
-def rows_of_blocks(tokens: int, multiprocessors: int) -> int:
-    """Return the rows of a block with sums, so that every multiprocessor has nearly the same number of blocks."""
-    return min(max(cdiv(tokens, PROGRAMS * multiprocessors), FEWEST_ROWS), MOST_ROWS)
+def rows_of_blocks(tokens: int, segments: int, blocks: int) -> int:
+    """Return the smallest number of rows so that segments of any lengths have at most `blocks` blocks with sums.
+
+    `MOST_ROWS` and `FEWEST_ROWS` limit the result. More blocks would write and read more sums.
+    """
+    return min(max(cdiv(tokens, max(blocks - segments, 1)), FEWEST_ROWS), MOST_ROWS)
 
 
 def rows_of_pictures(positions: int) -> int:
@@ -81,13 +85,21 @@ def blocks_of(layout: SequenceLayout, rows: int) -> Blocks:
     return layout.table(_blocks, rows)
 
 
-def blocks_with_sums(layout: SequenceLayout) -> Blocks:
-    """Return blocks of `rows_of_blocks` rows; the forward pass calls this, so that the backward pass builds nothing."""
-    return layout.table(_blocks_with_sums)
+def blocks_of_passes(layout: SequenceLayout, size: Optional[int]) -> tuple[Blocks, Blocks]:
+    """Return blocks without sums for the forward pass, and blocks with sums for the backward pass.
+
+    With a norm, each multiprocessor has two blocks of wide rows or four of narrow rows, or fewer that are not short.
+
+    Args:
+        size: width of a row; None without a norm, whose kernel splits the columns, too.
+    """
+    return layout.table(_blocks_of_passes, 0 if size is None else 4 if size < WIDE else 2)
 
 
-def _blocks_with_sums(layout: SequenceLayout) -> Blocks:
-    return _blocks(layout, rows_of_blocks(layout.num_local_tokens, multiprocessors(layout.device)))
+def _blocks_of_passes(layout: SequenceLayout, programs: int) -> tuple[Blocks, Blocks]:
+    most = programs * multiprocessors(layout.device)
+    rows = rows_of_blocks(layout.num_local_tokens, layout.num_samples, most)
+    return _blocks(layout, FORWARD_ROWS), _blocks(layout, rows)
 
 
 def _blocks(layout: SequenceLayout, rows: int) -> Blocks:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dit.kernels.fused import ops
+from dit.kernels.fused.operators import apply
 from dit.kernels.recompute import recomputes
 from dit.kernels.rope import HeadNorm, Heads, Rotation
 
@@ -29,24 +30,25 @@ class _SplitHeads(torch.autograd.Function):
         cos: Optional[Tensor],
         sin: Optional[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        changed = x[:, :, : heads.queries + heads.keys]
         normed = weight_q is not None or weight_k is not None
         if normed or cos is not None:
-            q, k = ops.heads(changed, weight_q, weight_k, cos, sin, heads.keys, eps)
+            first_value = heads.queries + heads.keys
+            x, v = x[:, :, :first_value], x[:, :, first_value:].flatten(1, 2)
+            q, k = ops.heads(x, weight_q, weight_k, cos, sin, heads.keys, eps)
         else:
-            q, k, _ = heads.views(x)
-        ctx.save_for_backward(changed if normed else None, weight_q, weight_k, cos, sin)
+            q, k, v = heads.views(x)
+        ctx.save_for_backward(x if normed else None, weight_q, weight_k, cos, sin)
         ctx.heads, ctx.groups, ctx.eps, ctx.bias = heads, x.shape[1], eps, bias is not None
-        ctx.parts = tuple(part.shape for part in heads.views(x))
+        ctx.parts = q.shape, k.shape, v.shape
         ctx.set_materialize_grads(False)
-        return q, k, heads.views(x)[2]
+        return q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
         x, weight_q, weight_k, cos, sin = ctx.saved_tensors
         heads: Heads = ctx.heads
-        present = next(g for g in grads if g is not None)
-        q, k, v = (_rows(g, shape, present) for g, shape in zip(grads, ctx.parts))
+        like = next(g for g in grads if g is not None)
+        q, k, v = [_rows(g, shape, like) for g, shape in zip(grads, ctx.parts)]
         grad_x, bias_sums, weight_sums = ops.heads_backward(
             *(q, k, v, x, weight_q, weight_k, cos, sin, ctx.groups, ctx.eps, ctx.bias)
         )
@@ -81,7 +83,7 @@ def split_heads(
     weights = (None, None) if norm is None else (norm.weight_q, norm.weight_k)
     angles = (None, None) if rotation is None else (rotation.cos_T1H, rotation.sin_T1H)
     eps = 0.0 if norm is None else norm.eps
-    out = _SplitHeads.apply(x_TGMH, *weights, bias, heads, eps, *angles)
+    out = apply(_SplitHeads, x_TGMH, *weights, bias, heads, eps, *angles)
     if norm is not None or rotation is not None:
         if heads.queries:
             recomputes(out[0], _queries, x_TGMH, heads, *weights, *angles, eps)

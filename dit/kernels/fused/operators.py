@@ -1,12 +1,14 @@
-"""Registration of kernels as torch operators `dit::name` that take little host time per call."""
+"""Registration of kernels as torch operators `dit::name`, and calls of autograd functions, with little host time."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
-from typing import ParamSpec, TypeVar
+from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch._C import _len_torch_dispatch_stack
+from torch._C import _are_functorch_transforms_active, _len_torch_dispatch_stack
+from torch.autograd import Function
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,19 +53,32 @@ def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         launcher: `module.name` in `dit.kernels.fused.gpu`, whose arguments have the types of the function's; the
             operator is `dit::name`.
     """
-    module, name = f"dit.kernels.fused.gpu.{launcher}".rsplit(".", 1)
+    module, name = launcher.split(".")
 
     def register(empty_results: Callable[P, R]) -> Callable[P, R]:
         @wraps(empty_results)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             assert not kwargs, "the launcher takes its arguments by position"
             results = empty_results(*args, **kwargs)
-            getattr(import_module(module), name)(*args, results)  # the module needs Triton
+            getattr(_gpu(module), name)(*args, results)
             return results
 
         return operator(name, empty_results)(run)
 
     return register
+
+
+def apply(function: type[Function], *args: object) -> Any:
+    """Call an autograd function without `Function.apply`, which takes half of a call to prepare for other tracers."""
+    if torch.compiler.is_compiling() or _are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(Function, function).apply(*args)  # type: ignore[misc]
+
+
+@cache
+def _gpu(module: str) -> ModuleType:
+    """Import a module of kernels, which needs Triton."""
+    return import_module(f"dit.kernels.fused.gpu.{module}")
 
 
 def _is_traced(args: tuple[object, ...]) -> bool:

@@ -48,11 +48,12 @@ def residual_norm(
     Returns:
         x', the modulated tokens, mean and 1 / std of each token (float32 `[T]`); missing results are empty.
     """
-    out = _absent(x_TD) if y_TD is None else torch.empty_like(x_TD)
+    absent = x_TD.new_empty(0)
+    out = absent if y_TD is None else torch.empty_like(x_TD)
     if scale_SD is None:
-        return out, _absent(x_TD), _absent(x_TD), _absent(x_TD)
-    mean = _absent(x_TD) if rms else x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
-    return out, torch.empty_like(x_TD), mean, x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
+        return out, absent, absent, absent
+    rstd = x_TD.new_empty(x_TD.shape[0], dtype=torch.float32)
+    return out, torch.empty_like(x_TD), absent if rms else torch.empty_like(rstd), rstd
 
 
 @launched_by("residual_norm.residual_norm_backward")
@@ -102,22 +103,17 @@ def segment_sums(
     weight_D: Optional[Tensor],
     table_B3: Tensor,
     offsets_S: Tensor,
-    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Sum the blocks of `residual_norm_backward`.
 
     Returns:
-        The gradients of shift, scale and gate, `[S, D]` in `dtype`, and of bias and weight, `[D]` in their dtypes.
+        The gradients of shift, scale, gate, bias and weight, with their shapes and dtypes.
     """
-    shape = offsets_S.shape[0] - 1, sums_BKD.shape[-1]
-
-    def rows(value: Optional[Tensor]) -> Tensor:
-        return sums_BKD.new_empty(0 if value is None else shape, dtype=dtype)
-
-    def row(value: Optional[Tensor]) -> Tensor:
-        return _absent(sums_BKD) if value is None else torch.empty_like(value)
-
-    return rows(scale_SD), rows(scale_SD), rows(gate_SD), row(bias_D), row(weight_D)
+    absent = sums_BKD.new_empty(0)
+    shift, scale, gate, bias, weight = (
+        absent if like is None else torch.empty_like(like) for like in (scale_SD, scale_SD, gate_SD, bias_D, weight_D)
+    )
+    return shift, scale, gate, bias, weight
 
 
 @launched_by("heads.heads")
@@ -171,15 +167,15 @@ def heads_backward(
         The gradient of all heads `[T, G, P, H]`, and float32 matrices whose column sums are the gradients of the bias
         and of the norms' weights.
     """
-    grad = next(g for g in (grad_q, grad_k, grad_v) if g is not None)
-    tokens, size = grad.shape[0], grad.shape[2]
-    normed = sum(g.shape[1] for g in (grad_q, grad_k) if g is not None) // groups
-    parts = normed + (grad_v is not None)
+    grads = [g for g in (grad_q, grad_k, grad_v) if g is not None]
+    tokens, _, size = grads[0].shape
+    grad_x = grads[0].new_empty((tokens, groups, sum([g.shape[1] for g in grads]) // groups, size))
     tiles = cdiv(tokens, blocks.ROWS_OF_TILES)
+    weights = (0, 0) if x_TGMH is None else (tiles * cdiv(groups, GROUPS), x_TGMH.shape[2] * size)
     return (
-        grad.new_empty((tokens, groups, parts, size)),
-        grad.new_empty((tiles if bias else 0, groups * parts * size), dtype=torch.float32),
-        grad.new_empty((0 if x_TGMH is None else tiles * cdiv(groups, GROUPS), normed * size), dtype=torch.float32),
+        grad_x,
+        grad_x.new_empty((tiles if bias else 0, groups * grad_x.shape[2] * size), dtype=torch.float32),
+        grad_x.new_empty(weights, dtype=torch.float32),
     )
 
 
@@ -196,7 +192,7 @@ SILU, GELU = 1, 2
 @launched_by("activations.activation")
 def activation(x_TF: Tensor, bias_F: Optional[Tensor], gate: int) -> Tensor:
     """Compute GELU(x + bias), or an activated gate * up with alternating features; `gate` is 0, `SILU` or `GELU`."""
-    return x_TF.new_empty((x_TF.shape[0], x_TF.shape[1] // 2 if gate else x_TF.shape[1]))
+    return x_TF.new_empty((x_TF.shape[0], x_TF.shape[1] // 2)) if gate else torch.empty_like(x_TF)
 
 
 @launched_by("activations.activation_backward")

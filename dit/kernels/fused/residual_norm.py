@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dit.kernels.fused import ops
-from dit.kernels.fused.blocks import FORWARD_ROWS, MOST_ROWS, blocks_of, blocks_with_sums
+from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, blocks_of_passes
+from dit.kernels.fused.operators import apply
 from dit.kernels.modulation import NormModulation
 from dit.kernels.recompute import recomputes
 from dit.layout import SequenceLayout
@@ -41,14 +42,12 @@ class _ResidualNorm(torch.autograd.Function):
         eps: float,
         rms: bool,
     ) -> tuple[Tensor, Optional[Tensor]]:
-        blocks = blocks_of(layout, FORWARD_ROWS)
+        blocks, ctx.blocks = blocks_of_passes(layout, None if scale is None else x.shape[1])
         arguments = y, gate, bias, shift, scale, weight, blocks.table, blocks.offsets, eps, rms
         out, normed, mean, rstd = ops.residual_norm(x, *arguments)
         if y is None:
             out = x
-        ctx.residual, ctx.dtype = y is not None, x.dtype
-        if any(ctx.needs_input_grad):
-            ctx.blocks = blocks_of(layout, MOST_ROWS) if scale is None else blocks_with_sums(layout)
+        ctx.residual = y is not None
         ctx.set_materialize_grads(False)
         for_gate = None if gate is None else y
         if scale is None:
@@ -69,9 +68,7 @@ class _ResidualNorm(torch.autograd.Function):
         modulation = gate, bias, scale, weight
         table = ctx.blocks.table, ctx.blocks.offsets
         grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, mean, rstd, *table)
-        shift_grad, scale_grad, gate_grad, bias_grad, weight_grad = ops.segment_sums(
-            sums, *modulation, *table, ctx.dtype
-        )
+        shift_grad, scale_grad, gate_grad, bias_grad, weight_grad = ops.segment_sums(sums, *modulation, *table)
         grad_of_x = grad_out if scale is None else grad_x
         return (
             grad_of_x,
@@ -101,7 +98,7 @@ def _apply(
     norm = 0.0 if into is None else into.eps, weight is not None
     x_TD = x_TD.contiguous()
     y_TD = None if y_TD is None else y_TD.contiguous()
-    out, normed = _ResidualNorm.apply(x_TD, y_TD, gate_SD, bias_D, shift, scale, weight, layout, *norm)
+    out, normed = apply(_ResidualNorm, x_TD, y_TD, gate_SD, bias_D, shift, scale, weight, layout, *norm)
     if into is not None:
         recomputes(normed, _normed, out, shift, scale, weight, layout, *norm)
     return out, normed

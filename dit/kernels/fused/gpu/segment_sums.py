@@ -87,7 +87,7 @@ def segment_sums_kernel(
             tl.store(grad_gate + at, total.to(grad_gate.dtype.element_ty), mask=inside)
 
 
-def segment_sums(sums, gate_SD, bias_D, scale_SD, weight_D, table_B3, offsets_S, dtype, outputs):
+def segment_sums(sums, gate_SD, bias_D, scale_SD, weight_D, table_B3, offsets_S, outputs):
     """Launch the sums kernel; `outputs` are the gradients of shift, scale, gate, bias and weight."""
     size, segments = sums.shape[-1], len(offsets_S) - 1
     grid = segments + (bias_D is not None or weight_D is not None), cdiv(size, COLUMNS)
