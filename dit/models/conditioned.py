@@ -45,8 +45,8 @@ class TextConditioned(ModelConfig):
 
     Attributes:
         context_size: width of the text embeddings.
-        context_dropout: fraction of dropped texts, for guidance. Samples lose both text and class in the smaller
-            fraction of this and `class_dropout`.
+        context_dropout: fraction of dropped texts, for guidance; the smaller fraction of this and `class_dropout` loses
+            both.
     """
 
     context_size: Optional[int] = None

@@ -99,8 +99,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             (`learned_3d`).
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
-        base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are
-            scaled by width (mu-parametrisation).
+        base_width: `hidden_size` of a smaller model whose learning rate suits this one (mu-parametrisation).
     """
 
     hidden_size: int = 384

@@ -41,8 +41,8 @@ class MeanFlow(FlowMatching):
 
     Args:
         instant_share: share of the samples with r = t.
-        difference: h, below 1 / model.time_scale. A smaller h amplifies rounding errors, and with them the differences
-            between layouts.
+        difference: h, below 1 / model.time_scale; a smaller one amplifies rounding errors and differences between
+            layouts.
         guidance_scale: w; 1 for none. Samples are then drawn with `sampling.guidance_scale=1`.
         adaptive_power: p, 1 in the paper's final setting; 0 weighs all errors equally.
 

@@ -32,8 +32,8 @@ hash of the wrong line.
   [faults that others shipped](../../docs/faults-others-shipped.md). Run it after a merge of branches; it also resolves
   a conflict in `results.tsv`.
 
-| area | mutants | seen by a test | survived | not run |
-| --- | --- | --- | --- | --- |"""
+Mutants by area:
+"""
 SHIPPED_TITLE = """# Faults that others shipped
 
 A fault of a public trainer is listed under the first check of this project that fails when one changed line repeats the
@@ -44,6 +44,7 @@ measures again.
 {counts}"""
 LIMIT_S = 60
 NOT_RUN = "not run"
+COUNTED = ("seen by a test", "survived", NOT_RUN)
 SURVIVED = "**SURVIVED**"
 
 
@@ -116,8 +117,10 @@ def page(results: Mapping[str, Verdict]) -> str:
     lines = []
     for area, names in (areas | {"all": [mutant.name for mutant in MUTANTS]}).items():
         seen = [results[name].seen_by is not None for name in names if name in results]
-        counts = (len(names), sum(seen), len(seen) - sum(seen), len(names) - len(seen))
-        lines.append(f"| {' | '.join([area, *map(str, counts)])} |")
+        counts = (sum(seen), len(seen) - sum(seen), len(names) - len(seen))
+        lines.append(
+            f"* {area}: " + ", ".join(f"{count} {kind}" for count, kind in zip(counts, COUNTED, strict=True) if count)
+        )
     return "\n".join([TITLE, *lines, ""])
 
 

@@ -54,9 +54,8 @@ HEAD = """# Settings
 Each line is `key=default` (other values or types, except numbers, words and lists): meaning. The key follows the name
 of its part: `training.num_steps=100`. None (`none` or `null` on the command line) switches an option off, unless its
 meaning says otherwise. A class also has the settings of the classes under "Also", but of the shared settings only those
-in brackets. Defaults and values in brackets are its own, others are those of the first of these classes. Select classes
-by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because of other settings, is an
-error.
+in brackets, with its own defaults in brackets, else those of the first of these classes. Select classes by name:
+`objective=ddpm(prediction='v')`. A value out of range, or without effect because of others, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 

@@ -35,8 +35,8 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         rms_norm: RMSNorms with weights instead of layer norms before the modulations.
         bottleneck_size: width of a linear layer between patch and embedding.
         class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample.
-        teacher_token_size: width of a teacher's class token, which is noised and predicted as one more token of each
-            sample (`objective.teacher_token_weight`).
+        teacher_token_size: width of a teacher's class token, noised and predicted as one more token
+            (`objective.teacher_token_weight`).
         value_residual: mix attention values of later layers with those of the first, by a learned weight.
         wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent, and condition each
             token on its output of the blocks.

@@ -51,10 +51,9 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position).
         guidance: guidance scale of a guidance-distilled network.
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
-        clean_reference_time: modulate reference tokens, as other clean ones, with time 0, not with that of their
-            sample.
-        position_crop: `[side, span]`: sine-cosine positions h and w from the centre of a square of `side` patches a
-            side, which range from 0 to `span`; None for patch indices.
+        clean_reference_time: modulate reference tokens with time 0, not with that of their sample.
+        position_crop: `[side, span]`: sine-cosine positions from the centre of `side` x `side` patches, from 0 to
+            `span`; None for patch indices.
     """
 
     supports = Supports(split_texts=False, fixed_packs=True)
