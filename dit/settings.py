@@ -43,7 +43,7 @@ class OptimizerConfig:
         weight_decay: decoupled; not of one-dimensional parameters (biases, norms).
         clip_grad: largest global gradient norm; 0 disables clipping.
         muon_momentum: decay of Muon's momentum.
-        offload: store the moments in host memory: AdamW's (8 bytes per parameter), Muon's momentum (4 bytes).
+        offload: store the moments in host memory: 8 bytes per parameter (Muon: 4).
     """
 
     algorithm: Algorithm = "adamw"
@@ -104,10 +104,9 @@ class TrainingConfig:
         seed: of initial weights, data order and all noise.
         ema_decay, ema_start_step: decay of the weight average, and the step at which it starts.
         ema_offload: store the averages in host memory.
-        ema_sigma_rel: relative lengths of power-function averages (0.01 to 0.28), such as [0.05, 0.1], for
-            `launch.average`.
+        ema_sigma_rel: lengths of power-function averages (0.01 to 0.28), such as [0.05, 0.1].
         log_interval: steps between log lines.
-        validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
+        validation_interval, sample_interval: steps between held-out losses, and sample grids; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation.
         stop_at_step: stop after this step with a checkpoint and code 75.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
@@ -273,15 +272,15 @@ class CheckpointConfig:
         keep_last, keep_every, keep_best: checkpoints to retain: the newest (at least 1), those at multiples of
             `keep_every` steps, and those with the lowest held-out loss.
         async_save: write in another process, after a copy to host memory.
-        save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
+        save_timeout_s: seconds until an asynchronous save or a copy fails.
         copy_to: address of copies (`s3://bucket/folder`), from which a run also resumes.
         resume: from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
         resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints ignores it.
         start_from: weights of a new run: a run folder or checkpoint (its average, if any), a folder of diffusers, or
             `hf://owner/name`. A run with checkpoints reads only the frozen weights under `model.lora` from it.
         accept_changes: settings or parts that may differ from the checkpoint or `start_from`. `data.path` and
-            `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from` accepts data of
-            other encoders.
+            `data.blend` accept changed data, too, read from the beginning; `checkpoint.start_from` data of other
+            encoders.
     """
 
     interval: int = 1000
@@ -326,8 +325,8 @@ class LoggingConfig:
         tensorboard: write `events/` in the run folder.
         wandb: mirror to Weights & Biases; None: if there is a key and the package.
         wandb_project, wandb_name, wandb_group: of the run; None for wandb's defaults.
-        wandb_artifacts: upload checkpoints; training waits while files are hashed and copied.
-        profile_steps: first and last step that rank 0 traces into `profile/`.
+        wandb_artifacts: upload checkpoints, while training waits.
+        profile_steps: first and last step of rank 0's trace in `profile/`.
     """
 
     tensorboard: bool = True
@@ -358,16 +357,16 @@ class SamplingConfig:
         variance: noise variance of `ancestral`: of the posterior, of the forward step, or learned.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide only this many channels (3 of 4 in facebookresearch/DiT).
-        guidance_rescale: share of the guided prediction that is rescaled (arXiv:2305.08891: 0.7).
-        guidance_norm: give each token of the guided prediction the norm of the conditional one (Qwen-Image).
+        guidance_rescale: share of rescaled prediction (arXiv:2305.08891: 0.7).
+        guidance_norm: give guided predictions the norm of the conditional ones, per token (Qwen-Image).
         guidance_interval: smallest and largest sigma / alpha with guidance (arXiv:2404.07724).
         churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM's stochastic `heun` (arXiv:2206.00364, Algorithm 2).
-        thresholding: clamp the clean estimate of pixels to [-1, 1], or divide it by its 99.5 % quantile above 1
-            (`dynamic`, Imagen).
+        thresholding: clamp clean pixels to [-1, 1], or divide them by their 99.5 % quantile above 1 (`dynamic`,
+            Imagen).
         samples_per_class: rows of the grid.
         raw_weights: also draw a grid with the raw weights.
         prompts: texts instead of classes.
-        vae: autoencoder that decodes latents (folder or hub name); None for that of the data.
+        vae: autoencoder of latents (folder or hub name); None for that of the data.
         seed: of the initial noise.
     """
 

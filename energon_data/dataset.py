@@ -47,10 +47,10 @@ class EnergonData(ReaderSettings):
     Attributes:
         path: a data set folder with `.nv-meta`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
-        blend_steps: steps at which the weights change; each weight is then a list. Steps that
-            `training.on_bad_numbers=rewind` leaves out count.
+        blend_steps: steps at which the weights, then lists, change; steps that `training.on_bad_numbers=rewind` leaves
+            out count.
         shuffle_buffer: samples shuffled in memory.
-        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
+        pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch samples of one shape, for convolutional backbones.

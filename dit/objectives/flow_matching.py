@@ -49,11 +49,10 @@ class FlowMatching(Objective):
         time_distribution: distribution of t in training, before the shift.
         logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
-        shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers; 4096 is published for
-            time_shift=1. None for one shift.
+        shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers (4096 with time_shift=1).
         shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for `fewest` tokens, `high`
             for `most`, linear between; None for `time_shift`.
-        last_time: smallest time of a solver step, to which the times of sampling are stretched (Qwen-Image: 0.02).
+        last_time: smallest time of a solver step, to which sampling times are stretched (Qwen-Image: 0.02).
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         min_time, max_time: train only on these times, for one of two models (Wan 2.2 A14B).
         alignment: alignment of hidden states with features of a teacher (`repa`).

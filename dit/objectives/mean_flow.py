@@ -40,7 +40,7 @@ class MeanFlow(FlowMatching):
     `sampling.solver=euler` steps from t to r with u(z_t, r, t); other solvers use the velocity u(z_t, t, t).
 
     Args:
-        instant_share: share of the samples with r = t.
+        instant_share: share of samples with r = t.
         difference: h, below 1 / model.time_scale; a smaller one amplifies rounding errors and differences between
             layouts.
         guidance_scale: w; 1 for none. Samples are then drawn with `sampling.guidance_scale=1`.

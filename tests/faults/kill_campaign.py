@@ -256,14 +256,16 @@ def _reached(files: Files) -> list[int]:
 
 def table(rows: Sequence[Row]) -> str:
     """Return the table of a campaign in Markdown: kills by phase, kind of save and killed process."""
-    lines = ["| phase | synchronous saves | asynchronous saves |", "|---" * 3 + "|"]
     counts = Counter((row.phase, row.mode, row.what) for row in rows)
+    phases_by_cells: dict[str, list[str]] = {}
     for phase in (*RESUME, *dict.fromkeys((*SYNC, *ASYNC))):
         kills = [
             [counts[phase, mode, what] for what in (*KINDS, "a writer")] for mode in ("synchronous", "asynchronous")
         ]
-        cells = [", ".join(map(str, row)) if any(row) else "" for row in kills]
-        lines.append(f"| {phase} | {' | '.join(cells)} |")
+        cells = " | ".join(", ".join(map(str, row)) if any(row) else "" for row in kills)
+        phases_by_cells.setdefault(cells, []).append(phase)
+    lines = ["| phases | synchronous saves | asynchronous saves |", "|---" * 3 + "|"]
+    lines += [f"| {', '.join(phases)} | {cells} |" for cells, phases in phases_by_cells.items()]
     return "\n".join(lines)
 
 
@@ -271,7 +273,7 @@ PAGE = REPOSITORY / "tests" / "faults" / "kill_campaign.md"
 HEAD = """# Kills by phase
 
 `python -m tests.faults.kill_campaign --write` writes this page: kills (`kill -9`) by phase of a run that saves every 2
-steps. The numbers of a cell are kills of both ranks, of rank 0, of rank 1 and of a writer process.
+steps. The numbers of a cell are kills of both ranks, of rank 0, of rank 1 and of a writer process in each phase.
 """
 
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -44,7 +45,7 @@ measures again.
 {counts}"""
 LIMIT_S = 60
 NOT_RUN = "not run"
-COUNTED = ("seen by a test", "survived", NOT_RUN)
+
 SURVIVED = "**SURVIVED**"
 
 
@@ -112,15 +113,14 @@ def results_text(results: Mapping[str, Verdict], mutants: Sequence[Mutant] = MUT
 
 
 def page(results: Mapping[str, Verdict]) -> str:
-    """Return the page with the counts of every table of mutants."""
-    areas = {table: [mutant.name for mutant in rows_of(table)] for table in TABLES}
-    lines = []
-    for area, names in (areas | {"all": [mutant.name for mutant in MUTANTS]}).items():
-        seen = [results[name].seen_by is not None for name in names if name in results]
-        counts = (sum(seen), len(seen) - sum(seen), len(names) - len(seen))
-        lines.append(
-            f"* {area}: " + ", ".join(f"{count} {kind}" for count, kind in zip(counts, COUNTED, strict=True) if count)
-        )
+    """Return the page with the number of mutants of each table by result."""
+    counts: dict[str, list[str]] = {}
+    for area in TABLES:
+        verdicts = [results.get(mutant.name) for mutant in rows_of(area)]
+        states = Counter(NOT_RUN if v is None else "seen by a test" if v.seen_by else SURVIVED for v in verdicts)
+        for state, count in states.items():
+            counts.setdefault(state, []).append(f"{area} {count}")
+    lines = [f"* {state}: {', '.join(areas)}" for state, areas in counts.items()]
     return "\n".join([TITLE, *lines, ""])
 
 

@@ -58,10 +58,10 @@ def page() -> str:
         "",
         "<!-- Written by `python -m tests.support.recipes_page --write`. Edit the docstrings instead. -->",
         "",
-        "Recipes that `python -m launch.train --yes --factory NAME` starts, and the parts that an override can name. A number",
-        "in brackets is the parameter count of each recipe since the previous brackets. `--list` adds the hardware,",
-        "`--describe NAME` prints a full description. The",
-        "[page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
+        "Recipes that `python -m launch.train --yes --factory NAME` starts, and the parts that an override can name. A",
+        "number in brackets is the parameter count of each recipe since the previous brackets. `--list` adds the",
+        "hardware, `--describe NAME` a full description. [Matching",
+        "encoders](../energon_data/README.md#folders-of-the-recipes).",
     ]
     in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
     for title, group in registry.sections(in_repository).items():

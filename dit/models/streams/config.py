@@ -45,7 +45,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     Attributes:
         num_joint_layers, num_single_layers: blocks with two streams, and following ones with one stream.
         num_query_groups: key and value heads; one per query head if None.
-        num_dual_layers: first joint blocks with a second attention of the image over itself.
+        num_dual_layers: first joint blocks with a second attention of the image to itself.
         qk_layernorm: RMSNorm on queries and keys, per head; of SANA 1.5, over the full width.
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position).
