@@ -25,8 +25,6 @@ def patches(
     Args:
         library: package and the minor versions that the patch was written for, `torch 2.11-2.14` or `nemo-run 0.11`.
         part: upstream module and name that the function replaces, overrides or uses.
-        why: reason for the patch.
-        link: upstream issue or pull request, if there is one.
 
     Raises:
         ConfigError: (by the decorated function) another version is installed.

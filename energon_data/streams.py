@@ -216,10 +216,6 @@ class StreamItem:
     def require_batch(self, stream: str, log: SkipLog) -> PackedBatch:
         """Return the micro-batch.
 
-        Args:
-            stream: name of the stream, for messages.
-            log: counts of dropped samples, for messages.
-
         Raises:
             RuntimeError: the code that reads the stream failed.
             DataError: there is no micro-batch.

@@ -100,7 +100,6 @@ class ContextAttention:
 
         Args:
             q_TNH, k_KNH, v_KNH: tensors of the local tokens, in ascending order.
-            partition: local tokens of each rank.
         """
         if self.comm in ("a2a", "a2a+p2p"):
             return self._by_heads(q_TNH, k_KNH, v_KNH, partition)
@@ -173,7 +172,6 @@ class ContextAttention:
 
         Args:
             texts: queries, keys and values of the text; None for no queries.
-            images: those of the image.
         """
         inner, index = self._inner()
         order, blocks = partition.order(index, inner.size()), partition.blocks(inner.size())
@@ -223,10 +221,6 @@ class _RingStep:
 
 def merge(joined: Attended, part: Attended) -> Attended:
     """Merge the attention over two sets of keys, float32; a query without keys in both has out 0 and lse -inf.
-
-    Args:
-        joined: output and log-sum-exp over the first set.
-        part: the same over the second set.
 
     Source: Liu et al. 2023, arXiv:2310.01889; see `dit.kernels.attention_blocks`.
     """
@@ -445,7 +439,6 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
 
     Args:
         xs_TNH: tensors of the local tokens, which may differ in the number of heads; sent together.
-        group: the ranks.
         order: the permutation from rank-by-rank to ascending order, and its inverse; None for the identity.
 
     Returns:

@@ -183,7 +183,6 @@ class SelfAttention(nn.Module):
         """Attend inside each sample.
 
         Args:
-            layout: layout of the local tokens.
             rotation: rotary positions of the gathered tokens (all tensor-parallel ranks), or None.
             attend: attention within segments smaller than samples. Default: the implementation of this process.
             first: values v_1 of the first layer, of local heads and gathered tokens, and a learned weight w: this layer

@@ -51,11 +51,7 @@ def list_stamp(path: Optional[Path]) -> Optional[list[str]]:
 
 
 def read_list(path: Path, names: Collection[str]) -> Rows:
-    """Return the rows of a list by file name.
-
-    Args:
-        names: files of the folder.
-    """
+    """Return the rows of a list by file name."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     spellings = {composed(name): name for name in names} | {name: name for name in names}
     for number, row in enumerate(_parsed(path), 1):

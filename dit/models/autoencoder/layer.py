@@ -112,11 +112,7 @@ class Codebook(nn.Module):
         self.entries = provider.parameter((size, channels), uniform(1 / size), dtype=torch.float32)
 
     def forward(self, z_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the quantised vectors, the entries with their gradient, and the indices of the entries `[N, 1, H, W]`.
-
-        Args:
-            z_NCHW: vectors, float32.
-        """
+        """Return the quantised vectors, the entries with their gradient, and their indices `[N, 1, H, W]`."""
         pictures, channels, height, width = z_NCHW.shape
         with torch.no_grad():
             z_TC = z_NCHW.permute(0, 2, 3, 1).reshape(-1, channels)

@@ -64,8 +64,6 @@ class DiTLayer(nn.Module):
         """Apply the block.
 
         Args:
-            layout: layout of the local tokens.
-            rotation: rotary positions of the gathered tokens, or None.
             first: values of the first layer and their weight, see `SelfAttention`.
             rows: layout of the rows of `cond_SD`. Default: `layout`, with a row for each sample or noise level.
         """
