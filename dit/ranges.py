@@ -25,7 +25,6 @@ class Range:
     """An interval of numbers; NaN is outside every interval.
 
     Attributes:
-        low, high: ends of the interval.
         whole: integers only.
         open_low, open_high: whether this end is excluded.
     """

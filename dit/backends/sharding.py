@@ -234,7 +234,6 @@ class AxisSizes:
 
     Attributes:
         experts: number of ranks over which the experts of a layer are split.
-        sequence_parallel: whether activations between the linear layers are sharded over the tensor-parallel ranks.
     """
 
     ranks: Mapping[Axis, int] = field(default_factory=dict)

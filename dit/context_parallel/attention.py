@@ -57,9 +57,6 @@ class ContextAttention:
     Attributes:
         local: the attention of this device, for full samples and for text.
         kernel: block kernel of this device, for parts of samples.
-        comm: the communication scheme.
-        split: assignment of chunks to ranks.
-        group: all context-parallel ranks.
         inner, outer: for `a2a+p2p`, adjacent ranks that exchange heads, and the ring across them.
         segment_comm: the scheme for segments smaller than samples (see `segment_attention`).
     """
@@ -235,10 +232,7 @@ class _Plan:
     """Arguments of an exchange other than its tensors.
 
     Attributes:
-        queries: layout of the local queries.
         blocks: layouts of the keys of each rank of a ring; if keys are gathered, the layout of all keys.
-        group: the ranks.
-        kernel: the block kernel.
         order: the permutation from rank-by-rank to ascending order, and its inverse, if keys are gathered.
         replicated: layout of the replicated keys, or None.
     """

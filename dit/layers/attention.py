@@ -134,7 +134,6 @@ class SelfAttention(nn.Module):
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
-        attention: the attention implementation of this process.
     """
 
     def __init__(

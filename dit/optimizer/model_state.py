@@ -31,7 +31,6 @@ class ModelState:
         wrapped: the chunks in their data-parallel wrappers.
         update: update of the weights and their average.
         loss_scale: loss scale of an fp16 run; None in other precisions.
-        step: number of completed steps.
     """
 
     groups: ProcessGroups

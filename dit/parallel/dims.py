@@ -80,7 +80,6 @@ class ParallelDims:
     """Validated sizes of one job.
 
     Attributes:
-        world_size: ranks of the job.
         data_parallel_size: replicas that read different samples.
         micro_batch_size: samples (or packs) per forward pass of one replica.
         micro_batches: micro-batches per optimizer step on one replica.

@@ -197,7 +197,6 @@ class ShardedParameter:
         raw: the parameter in the forward pass; its shape and attributes are always valid.
         owner: the DTensor that the optimizer updates.
         start, stop: local range of the flattened `raw`.
-        group: the ranks over which the parameter is sharded.
     """
 
     name: str

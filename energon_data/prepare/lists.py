@@ -16,9 +16,9 @@ from typing import Any, Optional
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import LONGEST_INTEGER, open_binary
-from energon_data.prepare.sources import CAPTION_NAMES, leaves, read_object
+from energon_data.prepare.sources import CAPTION_NAMES, leaves
 from energon_data.prepare.walk import FOLLOW, composed
-from energon_data.samples import SampleError
+from energon_data.samples import SampleError, read_object
 
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 KINDS = (".jsonl", ".csv", ".parquet")

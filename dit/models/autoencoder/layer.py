@@ -101,9 +101,6 @@ class Codebook(nn.Module):
     The gradient of the result passes unchanged to the vector (straight-through), and none reaches the entries; the
     objective trains these. Entries are float32 even in a model of half precision.
 
-    Args:
-        channels: width of a vector and of an entry.
-
     Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 1-3; initial entries: Esser et al. 2021, arXiv:2012.09841.
     """
 

@@ -18,10 +18,6 @@ from dit.models.dit.config import DiTConfig
 class DiTLayer(nn.Module):
     """Self-attention and MLP (or mixture of experts), each with a modulated norm and a gate.
 
-    Args:
-        returns_values: whether the layer returns the values of its attention, too.
-        per_token: whether every token has its own conditioning vector.
-
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2, "DiT block with adaLN-Zero".
     """
 
