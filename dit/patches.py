@@ -71,7 +71,8 @@ def check_version(library: str, part: str) -> None:
     if number is None or not first <= (int(number[1]), int(number[2])) <= last:
         raise ConfigError(
             f"{package}: {installed} is installed, but the patch of {part} was written for {library}; "
-            f"pip install '{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}', or review the patch (docs/patches.md)"
+            f"pip install '{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}', or "
+            "review the patch (docs/patches.md)"
         )
 
 

@@ -36,7 +36,7 @@ class OptimizerConfig:
     """AdamW, or Muon with AdamW.
 
     Attributes:
-        algorithm: `muon` updates the 2-D weights of blocks, except modulations and routers; AdamW all other parameters.
+        algorithm: `muon` updates the 2-D weights of blocks, except modulations and routers; AdamW the others.
         lr: peak learning rate; Muon's updates have about the size of AdamW's.
         beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
@@ -269,8 +269,8 @@ class CheckpointConfig:
 
     Attributes:
         interval: steps between checkpoints; 0 saves only at the end.
-        keep_last, keep_every, keep_best: checkpoints to retain: the newest (at least 1), those at multiples of
-            `keep_every` steps, and those with the lowest held-out loss.
+        keep_last, keep_every, keep_best: retained checkpoints: the newest (at least 1), multiples of `keep_every`
+            steps, and the lowest held-out losses.
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save or a copy fails.
         copy_to: address of copies (`s3://bucket/folder`), from which a run also resumes.

@@ -67,7 +67,7 @@ class EnergonData(ReaderSettings):
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
         online_vae: autoencoder of stored pixels in every step.
-        online_text_encoder: encoders of stored captions in every step, such as
+        online_text_encoder: the same of captions, such as
             `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`.
         online_precision: precision of these encoders.
         validation_split: split for held-out losses.

@@ -48,9 +48,9 @@ class StreamSettings(DataConfig):
             largest up to 8.
         max_tokens_per_pack: pack samples up to this many tokens; None for dense batches.
         pack_multiple_of: pad samples to a multiple of this when packs are selected.
-        clean_first_frame: share of the clips whose first frame is clean, for image to video.
-        frame_levels: share of the clips with a noise level for every frame.
-        inpaint: share of the other samples with only a random region noised, for inpainting.
+        clean_first_frame: share of clips whose first frame is clean, for image to video.
+        frame_levels: share of clips with a noise level for every frame.
+        inpaint: share of other samples with only a random region noised.
     """
 
     num_streams: Optional[int] = None

@@ -18,7 +18,7 @@ class RoutingConfig:
     Validation and sampling use all tokens.
 
     Attributes:
-        share: share of the tokens of a sample that skip the middle; with 0, `path_dropout` still applies.
+        share: share of tokens that skip the middle; with 0, `path_dropout` still applies.
         first_layers, last_layers: layers before and after the middle, which see all tokens.
         rejoin: skipping tokens stay `unchanged`, or a linear layer fuses input and output of the middle, a learned
             vector for skipping tokens (`fused`).

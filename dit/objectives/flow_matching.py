@@ -47,7 +47,7 @@ class FlowMatching(Objective):
         prediction: output of the network: noise, clean latent (`x0`), v = alpha eps - sigma x0, or velocity. `x0` suits
             tokens that are at least as wide as the network.
         time_distribution: distribution of t in training, before the shift.
-        logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
+        logit_mean, logit_std: mean and standard deviation of logit(t).
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
         shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers (4096 with time_shift=1).
         shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for `fewest` tokens, `high`

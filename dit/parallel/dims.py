@@ -26,8 +26,8 @@ class ParallelConfig:
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
         pipeline_layers: layers of each stage (rank, or virtual chunk); None for equal ones.
         context_parallel_size: ranks that split the tokens of every sample.
-        context_comm, context_a2a_size: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or ring
-            and Ulysses (`a2a+p2p`), with this many ranks in an all-to-all.
+        context_comm, context_a2a_size: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or both
+            (`a2a+p2p`), with this many ranks in an all-to-all.
         context_split: chunks of a sample per rank: one, or two in Transformer Engine's order.
         spatial_temporal_comm: spatial and temporal attention on complete segments after an all-to-all, or on split
             ones.
@@ -35,8 +35,8 @@ class ParallelConfig:
         data_parallel: shard the optimizer, nothing (`ddp`), or what `fsdp_sharding` names (`fsdp`).
         fsdp_sharding: what Megatron-FSDP shards: optimizer, gradients, weights.
         num_distributed_optimizer_instances: groups of ranks that each shard a copy of FSDP's state.
-        overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, and gather parameters
-            during the forward pass; `optim_grads_params` always does.
+        overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, gather parameters during
+            the forward pass; `optim_grads_params` always does.
     """
 
     tensor_model_parallel_size: int = 1

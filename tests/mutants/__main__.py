@@ -23,24 +23,23 @@ SHIPPED = ROOT / "docs/faults-others-shipped.md"
 
 TITLE = """# Mutants
 
-A mutant is one wrong line in the core. The [tables](listed) have the wrong lines and the tests that should fail;
-[results.tsv](results.tsv) has the first test that failed, the CPU seconds until then (in older rows wall time) and a
-hash of the wrong line.
+A mutant is one wrong line in the core. The [tables](listed) have the lines and the tests that should fail;
+[results.tsv](results.tsv) has the first test that failed, CPU seconds until then (in older rows wall time) and a hash
+of the line.
 
 * `python -m tests.mutants --rest --write` runs mutants without a valid result: a new or changed line, or a lost test.
 * `python -m tests.mutants --only TEXT --write` runs mutants whose name or file contains a text; `--only ""` runs all.
-* `python -m tests.mutants --write` runs no mutant. It sorts `results.tsv` and writes this page and
-  [faults that others shipped](../../docs/faults-others-shipped.md). Run it after a merge of branches; it also resolves
-  a conflict in `results.tsv`.
+* `python -m tests.mutants --write` runs no mutant, resolves conflicts in `results.tsv`, sorts it, and writes this page
+  and [faults that others shipped](../../docs/faults-others-shipped.md). Run it after a merge.
 
 Mutants by area:
 """
 SHIPPED_TITLE = """# Faults that others shipped
 
-A fault of a public trainer is listed under the first check of this project that fails when one changed line repeats the
-fault here. Checks are commands, which also accept your recipe and layout, or tests (`pytest tests/CHECK`).
-[The list of mutants](../tests/mutants/listed) has the changed lines; `python -m tests.mutants --shipped --write`
-measures again.
+Faults of public trainers, under the first check of this project that fails when [one changed
+line](../tests/mutants/listed) repeats the fault here. Checks are commands, which also accept your recipe and layout, or
+tests (`pytest tests/CHECK`).
+`python -m tests.mutants --shipped --write` measures again.
 
 {counts}"""
 LIMIT_S = 60

@@ -19,7 +19,6 @@ README = registry.FOLDER / "README.md"
 SUMMARIES = {
     registry.REGISTERED: "The [page of the examples](../examples/README.md) describes their data and metrics.",
     registry.TINY: "A small form of every backbone; suffixes name layouts:",
-    registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
 SIZE = re.compile(r"\(([\d.]+ [MB])")
@@ -60,11 +59,12 @@ def page() -> str:
         "",
         "Recipes that `python -m launch.train --yes --factory NAME` starts, and the parts that an override can name. A",
         "number in brackets is the parameter count of each recipe since the previous brackets. `--list` adds the",
-        "hardware, `--describe NAME` a full description. [Matching",
+        "hardware, and recipes to measure systems; `--describe NAME` prints a full description. [Matching",
         "encoders](../energon_data/README.md#folders-of-the-recipes).",
     ]
     in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
-    for title, group in registry.sections(in_repository).items():
+    sections = registry.sections(in_repository)
+    for title, group in ((title, group) for title, group in sections.items() if title != registry.MEASURING):
         lines += ["", f"## {title}", ""]
         if title == registry.PUBLISHED:
             lines += _by_file(group)

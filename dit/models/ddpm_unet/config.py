@@ -16,7 +16,7 @@ class DDPMUNetConfig(ClassConditioned):
     Attributes:
         hidden_size: width of the tokens, first level (Imagen's UNets), or conditions (DDPM UNet).
         block_out_channels: channels at each resolution, the full one first.
-        mid_out_channels: channels of each pair of convolutions at the lowest resolution.
+        mid_out_channels: channels of pairs of convolutions at the lowest resolution.
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
     """
 

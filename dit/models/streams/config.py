@@ -43,7 +43,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     Z-Image. Two families or more share each of the others.
 
     Attributes:
-        num_joint_layers, num_single_layers: blocks with two streams, and following ones with one stream.
+        num_joint_layers, num_single_layers: blocks with two streams, and following ones with one.
         num_query_groups: key and value heads; one per query head if None.
         num_dual_layers: first joint blocks with a second attention of the image to itself.
         qk_layernorm: RMSNorm on queries and keys, per head; of SANA 1.5, over the full width.
