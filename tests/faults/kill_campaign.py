@@ -263,7 +263,8 @@ def table(rows: Sequence[Row]) -> str:
             [counts[phase, mode, what] for what in (*KINDS, "a writer")] for mode in ("synchronous", "asynchronous")
         ]
         cells = " | ".join(", ".join(map(str, row)) if any(row) else "" for row in kills)
-        phases_by_cells.setdefault(cells, []).append(phase)
+        if any(map(any, kills)):
+            phases_by_cells.setdefault(cells, []).append(phase)
     lines = ["| phases | synchronous saves | asynchronous saves |", "|---" * 3 + "|"]
     lines += [f"| {', '.join(phases)} | {cells} |" for cells, phases in phases_by_cells.items()]
     return "\n".join(lines)
