@@ -199,12 +199,12 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
 
 
 def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
-    """Return the table of gradient errors in Markdown; a layout that is not equal is marked after its name."""
-    lines = ["| layout | largest gradient error |", "|---|---|"]
+    """Return the list of gradient errors in Markdown; a layout that is not equal is marked after its name."""
+    lines = []
     for row in rows:
         outcome = outcomes[row.name]
         name = f"{row.name} **differs** ({outcome.differences[0]})" if outcome.differences else row.name
-        lines.append(f"| {name} | {outcome.errors['gradients']:.1e} |")
+        lines.append(f"* {name}: {outcome.errors['gradients']:.1e}")
     return "\n".join(lines)
 
 

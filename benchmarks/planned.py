@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
     from dit.tracing.counter import StepTrace
 
-HEAD = "| published step | measured, ms | error of the plan | error of a fit without the system |"
+HEAD = "| published step | measured, ms | error of the plan |"
 STEPS, DELTA, LARGEST_STEP, PENALTY = 12, 1e-3, 0.3, 0.02
 """Of the fit: iterations, difference for slopes, largest change of a logarithm in an iteration, penalty of a change."""
 EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
@@ -345,19 +345,19 @@ def left_out(rows: Sequence[Traced], system: str) -> Fitted:
 
 
 def table(rows: Sequence[Traced]) -> str:
-    """Return a table of the predictions, each with the error of a fit without the row's system."""
-    lines = [HEAD, "|---|---|---|---|"]
-    unseen = {system: left_out(rows, system) for system in dict.fromkeys(row.row.system for row in rows)}
-    errors: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for row in rows:
-        error, other = row.error(Fitted()), row.error(unseen[row.row.system])
-        errors[row.row.fitted].append((abs(error), abs(other)))
-        lines.append(f"{row.row.cells} {error:+.1%} | {f'{other:+.1%}' if row.row.fitted else '-'} |")
-    for is_fitted, pairs in errors.items():
-        cells = [f"{np.median(column):.1%}, {max(column):.1%}" for column in zip(*pairs)]
-        title = f"{len(pairs)} rows in {'the fit' if is_fitted else 'no fit'}: median and largest error"
-        lines.append(f"| {title} | | {cells[0]} | {cells[1] if is_fitted else '-'} |")
-    return "\n".join(lines)
+    """Return a table of the predictions, with the errors of all rows and of fits without the system of a row."""
+    in_fit = [row for row in rows if row.row.fitted]
+    unseen = {system: left_out(rows, system) for system in {row.row.system for row in in_fit}}
+    errors = {
+        f"{len(in_fit)} rows in the fit: median, largest error": [row.error(Fitted()) for row in in_fit],
+        "the same in fits without the row's system": [row.error(unseen[row.row.system]) for row in in_fit],
+        f"{len(rows) - len(in_fit)} rows in no fit": [row.error(Fitted()) for row in rows if not row.row.fitted],
+    }
+    lines = [f"{row.row.cells} {row.error(Fitted()):+.1%} |" for row in rows]
+    lines += [
+        f"| {title} | | {np.median(np.abs(row)):.1%}, {max(map(abs, row)):.1%} |" for title, row in errors.items()
+    ]
+    return "\n".join([HEAD, "|---|---|---|", *lines])
 
 
 def constants(rows: Sequence[Traced]) -> str:

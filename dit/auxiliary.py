@@ -52,7 +52,7 @@ class Projection:
         layer: number of layers before the projection.
         features: width of the teacher's features.
         hidden_size: inner width of the projection.
-        until_step: completed steps after which the projection is not trained and has no term in the loss.
+        until_step: completed steps after which alignment ends.
     """
 
     layer: int = 8

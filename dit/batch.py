@@ -117,7 +117,6 @@ class PackedBatch:
         """Check the batch against its layout and the conditions of a model, and return it.
 
         Args:
-            required: the model's conditions.
             patch_volume: latent positions in a patch of the model.
             largest_grid: largest numbers of patches along t, h and w; None for no limit.
         """
@@ -152,9 +151,6 @@ class PackedBatch:
 
         The result is a view if the pack has no padding; with patch size 1, `dense(x)[:, 0].permute(0, 3, 1, 2)` is then
         a channels-last image batch. `layout.insert_padding(y.flatten(0, 3))` is the inverse.
-
-        Args:
-            x_TC: values of all tokens of the pack, padding included.
         """
         if len(set(self.grids)) != 1 or self.layout.local_indices is not None:
             raise BatchError(

@@ -86,7 +86,6 @@ class Part:
     """The position of a range of this rank's part of a parameter in the full parameter.
 
     Attributes:
-        shape: of the full parameter.
         local_shape: of this rank's (tensor-parallel) part of it.
         origin: index of the first element of that part.
         start, stop: range of the flattened part.

@@ -173,13 +173,7 @@ class Condition:
         return fault and f"{self.name} {fault}"
 
     def pack(self, values: Sequence[Value], layout: SequenceLayout, patch: tuple[int, int]) -> "Entry":
-        """Concatenate the values of the samples of a pack.
-
-        Args:
-            values: one value per sample.
-            layout: layout of the latents.
-            patch: sides of a patch in time and in space.
-        """
+        """Concatenate the values of the samples of a pack."""
         if self.is_number:
             return Entry(self.axis, torch.tensor(values, dtype=self.dtype))
         tensors = [torch.as_tensor(value, dtype=self.dtype) for value in values]
@@ -230,12 +224,7 @@ class Entry:
         return replace(self, values=self.values[indices_T]) if self.axis in PER_TOKEN else self
 
     def drop(self, condition: Condition, dropped_S: Tensor, layout: SequenceLayout) -> "Entry":
-        """Replace the values of some samples by the null; earlier replacements stay.
-
-        Args:
-            dropped_S: True for these samples.
-            layout: layout of the local latents.
-        """
+        """Replace the values of some samples by the null; earlier replacements stay."""
         if condition.null == "learned":
             return replace(self, dropped_S=dropped_S if self.dropped_S is None else self.dropped_S | dropped_S)
         if self.axis == "sample":
@@ -346,9 +335,7 @@ class Conditions(Mapping[str, Entry]):
         Optional texts are not dropped in training, because the number of tokens would depend on the draw.
 
         Args:
-            required: conditions of the model.
             draw: returns one number in [0, 1) per sample, `[S]`, for a purpose.
-            layout: layout of the local latents.
 
         Source: Ho and Salimans 2022, arXiv:2207.12598, Algorithm 1, for one condition.
         """
@@ -381,9 +368,6 @@ class Conditions(Mapping[str, Entry]):
         """Check the entries against the pack and the conditions of the model.
 
         Args:
-            required: conditions of the model.
-            layout: layout of the latents.
-            keys: name of each sample.
             patch_volume: latent positions in a patch.
 
         Returns:
@@ -437,10 +421,7 @@ def pack_conditions(
     """Pack the conditions of samples.
 
     Args:
-        required: conditions of the model.
         values: of each sample, by name of the condition; missing conditions get no entry.
-        layout: layout of the latents.
-        patch: sides of a patch in time and in space.
     """
     return Conditions({c.name: c.pack(values[c.name], layout, patch) for c in required if c.name in values})
 
@@ -451,9 +432,7 @@ def check_given(
     """Check the conditions that a user gives for sampling.
 
     Args:
-        required: conditions of the model.
         values: of each sample, by name of the condition.
-        count: number of samples.
         latent_size: (T, H, W) of each sample.
     """
     by_name = {condition.name: condition for condition in required}

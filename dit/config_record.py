@@ -29,7 +29,6 @@ def import_trusted(
 
     Args:
         place: setting or record that has the name, for messages.
-        refusal: class of the error that is raised.
         more_packages: trusted packages in addition to `dit`, `energon_data` and those of `DIT_PACKAGES`.
     """
     module, _, attribute = name.rpartition(".")

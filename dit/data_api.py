@@ -200,11 +200,7 @@ class DataConfig(ABC):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> DataStream:
-        """Build this rank's endless stream; log dropped samples to `log_dir` unless it is None.
-
-        Args:
-            micro_batches_per_step: as in `validate`.
-        """
+        """Build this rank's endless stream; log dropped samples to `log_dir` unless it is None."""
 
     @abstractmethod
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
@@ -301,7 +297,6 @@ def merge_states(states: Sequence[Mapping[str, Any]], *, dp_rank: int = 0, dp_si
 
     Args:
         states: `state_dict` of each replica of the run that saved them.
-        dp_rank, dp_size: index of the replica that continues, and number of replicas.
 
     Raises:
         ConfigError: the states have no `streams` and the number of replicas changed.

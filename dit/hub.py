@@ -84,11 +84,7 @@ def check_hub(repository: str, file: str = "config.json") -> None:
 
 
 def check_reachable(repository: str) -> None:
-    """Check that the Hugging Face hub can be reached.
-
-    Args:
-        repository: for the message.
-    """
+    """Check that the Hugging Face hub can be reached."""
     from huggingface_hub import constants
 
     try:

@@ -26,11 +26,9 @@ class JointLayout(SequenceLayout):
     and the local image tokens of one rank.
 
     Attributes:
-        text: layout of the texts.
         image: layout of the images of the global pack.
         local_image: layout of the local image tokens.
         order_J: for each joint token, its index in the concatenation of all text tokens and all image tokens, int64.
-        inverse_J: the inverse permutation of `order_J`.
     """
 
     text: SequenceLayout

@@ -132,7 +132,6 @@ class SequenceLayout:
         """Return the layout of samples of the given lengths, packed one after the other.
 
         Args:
-            lengths: real tokens per sample.
             multiple_of: every sample is padded to a multiple of this number of tokens.
             total_tokens: tokens of the pack. Default: the sum of the padded lengths.
             may_be_empty: for optional texts.

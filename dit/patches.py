@@ -25,8 +25,6 @@ def patches(
     Args:
         library: package and the minor versions that the patch was written for, `torch 2.11-2.14` or `nemo-run 0.11`.
         part: upstream module and name that the function replaces, overrides or uses.
-        why: reason for the patch.
-        link: upstream issue or pull request, if there is one.
 
     Raises:
         ConfigError: (by the decorated function) another version is installed.
@@ -73,7 +71,8 @@ def check_version(library: str, part: str) -> None:
     if number is None or not first <= (int(number[1]), int(number[2])) <= last:
         raise ConfigError(
             f"{package}: {installed} is installed, but the patch of {part} was written for {library}; "
-            f"pip install '{package}>={_dotted(first)},<{last[0]}.{last[1] + 1}', or review the patch (docs/patches.md)"
+            f"pip install '{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}', or "
+            "review the patch (docs/patches.md)"
         )
 
 
@@ -87,7 +86,3 @@ def versions_of(library: str) -> tuple[str, tuple[int, int], tuple[int, int]]:
 def _minor(text: str) -> tuple[int, int]:
     major, minor = text.split(".")
     return int(major), int(minor)
-
-
-def _dotted(minor: tuple[int, int]) -> str:
-    return f"{minor[0]}.{minor[1]}"

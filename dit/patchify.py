@@ -17,9 +17,6 @@ def frames_to_patch(frames: int, patch_temporal: int) -> int:
 
     An image is repeated to fill one temporal patch, so images and clips can share a model with `patch_temporal` > 1.
     Other lengths are unchanged.
-
-    Args:
-        frames: frames of the latent; 1 for an image.
     """
     return patch_temporal if frames == 1 else frames
 
@@ -57,10 +54,8 @@ def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: i
         (mean mean var var)(mean mean var var) becomes (mean mean)(mean mean)(var var)(var var)
 
     Args:
-        prediction_TC: output of the network.
         token_channels: channels per token of a patchified latent.
         latent_channels: channels per position of a latent.
-        num_outputs: number of outputs.
 
     Returns:
         The same values, `[T, C]`; `prediction_TC` itself if there is one output.

@@ -25,7 +25,6 @@ class Range:
     """An interval of numbers; NaN is outside every interval.
 
     Attributes:
-        low, high: ends of the interval.
         whole: integers only.
         open_low, open_high: whether this end is excluded.
     """
@@ -84,7 +83,6 @@ def check_ranges(part: str, config: "DataclassInstance", ranges: Mapping[str, Ra
 
     Args:
         part: name of the configuration in overrides, such as `training`.
-        ranges: ranges by field name.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -115,7 +113,6 @@ def check_unused(
 
     Args:
         part: name of the configuration in overrides, such as `training`.
-        names: fields of `config`.
         where: circumstances under which they have the fault.
         cure: change that removes the fault.
         fault: what is wrong with settings of other values.
@@ -154,7 +151,6 @@ def duration_s(name: str, text: str) -> float:
     """Convert a duration in the format of Slurm's `--time` to seconds.
 
     Args:
-        name: name of the setting, for the message.
         text: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`, `days-hours:minutes` or
             `days-hours:minutes:seconds`.
     """

@@ -35,12 +35,7 @@ def _resized(pictures: Tensor, size: tuple[int, int], *, antialias: bool) -> Ten
 
 @dataclass(frozen=True)
 class LowResolution:
-    """A low-resolution picture at the size of the latent: reduced, then enlarged again.
-
-    Args:
-        factor: ratio of the two sizes.
-        kernel: kernel that enlarges the small picture.
-    """
+    """A low-resolution picture at the size of the latent: reduced, then enlarged again."""
 
     factor: int
     kernel: Kernel = "pil"

@@ -288,8 +288,6 @@ class StoredArray:
     """An array of numbers or texts in an `.npz` file; its content is read once, in order.
 
     Attributes:
-        shape: sizes of its axes.
-        dtype: NumPy's type of an element.
         is_fortran: the first axis is the innermost.
     """
 

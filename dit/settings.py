@@ -36,15 +36,14 @@ class OptimizerConfig:
     """AdamW, or Muon with AdamW.
 
     Attributes:
-        algorithm: `muon` updates the 2-D weights of blocks, except modulations and routers, by Muon, and all other
-            parameters by AdamW.
+        algorithm: `muon` updates the 2-D weights of blocks, except modulations and routers; AdamW the others.
         lr: peak learning rate; Muon's updates have about the size of AdamW's.
         beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
-        weight_decay: decoupled; not applied to one-dimensional parameters (biases, norms).
+        weight_decay: decoupled; not of one-dimensional parameters (biases, norms).
         clip_grad: largest global gradient norm; 0 disables clipping.
         muon_momentum: decay of Muon's momentum.
-        offload: store the moments in host memory: AdamW's (8 bytes per parameter), Muon's momentum (4 bytes).
+        offload: store the moments in host memory: 8 bytes per parameter (Muon: 4).
     """
 
     algorithm: Algorithm = "adamw"
@@ -85,43 +84,38 @@ class TrainingConfig:
     Attributes:
         run_dir: folder of the run.
         num_steps: optimizer steps, including those before a resume.
-        micro_batch_size, global_batch_size: samples (or packs) per forward pass of a rank, at most, and per optimizer
-            step over all ranks.
+        micro_batch_size, global_batch_size: samples (or packs) per forward pass of a rank, and per step over all ranks.
         precision: `bf16` and `fp16` have fp32 master weights and gradients.
-        fp8: 8-bit matrix products in transformer blocks, with one scale per matrix (`tensorwise`), 128 numbers
-            (`blockwise`) or 32 (`mxfp8`), or experimental 4-bit ones with one scale per 16 (`nvfp4`).
+        fp8: 8-bit matrix products in transformer blocks, with a scale per matrix (`tensorwise`), 128 (`blockwise`) or
+            32 numbers (`mxfp8`), or experimental 4-bit ones (`nvfp4`: per 16).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
-        initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
-            doubles; an overflow skips the update and halves it.
-        attention: `auto` uses a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
-            (bf16 on CUDA) or scaled-dot-product attention.
-        linears: parallel linears; `auto` uses Megatron-Core's, `overlapped` overlaps communication of sequence
-            parallelism with products.
+        initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps until it doubles; an overflow
+            skips the update and halves it.
+        attention: `auto`: a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel (bf16 on
+            CUDA) or scaled-dot-product attention.
+        linears: parallel linears; `auto`: Megatron-Core's; `overlapped`: communication of sequence parallelism during
+            products.
         kernels: memory-bound operations and the optimizer's update; `compile`: torch.compile of the layers (not under
-            FSDP); `auto`: `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
-        cuda_graph: replay passes and update of a step as CUDA graphs; needs batches of one shape, or packs.
+            FSDP); `auto`: `triton` if `kernels --verify` has passed, else `eager`.
+        cuda_graph: replay steps as CUDA graphs; needs batches of one shape, or packs.
         deterministic: use slower kernels with bit-identical results.
-        recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
-            all.
-        recompute_layers: layers of each pipeline stage to recompute, from the first; None for all.
+        recompute: activations to recompute: none, cheap ones (norms, activation functions), or all.
+        recompute_layers: first layers of each pipeline stage to recompute; None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay, ema_start_step: decay of the weight average (None for no average), and the step at which it starts.
+        ema_decay, ema_start_step: decay of the weight average, and the step at which it starts.
         ema_offload: store the averages in host memory.
-        ema_sigma_rel: relative lengths of power-function averages (0.01 to 0.28), such as [0.05, 0.1], for
-            `launch.average`.
+        ema_sigma_rel: lengths of power-function averages (0.01 to 0.28), such as [0.05, 0.1].
         log_interval: steps between log lines.
-        validation_interval, sample_interval: steps between held-out losses, and between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation;
-            `DIT_PACKAGES` lists their packages.
-        stop_at_step: stop after this step with a checkpoint and code 75; a later step or None continues the run.
+        validation_interval, sample_interval: steps between held-out losses, and sample grids; 0 for never.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation.
+        stop_at_step: stop after this step with a checkpoint and code 75.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
-            checkpoint and omit the data since then.
-        spike_threshold: robust standard deviations above the running median that are a spike, such as 20.
+            checkpoint without the data since.
+        spike_threshold: robust standard deviations above the median that are a spike, such as 20.
         max_bad_steps: bad steps allowed within 100 steps.
-        recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
-        time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        hang_timeout_s: seconds without progress until a rank ends the run; longer than any save, validation or
-            sampling.
+        recheck_interval: interval of steps that are computed twice to detect faulty hardware; needs `deterministic`.
+        time_limit: time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
+        hang_timeout_s: seconds without progress until a rank ends the run.
     """
 
     run_dir: str = "runs/default"
@@ -275,19 +269,18 @@ class CheckpointConfig:
 
     Attributes:
         interval: steps between checkpoints; 0 saves only at the end.
-        keep_last, keep_every, keep_best: checkpoints to retain: the newest (at least 1), those at multiples of
-            `keep_every` steps (0 for none), and those with the lowest held-out loss.
+        keep_last, keep_every, keep_best: retained checkpoints: the newest (at least 1), multiples of `keep_every`
+            steps, and the lowest held-out losses.
         async_save: write in another process, after a copy to host memory.
-        save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
-        copy_to: address of a copy of every checkpoint (`s3://bucket/folder`), from which a run also resumes.
-        resume: `auto` resumes from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
+        save_timeout_s: seconds until an asynchronous save or a copy fails.
+        copy_to: address of copies (`s3://bucket/folder`), from which a run also resumes.
+        resume: from the newest valid checkpoint, if any; `must` fails without one, `never` with one.
         resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints ignores it.
         start_from: weights of a new run: a run folder or checkpoint (its average, if any), a folder of diffusers, or
-            `hf://owner/name` (Hugging Face hub). A run with checkpoints ignores it, except for the frozen weights under
-            `model.lora`.
+            `hf://owner/name`. A run with checkpoints reads only the frozen weights under `model.lora` from it.
         accept_changes: settings or parts that may differ from the checkpoint or `start_from`. `data.path` and
-            `data.blend` also accept changed data, read from the beginning; `checkpoint.start_from` accepts data of
-            other encoders than those of the weights.
+            `data.blend` accept changed data, too, read from the beginning; `checkpoint.start_from` data of other
+            encoders.
     """
 
     interval: int = 1000
@@ -331,9 +324,9 @@ class LoggingConfig:
     Attributes:
         tensorboard: write `events/` in the run folder.
         wandb: mirror to Weights & Biases; None: if there is a key and the package.
-        wandb_project, wandb_name, wandb_group: project, name and group of the run; None for wandb's defaults.
-        wandb_artifacts: upload checkpoints; training waits while files are hashed and copied.
-        profile_steps: first and last step that rank 0 traces into `profile/`.
+        wandb_project, wandb_name, wandb_group: of the run; None for wandb's defaults.
+        wandb_artifacts: upload checkpoints, while training waits.
+        profile_steps: first and last step of rank 0's trace in `profile/`.
     """
 
     tensorboard: bool = True
@@ -361,19 +354,19 @@ class SamplingConfig:
     Attributes:
         solver: integrator of the sampling ODE or SDE.
         num_steps: solver steps.
-        variance: noise variance of `ancestral`: of the posterior given x0, of the forward step, or learned.
+        variance: noise variance of `ancestral`: of the posterior, of the forward step, or learned.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide only this many channels (3 of 4 in facebookresearch/DiT).
-        guidance_rescale: share of the guided prediction that is rescaled (arXiv:2305.08891: 0.7).
-        guidance_norm: give each token of the guided prediction the norm of the conditional one (Qwen-Image).
+        guidance_rescale: share of rescaled prediction (arXiv:2305.08891: 0.7).
+        guidance_norm: give guided predictions the norm of the conditional ones, per token (Qwen-Image).
         guidance_interval: smallest and largest sigma / alpha with guidance (arXiv:2404.07724).
         churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM's stochastic `heun` (arXiv:2206.00364, Algorithm 2).
-        thresholding: clamp the clean estimate of pixels to [-1, 1], or divide it by its 99.5 % quantile above 1
-            (`dynamic`, Imagen).
+        thresholding: clamp clean pixels to [-1, 1], or divide them by their 99.5 % quantile above 1 (`dynamic`,
+            Imagen).
         samples_per_class: rows of the grid.
         raw_weights: also draw a grid with the raw weights.
         prompts: texts instead of classes.
-        vae: autoencoder that decodes latents (folder or hub name); None for that of the data.
+        vae: autoencoder of latents (folder or hub name); None for that of the data.
         seed: of the initial noise.
     """
 

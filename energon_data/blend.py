@@ -76,7 +76,6 @@ def metadataset(parts: Mapping[str, float], split: str) -> Iterator[str]:
 
     Args:
         parts: weight of each folder; folders of weight 0 are skipped.
-        split: name of the split, the same in all folders.
     """
     blend = [{"path": str(Path(path).absolute()), "weight": weight} for path, weight in parts.items() if weight]
     with tempfile.TemporaryDirectory(prefix="dit-blend-") as folder:

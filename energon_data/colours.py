@@ -86,11 +86,7 @@ def colours_of_frame(frame: Any) -> Colours:
 
 
 def flattened(picture: Image.Image, paper: str = "white") -> Image.Image:
-    """Convert a picture to RGB, in bands of rows where a conversion needs several copies.
-
-    Args:
-        paper: colour of transparent areas.
-    """
+    """Convert a picture to RGB, in bands of rows where a conversion needs several copies."""
     bands = [(0, top, picture.width, min(top + _BAND, picture.height)) for top in range(0, picture.height, _BAND)]
     if picture.mode in ("I", "I;16", "I;16B", "I;16L", "F"):  # 16-bit grey, which Pillow's conversion clips
         values = np.asarray(picture)

@@ -48,19 +48,18 @@ class EnergonData(ReaderSettings):
     Attributes:
         path: a data set folder with `.nv-meta`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
-        blend_steps: steps at which the weights change; each weight is then a list. Steps that
-            `training.on_bad_numbers=rewind` leaves out count.
+        blend_steps: steps at which the weights, then lists, change; steps that `training.on_bad_numbers=rewind` leaves
+            out count.
         shuffle_buffer: samples shuffled in memory.
-        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
+        pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch samples of one shape, for convolutional backbones.
         max_text_tokens: truncate longer texts, also prompts of samples; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
-        min_side, max_side, max_aspect_ratio, min_seconds, max_seconds: drop samples with a smaller or larger side
-            (pixels), a larger ratio of longer to shorter side, or a shorter or longer duration (an image lasts 0
-            seconds).
+        min_side, max_side, max_aspect_ratio, min_seconds, max_seconds: drop samples beyond these limits of the sides
+            (pixels), the ratio of longer to shorter side, or the duration (of an image 0).
         min_caption_length, max_caption_length: drop samples with a shorter or longer caption (characters).
         resize_side: resize the smaller side of stored pixels to this many.
         crop_size, random_crop: crop to this height and width after resizing, at a random position (held-out data: at
@@ -68,8 +67,8 @@ class EnergonData(ReaderSettings):
         flip: probability of mirroring; not of held-out data.
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
-        online_vae: autoencoder that encodes stored pixels in every step.
-        online_text_encoder: encoders of stored captions in every step, such as
+        online_vae: autoencoder of stored pixels in every step.
+        online_text_encoder: the same of captions, such as
             `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`.
         online_precision: precision of these encoders.
         validation_split: split for held-out losses.

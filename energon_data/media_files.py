@@ -89,10 +89,6 @@ class _TimedFile(io.BytesIO):
 def open_picture(data: bytes, paper: str = "white") -> Image.Image:
     """Decode a picture as upright RGB in sRGB.
 
-    Args:
-        data: a file in one of the image formats of `dit.media`.
-        paper: colour of transparent areas.
-
     Returns:
         The picture; `info["size"]` is its size, `info["turned"]` is whether its EXIF orientation was applied,
         `info["colours"]` are its `Colours`, `info["animated"]` is whether it is the first frame of an animated PNG,

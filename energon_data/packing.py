@@ -61,10 +61,6 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
     Every item is in exactly one bin, and no bin exceeds the capacity. O(n log n) searches.
 
-    Args:
-        lengths: length of each item, each at most `capacity`.
-        capacity: maximal sum of lengths per bin.
-
     Returns:
         Item indices of each bin.
     """
@@ -87,11 +83,6 @@ def balanced_packs(lengths: Sequence[int], capacity: int, limit: CostLimit) -> l
 
     Every item is in exactly one bin, and no bin exceeds the capacity or the limit. The number of bins is close to the
     minimum.
-
-    Args:
-        lengths: length of each item, each at most `capacity` and `limit.tokens`.
-        capacity: maximal sum of lengths per bin.
-        limit: limit of the cost of a bin.
 
     Returns:
         Item indices of each bin.

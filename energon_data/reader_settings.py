@@ -16,8 +16,8 @@ class ReaderSettings(StreamSettings):
 
     Attributes:
         background: read every stream in a worker process (only on Linux).
-        max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
-        references: read latents or pictures from which samples are edited.
+        max_lost_samples: damaged samples that a data-parallel rank may drop.
+        references: read latents or pictures that samples edit.
     """
 
     worker_modules: ClassVar[tuple[str, ...]] = ()

@@ -126,18 +126,24 @@ def seal(metadata: dict[str, Any], parts: dict[str, bytes]) -> bytes:
     return blank.replace(_BLANK, f'"json": "{checksum(blank)}"'.encode(), 1)
 
 
+def read_object(data: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON object; an error begins with `name`."""
+    try:
+        value = parse_json(data)
+    except ValueError as error:
+        raise SampleError("bad_json", f"{name} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SampleError("bad_json", f"{name} is a {type(value).__name__}, not an object")
+    return value
+
+
 def unseal(raw: bytes) -> dict[str, Any]:
     """Parse metadata with or without checksums, and verify the metadata's checksum if it has one.
 
     Raises:
         SampleError: the text is not a JSON object, or its checksum differs.
     """
-    try:
-        metadata = parse_json(raw)
-    except ValueError as error:
-        raise SampleError("bad_json", f"the metadata is not JSON: {error}") from error
-    if not isinstance(metadata, dict):
-        raise SampleError("bad_json", f"the metadata is a {type(metadata).__name__}, not an object")
+    metadata = read_object(raw, "the metadata")
     sums = metadata.get("crc32")
     if isinstance(sums, dict) and META_PART in sums:
         match = _SELF.search(raw)

@@ -44,13 +44,13 @@ class StreamSettings(DataConfig):
     """Streams and packs of every data source.
 
     Attributes:
-        num_streams: global streams, a divisor of a step's micro-batches, at best the largest number of replicas; None
-            for the largest up to 8.
+        num_streams: global streams, a divisor of a step's micro-batches, at best the number of replicas; None for the
+            largest up to 8.
         max_tokens_per_pack: pack samples up to this many tokens; None for dense batches.
-        pack_multiple_of: count samples as padded to a multiple of this when packs are selected.
-        clean_first_frame: share of the clips whose first frame is clean, for image to video.
-        frame_levels: share of the clips with a noise level for every frame.
-        inpaint: share of the other samples with only a random region noised, for inpainting.
+        pack_multiple_of: pad samples to a multiple of this when packs are selected.
+        clean_first_frame: share of clips whose first frame is clean, for image to video.
+        frame_levels: share of clips with a noise level for every frame.
+        inpaint: share of other samples with only a random region noised.
     """
 
     num_streams: Optional[int] = None
@@ -215,10 +215,6 @@ class StreamItem:
 
     def require_batch(self, stream: str, log: SkipLog) -> PackedBatch:
         """Return the micro-batch.
-
-        Args:
-            stream: name of the stream, for messages.
-            log: counts of dropped samples, for messages.
 
         Raises:
             RuntimeError: the code that reads the stream failed.

@@ -312,11 +312,7 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
 
 
 def _fits(encoder: TextEncoderConfig, required: TextEncoderConfig, *, or_plain: bool) -> bool:
-    """Return whether an encoder makes the entries that a pipeline requires, for texts of any length.
-
-    Args:
-        or_plain: accept an encoder that changes no prompts, too.
-    """
+    """Return whether an encoder makes the entries that a pipeline requires, for texts of any length."""
     # A pooled vector does not depend on padding.
     padded = encoder.padded if "text" in required.makes else required.padded
     prompt = required.prompt if or_plain and encoder.prompt == "plain" else encoder.prompt

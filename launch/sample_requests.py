@@ -144,7 +144,6 @@ def encode_prompts(
 
     Args:
         pictures: the pictures to edit of each text, for encoders that read them.
-        negative: whether these are negative prompts.
     """
     if generator.config.model.condition("context") is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")

@@ -25,13 +25,7 @@ from torch import Tensor, nn
 
 
 class GatheredLinear(nn.Linear):
-    """y = x W^T + b, described above.
-
-    Args:
-        in_features, out_features: sizes of the unsharded layer.
-        group: the tensor-parallel group; None for one rank.
-        sequence_parallel: whether each rank has different tokens of the samples.
-    """
+    """y = x W^T + b, described above."""
 
     def __init__(
         self,

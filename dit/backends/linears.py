@@ -15,10 +15,8 @@ class ColumnLinear(ColumnParallelLinear):
 
     Attributes:
         is_unsharded: whether this rank has all features, so that the layer is a plain torch linear.
-        returns_bias: whether the layer returns a `PendingBias`.
         skip_bias_add: whether the output does not include the bias.
         skip_bias_gradient: whether the output includes the bias, whose gradient the next operation computes.
-        fp8: quantised products; None for products in the precision of the weight.
     """
 
     is_unsharded, returns_bias, skip_bias_add, skip_bias_gradient = False, False, False, False
@@ -56,11 +54,7 @@ class ColumnLinear(ColumnParallelLinear):
 
 
 class RowLinear(RowParallelLinear):
-    """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP.
-
-    Attributes:
-        is_unsharded, returns_bias, skip_bias_add, fp8: as in `ColumnLinear`.
-    """
+    """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP."""
 
     is_unsharded, returns_bias, skip_bias_add = False, False, False
     fp8: Optional[Fp8Products] = None

@@ -42,7 +42,6 @@ class ProcessGroups:
 
     Attributes:
         collection: Megatron-Core's `ProcessGroupCollection`, passed to its layers, optimizer and schedules.
-        world_size, rank: size of the job and rank in it.
         dp_size, dp_rank: number of model replicas and index of this rank's replica. Replicas read different samples;
             the context-parallel ranks of a replica read the same samples.
     """

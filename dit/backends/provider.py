@@ -227,11 +227,7 @@ class LayerProvider:
     def row_linear(
         self, in_features: int, out_features: int, *, bias: bool, init: Init, returns_bias: bool = False
     ) -> RowLinear:
-        """Build a linear layer whose input features are split.
-
-        Args:
-            returns_bias: whether the layer returns a `PendingBias`, which may still have to be added.
-        """
+        """Build a linear layer whose input features are split."""
         self.split(in_features, "input features")
         skips = returns_bias and self._skips_bias_add
         layer = self._row(

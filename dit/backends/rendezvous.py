@@ -26,11 +26,6 @@ LOOK_S = 0.5
 def store_of_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """Return a view of a store that no earlier attempt has used (collective).
 
-    Args:
-        store: store of all ranks, which may contain keys of earlier attempts.
-        rank, world_size: rank of this process and size of the job.
-        timeout_s: longest wait for the other ranks.
-
     Raises:
         DistStoreError: the other ranks did not respond in time.
     """

@@ -173,13 +173,7 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
 def megatron_attributes(
     sharding: ParameterSharding, *, sequence_parallel: bool, pipeline: bool, first_stage: bool
 ) -> dict[str, bool | int]:
-    """Return the attributes that Megatron-Core reads from a parameter.
-
-    Args:
-        sequence_parallel: whether activations between the linear layers are sharded over the tensor-parallel ranks.
-        pipeline: whether the model has several stages.
-        first_stage: whether this is the first stage's copy of the parameter.
-    """
+    """Return the attributes that Megatron-Core reads from a parameter."""
     copies = pipeline and sharding.every_stage
     return {
         # The gradient norm counts a replicated parameter only on the first tensor-parallel rank.
@@ -206,7 +200,6 @@ def write_attributes(
     """Set Megatron-Core's attributes on every parameter of a model chunk, derived from its sharding.
 
     Args:
-        sequence_parallel, pipeline, first_stage: see `megatron_attributes`.
         sums_head_norms: `qk_layernorm` of Megatron-Core's config.
     """
     for name, parameter in module.named_parameters():
@@ -241,7 +234,6 @@ class AxisSizes:
 
     Attributes:
         experts: number of ranks over which the experts of a layer are split.
-        sequence_parallel: whether activations between the linear layers are sharded over the tensor-parallel ranks.
     """
 
     ranks: Mapping[Axis, int] = field(default_factory=dict)

@@ -145,12 +145,7 @@ def check_same_experiment(
     accepted: Sequence[str],
     replaced: Sequence[Change] = (),
 ) -> list[Change]:
-    """Check that resuming from a checkpoint with the settings `saved` continues the same experiment.
-
-    Args:
-        accepted: paths of settings or parts whose changes are accepted.
-        replaced: changed data sets, see `replaced_data`.
-    """
+    """Check that resuming from a checkpoint with the settings `saved` continues the same experiment."""
     _check_names(accepted, saved, config)
     all_changes = [*changes(saved, config), *replaced]
     refused = [change for change in all_changes if change.is_refused and not change.is_in(accepted)]

@@ -25,7 +25,6 @@ class TrainState(ModelState):
     """Everything that a training step changes.
 
     Attributes:
-        held_out: newest held-out loss.
         base: checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
         run: id of the run, see `dit.checkpoint.run_identity`; empty before `Checkpointer.resume`.
     """

@@ -57,9 +57,6 @@ class ContextAttention:
     Attributes:
         local: the attention of this device, for full samples and for text.
         kernel: block kernel of this device, for parts of samples.
-        comm: the communication scheme.
-        split: assignment of chunks to ranks.
-        group: all context-parallel ranks.
         inner, outer: for `a2a+p2p`, adjacent ranks that exchange heads, and the ring across them.
         segment_comm: the scheme for segments smaller than samples (see `segment_attention`).
     """
@@ -100,7 +97,6 @@ class ContextAttention:
 
         Args:
             q_TNH, k_KNH, v_KNH: tensors of the local tokens, in ascending order.
-            partition: local tokens of each rank.
         """
         if self.comm in ("a2a", "a2a+p2p"):
             return self._by_heads(q_TNH, k_KNH, v_KNH, partition)
@@ -173,7 +169,6 @@ class ContextAttention:
 
         Args:
             texts: queries, keys and values of the text; None for no queries.
-            images: those of the image.
         """
         inner, index = self._inner()
         order, blocks = partition.order(index, inner.size()), partition.blocks(inner.size())
@@ -224,10 +219,6 @@ class _RingStep:
 def merge(joined: Attended, part: Attended) -> Attended:
     """Merge the attention over two sets of keys, float32; a query without keys in both has out 0 and lse -inf.
 
-    Args:
-        joined: output and log-sum-exp over the first set.
-        part: the same over the second set.
-
     Source: Liu et al. 2023, arXiv:2310.01889; see `dit.kernels.attention_blocks`.
     """
     lse_TN = torch.logaddexp(joined.lse_TN, part.lse_TN)
@@ -241,10 +232,7 @@ class _Plan:
     """Arguments of an exchange other than its tensors.
 
     Attributes:
-        queries: layout of the local queries.
         blocks: layouts of the keys of each rank of a ring; if keys are gathered, the layout of all keys.
-        group: the ranks.
-        kernel: the block kernel.
         order: the permutation from rank-by-rank to ascending order, and its inverse, if keys are gathered.
         replicated: layout of the replicated keys, or None.
     """
@@ -445,7 +433,6 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
 
     Args:
         xs_TNH: tensors of the local tokens, which may differ in the number of heads; sent together.
-        group: the ranks.
         order: the permutation from rank-by-rank to ascending order, and its inverse; None for the identity.
 
     Returns:

@@ -52,11 +52,7 @@ def check_split(layout: SequenceLayout, size: int, split: ContextSplit) -> None:
 
 
 class Partition(Protocol):
-    """Layouts of the tokens of adjacent ranks, and their order.
-
-    Attributes:
-        size: number of context-parallel ranks.
-    """
+    """Layouts of the tokens of adjacent ranks, and their order."""
 
     @property
     def size(self) -> int: ...
@@ -157,8 +153,6 @@ class FixedPartition:
 
     Attributes:
         layout: layout of the local tokens, or of replicated texts and the local tokens.
-        size: number of context-parallel ranks.
-        split: division of the tokens over them.
     """
 
     layout: SequenceLayout

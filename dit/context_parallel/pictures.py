@@ -46,8 +46,6 @@ class Pictures:
     """The pictures of a pack.
 
     Attributes:
-        layout: the global pack.
-        grids: (t, h, w) of its samples.
         context: attention of this process under context parallelism, else None.
     """
 

@@ -205,7 +205,6 @@ def page(
     Args:
         has_loop: whether the class is the only condition, so that a short loop samples from the model.
         folder: of the transformer, relative to the page.
-        code: Python code that loads and samples a pipeline.
     """
     scheduler = scheduler_config(trained.objective)
     lines = [f"# {class_name}, exported by megatron-dit", "", *(f"* {line}" for line in how_to_sample(trained))]

@@ -205,11 +205,7 @@ class Selection:
 
 
 def table(ops: Iterable[Op[object]], target: Target, settings: Mapping[str, str]) -> dict[str, Selection]:
-    """Return the selection for every op by op name.
-
-    Args:
-        settings: values of the settings that select implementations, by name of the setting.
-    """
+    """Return the selection for every op by op name."""
     selections = {}
     for op in ops:
         requested = settings.get(op.setting or "", AUTO)

@@ -40,11 +40,7 @@ def direction(matrix_OI: Tensor) -> Tensor:
 
 
 def momentum(p: Elements, rates: Rates, decay: float) -> Tensor:
-    """Update the momentum, stored in `exp_avg`, and return Nesterov's update, flat and fp32, on the device of `main`.
-
-    Args:
-        decay: decay of the momentum.
-    """
+    """Update the momentum `exp_avg`, and return Nesterov's update, flat and fp32, on the device of `main`."""
     gradient = clipped(p, rates)
     average = p.exp_avg.to(p.main.device, non_blocking=True)
     average.lerp_(gradient, rates.changes * (1 - decay))
@@ -54,11 +50,7 @@ def momentum(p: Elements, rates: Rates, decay: float) -> Tensor:
 
 
 def apply(p: Elements, rates: Rates, direction: Tensor) -> None:
-    """Update the master weights, their average and the model weights.
-
-    Args:
-        direction: the local elements of the direction.
-    """
+    """Update the master weights, their average and the model weights."""
     values = rates.changes * rates.on_device
     p.main.mul_(1 - values[DECAY])
     p.main.sub_(direction.view(p.main.shape).to(p.main.dtype) * values[RATE])

@@ -23,11 +23,7 @@ from dit.layout import SequenceLayout
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the token width (Zhang and Sennrich 2019), with or without a modulation after it.
-
-    Args:
-        gradient_covers: see `ParameterSharding`.
-    """
+    """x / rms(x) * weight over the token width (Zhang and Sennrich 2019), with or without a modulation after it."""
 
     def __init__(
         self,

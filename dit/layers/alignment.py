@@ -11,9 +11,6 @@ from dit.backends.provider import LayerProvider
 class AlignmentHead(nn.Module):
     """Three linear layers with SiLU, replicated over tensor-parallel ranks; each rank projects its tokens.
 
-    Args:
-        features: width of the teacher's features.
-
     Source: Yu et al. 2024 (REPA), arXiv:2410.06940, and `build_mlp` of its published code.
     """
 

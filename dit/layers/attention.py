@@ -134,7 +134,6 @@ class SelfAttention(nn.Module):
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
-        attention: the attention implementation of this process.
     """
 
     def __init__(
@@ -183,7 +182,6 @@ class SelfAttention(nn.Module):
         """Attend inside each sample.
 
         Args:
-            layout: layout of the local tokens.
             rotation: rotary positions of the gathered tokens (all tensor-parallel ranks), or None.
             attend: attention within segments smaller than samples. Default: the implementation of this process.
             first: values v_1 of the first layer, of local heads and gathered tokens, and a learned weight w: this layer

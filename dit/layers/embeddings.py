@@ -40,7 +40,6 @@ class EmbeddingMLP(nn.Module):
 
     Args:
         inputs, inner, size: widths before, between and after the linear layers.
-        inits: initial weights of both.
     """
 
     def __init__(
@@ -62,8 +61,6 @@ class TimestepEmbedder(EmbeddingMLP):
         time_scale: factor on the objective's time before the sinusoid; 1000 spans DDPM's classic timesteps.
         features: width of the sinusoid.
         inner_size: width between the linear layers; None for `hidden_size`.
-        frequency_shift: see `timestep_features`.
-        inits: see `EmbeddingMLP`.
     """
 
     def __init__(

@@ -20,7 +20,6 @@ class FinalLayer(nn.Module):
         norm: affine RMSNorm before the modulation. Default: a layer norm without affine parameters.
         condition_size: width of the conditioning vector; None for `hidden_size`.
         shifted: modulate by shift and scale, otherwise by the scale only.
-        bias: whether both linear layers have biases.
         modulated: False if `forward` receives modulations; `eps`, `condition_size` and `shifted` are then unused.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 ("Transformer decoder").

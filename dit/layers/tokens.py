@@ -27,9 +27,6 @@ def shard_tokens(
 ) -> tuple[SequenceLayout, tuple[Tensor, ...]]:
     """Split the local tokens over tensor-parallel ranks under sequence parallelism; otherwise return all of them.
 
-    Args:
-        tensors_T: tensors of the local tokens, `[T, ...]`.
-
     Returns:
         The layout of this rank's shard, and the shard of each tensor.
     """

@@ -253,12 +253,7 @@ class ModelConfig(ABC):
         return next((condition for condition in self.conditions() if condition.name == name), None)
 
     def batch_spec(self, *, micro_batch_size: int = 1, multiple_of: int = 1) -> BatchSpec:
-        """Return the properties of micro-batches that this model requires.
-
-        Args:
-            micro_batch_size: samples per micro-batch without packing.
-            multiple_of: every sample is padded to a multiple of this number of tokens.
-        """
+        """Return the properties of micro-batches that this model requires."""
         return BatchSpec(
             patch_temporal=self.patch_temporal,
             patch_spatial=self.patch_spatial,

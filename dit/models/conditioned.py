@@ -45,8 +45,8 @@ class TextConditioned(ModelConfig):
 
     Attributes:
         context_size: width of the text embeddings.
-        context_dropout: fraction of dropped texts, for guidance. Samples lose both text and class in the smaller
-            fraction of this and `class_dropout`.
+        context_dropout: fraction of dropped texts, for guidance; the smaller fraction of this and `class_dropout` loses
+            both.
     """
 
     context_size: Optional[int] = None
@@ -63,8 +63,8 @@ class NullTextConditioned(TextConditioned):
     """A model that attends to text, with a choice of the replacement of a dropped text.
 
     Attributes:
-        null_text: replacement of a dropped text, also in guidance: a learned token, or the empty text's embedding, as
-            in diffusers (`LDMUNetConfig` needs `:padded` encoders for it, and also has zeros).
+        null_text: replacement of a dropped text, also in guidance: a learned token, or the embedding of the empty text
+            (diffusers; `LDMUNetConfig` needs `:padded` encoders for it, and also has zeros).
     """
 
     null_text: NullText = "learned"

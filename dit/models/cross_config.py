@@ -16,7 +16,7 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
         num_layers: number of blocks.
         num_query_groups: key and value heads; one per query head if None.
         qk_layernorm: RMSNorm on queries and keys, per head; of SANA 1.5, over the full width.
-        fps_conditioning, size_conditioning: condition on the frame rate, and on height, width and duration.
+        fps_conditioning, size_conditioning: condition on frame rate; on height, width and duration.
     """
 
     norm_full_width: ClassVar[bool] = False

@@ -24,18 +24,18 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     Level i has pictures of 1 / 2^i of the full size; in the Efficient UNet, 1 / 2^(i + 1).
 
     Attributes:
-        hidden_size: width of the tokens, of the first level (Imagen's UNets), or of the conditions (DDPM UNet).
+        hidden_size: width of the tokens, first level (Imagen's UNets), or conditions (DDPM UNet).
         channel_multipliers: multiples of `hidden_size` at each level, the full size first.
         num_res_blocks: residual blocks of each level on the way down.
         attention_levels: levels with attention, counted from 0 at the full size.
-        attention_type: attention to positions, to the text, to both at once (`fused`), or to one after the other with a
-            feed-forward (`stacked`).
+        attention_type: attention to positions, text, both at once (`fused`), or one after the other with a feed-forward
+            (`stacked`).
         head_size: features per attention head; None: `num_attention_heads` counts.
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         norm_num_groups: groups of the group norms.
         stable_attention: attention whose backward pass does not overflow in half precision.
-        low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, which a bicubic
-            kernel enlarges; of `opencv`, a = -0.75.
+        low_resolution_factor, low_resolution_kernel: condition on a picture smaller by this factor, enlarged by a
+            bicubic kernel (`opencv`: a = -0.75).
         noise_augmentation: in training, noise that picture at a random level, and condition on the level.
     """
 

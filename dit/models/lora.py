@@ -62,12 +62,7 @@ def _add_low_rank(layer: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
 
 @torch.no_grad()
 def merge_adapters(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> dict[str, Tensor]:
-    """Return W + (alpha / rank) B A for every weight with an adapter, and the other parameters unchanged.
-
-    Args:
-        base: parameters of the base model, by global name.
-        adapters: A and B, by global name.
-    """
+    """Return W + (alpha / rank) B A for every weight with an adapter, and the other parameters unchanged."""
     merged = dict(base)
     for layer, (a, b) in adapter_pairs(adapters).items():
         merged[f"{layer}.weight"] = base[f"{layer}.weight"] + lora.scale * (b @ a)

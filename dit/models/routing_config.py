@@ -18,11 +18,11 @@ class RoutingConfig:
     Validation and sampling use all tokens.
 
     Attributes:
-        share: share of the tokens of a sample that skip the middle; with 0, `path_dropout` still applies.
+        share: share of tokens that skip the middle; with 0, `path_dropout` still applies.
         first_layers, last_layers: layers before and after the middle, which see all tokens.
-        rejoin: skipping tokens leave the middle `unchanged`, or a linear layer fuses input and output of the middle
-            (`fused`), where a learned vector is the output of skipping tokens.
-        path_dropout: probability that the learned vector replaces the output of the middle for all tokens of a sample.
+        rejoin: skipping tokens stay `unchanged`, or a linear layer fuses input and output of the middle, a learned
+            vector for skipping tokens (`fused`).
+        path_dropout: probability that the learned vector replaces the output for all tokens of a sample.
 
     Source: `unchanged` is TREAD, Krause et al. 2025, arXiv:2501.04765; `fused` is SPRINT, Park et al. 2025,
     arXiv:2510.21986.

@@ -98,7 +98,6 @@ class TokenStack(Backbone, Generic[Config]):
 
         Args:
             positions_T3: (t, h, w) patch index of each local token.
-            batch: the micro-batch, with the positions before sequence parallelism splits them.
         """
 
     def embed_tokens(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:

@@ -74,7 +74,7 @@ class RotarySettings:
 
     Attributes:
         rope_theta: ratio of the shortest to the longest wavelength of `rope_3d`.
-        rope_scaling: extend by increasing theta (`ntk`) or by dividing the index (`linear`).
+        rope_scaling: extend by increasing theta (`ntk`) or dividing the index (`linear`).
         rope_factors: extension along t, h and w; `[2,1,1]` for clips of twice the length.
     """
 
@@ -90,17 +90,16 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     A subclass adds `num_layers` and its own sizes, and annotates the choices of `position_embedding`.
 
     Attributes:
-        hidden_size: width of the tokens, of the first level (Imagen's UNets), or of the conditions (DDPM UNet).
+        hidden_size: width of the tokens, first level (Imagen's UNets), or conditions (DDPM UNet).
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         ffn_hidden_size: inner width of the MLP, after its gate; 4 * hidden_size if None.
-        out_channels: channels predicted per latent position; `in_channels` if None, twice that for a learned variance.
+        out_channels: predicted channels; `in_channels` if None, twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: sine-cosine, rotary (`rope_3d`), or vectors for t, h and w that every layer learns
+        position_embedding: sine-cosine, rotary (`rope_3d`), or learned vectors for t, h and w in every layer
             (`learned_3d`).
         time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
-        base_width: `hidden_size` of a smaller model whose learning rate suits this one; initial weights and rates are
-            scaled by width (mu-parametrisation).
+        base_width: `hidden_size` of a smaller model whose learning rate suits this one (mu-parametrisation).
     """
 
     hidden_size: int = 384

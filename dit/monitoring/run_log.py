@@ -198,7 +198,6 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float, stop_a
 
     Args:
         metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
-        stop_at_step: see `TrainingConfig`.
     """
     if step > num_steps:
         return (

@@ -39,8 +39,8 @@ class Adversarial:
     Args:
         weight: weight of the autoencoder's term.
         start_step: completed steps before the adversarial terms count.
-        num_layers, hidden_size: convolutions of D that halve the sides (pictures need 3 * 2**num_layers pixels a side),
-            and channels of the first one.
+        num_layers, hidden_size: convolutions of D that halve the sides (at least 3 * 2**num_layers pixels), and
+            channels of the first one.
         lr_factor: learning rate of D, relative to `optimizer.lr`.
 
     Source: Esser et al. 2021, arXiv:2012.09841, section 3.1 and Eq. 7; hinge terms: Lim and Ye 2017, arXiv:1705.02894;

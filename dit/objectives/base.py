@@ -85,8 +85,7 @@ class Objective(ABC):
 
     Attributes:
         path: noising path; objectives that reconstruct have none.
-        loss_kind: error of a token: absolute (`l1`), squared (`l2`), Huber, or squared plus 1 minus the cosine
-            (`l2_cosine`).
+        loss_kind: absolute (`l1`), squared (`l2`) or Huber error, or squared plus 1 minus the cosine (`l2_cosine`).
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         compares_pairs: whether the loss of a sample depends on another one of its micro-batch.

@@ -73,7 +73,7 @@ class DDPM(Objective):
         discrete_steps: length of the table of steps; None for continuous time.
         betas: variance of the first and the last of 1000 steps; None for published values.
         zero_terminal_snr: rescale the table to end at pure noise.
-        noise_offset: standard deviation of added noise that is equal at all positions of a channel; 0.05 for SDXL.
+        noise_offset: standard deviation of added noise that is equal at all positions (SDXL: 0.05).
         network_time: input of the network: the time, or ln(alpha^2 / sigma^2), as in Imagen.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         variance: learned variance of the reverse steps (`learned_variance`); requires `discrete_steps`.

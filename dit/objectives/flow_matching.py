@@ -47,16 +47,14 @@ class FlowMatching(Objective):
         prediction: output of the network: noise, clean latent (`x0`), v = alpha eps - sigma x0, or velocity. `x0` suits
             tokens that are at least as wide as the network.
         time_distribution: distribution of t in training, before the shift.
-        logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
+        logit_mean, logit_std: mean and standard deviation of logit(t).
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
-        shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers; 4096 is published for
-            time_shift=1. None for one shift.
-        shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for samples of `fewest`
-            tokens, `high` for `most`, and linear between; None for `time_shift`.
-        last_time: smallest time of a solver step, to which the times of sampling are stretched (Qwen-Image: 0.02).
+        shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers (4096 with time_shift=1).
+        shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for `fewest` tokens, `high`
+            for `most`, linear between; None for `time_shift`.
+        last_time: smallest time of a solver step, to which sampling times are stretched (Qwen-Image: 0.02).
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
-        min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
-            A14B).
+        min_time, max_time: train only on these times, for one of two models (Wan 2.2 A14B).
         alignment: alignment of hidden states with features of a teacher (`repa`).
         teacher_token_weight: weight of the squared error of the teacher's class token (REG: 0.03), for
             `model.teacher_token_size`.

@@ -40,9 +40,9 @@ class MeanFlow(FlowMatching):
     `sampling.solver=euler` steps from t to r with u(z_t, r, t); other solvers use the velocity u(z_t, t, t).
 
     Args:
-        instant_share: share of the samples with r = t.
-        difference: h, below 1 / model.time_scale. A smaller h amplifies rounding errors, and with them the differences
-            between layouts.
+        instant_share: share of samples with r = t.
+        difference: h, below 1 / model.time_scale; a smaller one amplifies rounding errors and differences between
+            layouts.
         guidance_scale: w; 1 for none. Samples are then drawn with `sampling.guidance_scale=1`.
         adaptive_power: p, 1 in the paper's final setting; 0 weighs all errors equally.
 

@@ -29,7 +29,7 @@ class VQAutoencoding(Reconstruction):
     perplexity, the number of entries that a sample uses.
 
     Args:
-        beta: weight of the movement of z to its entry, relative to that of the entry to z.
+        beta: weight of the movement of z to its entry; that of the entry to z is 1.
 
     Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 3; Rombach et al. 2022, arXiv:2112.10752, section 3.1 and
     appendix G, "VQ-reg". Some public code multiplies the other term by beta.

@@ -29,7 +29,6 @@ class MasterShard:
     """The part of one parameter's fp32 master copy that this rank updates.
 
     Attributes:
-        name: global parameter name.
         start, stop: range of the flattened parameter that this rank updates.
         owner: the tensor that the optimizer updates, with `stop - start` local elements in any shape; a DTensor under
             FSDP.

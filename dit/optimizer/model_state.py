@@ -31,7 +31,6 @@ class ModelState:
         wrapped: the chunks in their data-parallel wrappers.
         update: update of the weights and their average.
         loss_scale: loss scale of an fp16 run; None in other precisions.
-        step: number of completed steps.
     """
 
     groups: ProcessGroups
@@ -55,12 +54,7 @@ def build_model_state(
     target: Target,
     auxiliary: AuxiliaryNetworks = NO_NETWORKS,
 ) -> ModelState:
-    """Build the optimizer, the average and the update of a wrapped model.
-
-    Args:
-        target: device for which kernels are selected.
-        auxiliary: networks of the objective.
-    """
+    """Build the optimizer, the average and the update of a wrapped model."""
     optimizer = build_optimizer(wrapped, settings, parallel, training, groups, auxiliary=auxiliary)
     shards, ema = master_shards(optimizer, chunks, settings), None
     if training.ema_decay is not None:

@@ -133,7 +133,6 @@ def build_on_one_rank(
 
     Args:
         provider: builds the linears; without groups, linears of `LayerProvider` can be inspected but not run.
-        auxiliary: networks of the objective.
     """
     config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
     attention = choose(ATTENTION, target_of(model, "fp32", torch.device("cpu"))).load()
@@ -155,12 +154,7 @@ def count_parameters(model: ModelConfig, *, trained: bool = False, auxiliary: Au
 
 
 def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Target, requested: str = AUTO) -> Attention:
-    """Return the attention of this process, with context parallelism if the layout has it.
-
-    Args:
-        target: device and dtype for the selection of kernels.
-        requested: `training.attention`.
-    """
+    """Return the attention of this process, with context parallelism if the layout has it."""
     attention = choose(ATTENTION, target, requested).load()
     if parallel.context_parallel_size == 1:
         return attention
@@ -255,7 +249,6 @@ def wrap(
 
     Args:
         target: target for which the addition of gradients is selected; None for torch's.
-        kernels: `training.kernels`.
     """
     config = chunks[0].config
     interleaved = len(chunks) > 1

@@ -20,23 +20,23 @@ class ParallelConfig:
     """Sizes of the parallel layout, in Megatron's spelling.
 
     Attributes:
-        tensor_model_parallel_size: ranks over which every linear layer is split.
-        sequence_parallel: shard activations between linear layers over tensor-parallel ranks.
-        pipeline_model_parallel_size: ranks over which the layers are split.
+        tensor_model_parallel_size: ranks that split every linear layer.
+        sequence_parallel: shard tokens between linear layers over tensor-parallel ranks.
+        pipeline_model_parallel_size: ranks that split the layers.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
-        pipeline_layers: layers of each stage (rank, or virtual chunk); None for equal stages.
-        context_parallel_size: ranks over which the tokens of every sample are split.
+        pipeline_layers: layers of each stage (rank, or virtual chunk); None for equal ones.
+        context_parallel_size: ranks that split the tokens of every sample.
         context_comm, context_a2a_size: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or both
-            in groups (`a2a+p2p`), with this many ranks in an all-to-all.
-        context_split: chunks of a sample per context-parallel rank: one, or two in Transformer Engine's order.
-        spatial_temporal_comm: spatial and temporal attention: on complete segments after an all-to-all, or on split
+            (`a2a+p2p`), with this many ranks in an all-to-all.
+        context_split: chunks of a sample per rank: one, or two in Transformer Engine's order.
+        spatial_temporal_comm: spatial and temporal attention on complete segments after an all-to-all, or on split
             ones.
-        expert_model_parallel_size: ranks over which the experts of a layer are split.
-        data_parallel: data-parallel ranks shard the optimizer, nothing (`ddp`), or what `fsdp_sharding` names (`fsdp`).
-        fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.
-        num_distributed_optimizer_instances: groups of ranks that each shard a copy of FSDP's state (hybrid sharding).
-        overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, and gather parameters
-            during the forward pass; FSDP with `optim_grads_params` always does both.
+        expert_model_parallel_size: ranks that split the experts of a layer.
+        data_parallel: shard the optimizer, nothing (`ddp`), or what `fsdp_sharding` names (`fsdp`).
+        fsdp_sharding: what Megatron-FSDP shards: optimizer, gradients, weights.
+        num_distributed_optimizer_instances: groups of ranks that each shard a copy of FSDP's state.
+        overlap_grad_reduce, overlap_param_gather: reduce gradients during the backward pass, gather parameters during
+            the forward pass; `optim_grads_params` always does.
     """
 
     tensor_model_parallel_size: int = 1
@@ -80,7 +80,6 @@ class ParallelDims:
     """Validated sizes of one job.
 
     Attributes:
-        world_size: ranks of the job.
         data_parallel_size: replicas that read different samples.
         micro_batch_size: samples (or packs) per forward pass of one replica.
         micro_batches: micro-batches per optimizer step on one replica.

@@ -156,9 +156,6 @@ def finalize_shards(
 
     A parameter that every stage has gets a separate bucket, so a data-parallel rank has the same elements of it in
     every stage and chunk.
-
-    Args:
-        num_tokens: as for `finalize_gradients`.
     """
     finalize_gradients(wrapped, num_tokens, pg_collection, force_all_reduce)
     if pg_collection.pp.size() == 1:
@@ -200,7 +197,6 @@ class ShardedParameter:
         raw: the parameter in the forward pass; its shape and attributes are always valid.
         owner: the DTensor that the optimizer updates.
         start, stop: local range of the flattened `raw`.
-        group: the ranks over which the parameter is sharded.
     """
 
     name: str

@@ -168,11 +168,7 @@ class _ReleaseAfterBackward:
 
     @staticmethod
     def apply(release: Callable[[], None], first: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """Register `release` to run after the backward pass of the unit; return the unit's inputs.
-
-        Args:
-            release: frees the unit's weights.
-        """
+        """Register `release` to run after the backward pass of the unit; return the unit's inputs."""
         if first.is_leaf:
             first = first.view_as(first)  # AccumulateGrad of a leaf would run before other nodes of the unit
 

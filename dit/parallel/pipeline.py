@@ -68,7 +68,6 @@ def stages(
 
     Args:
         vpp_size: chunks per rank; None for one.
-        layers: layers of each stage in the order of the network; None for equal stages.
     """
     ends = [0, *accumulate(split_layers(num_layers, pp_size, vpp_size, layers))]
     last = len(ends) - 2

@@ -19,11 +19,7 @@ REPLAYED = 4
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward or backward pass of one micro-batch through one model chunk.
-
-    Attributes:
-        chunk: index of the model chunk on the rank.
-    """
+    """A forward or backward pass of one micro-batch through one model chunk."""
 
     forward: bool
     micro_batch: int

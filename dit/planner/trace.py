@@ -135,11 +135,7 @@ class TracerPool:
         return self.run({"": request()}, lambda _: None)[""]
 
     def run(self, requests: Mapping[Key, Requests[Result]], begin: Callable[[Key], None]) -> dict[Key, Result]:
-        """Return the result of each generator; a process serves one generator until it returns.
-
-        Args:
-            begin: called with the key of a generator before its first job.
-        """
+        """Return the result of each generator; a process serves one generator until it returns."""
         results: dict[Key, Result] = {}
         remaining = iter(requests.items())
         busy: dict[Any, tuple[Tracer, Key, Requests[Result], Sequence[Job]]] = {}

@@ -18,7 +18,6 @@ class Prompt:
     """A text to draw.
 
     Attributes:
-        negative: text of the unconditional branch, or None.
         seed: of its noise; None for the seed shared by all prompts.
         original_size, crop, target_size: of the picture in pixels, height (top) first, for a model of Stable Diffusion
             XL; None for those shared by all prompts.

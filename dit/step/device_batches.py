@@ -27,8 +27,6 @@ class Consumed:
     """Counters of one rank since the last reset.
 
     Attributes:
-        valid_tokens: number of real tokens.
-        padded_tokens: number of tokens, including padding.
         flops: FLOPs of each micro-batch.
         waited_s: seconds until requested micro-batches arrived in this process, without those of `peek`.
     """
@@ -45,9 +43,7 @@ class Largest(NamedTuple):
     """A sample; its fields are compared in this order, so the largest of some samples does not depend on their order.
 
     Attributes:
-        tokens: number of tokens.
         grid: (t, h, w) patches.
-        fps: frames per second.
         frames: of the latent; 1 for a still, which is repeated to fill a patch.
     """
 
@@ -81,7 +77,6 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     Args:
         stream: source of full packs.
-        spec: the properties that the model requires.
         flops: returns the executed training FLOPs of a micro-batch.
         shard: selects the local tokens of a full pack (context parallel).
         encode: turns pixels and captions into latents and texts (`dit.encoders.online`).

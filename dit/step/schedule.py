@@ -30,9 +30,7 @@ def forward_backward(
     """Run one optimizer step's micro-batches forward and backward, and finish the gradients.
 
     Args:
-        forward_step: forward step function for Megatron-Core's schedules.
         batches: this replica's micro-batches, the same on every stage.
-        wrapped: this rank's model chunks in their data-parallel wrappers.
 
     Returns:
         The logs of the loss function for each micro-batch, on the last stage; empty on the others.

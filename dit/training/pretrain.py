@@ -154,10 +154,6 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
 
     A checkpoint is saved before validation and sampling of its step, so that an error there loses no step.
 
-    Args:
-        record: exit record, updated with the number of every completed step.
-        beat: called after every step.
-
     Returns:
         True if the run stopped early, or in its last step without the validation or the samples that were due.
     """
@@ -409,7 +405,6 @@ class Run:
 
         Args:
             loss_sums: sums of the steps since the last line, see `step`; zeros without an update.
-            seconds: duration of these steps.
         """
         terms, state, consumed = mean_terms(loss_sums, self.groups), self.state, self.batches.reset()
         samples, counted = rates(consumed, state.stream, self.groups, self.dims.micro_batches, seconds, self.device)

@@ -24,10 +24,6 @@ def rates(
 ) -> tuple[int, dict[str, float]]:
     """Reduce the counts of the steps since the last line; every rank calls this.
 
-    Args:
-        micro_batches: micro-batches of each replica in a step.
-        seconds: duration of these steps.
-
     Returns:
         The number of samples of all ranks, and the values to log.
     """
@@ -104,9 +100,6 @@ def report_progress(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> N
     """Report progress from forward hooks, and stop the timer where the reduction of the gradients starts.
 
     Until then a rank computes; in the reduction it waits for other ranks.
-
-    Args:
-        wrapped: model chunks in their data-parallel wrappers.
     """
 
     def timed(finalize: Callable[..., None]) -> Callable[..., None]:

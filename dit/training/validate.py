@@ -118,10 +118,6 @@ def loss_at_times(
     id modulo 8; MLPerf numbers its samples instead. If the network predicts x0, errors below `MIN_TIME` have the weight
     of that time.
 
-    Args:
-        network, batches, model, device: see `held_out_loss`.
-        objective: training objective of the network.
-
     Returns:
         `[NUM_TIMES, 2]` float64: by time, the sum over samples of the mean squared error, and the number of samples.
 
@@ -163,10 +159,6 @@ def _loss_terms(
 
 
 def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, float]:
-    """Return the losses by logged name: `loss` and, if it has several terms, `loss_NAME` of each.
-
-    Args:
-        means: of each term, in the order of `objective.logged`.
-    """
+    """Return the losses by logged name: `loss` and, if it has several terms, `loss_NAME` of each."""
     named = {f"loss_{name}": mean for name, mean in zip(objective.logged, means, strict=True)}
     return {"loss": sum(means[: len(objective.terms)]), **(named if len(named) > 1 else {})}

@@ -296,9 +296,6 @@ class Recorder(StepObserver):
 def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[str, Any]:
     """Train a trial's steps; a step whose fp16 gradients overflow is repeated with a lower loss scale.
 
-    Args:
-        then: called with the trained model before its process groups are destroyed.
-
     Returns:
         `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, `inexact`, the faults of all
         ranks found by `Exactness`, and the results of `gradients_of` and `weights_of`.

@@ -19,12 +19,11 @@ from energon_data.prepare.sources import (
     captions_of,
     class_of,
     leaves,
-    read_object,
     read_text,
     scalars_of,
 )
 from energon_data.prepare.walk import Skipped
-from energon_data.samples import SampleError
+from energon_data.samples import SampleError, read_object
 
 
 def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:

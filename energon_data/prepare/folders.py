@@ -28,13 +28,12 @@ from energon_data.prepare.sources import (
     captions_of,
     class_of,
     read_file,
-    read_object,
     read_text,
     scalars_of,
     span_of,
 )
 from energon_data.prepare.walk import COMPANIONS, Skipped
-from energon_data.samples import REFERENCE, SampleError
+from energon_data.samples import REFERENCE, SampleError, read_object
 
 MAX_REPEATS = 1000
 

@@ -16,9 +16,9 @@ from typing import Any, Optional
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import LONGEST_INTEGER, open_binary
-from energon_data.prepare.sources import CAPTION_NAMES, leaves, read_object
+from energon_data.prepare.sources import CAPTION_NAMES, leaves
 from energon_data.prepare.walk import FOLLOW, composed
-from energon_data.samples import SampleError
+from energon_data.samples import SampleError, read_object
 
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 KINDS = (".jsonl", ".csv", ".parquet")
@@ -51,11 +51,7 @@ def list_stamp(path: Optional[Path]) -> Optional[list[str]]:
 
 
 def read_list(path: Path, names: Collection[str]) -> Rows:
-    """Return the rows of a list by file name.
-
-    Args:
-        names: files of the folder.
-    """
+    """Return the rows of a list by file name."""
     rows: dict[str, dict[str, dict[str, Any]]] = {}
     spellings = {composed(name): name for name in names} | {name: name for name in names}
     for number, row in enumerate(_parsed(path), 1):

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 from dit.errors import DataError
-from dit.safe_files import LONGEST_INTEGER, parse_json, read_bytes
+from dit.safe_files import LONGEST_INTEGER, read_bytes
 from energon_data.prepare.walk import FOLLOW
 from energon_data.samples import SampleError
 
@@ -131,17 +131,6 @@ def read_text(data: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         place = f"byte {error.object[error.start]:#04x} at position {error.start}"
         raise SampleError("bad_caption", f"{name} is not UTF-8: {place}; save it as UTF-8") from error
-
-
-def read_object(data: bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file."""
-    try:
-        value = parse_json(data)
-    except ValueError as error:
-        raise SampleError("bad_json", f"{name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise SampleError("bad_json", f"{name} is a {type(value).__name__}, not an object")
-    return value
 
 
 def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Letters: pictures by class or text, and moving clips; two CPU cores train most of them in minutes."""
+"""Letters: pictures by class or text, and moving clips."""
 
 import nemo_run as run
 

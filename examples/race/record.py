@@ -117,7 +117,6 @@ class Record:
             f"[{name}]({self.track}/{name}.json)" if name else "",
             self.change,
             f"{self.process_s:,.0f} s",
-            f"{self.steps:,}",
             f"{low} to {high} %",
         )
         return f"| {' | '.join(cells)} |"
@@ -171,8 +170,8 @@ def page() -> str:
         rows = records(track)
         machines = sorted({f"{row.machine}, torch {row.torch}" for row in rows})
         text += f"\n### {track.capitalize()}\n\nMeasured on {'; '.join(machines)}.\n\n"
-        text += f"| record | change | CPU time | steps | {judged.unit} |\n"
-        text += "|---|---|---|---|---|\n"
+        text += f"| record | change | CPU time | {judged.unit} |\n"
+        text += "|---|---|---|---|\n"
         text += "".join(f"{row.row(str(number))}\n" for number, row in enumerate(rows, 1))
     return text
 

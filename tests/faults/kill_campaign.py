@@ -255,27 +255,26 @@ def _reached(files: Files) -> list[int]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the table of a campaign in Markdown: kills by phase and by killed process."""
-    kinds = [*KINDS, "a writer"]
-    lines = ["| saves | killed in the phase | " + " | ".join(kinds) + " | repeated steps, at most |"]
-    lines.append("|---" * (len(kinds) + 3) + "|")
-    order = [*RESUME, *dict.fromkeys((*SYNC, *ASYNC))]
-    for mode in ("synchronous", "asynchronous"):
-        for phase in order:
-            found = [row for row in rows if (row.mode, row.phase) == (mode, phase)]
-            if found:
-                counts = Counter(row.what for row in found)
-                again = max(row.step - row.resumed for row in found)
-                cells = [str(counts[kind] or "") for kind in kinds]
-                lines.append(f"| {mode} | {phase} | {' | '.join(cells)} | {again} |")
+    """Return the table of a campaign in Markdown: kills by phase, kind of save and killed process."""
+    counts = Counter((row.phase, row.mode, row.what) for row in rows)
+    phases_by_cells: dict[str, list[str]] = {}
+    for phase in (*RESUME, *dict.fromkeys((*SYNC, *ASYNC))):
+        kills = [
+            [counts[phase, mode, what] for what in (*KINDS, "a writer")] for mode in ("synchronous", "asynchronous")
+        ]
+        cells = " | ".join(", ".join(map(str, row)) if any(row) else "" for row in kills)
+        if any(map(any, kills)):
+            phases_by_cells.setdefault(cells, []).append(phase)
+    lines = ["| phases | synchronous saves | asynchronous saves |", "|---" * 3 + "|"]
+    lines += [f"| {', '.join(phases)} | {cells} |" for cells, phases in phases_by_cells.items()]
     return "\n".join(lines)
 
 
 PAGE = REPOSITORY / "tests" / "faults" / "kill_campaign.md"
 HEAD = """# Kills by phase
 
-`python -m tests.faults.kill_campaign --write` writes this page: kills (`kill -9`) of two ranks and of their writer
-processes by phase, with a checkpoint every 2 steps. "Repeated steps" are those from the last checkpoint to the kill.
+`python -m tests.faults.kill_campaign --write` writes this page: kills (`kill -9`) by phase of a run that saves every 2
+steps. The numbers of a cell are kills of both ranks, of rank 0, of rank 1 and of a writer process in each phase.
 """
 
 
@@ -293,7 +292,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     text = table(rows)
-    summary = f"{len(rows)} kills in {(time.monotonic() - began) / 60:.0f} min."
+    repeated = max(row.step - row.resumed for row in rows)
+    minutes = (time.monotonic() - began) / 60
+    summary = f"{len(rows)} kills in {minutes:.0f} min; at most {repeated} steps since a checkpoint were repeated."
     print(f"{text}\n\n{summary}")
     print(json.dumps([asdict(row) for row in rows]))
     if args.write:

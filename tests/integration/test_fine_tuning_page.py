@@ -18,8 +18,7 @@ MADE = (
     *("runs/pixart", "data/mine", "runs/direct", "runs/finetune_lora", "runs/finetune", "lora.png", "lora.safetensors"),
     *("lora/pytorch_lora_weights.safetensors", "lora/adapter_config.json", "lora/adapter_model.safetensors"),
     *("lora/README.md", "merged/config.json", "data/subject", "class", "data/class"),
-    *("runs/lora", "runs/more", "runs/dreambooth", "dog.png", "data/sdxl", "runs/sdxl_min_snr", "runs/sdxl_v"),
-    *("sdxl_v.png", "runs/control", "control.png"),
+    *("runs/lora", "runs/more", "runs/dreambooth", "dog.png", "runs/sdxl_min_snr", "runs/control", "control.png"),
 )
 
 
@@ -47,8 +46,17 @@ def test_every_command_of_fine_tuning_works(tmp_path: Path) -> None:
     models_and_pictures(tmp_path)
     words = {"launch.train": TRAINING, "launch.sample": "--count 3 --steps 2"}
     words["energon_data.prepare"] = "--multiple-of 16 --processes 1"
-    ended = pages.follow(pages.shortened("docs/fine-tuning.md", words), tmp_path)
-    assert len(ended) == 24
+    lines = pages.shortened("docs/fine-tuning.md", words)
+    assert len(lines) == 18
+    pages.follow(lines, tmp_path)
+    of_control = "data.path=data/control data.bucket_by_shape=True model.control_channels=4"
+    described = {
+        "finetune(base='runs/pixart')": "data.path=data/mine",
+        "finetune(base='models/sdxl')": f"{of_control} objective.min_snr_gamma=5 objective.noise_offset=0.05"
+        " training.run_dir=runs/sdxl_min_snr",
+    }
+    train = "python -m launch.train --yes --factory"
+    pages.follow({f'{train} "{recipe}" {settings}': TRAINING for recipe, settings in described.items()}, tmp_path)
     assert [name for name in MADE if not (tmp_path / name).exists()] == []
 
 

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -22,28 +23,28 @@ SHIPPED = ROOT / "docs/faults-others-shipped.md"
 
 TITLE = """# Mutants
 
-A mutant is one wrong line in the core. The [tables](listed) have the wrong lines and the tests that should fail;
-[results.tsv](results.tsv) has the first test that failed, the CPU seconds until then (in older rows wall time) and a
-hash of the wrong line.
+A mutant is one wrong line in the core. The [tables](listed) have the lines and the tests that should fail;
+[results.tsv](results.tsv) has the first test that failed, CPU seconds until then (in older rows wall time) and a hash
+of the line.
 
 * `python -m tests.mutants --rest --write` runs mutants without a valid result: a new or changed line, or a lost test.
 * `python -m tests.mutants --only TEXT --write` runs mutants whose name or file contains a text; `--only ""` runs all.
-* `python -m tests.mutants --write` runs no mutant. It sorts `results.tsv` and writes this page and
-  [faults that others shipped](../../docs/faults-others-shipped.md). Run it after a merge of branches; it also resolves
-  a conflict in `results.tsv`.
+* `python -m tests.mutants --write` runs no mutant, resolves conflicts in `results.tsv`, sorts it, and writes this page
+  and [faults that others shipped](../../docs/faults-others-shipped.md). Run it after a merge.
 
-| area | mutants | seen by a test | survived | not run |
-| --- | --- | --- | --- | --- |"""
+Mutants by area:
+"""
 SHIPPED_TITLE = """# Faults that others shipped
 
-A fault of a public trainer is listed under the first check of this project that fails when one changed line repeats the
-fault here. Checks are commands, which also accept your recipe and layout, or tests (`pytest tests/CHECK`).
-[The list of mutants](../tests/mutants/listed) has the changed lines; `python -m tests.mutants --shipped --write`
-measures again.
+Faults of public trainers, under the first check of this project that fails when [one changed
+line](../tests/mutants/listed) repeats the fault here. Checks are commands, which also accept your recipe and layout, or
+tests (`pytest tests/CHECK`).
+`python -m tests.mutants --shipped --write` measures again.
 
 {counts}"""
 LIMIT_S = 60
 NOT_RUN = "not run"
+
 SURVIVED = "**SURVIVED**"
 
 
@@ -111,13 +112,14 @@ def results_text(results: Mapping[str, Verdict], mutants: Sequence[Mutant] = MUT
 
 
 def page(results: Mapping[str, Verdict]) -> str:
-    """Return the page with the counts of every table of mutants."""
-    areas = {table: [mutant.name for mutant in rows_of(table)] for table in TABLES}
-    lines = []
-    for area, names in (areas | {"all": [mutant.name for mutant in MUTANTS]}).items():
-        seen = [results[name].seen_by is not None for name in names if name in results]
-        counts = (len(names), sum(seen), len(seen) - sum(seen), len(names) - len(seen))
-        lines.append(f"| {' | '.join([area, *map(str, counts)])} |")
+    """Return the page with the number of mutants of each table by result."""
+    counts: dict[str, list[str]] = {}
+    for area in TABLES:
+        verdicts = [results.get(mutant.name) for mutant in rows_of(area)]
+        states = Counter(NOT_RUN if v is None else "seen by a test" if v.seen_by else SURVIVED for v in verdicts)
+        for state, count in states.items():
+            counts.setdefault(state, []).append(f"{area} {count}")
+    lines = [f"* {state}: {', '.join(areas)}" for state, areas in counts.items()]
     return "\n".join([TITLE, *lines, ""])
 
 

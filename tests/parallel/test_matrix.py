@@ -76,7 +76,7 @@ def test_equal_trainings_are_equal():
     rounded = training(losses=[1.0, 0.8, 0.7000001], gradients=gradients, parameters=parameters)
     outcome = Outcome((compare_training(EQUAL, EQUAL), compare_training(EQUAL, rounded)), lost=())
     assert outcome.differences == ()
-    assert table(ROWS[:1], {ROWS[0].name: outcome}).endswith("e-06 |")
+    assert table(ROWS[:1], {ROWS[0].name: outcome}).endswith("e-06")
     assert outcome.errors["parameters"] == pytest.approx(5e-5, rel=1e-2)  # 1e-4 of a vector of norm 2
 
 

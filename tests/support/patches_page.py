@@ -7,6 +7,8 @@ import ast
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -21,9 +23,10 @@ HEAD = """# Patches of other libraries
 
 <!-- Written by `python -m tests.support.patches_page --write`; a test keeps it true. Edit the decorators instead. -->
 
-These functions replace, override or use private parts of other libraries; the decorator of each has the reason. A patch
-refuses versions that it was not written for. To upgrade a library, compare each part with the new version, extend the
-versions in the decorator `patches` ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
+Files that replace, override or use private parts of other libraries. The decorator
+[`patches`](../dit/patches.py) of the function has the reason, and refuses versions that it was not written for. To
+upgrade a library, compare each part with the new version, extend the versions in the decorator, and widen the bound in
+`pyproject.toml`.
 """
 PRIVATE = """## Private names
 
@@ -104,10 +107,9 @@ def page() -> str:
     blocks = [HEAD]
     for library in sorted({patch.library for patch in patches}):
         rows = [f"## {library}\n"]
-        for patch in patches:
-            if patch.library == library:
-                link = f" ([upstream]({patch.link}))" if patch.link else ""
-                rows.append(f"* [`{patch.function}`](../{patch.file}): `{patch.part}`{link}")
+        for file, group in groupby((patch for patch in patches if patch.library == library), attrgetter("file")):
+            parts = [f"`{patch.part}`" + (f" ([upstream]({patch.link}))" if patch.link else "") for patch in group]
+            rows.append(f"* [{file}](../{file}): {'; '.join(parts)}")
         blocks.append("\n".join(rows) + "\n")
     names = sorted(set().union(*map(private_names, trees.values())))
     return "\n".join([*blocks, PRIVATE, f"{', '.join(f'`{name}`' for name in names)}."]) + "\n"

@@ -18,8 +18,7 @@ from tests.support.generated_page import write_or_print
 README = registry.FOLDER / "README.md"
 SUMMARIES = {
     registry.REGISTERED: "The [page of the examples](../examples/README.md) describes their data and metrics.",
-    registry.TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
-    registry.MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
+    registry.TINY: "A small form of every backbone; suffixes name layouts:",
 }
 """Sections of the page with a sentence instead of the recipes' descriptions."""
 SIZE = re.compile(r"\(([\d.]+ [MB])")
@@ -58,19 +57,14 @@ def page() -> str:
         "",
         "<!-- Written by `python -m tests.support.recipes_page --write`. Edit the docstrings instead. -->",
         "",
-        "This page lists the recipes that `--factory NAME` starts, and the parts that an override can name.",
-        "",
-        "```",
-        "python -m launch.train --yes --factory NAME key.path=value ...",
-        "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
-        "```",
-        "",
-        "A number in brackets is the parameter count of each recipe listed since the previous brackets.",
-        "`--list` adds the hardware, and `--describe NAME` prints the full description of a recipe or component. The",
-        "[page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
+        "Recipes that `python -m launch.train --yes --factory NAME` starts, and the parts that an override can name. A",
+        "number in brackets is the parameter count of each recipe since the previous brackets. `--list` adds the",
+        "hardware, and recipes to measure systems; `--describe NAME` prints a full description. [Matching",
+        "encoders](../energon_data/README.md#folders-of-the-recipes).",
     ]
     in_repository = [entry for entry in registry.recipes() if (registry.FOLDER.parent / entry.file).is_file()]
-    for title, group in registry.sections(in_repository).items():
+    sections = registry.sections(in_repository)
+    for title, group in ((title, group) for title, group in sections.items() if title != registry.MEASURING):
         lines += ["", f"## {title}", ""]
         if title == registry.PUBLISHED:
             lines += _by_file(group)

@@ -53,10 +53,9 @@ HEAD = """# Settings
 
 Each line is `key=default` (other values or types, except numbers, words and lists): meaning. The key follows the name
 of its part: `training.num_steps=100`. None (`none` or `null` on the command line) switches an option off, unless its
-meaning says otherwise. A class also has the settings of the classes under "Also", but of the shared settings only those
-in brackets. Defaults and values in brackets are its own, others are those of the first of these classes. Select classes
-by name: `objective=ddpm(prediction='v')`. A value out of range, or without effect because of other settings, is an
-error.
+meaning says otherwise. A class also has the settings of the classes under "Also", of the shared settings only those in
+brackets. `--dryrun` prints its defaults, which may differ. Select classes by name: `objective=ddpm(prediction='v')`. A
+value out of range, or without effect because of others, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
@@ -138,10 +137,8 @@ class Row(NamedTuple):
         return rows_by_form[forms.most_common(1)[0][0]] if forms else self
 
     def changes(self, base: "Row") -> list[str]:
-        """Return how the default or the types differ from those of a base, if they do."""
-        if frozenset(self.kind) != frozenset(base.kind):
-            return [self.choices]
-        return [self.assignment] if self.assignment != base.assignment else []
+        """Return the form of this setting if its types differ from those of a base."""
+        return [self.choices] if frozenset(self.kind) != frozenset(base.kind) else []
 
 
 def rows(kind: type) -> Iterator[Row]:
@@ -182,7 +179,7 @@ def part(kinds: Sequence[type], *, summaries: bool) -> Iterator[str]:
     """Yield the blocks of a part: settings that unrelated classes share, bases, and classes.
 
     A base has the most frequent defaults of its classes. A class has a line about settings that are listed elsewhere:
-    its bases with the defaults and types that differ, and all shared settings, because not every class has all of them.
+    its bases with the types that differ, and all shared settings, because not every class has all of them.
     """
     listed = with_bases(kinds)
     tables = {kind: list(rows(kind)) for kind in listed}
@@ -206,7 +203,7 @@ def part(kinds: Sequence[type], *, summaries: bool) -> Iterator[str]:
             shared[key] = group[0][1]
             for kind, row in group:
                 own_type = frozenset(row.kind) != frozenset(shared[key].kind)
-                titles[kind].setdefault(SHARED, []).append(row.choices if own_type else row.assignment)
+                titles[kind].setdefault(SHARED, []).append(row.choices if own_type else f"`{row.name}`")
     if shared:
         yield from section(SHARED, "", "", list(shared.values()))
     for kind in listed:

@@ -40,8 +40,6 @@ class Copies:
 
     Attributes:
         report_failure: called with the step of a copy that failed, and `error`.
-        error: why the newest copy failed; None if it did not.
-        longest_s: duration of the longest copy so far.
     """
 
     def __init__(self, root: Path, config: CheckpointConfig, owner: Owner, report_failure: Callable[..., None]) -> None:

@@ -21,8 +21,8 @@ class AutoencoderConfig(ModelConfig):
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
         codebook_size: codebook entries of a VQ autoencoder; None for a KL autoencoder.
-        scaling_factor, shift_factor: latents are normalised as (z - shift_factor) * scaling_factor; None: the
-            export measures the value. A VQ autoencoder has no shift.
+        scaling_factor, shift_factor: latents are (z - shift_factor) * scaling_factor; None: measured by the export. A
+            VQ autoencoder has no shift.
     """
 
     supports = PICTURES

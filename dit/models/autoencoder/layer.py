@@ -101,9 +101,6 @@ class Codebook(nn.Module):
     The gradient of the result passes unchanged to the vector (straight-through), and none reaches the entries; the
     objective trains these. Entries are float32 even in a model of half precision.
 
-    Args:
-        channels: width of a vector and of an entry.
-
     Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 1-3; initial entries: Esser et al. 2021, arXiv:2012.09841.
     """
 
@@ -112,11 +109,7 @@ class Codebook(nn.Module):
         self.entries = provider.parameter((size, channels), uniform(1 / size), dtype=torch.float32)
 
     def forward(self, z_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the quantised vectors, the entries with their gradient, and the indices of the entries `[N, 1, H, W]`.
-
-        Args:
-            z_NCHW: vectors, float32.
-        """
+        """Return the quantised vectors, the entries with their gradient, and their indices `[N, 1, H, W]`."""
         pictures, channels, height, width = z_NCHW.shape
         with torch.no_grad():
             z_TC = z_NCHW.permute(0, 2, 3, 1).reshape(-1, channels)

@@ -117,9 +117,6 @@ class Autoencoder(Backbone):
     def encode(self, pixels_NhwC: Tensor) -> Tensor:
         """Return the latents that other models train on: means, or z before quantisation.
 
-        Args:
-            pixels_NhwC: patches of the pictures.
-
         Returns:
             `[N, latent_channels, h, w]`, float32.
         """

@@ -16,7 +16,7 @@ class ChromaConfig(StreamsConfig):
     (`dit.encoders.text_config`, `padded_once`).
 
     Attributes:
-        approximator: `[input features, hidden size, residual blocks]` of the network that computes all modulations.
+        approximator: `[input features, hidden size, residual blocks]` of the network of modulations.
 
     Source: diffusers 0.38, `transformer_chroma.py` and `pipeline_chroma.py`; lodestones/Chroma1-HD.
     """

@@ -14,9 +14,9 @@ class DDPMUNetConfig(ClassConditioned):
     """A small UNet for pictures, conditioned on time and class.
 
     Attributes:
-        hidden_size: width of the tokens, of the first level (Imagen's UNets), or of the conditions (DDPM UNet).
+        hidden_size: width of the tokens, first level (Imagen's UNets), or conditions (DDPM UNet).
         block_out_channels: channels at each resolution, the full one first.
-        mid_out_channels: channels of each pair of convolutions at the lowest resolution.
+        mid_out_channels: channels of pairs of convolutions at the lowest resolution.
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
     """
 

@@ -27,7 +27,6 @@ class DoubleConvolution(nn.Module):
 
     Args:
         middle: channels between the two convolutions. Default: `outputs`.
-        residual: whether to add the input.
     """
 
     def __init__(

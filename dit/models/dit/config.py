@@ -34,12 +34,12 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         rms_norm: RMSNorms with weights instead of layer norms before the modulations.
         bottleneck_size: width of a linear layer between patch and embedding.
-        class_tokens: `[count, first layer]`: from this layer on, tokens of the class precede those of each sample.
-        teacher_token_size: width of a teacher's class token, which is noised and predicted as one more token of each
-            sample (`objective.teacher_token_weight`).
-        value_residual: mix attention values of later layers with those of the first, by a learned weight.
-        wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent, and condition each
-            token on its output of the blocks.
+        class_tokens: `[count, first layer]`: tokens of the class that precede those of each sample from this layer on.
+        teacher_token_size: width of a teacher's class token, noised and predicted as one more token
+            (`objective.teacher_token_weight`).
+        value_residual: mix attention values with those of the first layer, by a learned weight.
+        wide_head: `[layers, width, heads]` of layers after the blocks, which read the noised latent, conditioned on the
+            blocks' output.
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
         interval_conditioning: condition on the length t - r of the interval (MeanFlow).
         time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).

@@ -18,10 +18,6 @@ from dit.models.dit.config import DiTConfig
 class DiTLayer(nn.Module):
     """Self-attention and MLP (or mixture of experts), each with a modulated norm and a gate.
 
-    Args:
-        returns_values: whether the layer returns the values of its attention, too.
-        per_token: whether every token has its own conditioning vector.
-
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2, "DiT block with adaLN-Zero".
     """
 
@@ -64,8 +60,6 @@ class DiTLayer(nn.Module):
         """Apply the block.
 
         Args:
-            layout: layout of the local tokens.
-            rotation: rotary positions of the gathered tokens, or None.
             first: values of the first layer and their weight, see `SelfAttention`.
             rows: layout of the rows of `cond_SD`. Default: `layout`, with a row for each sample or noise level.
         """

@@ -47,7 +47,6 @@ class WideHead(nn.Module):
         """Return the prediction of the local tokens, `[T, channels]`.
 
         Args:
-            x_TD: output of the body.
             inputs: embedding of the time of each noise level; noised latents of the local tokens; (t, h, w) patch
                 index of the tokens of all tensor-parallel ranks.
         """

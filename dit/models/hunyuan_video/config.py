@@ -33,7 +33,7 @@ class HunyuanVideoConfig(StreamsConfig):
         num_refiner_layers: blocks of the text before it joins the other two.
         glyph_size, glyph_hidden_size: width of the embeddings of the shown text, and inner width of their projection.
         image_context_size: width of the tokens of a picture.
-        image_to_video: give the network the clean first frame and its mask (`first_frames`); zeros otherwise.
+        image_to_video: input of the clean first frame and its mask (`first_frames`), otherwise zeros.
 
     Source: HunyuanVideo 1.5 Team 2025, arXiv:2511.18870; diffusers 0.38, `transformer_hunyuan_video15.py`.
     """

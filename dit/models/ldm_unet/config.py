@@ -31,8 +31,7 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
     Attributes:
         block_out_channels: channels at each resolution, the full one first.
         layers_per_block: residual blocks at each resolution down; one more up.
-        transformer_layers, mid_transformer_layers: transformer layers after each residual block of a resolution, and in
-            the middle.
+        transformer_layers, mid_transformer_layers: transformer layers after each residual block, and in the middle.
         num_attention_heads: attention heads (of SANA, linear ones); of a UNet with `head_size`, if that is None.
         head_size: features per attention head; None: `num_attention_heads` counts.
         pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position).

@@ -72,11 +72,7 @@ class PRXLayer(nn.Module):
         joint: JointLayout,
         rotation: Optional[Rotation],
     ) -> Tensor:
-        """Return the local image tokens.
-
-        Args:
-            joint: layout of the keys.
-        """
+        """Return the local image tokens."""
         attention_mod, mlp_mod = self.modulation(cond_SD)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
         y_TD = self.attention(y_TD, text_KD, layout, joint, rotation)

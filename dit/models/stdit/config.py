@@ -15,8 +15,8 @@ class STDiTConfig(CrossAttentionModelConfig):
     """DiT with adaLN-single and full, spatial (within a frame) or temporal (at one position of all frames) attention.
 
     Attributes:
-        layer_pattern: self-attentions of the layers, repeated over the depth; `["spatial+full+temporal"]` for all in
-            each layer, `["full"]` for PixArt-alpha.
+        layer_pattern: self-attentions of the layers, repeated; `["spatial+full+temporal"]` for all in each layer,
+            `["full"]` for PixArt-alpha.
         add_bias: use biases in the linear layers of the blocks.
         position_span: positions per side at any resolution; None for patch indices.
     """

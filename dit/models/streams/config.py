@@ -43,18 +43,17 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     Z-Image. Two families or more share each of the others.
 
     Attributes:
-        num_joint_layers, num_single_layers: blocks with two streams, and following ones with one stream.
+        num_joint_layers, num_single_layers: blocks with two streams, and following ones with one.
         num_query_groups: key and value heads; one per query head if None.
-        num_dual_layers: first joint blocks with a second attention of the image over itself.
+        num_dual_layers: first joint blocks with a second attention of the image to itself.
         qk_layernorm: RMSNorm on queries and keys, per head; of SANA 1.5, over the full width.
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         pooled_size: width of the pooled text embedding (of SDXL, with sizes and crop position).
         guidance: guidance scale of a guidance-distilled network.
         rope_axes: features of a head that rotate with t, h, w and, of FLUX.2, the text's index; None for a third each.
-        clean_reference_time: modulate reference tokens, as other clean ones, with time 0, not with that of their
-            sample.
-        position_crop: `[side, span]`: sine-cosine positions h and w from the centre of a square of `side` patches a
-            side, which range from 0 to `span`; None for patch indices.
+        clean_reference_time: modulate reference tokens with time 0, not with that of their sample.
+        position_crop: `[side, span]`: sine-cosine positions from the centre of `side` x `side` patches, from 0 to
+            `span`; None for patch indices.
     """
 
     supports = Supports(split_texts=False, fixed_packs=True)

@@ -84,12 +84,7 @@ class Stream(nn.Module):
     def output(
         self, x_TD: Tensor, attended: Tensor, mods: Sequence[SublayerModulation], layout: SequenceLayout
     ) -> Tensor:
-        """Return the tokens after the block.
-
-        Args:
-            x_TD: tokens before it.
-            attended: output of joint attention.
-        """
+        """Return the tokens after the block."""
         if not self.has_output:
             return x_TD
         last, y_TD = mods[0], self.linear_proj(attended)
@@ -129,12 +124,7 @@ class JointLayer(nn.Module):
         joint: JointLayout,
         rotation_J: Optional[Rotation],
     ) -> tuple[Tensor, Tensor]:
-        """Return text and image.
-
-        Args:
-            text_layout, layout: layouts of the local text and image tokens.
-            joint: layout of the tokens in attention.
-        """
+        """Return text and image."""
         of_text = of_image = condition
         if not isinstance(condition, Tensor):  # modulations of the text's sub-layers, then of the image's
             of_text, of_image = condition[:2], condition[2:]
@@ -192,12 +182,7 @@ class SingleLayer(nn.Module):
         joint: JointLayout,
         rotation_J: Optional[Rotation],
     ) -> Tensor:
-        """Return the local joint tokens.
-
-        Args:
-            layout: layout of the local joint tokens.
-            joint: layout of the tokens in attention.
-        """
+        """Return the local joint tokens."""
         (mod,) = self.modulation(condition)
         x_JD, y_JD = mod.norm_modulate(x_JD, layout)
         qkv, mlp = self.linear_in(y_JD).unflatten(-1, (self.local_heads, -1)).split(self.shares, -1)

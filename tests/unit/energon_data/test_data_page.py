@@ -99,12 +99,13 @@ def red_pictures(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder_of(folder / "pictures", files | {f"{i}.txt": f"red of strength {i}" for i in range(6)})
 
 
-def test_user_pictures_are_prepared_and_trained_on_by_the_commands_of_the_page(tmp_path, monkeypatch):
+def test_user_pictures_are_prepared_by_the_command_of_the_page_and_trained_on(tmp_path, monkeypatch):
     red_pictures(tmp_path, monkeypatch)
     prepare = command("python -m energon_data.prepare images --in pictures --out data/pictures")
     assert prepare_main(prepare[prepare.index("images") :]) == 0
-    words = command("python -m launch.train --yes --factory tiny_dit_cross training.run_dir=runs/pictures")
-    task = resolve(cli.parse(words[words.index("launch.train") + 1 :]))
+    pixels = "model.in_channels=3 model.context_size=384 data.max_tokens_per_pack=1024 training.micro_batch_size=1"
+    words = f"--yes --factory tiny_dit_cross data=energon data.path=data/pictures {pixels}"
+    task = resolve(cli.parse(words.split()))
     model, data = fiddle.build(task.model), fiddle.build(task.data)
     asked = model.batch_spec(micro_batch_size=task.training.micro_batch_size)
     data.validate(asked, 1, 4)
@@ -117,7 +118,7 @@ def test_user_pictures_are_prepared_and_trained_on_by_the_commands_of_the_page(t
     assert len(seen) == 6
 
 
-def test_pictures_are_encoded_before_and_during_training_by_the_commands_of_the_page(tmp_path, monkeypatch):
+def test_pictures_are_encoded_before_and_during_training_with_the_settings_of_the_page(tmp_path, monkeypatch):
     """Small encoders are saved at the paths of the page, and the model has their widths."""
     red_pictures(tmp_path, monkeypatch)
     for place in ("vae", "flux/vae"):
@@ -125,14 +126,15 @@ def test_pictures_are_encoded_before_and_during_training_by_the_commands_of_the_
     for t5, clip in (("t5", "clip"), ("flux/text_encoder_2", "flux/text_encoder")):
         encoders.save_t5(tmp_path / "models" / t5)
         encoders.save_clip(tmp_path / "models" / clip)
-    words = command("python -m launch.train --yes --factory tiny_flux training.run_dir=runs/online")
-    widths = [f"model.context_size={encoders.T5_WIDTH}", f"model.pooled_size={encoders.CLIP_WIDTH}"]
-    task = resolve(cli.parse([*words[words.index("launch.train") + 1 :], *widths]))
+    [settings] = re.findall(r"`(data\.online_vae=[^`]+)`", (ROOT / PAGE).read_text())
+    widths = f"model.context_size={encoders.T5_WIDTH} model.pooled_size={encoders.CLIP_WIDTH}"
+    words = f"--yes --factory tiny_flux data=energon data.path=data/pixels data.max_tokens_per_pack=1024 {settings}"
+    task = resolve(cli.parse(f"{words} {widths}".split()))
     asked = fiddle.build(task.model).batch_spec(micro_batch_size=task.training.micro_batch_size)
     online, stored = fiddle.build(task.data), EnergonData(path="data/latents_1024")
-    for path in (stored.path, online.path):
-        prepare = command(f"python -m energon_data.prepare images --in pictures --out {path}")
-        assert prepare_main([*prepare[prepare.index("images") :], "--processes", "1"]) == 0
+    [texts] = re.findall(r"`(--text-encoder text=[^`]+)`", (ROOT / PAGE).read_text())
+    for path, options in ((stored.path, f"--size 1024 --vae models/flux/vae {texts}"), (online.path, "--size 256")):
+        assert prepare_main(["images", "--in", "pictures", "--out", path, *options.split(), "--processes", "1"]) == 0
     for data in (stored, online):
         data.validate(asked, 1, 4)
         assert {"text", "pooled"} <= set(data.stored_conditions())

@@ -124,7 +124,7 @@ def test_the_parser_reads_the_commands_of_all_pages():
     assert ("README.md", "dit_xl2_imagenet", 8) in found
     assert ("Makefile", "letters_dit", 2) in found
     on_nodes = [c for c in COMMANDS if str(c.page) == "launch/README.md"]
-    assert [c.world_size for c in on_nodes] == [8, 32, 8, 32]
+    assert [c.world_size for c in on_nodes] == [32, 32]
     assert any("training.num_steps=600" in c.overrides for c in COMMANDS)
 
 

@@ -68,8 +68,8 @@ def test_a_setting_of_several_classes_is_listed_once():
 
     assert "".join(settings_page.part([One, Two, Other], summaries=True)).splitlines() == [
         *("### Shared settings", "* `kind=a` (`b`): of both."),
-        *("### Base", "Also: Shared settings (`kind=a`).", "* `size=1`: of the base."),
+        *("### Base", "Also: Shared settings (`kind`).", "* `size=1`: of the base."),
         *("### One", "A class.", "Also: Base."),
-        *("### Two", "A class.", "Also: Base (`kind=b`, `size=2.5`).", "* `new=3`: of this class."),
+        *("### Two", "A class.", "Also: Base (`size=2.5`).", "* `new=3`: of this class."),
         *("### Other", "A class.", "Also: Shared settings (`kind=c` (`b`))."),
     ]

@@ -136,11 +136,7 @@ def adamw(
     half: bool,
     aligned: bool,
 ) -> None:
-    """Launch the kernel over all chunks.
-
-    Args:
-        clip, rates: see `adamw_kernel`.
-    """
+    """Launch the kernel over all chunks."""
     adamw_kernel[(len(chunks),)](
         addresses,
         chunks,
