@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
-from dit.data_api import BatchSpec, OnlineEncoding
+from dit.data_api import WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
@@ -253,13 +253,13 @@ class EnergonData(ReaderSettings):
     def _members(self) -> list[Member]:
         return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
 
-    def validate_held_out(self) -> None:
+    def validate_held_out(self, otherwise: str = WITHOUT_HELD_OUT) -> None:
         """Check the held-out split of all folders."""
-        self.folders(self.validation_split)
+        self.folders(self.validation_split, otherwise)
 
-    def folders(self, split: str) -> list[SplitInfo]:
+    def folders(self, split: str, otherwise: str = WITHOUT_HELD_OUT) -> list[SplitInfo]:
         """Check all folders; arguments and errors as in `check_dataset`."""
-        return [check_dataset(path, split) for path in self._paths()]
+        return [check_dataset(path, split, otherwise) for path in self._paths()]
 
     def _paths(self) -> list[str]:
         return [self.path] if self.blend is None else [member.path for member in self._members()]

@@ -144,9 +144,9 @@ def _forecast(preparation: Preparation) -> str:
         lines.append(f"  skipped, {reason}: {count:,}{share}; {record.examples[reason][0]}")
     if samples and preparation.entry != "archive":
         times = preparation.entries / tried
-        size = sum(sum(map(len, sample.parts.values())) for sample in samples) * times / 2**20
+        mebibytes = sum(sum(map(len, sample.parts.values())) for sample in samples) * times / 2**20
         lines.append(
-            f"  about {counted(round(len(samples) * times), 'sample')}, {size:,.1f} MiB in all, estimated from "
+            f"  about {counted(round(len(samples) * times), 'sample')}, {mebibytes:,.1f} MiB in all, estimated from "
             f"{counted(tried, preparation.entry)}"
         )
     return "\n".join(lines)
