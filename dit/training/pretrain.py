@@ -118,7 +118,7 @@ def pretrain(
     with (
         deterministic(training.deterministic),
         PreemptionFlag() as preemption,
-        RunLock(training.run_dir, rank) as lock,
+        RunLock(training.run_dir, rank, waiting=preemption.exit_immediately) as lock,
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
         explained_out_of_memory(),
     ):
