@@ -14,6 +14,8 @@ from dit.conditions import Condition
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
 
+ASPECTS = ("keep", "square", "buckets")
+"""Values of `--aspect` of `energon_data.prepare`."""
 WITHOUT_HELD_OUT = "or train with training.validation_interval=0"
 
 
@@ -263,6 +265,10 @@ class DataConfig(ABC):
     def attributions(self) -> list[str]:
         """Return the attribution lines to show with samples; empty if no licence requires one."""
         return []
+
+    def reference_aspect(self) -> Optional[str]:
+        """Return `--aspect` of the preparation if samples have references, or None if unknown."""
+        return None
 
     def autoencoder(self) -> Optional[str]:
         """Return the autoencoder of the latents, see `dit.encoders.vae`, or None if unknown."""

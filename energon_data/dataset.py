@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
-from dit.data_api import WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
+from dit.data_api import ASPECTS, WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
@@ -444,6 +444,16 @@ class EnergonData(ReaderSettings):
         """Return the distinct `attribution` lines of the members' `dataset.json`."""
         attributions = (info.description.get("attribution") for info in self.folders(TRAIN_SPLIT))
         return list(dict.fromkeys(line for line in attributions if line))
+
+    def reference_aspect(self) -> Optional[str]:
+        """Return `--aspect` of the preparation that `dataset.json` records; None if members differ."""
+        aspects = set[Optional[str]]()
+        for info in self.folders(TRAIN_SPLIT) if self.references else ():
+            entry: Any = info.description
+            for name in ("prepared", "options", "fit", "aspect"):
+                entry = entry.get(name) if isinstance(entry, dict) else None
+            aspects.add(entry if entry in ASPECTS else None)
+        return aspects.pop() if len(aspects) == 1 else None
 
     def autoencoder(self) -> Optional[str]:
         """Return the online autoencoder, or the `vae` in `dataset.json`, or None."""
