@@ -14,6 +14,10 @@ from dit.conditions import Condition
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
 
+ASPECTS = ("keep", "square", "buckets")
+"""Values of `--aspect` of `energon_data.prepare`."""
+WITHOUT_HELD_OUT = "or train with training.validation_interval=0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
@@ -186,8 +190,12 @@ class DataConfig(ABC):
             micro_batches_per_step: micro-batches of one optimizer step over all data-parallel ranks.
         """
 
-    def validate_held_out(self) -> None:  # noqa: B027, for data that always have held-out samples
-        """Check that there are held-out data; called before a run that reads them. Raises ConfigError or DataError."""
+    def validate_held_out(self, otherwise: str = WITHOUT_HELD_OUT) -> None:  # noqa: B027, for data that always have some
+        """Check that there are held-out data; called before they are read. Raises ConfigError or DataError.
+
+        Args:
+            otherwise: the part of the message that follows how to get held-out data.
+        """
 
     @abstractmethod
     def build_train(
@@ -253,6 +261,10 @@ class DataConfig(ABC):
     def attributions(self) -> list[str]:
         """Return the attribution lines to show with samples; empty if no licence requires one."""
         return []
+
+    def reference_aspect(self) -> Optional[str]:
+        """Return `--aspect` of the preparation if samples have references, or None if unknown."""
+        return None
 
     def autoencoder(self) -> Optional[str]:
         """Return the autoencoder of the latents, see `dit.encoders.vae`, or None if unknown."""

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
-from dit.data_api import BatchSpec, OnlineEncoding
+from dit.data_api import ASPECTS, WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
-from dit.patchify import Grid
+from dit.patchify import Grid, frames_to_patch
 from dit.terminal import counted
 from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
 from energon_data.contents import Contents, Shape
@@ -129,8 +129,10 @@ class EnergonData(ReaderSettings):
         for info in infos:
             if not spec.orders_frames:
                 self._check_stills(info, spec)
-            if spec.side_multiple > 1 and self.resize_side is None and self.crop_size is None:
-                self._check_sides(info, spec)
+            if (contents := _contents(info)) is not None:
+                self._check_frames(contents, spec, info.path)
+                if self.resize_side is None and self.crop_size is None:
+                    self._check_sides(contents, spec, info.path)
             if info.samples < num_streams:
                 raise ConfigError(
                     f"{info.path} has {info.samples} samples in split {info.split!r}, fewer than data.num_streams="
@@ -161,7 +163,8 @@ class EnergonData(ReaderSettings):
 
     def _check_stills(self, info: SplitInfo, spec: BatchSpec) -> None:
         """Refuse clips, whose frames the model cannot order; a folder without `shapes` is not checked."""
-        shapes = _shapes(info)
+        contents = _contents(info)
+        shapes = () if contents is None else contents.shapes
         if self.online_vae is not None:
             geometry = Geometry.read(self.online_vae)
             shapes = tuple(geometry.latent_shape(t, h, w) for _, t, h, w in shapes)
@@ -174,16 +177,48 @@ class EnergonData(ReaderSettings):
                 "rope_3d, with features for t (own_data reads its model from `data`: name a folder with clips there)"
             )
 
-    def _check_sides(self, info: SplitInfo, spec: BatchSpec) -> None:
-        """Refuse pictures that the network cannot halve, unless settings may drop them."""
-        if self.max_lost_samples or (self.min_side, self.max_side, self.max_aspect_ratio) != (None,) * 3:
-            return
-        multiple = self._pixel_multiple(spec)
-        if wrong := [f"{h} x {w}" for _, _, h, w in _shapes(info) if h % multiple or w % multiple]:
+    def _check_frames(self, contents: Contents, spec: BatchSpec, origin: Path) -> None:
+        """Refuse clips that cannot be cut into patches in time, unless settings may drop them."""
+        time = 1 if self.online_vae is None else Geometry.read(self.online_vae).time
+        frames = [1 + (t - 1) // time for _, t, _, _ in self._shapes(contents)]
+        wrong = [n for n in frames if frames_to_patch(n, spec.patch_temporal) % spec.patch_temporal]
+        if wrong and (len(wrong) == len(frames) or not self._may_drop):
+            unit = "latent frames" if contents.is_latent or self.online_vae is not None else "frames"
             raise ConfigError(
-                f"{info.path} has samples of {first_few(wrong, 3)} (H x W), and the network needs sides that are "
-                f"multiples of {multiple}; prepare the data with a larger --multiple-of, or use fewer levels"
+                f"{origin} has clips of {first_few([str(n) for n in wrong], 3)} {unit}, which cannot be cut into "
+                f"patches of model.patch_temporal={spec.patch_temporal}; set it to one of "
+                f"{_common_divisors([n for n in frames if n > 1])}, or prepare clips of another length (--frames)"
             )
+
+    def _check_sides(self, contents: Contents, spec: BatchSpec, origin: Path) -> None:
+        """Refuse pictures that cannot be cut into patches, or that the network cannot halve, as `_check_frames`."""
+        multiple, shapes = self._pixel_multiple(spec), self._shapes(contents)
+        wrong = [f"{h} x {w}" for _, _, h, w in shapes if h % multiple or w % multiple]
+        if wrong and (len(wrong) == len(shapes) or not self._may_drop):
+            sides = [side * spec.patch_spatial // multiple for _, _, *sides in shapes for side in sides]
+            cure = f"set model.patch_spatial to one of {_common_divisors(sides)}"
+            factors = f"model.patch_spatial={spec.patch_spatial}"
+            if spec.side_multiple > 1:
+                cure, factors = (
+                    "use fewer levels",
+                    f"{factors}, times {spec.side_multiple} for the levels of the network",
+                )
+            if self.online_vae is not None:
+                factors += ", times the compression of data.online_vae"
+            compression = " times the compression of the autoencoder" if contents.is_latent else ""
+            raise ConfigError(
+                f"{origin} has samples of {first_few(wrong, 3)} (H x W), whose sides must be multiples of {multiple} "
+                f"({factors}); prepare the data with --multiple-of {multiple}{compression}, or {cure}"
+            )
+
+    @property
+    def _may_drop(self) -> bool:
+        """Whether settings may drop samples of some sizes."""
+        return bool(self.max_lost_samples) or (self.min_side, self.max_side, self.max_aspect_ratio) != (None,) * 3
+
+    def _shapes(self, contents: Contents) -> tuple[Shape, ...]:
+        """Return the distinct shapes of samples and of the references that are read."""
+        return contents.shapes + (contents.reference_shapes if self.references else ())
 
     def online_encoding(self) -> Optional[OnlineEncoding]:
         if self.online_vae is None and self.online_text_encoder is None:
@@ -218,13 +253,13 @@ class EnergonData(ReaderSettings):
     def _members(self) -> list[Member]:
         return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
 
-    def validate_held_out(self) -> None:
+    def validate_held_out(self, otherwise: str = WITHOUT_HELD_OUT) -> None:
         """Check the held-out split of all folders."""
-        self.folders(self.validation_split)
+        self.folders(self.validation_split, otherwise)
 
-    def folders(self, split: str) -> list[SplitInfo]:
+    def folders(self, split: str, otherwise: str = WITHOUT_HELD_OUT) -> list[SplitInfo]:
         """Check all folders; arguments and errors as in `check_dataset`."""
-        return [check_dataset(path, split) for path in self._paths()]
+        return [check_dataset(path, split, otherwise) for path in self._paths()]
 
     def _paths(self) -> list[str]:
         return [self.path] if self.blend is None else [member.path for member in self._members()]
@@ -416,6 +451,16 @@ class EnergonData(ReaderSettings):
         attributions = (info.description.get("attribution") for info in self.folders(TRAIN_SPLIT))
         return list(dict.fromkeys(line for line in attributions if line))
 
+    def reference_aspect(self) -> Optional[str]:
+        """Return `--aspect` of the preparation that `dataset.json` records; None if members differ."""
+        aspects = set[Optional[str]]()
+        for info in self.folders(TRAIN_SPLIT) if self.references else ():
+            entry: Any = info.description
+            for name in ("prepared", "options", "fit", "aspect"):
+                entry = entry.get(name) if isinstance(entry, dict) else None
+            aspects.add(entry if entry in ASPECTS else None)
+        return aspects.pop() if len(aspects) == 1 else None
+
     def autoencoder(self) -> Optional[str]:
         """Return the online autoencoder, or the `vae` in `dataset.json`, or None."""
         if self.online_vae is not None:
@@ -434,7 +479,11 @@ class EnergonData(ReaderSettings):
         return values[0] if values else None
 
 
-def _shapes(info: SplitInfo) -> tuple[Shape, ...]:
-    """Return the distinct shapes of the samples in a folder; empty if `dataset.json` does not have them."""
-    contents = Contents.read(info.path) if info.description.get("shapes") else None
-    return () if contents is None else contents.shapes
+def _contents(info: SplitInfo) -> Optional[Contents]:
+    """Return the description of a folder; None if `dataset.json` does not have the shapes of the samples."""
+    return Contents.read(info.path) if info.description.get("shapes") else None
+
+
+def _common_divisors(numbers: list[int]) -> list[int]:
+    common = math.gcd(*numbers)
+    return [n for n in range(1, common + 1) if common % n == 0]

@@ -204,7 +204,7 @@ class EnergonSource:
 def validation_pass(
     path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int, packing_buffer_size: Optional[int]
 ) -> Iterator[StreamItem]:
-    """Read a split once, in the order of its shards, and close them at the end; it is opened immediately."""
+    """Read a split, or `max_samples` spread over it, once, and close its shards; it is opened immediately."""
     ledger = SkipCounter(budget)
     packed = options.max_tokens_per_pack is not None
     encoder = DiffusionTaskEncoder(spec, options, ledger)

@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
 from dit import extensions
+from dit.data_api import WITHOUT_HELD_OUT
 from dit.errors import ConfigError, DataError, page_of
 from dit.safe_files import open_binary, read_json, read_yaml
 from energon_data.samples import META_PART, SampleError, unseal
@@ -106,8 +107,8 @@ def _check_shard(path: Path, count: int, written_bytes: int | None) -> None:
         raise DataError(f"shard {path} has {size} bytes but {written_bytes} were written; restore the file")
 
 
-def check_folder(folder: Path, split: str) -> SplitInfo:
-    """Check one data set folder."""
+def check_folder(folder: Path, split: str, otherwise: str = WITHOUT_HELD_OUT) -> SplitInfo:
+    """Check one data set folder; `otherwise` as in `DataConfig.validate_held_out`."""
     meta = folder / _META
     if not meta.is_dir():
         raise DataError(f"{folder} has no {_META} folder, so Energon cannot read it; {_ADVICE}")
@@ -129,8 +130,7 @@ def check_folder(folder: Path, split: str) -> SplitInfo:
     if not isinstance(counts, dict) or not isinstance(parts, dict):
         raise DataError(f"{meta} has no valid .info.json and split.yaml; {_ADVICE}")
     if split not in parts:
-        held_out = "prepare it with a larger --validation, or train with training.validation_interval=0"
-        cure = held_out if split == "val" else _ADVICE
+        cure = f"prepare it with a larger --validation, {otherwise}" if split == "val" else _ADVICE
         raise DataError(f"{folder} has no split {split!r}, only {sorted(map(str, parts))}; {cure}")
     for entry, value in {**parts, "exclude": splits.get("exclude")}.items():  # Energon reads all of them
         parts[entry] = _names_of(value, f"{entry!r} in {meta / 'split.yaml'}")
@@ -197,13 +197,13 @@ def _prepare_words(folder: str) -> Optional[str]:
     return None
 
 
-def check_dataset(path: str, split: str) -> SplitInfo:
-    """Check a data set folder."""
+def check_dataset(path: str, split: str, otherwise: str = WITHOUT_HELD_OUT) -> SplitInfo:
+    """Check a data set folder; `otherwise` as in `DataConfig.validate_held_out`."""
     if not path:
         raise ConfigError("data.path is empty; set it to a data set folder")
     file = Path(path).absolute()
     if file.is_dir():
-        return check_folder(file, split)
+        return check_folder(file, split, otherwise)
     if file.exists():
         raise DataError(f"{path} is not a data set folder; data.blend reads several folders")
     words = _prepare_words(file.name)

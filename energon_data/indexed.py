@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.condition_table import TABLE
-from dit.data_api import BatchSpec
+from dit.data_api import WITHOUT_HELD_OUT, BatchSpec
 from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_ZERO
 from energon_data.cookers import cook_clip
@@ -136,12 +136,10 @@ class Samples(ReaderSettings):
     def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., Source]:
         return partial(IndexedSource, self, spec, seed=seed)
 
-    def validate_held_out(self) -> None:
+    def validate_held_out(self, otherwise: str = WITHOUT_HELD_OUT) -> None:
         """Check that there are held-out samples."""
         if not self.validation_samples:
-            raise ConfigError(
-                f"{self.origin} has no held-out samples; set data.validation_samples, or training.validation_interval=0"
-            )
+            raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples, {otherwise}")
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a finite pass over the held-out samples; see `StreamSettings.share_validation`."""

@@ -178,6 +178,15 @@ def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
                 yield sample_of(file.read(end - start))[1]
 
 
+def spread_order(count: int) -> np.ndarray:
+    """Return the numbers below `count` in an order of which every first part is spread evenly over them.
+
+    No gap between neighbours is twice as long as between equally many numbers at equal distances: the order is that of
+    the multiples of the golden ratio modulo 1.
+    """
+    return np.argsort(np.argsort(np.arange(count) * ((5**0.5 - 1) / 2) % 1))
+
+
 class SampleReader:
     """Random access to the samples of a list of shards; replaces Energon's reader of the same shards.
 
@@ -185,12 +194,14 @@ class SampleReader:
 
     Args:
         energon_reader: Energon's `ShardInfosITarReader`.
+        spread: number the samples in `spread_order`, not in the order of the shards.
     """
 
-    def __init__(self, energon_reader: "ShardInfosITarReader") -> None:
+    def __init__(self, energon_reader: "ShardInfosITarReader", *, spread: bool = False) -> None:
         self._energon = energon_reader
         self._starts = list(energon_reader.shard_count_cumsum)
         self._shards = list(energon_reader.shard_infos)
+        self._order = spread_order(len(self)) if spread else None
         self._open: OrderedDict[int, tuple[int, np.ndarray]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -224,8 +235,9 @@ class SampleReader:
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         from megatron.energon import SourceInfo
 
-        number = bisect_right(self._starts, index) - 1
-        shard, position = self._shards[number], index - self._starts[number]
+        place = index if self._order is None else int(self._order[index])
+        number = bisect_right(self._starts, place) - 1
+        shard, position = self._shards[number], place - self._starts[number]
         parts: dict[str, Any]
         try:
             key, parts = self._read(number, position)

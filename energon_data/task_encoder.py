@@ -43,7 +43,7 @@ class EncoderOptions:
     """Options of converting samples to micro-batches; others are settings of the same names in `EnergonData`.
 
     Attributes:
-        max_samples: number of samples of a held-out pass; None for the complete split.
+        max_samples: number of samples of a held-out pass, spread over the split; None for the complete split.
         cost_limit: limit of the work of a pack; None for no limit.
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
@@ -111,7 +111,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     def build_cook_crude_sample(self, dataset: SavableDataset, **kwargs: Any) -> SavableDataset[Clip]:
         """Use `SampleReader`, and one step instead of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
-        raw.join_readers = [SampleReader(reader) for reader in raw.join_readers]
+        spread = self.options.max_samples is not None
+        raw.join_readers = [SampleReader(reader, spread=spread) for reader in raw.join_readers]
         self._readers += raw.join_readers
         return MapDataset(
             raw,

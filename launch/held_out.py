@@ -50,6 +50,7 @@ def held_out_batches(
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
+    data.validate_held_out("or name a data set that has held-out samples (--data DIR)")
     if args.data is not None and environment.rank() == 0:
         trained = generator.autoencoder, generator.text_encoder
         for note in compare_encoders(data, trained, spec.conditions, f"--checkpoint {args.checkpoint}"):

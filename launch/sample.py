@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hin
 from torch import Tensor
 
 from dit.backends.device import local_device
+from dit.data_api import ASPECTS
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.ranges import COUNT_OR_ZERO, FINITE, POSITIVE, SEED
 from dit.settings import SamplingConfig
@@ -168,9 +169,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     flag(
         "--reference-aspect",
-        choices=("keep", "square", "buckets"),
-        default="keep",
-        help="--aspect of energon_data.prepare, by which references of the training data were cropped (%(default)s)",
+        choices=ASPECTS,
+        help="--aspect of energon_data.prepare, by which references are cropped (default: that of the training data, "
+        "keep if unknown)",
     )
     picture(
         "--control",
@@ -358,7 +359,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda latents: restore(decode(latents))
     largest, patch = generator.latent_size[1:], generator.spec.patch_spatial
     of_edit = partial(read_reference, largest=largest, channels=channels, patch=patch, decoder=decode)
-    of_edit = partial(of_edit, aspect=args.reference_aspect)
+    of_edit = partial(of_edit, aspect=args.reference_aspect or generator.reference_aspect or "keep")
     of_control = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--control")
     for option, paths, read in (
         ("--reference", args.reference, of_edit),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dit.checkpoint.manifest import CURE
+from dit.data_api import ASPECTS
 from dit.errors import CheckpointError, UserError
 from dit.ranges import MOST_POSITIONS
 from dit.safe_files import read_json, read_yaml
@@ -64,6 +65,7 @@ _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attributions": (_is_texts, "list of lines"),
     "text_encoder": (lambda value: isinstance(value, str), "name"),
     "autoencoder": (lambda value: isinstance(value, str), "name"),
+    "reference_aspect": (lambda value: value in ASPECTS, f"value of --aspect ({', '.join(ASPECTS)})"),
     "clean_parts": (_is_texts, "list of names"),
     "max_text_tokens": (lambda value: type(value) is int and value > 0, "number of tokens"),
     "fps": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "number of frames per second"),

@@ -44,6 +44,7 @@ class Generator:
     Attributes:
         text_encoder, autoencoder: of the training data, see `dit.encoders`; or None.
         attributions: lines that name the authors of the training data; show them with samples.
+        reference_aspect: `--aspect` by which references of the training data were cropped; None if unknown.
         longest_text: tokens to which texts are truncated, as in training; None for no limit.
         fps: frames per second of the training data; `DEFAULT_FPS` if the run did not record it.
         guide: a weaker network in the place of the unconditional branch (`guide_by`); None for this network without
@@ -59,6 +60,7 @@ class Generator:
         self.text_encoder: Optional[str] = metadata.get("text_encoder")
         self.autoencoder: Optional[str] = metadata.get("autoencoder")
         self.attributions: list[str] = metadata.get("attributions", [])
+        self.reference_aspect: Optional[str] = metadata.get("reference_aspect")
         self.longest_text: Optional[int] = config.data.longest_text or metadata.get("max_text_tokens")
         self.fps: float = metadata.get("fps", DEFAULT_FPS)
         self.spec = config.model.batch_spec()

@@ -14,7 +14,8 @@ import logging
 import os
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Optional
@@ -47,14 +48,22 @@ class RunLock:
 
     Args:
         setting: name of the setting that selects the folder, for messages.
+        waiting: context in which rank 0 waits for the lock, such as `PreemptionFlag.exit_immediately`.
 
     Attributes:
         descriptor: file descriptor with the lock, -1 without; a process that inherits it keeps the lock until it ends.
     """
 
-    def __init__(self, run_dir: Path | str, rank: int = 0, setting: str = "training.run_dir") -> None:
+    def __init__(
+        self,
+        run_dir: Path | str,
+        rank: int = 0,
+        setting: str = "training.run_dir",
+        *,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.run_dir, self.rank = Path(run_dir), rank
-        self._named = f"{setting}={run_dir}"
+        self._named, self._waiting = f"{setting}={run_dir}", waiting
         self.path = self.run_dir / LOCK_FILE
         self.descriptor = -1
         self._holder: Optional[dict[str, Any]] = None
@@ -64,7 +73,8 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         if self.rank == 0:
             try:
-                self._take()
+                with self._waiting():
+                    self._take()
             except UserError as error:
                 self._refusal, self._is_busy = str(error), isinstance(error, BusyError)
         return self

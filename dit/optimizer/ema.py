@@ -1,8 +1,9 @@
 """Moving averages of the weights, in fp32, sharded like the master weights.
 
-A power-function average over t updates weighs the weights after update s by ((s / t)**n - ((s - 1) / t)**n), n > 1. Its
+A power-function average over t steps weighs the weights after step s by ((s / t)**n - ((s - 1) / t)**n), n > 1. Its
 relative length sigma_rel is the standard deviation of s / t, so it remembers a share of the run instead of a number of
-steps. Saved averages of some lengths and steps determine those of other lengths: `combination`.
+steps. A step without an update counts, with the weights before it, because s is the time of the run. Saved averages
+of some lengths and steps determine those of other lengths: `combination`.
 
 Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, section 3.
 """
@@ -20,12 +21,12 @@ from dit.optimizer.master_weights import MasterShard, copy_masters_to_model
 
 
 class EMA:
-    """The average ema <- decay * ema + (1 - decay) * weights, updated after optimizer steps.
+    """The average ema <- decay * ema + (1 - decay) * weights, updated after every update of the weights.
 
     Args:
         start_step: the average equals the weights up to this step.
         offload: whether the average is in host memory; an update then copies the weights there, one after another.
-        sigma_rel: relative lengths of further, power-function averages, `powers`.
+        sigma_rel: relative lengths of further, power-function averages, `powers`, each updated after every step.
     """
 
     def __init__(
@@ -64,12 +65,6 @@ class EMA:
                 value.lerp_(main.to(value.device), weight)
         else:
             torch._foreach_lerp_(self.values, mains, weight)
-        self.update_powers(step)
-
-    def update_powers(self, step: int) -> None:
-        """Update only the power-function averages."""
-        for average in self.powers:
-            average.update(step)
 
     @contextmanager
     def applied(self, optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> Iterator[None]:

@@ -210,12 +210,14 @@ class Update:
         self._gather()
 
     def end(self, step: int, *, is_good: bool) -> None:
-        """Finish an update before the next one is queued; the host now knows whether the device applied it."""
-        if not is_good:
-            return
-        set_step_count(self.optimizer, get_step_count(self.optimizer) + 1)
+        """Finish a step before the next update is queued; the host now knows whether the device applied its update."""
+        if is_good:
+            set_step_count(self.optimizer, get_step_count(self.optimizer) + 1)
         if self.ema is not None:
-            (self.ema.update_powers if self.averages else self.ema.update)(step)
+            if is_good and not self.averages:
+                self.ema.update(step)
+            for average in self.ema.powers:
+                average.update(step)
 
     def _elements(self, i: int) -> Elements:
         """Return the tensors of a shard; a missing gradient is 0."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.condition_table import LOW_RESOLUTION
 from dit.conditions import Value, check_given, pack_conditions
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
@@ -53,7 +54,8 @@ def empty_pack(
     Args:
         values: conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
             `[C, T, H, W]`. Absent conditions get their default, or the null.
-        numbers: of the samples, which select their noise; 0, 1, ... if None.
+        numbers: of the samples, which select their noise; 0, 1, ... if None. The noise of a sample that enlarges a
+            picture also depends on its size, so no two stages of a cascade share it.
     """
     values = {} if values is None else values
     numbers = range(count) if numbers is None else numbers
@@ -66,13 +68,15 @@ def empty_pack(
     for condition in spec.conditions:
         if condition.name not in values and (entry := condition.absent(layout, spec.patch)) is not None:
             conditions |= {condition.name: entry}
+    stage = "" if spec.condition(LOW_RESOLUTION.name) is None else f" at {height}x{width}"
+    keys = tuple(f"generated {i}{stage}" for i in numbers)
     return PackedBatch(
         latents_TC=torch.zeros(layout.total_tokens, spec.latent_channels * spec.patch_volume),
         positions_T3=layout.insert_padding(grid_positions(grid).repeat(count, 1).to(device)),
         layout=layout,
-        sample_ids_S=torch.tensor([sample_id(f"generated {i}") for i in numbers]),
+        sample_ids_S=torch.tensor([sample_id(key) for key in keys]),
         grids=(grid,) * count,
-        keys=tuple(f"generated {i}" for i in numbers),
+        keys=keys,
         conditions=conditions,
     ).to(device)
 

@@ -177,7 +177,7 @@ def train_step(
     if step.action == "update":
         observer.enter("update")
         state.update(numbers, step.number)
-    _end(state, step, observer, is_queued=step.action == "update")
+    _end(state, step, observer)
     observer.enter("end")
     return step
 
@@ -191,17 +191,17 @@ def settle(state: ModelState, step: Step, observer: StepObserver) -> Action:
     step.action = observer.judge(step)
     # The device has decided by the same numbers and limits.
     assert step.numbers.host.is_good == (step.action == "update")
-    _end(state, step, observer, is_queued=True)
+    _end(state, step, observer)
     return step.action
 
 
-def _end(state: ModelState, step: Step, observer: StepObserver, *, is_queued: bool) -> None:
+def _end(state: ModelState, step: Step, observer: StepObserver) -> None:
     is_good = step.action == "update"
-    if is_queued:
-        state.update.end(step.number, is_good=is_good)
     if not is_good:
         observer.discard(step)
-    state.step += step.action != "rewind"
+    if step.action != "rewind":
+        state.update.end(step.number, is_good=is_good)
+        state.step += 1
 
 
 def compute_gradients(

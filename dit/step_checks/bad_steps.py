@@ -5,6 +5,8 @@
     skip                      unchanged                        counted             continue
     rewind                    from the last checkpoint         of the checkpoint   continue; those since then are lost
 
+Power-function averages change in every step that is counted (`dit.optimizer.ema`).
+
 Source of `rewind`: Chowdhery et al. 2022, arXiv:2204.02311, section 5.1 (PaLM restarted 100 steps before a spike, and
 skipped the batches around it).
 """

@@ -118,7 +118,7 @@ def pretrain(
     with (
         deterministic(training.deterministic),
         PreemptionFlag() as preemption,
-        RunLock(training.run_dir, rank) as lock,
+        RunLock(training.run_dir, rank, waiting=preemption.exit_immediately) as lock,
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
         explained_out_of_memory(),
     ):
@@ -300,7 +300,7 @@ class Run:
         self.text_encoder = None if config.model.condition("context") is None else config.data.text_encoder()
         vae = config.sampling.vae or config.data.autoencoder()
         self.autoencoder = None if vae is None else recorded_name(vae)
-        self.attributions = config.data.attributions()
+        self.attributions, self.reference_aspect = config.data.attributions(), config.data.reference_aspect()
         decoder = self.autoencoder if config.training.sample_interval else None
         drawn = config.model, config.objective, replace(spec, conditions=config.model.conditions()), config.sampling
         self.pictures = PictureWriter(*drawn, self.class_names, self.text_encoder, decoder, nulls, longest_text)
@@ -435,6 +435,7 @@ class Run:
             "text_encoder": self.text_encoder,
             "autoencoder": self.autoencoder,
             "attributions": self.attributions,
+            "reference_aspect": self.reference_aspect,
             **self.bad_steps.state_dict(),
         }
         self.saves.save(self.state, metadata)

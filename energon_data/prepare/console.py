@@ -13,7 +13,7 @@ from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
 from energon_data.contents import Contents
 from energon_data.prepare.build import SKIPPED, Ranks, UnitRecord
-from energon_data.prepare.preparation import Preparation
+from energon_data.prepare.preparation import TRY_OUT, Preparation
 
 LINES_WITH_A_FILE = {
     "animated": "first frame of an animation",
@@ -128,7 +128,7 @@ def _forecast(preparation: Preparation) -> str:
     """Describe the data set that would be made, from a few samples made in memory."""
     samples, record = preparation.try_out()
     lines = [f"{preparation.job.out}: nothing is written; found {counted(preparation.entries, preparation.entry)}"]
-    for sample in samples:
+    for sample in samples[:TRY_OUT]:
         size = sum(map(len, sample.parts.values()))
         caption = sample.metadata.get("caption", "no caption")
         if (num_others := len(sample.metadata.get("captions", ())) - 1) > 0:
@@ -136,14 +136,17 @@ def _forecast(preparation: Preparation) -> str:
         lines.append(
             f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {caption}"
         )
-    tried = len(samples) + len(record.skips) - len(preparation.skipped)
+    tried = sum(sample.number == 0 for sample in samples) + len(record.skips) - len(preparation.skipped)
+    tried -= record.counts["partly_used"]  # skips, too
     of_folder = {skip.reason for skip in preparation.skipped}
     for reason, count in record.skipped.most_common():
         share = "" if reason in of_folder else f" of the {tried} tried"
         lines.append(f"  skipped, {reason}: {count:,}{share}; {record.examples[reason][0]}")
     if samples and preparation.entry != "archive":
-        mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
+        times = preparation.entries / tried
+        mebibytes = sum(sum(map(len, sample.parts.values())) for sample in samples) * times / 2**20
         lines.append(
-            f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, estimated from {counted(tried, 'sample')}"
+            f"  about {counted(round(len(samples) * times), 'sample')}, {mebibytes:,.1f} MiB in all, estimated from "
+            f"{counted(tried, preparation.entry)}"
         )
     return "\n".join(lines)

@@ -31,7 +31,7 @@ EXTENSIONS = {
     "folder": PICTURES | VIDEOS,
     "webdataset": PICTURES | VIDEOS,
 }
-TRY_OUT = 8  # samples that a dry run makes
+TRY_OUT = 8  # samples that a dry run makes and prints
 
 
 def _sources_of_folder(
@@ -171,12 +171,14 @@ class Preparation:
         }
 
     def try_out(self) -> tuple[list[Sample], UnitRecord]:
-        """Make a few samples in memory, for a dry run."""
-        record, samples = UnitRecord(skips=list(self.skipped)), []
+        """Make a few samples in memory, and all clips of the last video of these, for a dry run."""
+        record, samples = UnitRecord(skips=list(self.skipped)), list[Sample]()
         for unit in self.units:
             for sample in self.job.work(self.job.sources(unit), record):
+                if len(samples) >= TRY_OUT and sample.number == 0:
+                    return samples, record
                 samples.append(sample)
-                if len(samples) == TRY_OUT:
+                if len(samples) >= TRY_OUT and "fps" not in sample.metadata:  # a picture
                     return samples, record
         return samples, record
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from glob import has_magic
 from pathlib import Path
 from typing import Any, Optional, ParamSpec, TypeVar
 
@@ -249,8 +250,19 @@ class RemoteStore:
         """Delete the copy of `step`, its manifest first, so that an incomplete copy is never used."""
         with suppress(FileNotFoundError):
             self._try(self._files.rm_file, self._path(step, MANIFEST))
+        path = self._path(step)
         with suppress(FileNotFoundError):
-            self._try(self._files.rm, self._path(step), recursive=True)
+            if not has_magic(path):
+                self._try(self._files.rm, path, recursive=True)
+                return
+            # `rm` would delete everything that matches the path as a pattern.
+            entries = self._try(self._files.find, path, withdirs=True, detail=True)
+            for name, entry in sorted(entries.items(), reverse=True):  # a folder after its content
+                if entry["type"] != "directory":
+                    self._try(self._files.rm_file, name)
+                else:
+                    with suppress(OSError):  # object stores have no folders
+                        self._files.rmdir(name)
 
     def _read(self, path: str) -> bytes:
         """Read an object; objects longer than `LONGEST_FILE` are truncated, so that verification fails."""

@@ -23,6 +23,7 @@ SOUND = {"class_names": ["a"], "latent_size": [1, 8, 8], "fps": 24.0, "text_enco
         *(("latent_size", wrong) for wrong in ("8x8", [8, 8], [1, 8, 0.5], [1, 8, 0], [1, 8, 2**40], [1, 8, True])),
         *(("class_names", wrong) for wrong in ("ab", [1], {"a": 0})),
         *(("fps", wrong) for wrong in ("24", 0, -1e308, True)),
+        ("reference_aspect", "wide"),
         *((name, 3) for name in ("text_encoder", "autoencoder", "attributions")),
     ],
 )

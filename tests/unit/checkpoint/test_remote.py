@@ -102,6 +102,25 @@ def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
 MANY = 16
 
 
+def test_characters_of_patterns_in_an_address_are_names() -> None:
+    """Deleting a copy deletes no file of another run, which the address matches as a pattern."""
+    import fsspec
+
+    files = fsspec.filesystem("memory")
+    for run in ("/bucket/run[1]*", "/bucket/run?", "/bucket/run1", "/bucket/run[1]*2"):
+        for name in (MANIFEST, "rank_00000.safetensors", "data/0.json"):
+            files.put_file(__file__, f"{run}/iter_0000003/{name}")
+    for run in ("run[1]*", "run?"):
+        remote = RemoteStore(f"memory://bucket/{run}")
+        assert remote.steps() == [3]
+        remote.delete(3)
+        assert remote.steps() == []
+        assert not files.find(f"/bucket/{run}")
+        remote.delete(3)
+    for run in ("run1", "run[1]*2"):
+        assert len(files.find(f"/bucket/{run}")) == 3
+
+
 @pytest.fixture
 def many(bucket, tmp_path):
     """Return a bucket with copies of steps 1 to MANY without an index, and a store with a newer checkpoint."""

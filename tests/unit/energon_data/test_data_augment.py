@@ -2,6 +2,8 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ from dit.condition_table import MASK
 from dit.errors import ConfigError, DataError
 from dit.patchify import unpatchify
 from energon_data.augment import Augmentation, Visit, resize
+from energon_data.contents import Contents
 from energon_data.cookers import read_references
 from energon_data.dataset import EnergonData
 from energon_data.filters import MEASURES, FilteredOutError
@@ -214,6 +217,15 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
         EnergonData(path="x", **settings).check_settings(spec(), 1, 1)
 
 
+def with_shapes(folder: Path, *shapes: str, references: Sequence[str] = ()) -> EnergonData:
+    """Write the shapes of the samples into `dataset.json`, as `prepare` does, and return the data."""
+    description = json.loads((folder / "dataset.json").read_text())
+    described = {"shapes": shapes, "latent_shape": [int(n) for n in shapes[0].split("x")]}
+    described |= {"reference_shapes": references, "most_references": len(references)}
+    (folder / "dataset.json").write_text(json.dumps(description | described))
+    return EnergonData(path=str(folder), bucket_by_shape=True, references=bool(references))
+
+
 def test_pictures_that_the_network_cannot_halve_are_refused(tmp_path: Path) -> None:
     """Before the run if no setting changes or drops their known sizes, else by name when they are read."""
     folder, wanted = tmp_path / "data", spec(latent_channels=3, side_multiple=2)
@@ -222,16 +234,57 @@ def test_pictures_that_the_network_cannot_halve_are_refused(tmp_path: Path) -> N
     data.validate(wanted, 1, 1)
     with pytest.raises(DataError, match=r"1 x 10 x 16 \(T .* 1 x 2 x 2 whose numbers along H and W are multiples of 2"):
         first_batch(data, wanted)
-    description = json.loads((folder / "dataset.json").read_text())
-    sizes = {"shapes": ["3x1x12x12", "3x1x10x16"], "latent_shape": [3, 1, 12, 12]}
-    (folder / "dataset.json").write_text(json.dumps(description | sizes))
+    with_shapes(folder, "3x1x12x12", "3x1x10x16")
     for flip in (0.0, 0.5):
-        with pytest.raises(ConfigError, match=r"samples of 10 x 16 \(H x W\), and the network .* are multiples of 4; "):
+        with pytest.raises(
+            ConfigError, match=r"10 x 16 \(H .* of 4 \(.*=2, times 2 for the .* 4, or use fewer levels$"
+        ):
             replace(data, flip=flip).validate(wanted, 1, 1)
     for settings in ({"crop_size": [8, 8]}, {"min_side": 12}, {"max_lost_samples": 1}):
         replace(data, **settings).validate(wanted, 1, 1)
     with pytest.raises(ConfigError, match=r"multiples of 4, model.patch_spatial times 2 for the levels"):
         replace(data, crop_size=[6, 8]).validate(wanted, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("patch", "shapes", "message"),
+    [
+        (
+            (1, 3),
+            ["3x1x12x12", "3x1x10x16"],
+            r"10 x 16 .* multiples of 3 .*, or set model.patch_spatial to one of \[1, 2\]$",
+        ),
+        (
+            (3, 2),
+            ["3x16x4x4"],
+            r"clips of 16 frames, .* model.patch_temporal=3; set it to one of \[1, 2, 4, 8, 16\], or",
+        ),
+        (
+            (4, 2),
+            ["3x1x4x4", "3x12x4x4", "3x6x4x4"],
+            r"clips of 6 frames, .* model.patch_temporal=4; .* \[1, 2, 3, 6\], or",
+        ),
+        ((2, 2), ["3x1x4x4", "3x4x4x4"], None),
+        ((3, 1), ["3x1x4x4"], None),
+    ],
+)
+def test_samples_that_cannot_be_cut_into_patches_are_refused(
+    tmp_path: Path, patch: tuple[int, int], shapes: list[str], message: str | None
+) -> None:
+    """Also where damaged samples are dropped; a still fills a patch of any number of frames; so do references."""
+    folder = tmp_path / "data"
+    write_dataset(folder, {"train": pictures(8, sizes=[(12, 12)])})
+    wanted = spec(latent_channels=3, patch_temporal=patch[0], patch_spatial=patch[1])
+    data = with_shapes(folder, *shapes)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        data.validate(wanted, 1, 1)
+    if message is not None and len(shapes) == 1:
+        with pytest.raises(ConfigError, match=message):
+            replace(data, max_lost_samples=100).validate(wanted, 1, 1)
+    data, contents = with_shapes(folder, "3x1x12x12", references=["3x3x12x12"]), Contents.read(folder)
+    assert contents is not None
+    with pytest.raises(ConfigError, match="clips of 3 frames") if patch[0] in (2, 4) else nullcontext():
+        data._check_frames(contents, wanted, folder)
 
 
 def test_augmentation_next_to_a_second_picture_is_refused() -> None:

@@ -316,12 +316,44 @@ def damaged_after(mixed_folder: Path, tmp_path: Path) -> Callable[[int], Path]:
     return copied
 
 
-def test_the_held_out_pass_reads_no_sample_after_its_limit(mixed_folder: Path, tmp_path: Path) -> None:
-    """The sixth sample is damaged."""
+def held_out_numbers(data: EnergonData, micro_batch_size: int = 1, dp: int = 1) -> list[int]:
+    """Return the numbers of the samples in a held-out pass, in the order of its micro-batches."""
+    s = spec(micro_batch_size=micro_batch_size)
+    ranks = [list(data.build_validation(s, dp_rank=rank, dp_size=dp)) for rank in range(dp)]
+    batches = [batch for j in range(len(ranks[0])) for batch in (rank[j] for rank in ranks) if not batch.repeated]
+    return [int(key.removeprefix("val_clip")) for batch in batches for key in batch.keys]
+
+
+@pytest.mark.parametrize("limit", [2, 5, 10, 20])
+def test_a_limited_held_out_pass_is_spread_evenly_over_the_split(mixed_folder: Path, limit: int) -> None:
+    """Classes are in the order of the shards. No gap is twice as long as in equal parts, and its start is spread, too.
+
+    Each larger pass contains the smaller ones.
+    """
+    numbers = held_out_numbers(EnergonData(path=str(mixed_folder), validation_samples=limit))
+    assert len(numbers) == limit
+    assert numbers[:2] == held_out_numbers(EnergonData(path=str(mixed_folder), validation_samples=2))
+    for count in {limit // 2, limit} - {1, 2}:
+        first = sorted(numbers[:count])
+        gaps = [after - before for before, after in zip(first, [*first[1:], first[0] + 21])]
+        assert min(gaps) > 0
+        assert max(gaps) < 2 * 21 / count
+
+
+def test_a_limited_held_out_pass_reads_other_samples_in_place_of_dropped_ones(
+    mixed_folder: Path, tmp_path: Path
+) -> None:
+    """The pass reads no sample after its limit: damaging an unread one changes nothing."""
     folder = Path(shutil.copytree(mixed_folder, tmp_path / "data"))
-    damage(folder, "val_clip00005")
-    passed = EnergonData(path=str(folder), validation_samples=5).build_validation(spec(), dp_rank=0, dp_size=1)
-    assert sum(batch.layout.num_samples for batch in passed) == 5
+    data = EnergonData(path=str(folder), validation_samples=5)
+    first, longer = held_out_numbers(data), held_out_numbers(EnergonData(path=str(folder), validation_samples=7))
+    damage(folder, f"val_clip{longer[5]:05d}")
+    assert held_out_numbers(data) == first == longer[:5]
+    damage(folder, f"val_clip{first[1]:05d}")
+    with pytest.raises(DataError, match="dropped"):
+        held_out_numbers(data)
+    data.max_lost_samples = 2
+    assert held_out_numbers(data) == [first[0], *first[2:], longer[6]]
 
 
 @pytest.mark.parametrize("limit", [5, 100])
@@ -330,9 +362,11 @@ def test_held_out_samples_do_not_depend_on_micro_batches(
     mixed_folder: Path, limit: int, options: dict[str, Any]
 ) -> None:
     data = EnergonData(path=str(mixed_folder), validation_samples=limit, **options)
+    expected = sorted(held_out_numbers(EnergonData(path=str(mixed_folder), validation_samples=limit)))
+    assert len(set(expected)) == min(limit, 21)
     for size in (1,) if "max_tokens_per_pack" in options else (1, 3, 4):
-        passed = data.build_validation(spec(micro_batch_size=size), dp_rank=0, dp_size=1)
-        assert sorted(key for b in passed for key in b.keys) == [f"val_clip{i:05d}" for i in range(min(limit, 21))]
+        for dp in (1, 2):
+            assert sorted(held_out_numbers(data, size, dp)) == expected
 
 
 def test_validation_between_training_steps_changes_nothing(mixed_folder: Path) -> None:

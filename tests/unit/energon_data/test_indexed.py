@@ -193,7 +193,7 @@ def test_ranks_share_the_micro_batches_of_one(settings: dict, spec: BatchSpec, r
 
 def test_a_run_that_validates_needs_held_out_samples() -> None:
     Numbers(validation_samples=1).validate_held_out()
-    with pytest.raises(ConfigError, match=r"set data.validation_samples, or training.validation_interval=0"):
+    with pytest.raises(ConfigError, match=r"set data.validation_samples, or train with training.validation_interval=0"):
         Numbers().validate_held_out()
 
 

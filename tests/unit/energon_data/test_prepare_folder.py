@@ -32,6 +32,7 @@ from tests.unit.energon_data.preparations import (
     png,
     prepare,
     run,
+    samples,
     write_list,
     write_tar,
 )
@@ -90,6 +91,22 @@ def test_a_dry_run_counts_files_prints_the_tried_samples_and_writes_no_file(tmp_
     assert os.listdir(tmp_path) == ["in"]
     assert "skipped, not_listed: 4; p02.png: not in metadata.jsonl" in said
     assert "skipped, bad_image: 1 of the 2 tried; p00.png: the file is empty" in said
+
+
+def test_a_dry_run_counts_all_clips_of_the_tried_videos(tmp_path, capsys):
+    """Two equal videos of ten clips, one of which is tried; its first eight clips are printed."""
+    source = tmp_path / "in"
+    video = video_bytes([noise(64, 64, i) for i in range(20)], 8.0)
+    folder_of(source, {"a.mp4": video, "b.mp4": video})
+    words = ["--frames", "2", "--fps", "8"]
+    assert run(source, tmp_path / "out", *words, "--dry-run", command="videos") == EXIT_OK
+    said = capsys.readouterr().out
+    described(source, tmp_path / "out", *words, command="videos")
+    written = [raw for *_, raw in samples(tmp_path / "out")]
+    size = sum(len(data) for raw in written for name, data in raw.items() if name != "json")
+    assert len(written) == 20
+    assert said.count(" 3x2x64x64, ") == 8
+    assert f"about 20 samples, {size / 2**20:.1f} MiB in all, estimated from 1 file\n" in said
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):

@@ -254,3 +254,15 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.Ca
     edited, _ = write_pairs(tmp_path)
     assert prepare(edited, tmp_path / "out", "--reference", tmp_path / "missing") == EXIT_CONFIG
     assert "missing is not a folder; name the one with the pictures before the edit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "aspect"), [(["--size", "16", "--aspect", "square"], "square"), ([], "keep")])
+def test_training_records_how_references_were_cropped(tmp_path: Path, words: list[str], aspect: str) -> None:
+    """Samples without references have no such entry; members of a blend that differ give none."""
+    edited, originals = write_pairs(tmp_path)
+    for name, flags in (("one", words), ("two", ["--size", "16", "--aspect", "buckets", "--enlarge"])):
+        assert run(edited, tmp_path / name, "--reference", str(originals), *flags) == EXIT_OK
+    one, two = ({"path": str(tmp_path / name)} for name in ("one", "two"))
+    assert EnergonData(**one, references=True).reference_aspect() == aspect
+    assert EnergonData(**one).reference_aspect() is None
+    assert EnergonData(blend=[one, two], references=True).reference_aspect() is None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from dit.batch import PackedBatch
 from dit.condition_table import AUGMENTATION, LABEL, LOW_RESOLUTION
 from dit.errors import ConfigError
 from dit.inference.cascade import Cascade
@@ -70,6 +71,30 @@ def test_a_cascade_equals_its_models_in_sequence(stages: tuple[Generator, Genera
         assert pictures.shape == (3, 1, 1, side, side)
         drawn = cascade.generate(seed=5, numbers=numbers, conditions={LABEL.name: LABELS}, **HIGH)
         assert torch.equal(drawn, pictures)
+
+
+def test_no_two_stages_share_noise(stages: tuple[Generator, Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples of 8, 16 and 32 pixels: a shared address would repeat the tokens of a stage at the start of the next.
+
+    The ids are also in the address of the noise of low-resolution pictures and of solver steps.
+    """
+    base, larger = stages
+    starts: list[torch.Tensor] = []
+    ids: list[int] = []
+
+    def network(inputs_TC: torch.Tensor, time_S: torch.Tensor, batch: PackedBatch) -> torch.Tensor:
+        starts.extend(part[:64, 0] for part in inputs_TC.chunk(2))
+        ids.extend(batch.sample_ids_S.tolist())
+        raise InterruptedError
+
+    for generator, side in ((base, 8), (larger, 16), (larger, 32)):
+        pictures = {LOW_RESOLUTION.name: [torch.zeros(1, 1, side, side)] * 2} if generator is larger else {}
+        monkeypatch.setattr(generator, "network", network)
+        with pytest.raises(InterruptedError):
+            generator.generate([0, 1], seed=5, guidance_scale=1, size=(side, side), conditions=pictures)
+    correlations = torch.corrcoef(torch.stack(starts))
+    assert (correlations - torch.eye(6)).abs().max() < 0.5  # 1 for shared noise
+    assert len(set(ids)) == 6
 
 
 def test_models_that_do_not_follow_each_other_are_refused(

@@ -32,8 +32,9 @@ from dit.run_config import RunConfig
 from dit.settings import SamplingConfig, TrainingConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
+from energon_data.prepare.shards import ShardWriter, npy_bytes, write_energon_metadata
 from launch import evaluate, picture_scores
-from launch.held_out import data_of
+from launch.held_out import data_of, held_out_batches
 from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
@@ -276,6 +277,17 @@ def test_a_named_data_set_replaces_that_of_the_run(tmp_path: Path) -> None:
     assert found.max_tokens_per_pack == 64
     with pytest.raises(ConfigError, match="imported weights have no held-out data"):
         data_of(arguments("--metric", "loss"), NoData())
+
+
+def test_data_without_held_out_samples_have_the_cure_of_an_evaluation(tmp_path: Path, build_model: BuildModel) -> None:
+    writer = ShardWriter(tmp_path, "train", 1)
+    writer.add("sample", {}, {"latent.npy": npy_bytes(np.zeros(3))})
+    writer.close()
+    write_energon_metadata(tmp_path, [path.name for path in tmp_path.glob("*.tar")], ["train"])
+    generator = generator_of(TEXTS, build_model)
+    generator.config.data = EnergonData(path=str(tmp_path))
+    with pytest.raises(DataError, match=r"no split 'val', .* --validation, or name a data set that .* \(--data DIR\)$"):
+        next(held_out_batches(arguments("--metric", "loss"), generator))
 
 
 def test_a_distance_needs_features(build_model: BuildModel, features: Callable[[Tensor], Tensor]) -> None:

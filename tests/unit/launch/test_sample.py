@@ -44,6 +44,7 @@ class FakeGenerator:
     channels: int = 1
     autoencoder: Optional[str] = None
     attributions: list[str] = field(default_factory=list)
+    reference_aspect: Optional[str] = None
     longest_text: Optional[int] = None
     spec: BatchSpec = field(
         default_factory=lambda: replace(DiTConfig(patch_spatial=2).batch_spec(), conditions=(CONTEXT,))
@@ -222,6 +223,13 @@ def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
         assert [[x.unique().item() for x in several] for several in call["references"]] == shades
     records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
     assert [record["reference"] for record in records] == [[files[1]]] * 4
+    for recorded, flag, shape in (
+        ("square", [], (3, 1, 6, 6)),
+        ("square", ["--reference-aspect", "keep"], (3, 1, 4, 8)),
+    ):
+        generator.reference_aspect = recorded
+        assert draw(tmp_path, *flags, *flag, "--reference", files[0]) == 0
+        assert {x.shape for several in generator.calls[-1]["references"] for x in several} == {shape}
     assert draw(tmp_path, "--labels", "A,B,C", "--reference", files[0], "--reference", files[1]) == 2
     said = (
         "--reference has pictures of 2 samples, and there are 3; repeat the option for each, or give pictures for all"

@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
 
-from dit.errors import BusyError, ConfigError, exit_code
+from dit.errors import EXIT_PREEMPTED, BusyError, ConfigError, exit_code
 from dit.monitoring import run_lock
+from dit.monitoring.guards import PreemptionFlag
 from dit.monitoring.heartbeat import Beat
 from dit.monitoring.run_lock import LOCK_FILE, RunLock
 
@@ -87,6 +89,23 @@ def test_a_new_run_waits_for_a_process_that_is_ending(tmp_path, caplog):
     assert caplog.text.count(f"in use by process {os.getpid()} on") == 1
     assert "waiting up to 30 s" in caplog.text
     second.__exit__(None, None, None)
+
+
+def test_a_request_to_stop_ends_the_wait(tmp_path, monkeypatch):
+    """Rank 0 exits with code 75 before the wait is over, and leaves the lock to the other process."""
+    monkeypatch.setattr(run_lock, "WAIT_S", 10.0)
+    first = take(tmp_path)
+    request = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    began = time.monotonic()
+    with PreemptionFlag() as preemption:
+        request.start()
+        with pytest.raises(SystemExit) as stopped:
+            RunLock(tmp_path, waiting=preemption.exit_immediately).__enter__()
+    request.join()
+    assert stopped.value.code == EXIT_PREEMPTED
+    assert time.monotonic() - began < 8
+    assert first.is_ours()
+    first.__exit__(None, None, None)
 
 
 def _hold_with_a_writer(run_dir, seconds):

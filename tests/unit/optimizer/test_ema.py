@@ -77,7 +77,8 @@ def test_saved_averages_combine_to_other_lengths_and_steps() -> None:
     generator, snapshots, direct = torch.Generator().manual_seed(0), {}, {}
     for step in range(1, 401):
         own.parameter.data.add_(torch.randn(4096, generator=generator))
-        ema.update(step)
+        for average in ema.powers:
+            average.update(step)
         values = [average.values[0].clone() for average in ema.powers]
         if step % 25 == 0:
             snapshots |= {(float(step), exponent_of(length)): x for length, x in zip(lengths, values)}

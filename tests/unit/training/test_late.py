@@ -18,6 +18,7 @@ from dit.optimizer.master_weights import SLOTS, get_step_count
 from dit.training import pretrain
 from dit.training.late import may_be_late
 from dit.training.pretrain import Run
+from tests.parallel.optimizer_worker import power_average
 from tests.support.tiny_runs import tiny_config, tiny_run
 
 STEPS, SAVED, LOGGED, BAD = 20, 6, 11, 14
@@ -58,6 +59,7 @@ class Trainer:
     def __init__(self, folder: Path, groups: ProcessGroups, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.groups, self.patch = folder, groups, patch
         self.late: list[int] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
         self.calls = 0
 
     def __call__(
@@ -70,7 +72,10 @@ class Trainer:
         signal_in: int = 0,
         again: bool = False,
     ) -> dict[str, Any]:
-        """Train; return everything that a step changes. `self.late` lists the steps that were read late."""
+        """Train; return everything that a step changes.
+
+        `self.late` lists the steps that were read late, and `self.weights` has the weights before each step.
+        """
         self.calls += not again
         config = tiny_config(self.folder / str(self.calls), *WORDS, *words)
         config = replace(config, data=replace(config.data, **data))
@@ -80,9 +85,10 @@ class Trainer:
         if fused:
             state.update.averages = True  # as with the fused kernel
         run.batches._stream = Scaled(run.batches._stream, factors or {})
-        self.late, step_late = [], pretrain.train_step
+        self.late, self.weights, step_late = [], [], pretrain.train_step
 
         def train_step(*args: Any, late: bool) -> Any:
+            self.weights.append({s.name: s.main.detach().clone() for s in state.shards})
             if late:
                 self.late.append(state.step + 1)
             asked.requested = asked.requested or state.step + 1 == signal_in
@@ -100,7 +106,8 @@ class Trainer:
         run.close()
         tensors = {f"{s.name} {slot}": s.slot(slot).clone() for s in state.shards for slot in SLOTS}
         tensors |= {s.name: s.main.detach().clone() for s in state.shards}
-        tensors |= {f"{s.name} average": value.clone() for s, value in zip(state.shards, state.ema.values)}
+        for slot, values in state.ema.by_slot.items():
+            tensors |= {f"{s.name} {slot}": value.clone() for s, value in zip(state.shards, values)}
         return {
             "tensors": tensors,
             "counts": (state.step, record.step, get_step_count(state.optimizer), state.consumed_samples, stopped),
@@ -161,6 +168,20 @@ def test_late_numbers_change_nothing(trainer: Trainer, case: str) -> None:
         assert [r for r in late["records"] if r["kind"] == "incident"]
     if case == "stop":
         assert late["counts"][:2] == (BAD - 1, BAD - 1)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_power_average_counts_the_steps_without_an_update(trainer: Trainer, late: bool, fused: bool) -> None:
+    """Its profile over the steps is the power function, as in reconstruction; an omitted update repeats the weights."""
+    words = SKIP, "training.ema_sigma_rel=[0.2]", "training.max_bad_steps=3"
+    factors = dict.fromkeys((1, BAD, BAD + 1), float("nan"))
+    done = trainer(*words, late=late, fused=fused, factors=factors)
+    tensors, (step, _, updates, *_) = done["tensors"], done["counts"]
+    assert (step, updates) == (STEPS, STEPS - len(factors))
+    weights = [*trainer.weights[1:], {name: tensors[name] for name in trainer.weights[0]}]
+    for name, expected in power_average(weights, 0.2).items():
+        torch.testing.assert_close(tensors[f"{name} ema_power_0.2"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer, capsys: Any) -> None:
