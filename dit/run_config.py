@@ -329,12 +329,6 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
             "use parallel.overlap_grad_reduce=False and parallel.overlap_param_gather=False",
         ),
         (
-            training.precision == "fp16",
-            "training.precision=fp16",
-            "the loss scale is a number on the host",
-            "use training.precision=bf16",
-        ),
-        (
             config.optimizer.offload,
             "optimizer.offload=True",
             "the host waits for the moments",
