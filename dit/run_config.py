@@ -363,7 +363,7 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
 
 def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[tuple[bool, str, str, str]]:
     """Yield the settings with which no CUDA graph can repeat packs: whether they apply, setting, reason and cure."""
-    training, parallel = config.training, config.parallel
+    training = config.training
     levels = config.data.levels_setting() or config.data.references_setting()
     has_texts = any(condition.axis == "text" for condition in spec.conditions)
     for applies, setting, reason, cure in (
@@ -379,12 +379,6 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "data.max_text_tokens=null",
             "texts have no maximal length",
             "set data.max_text_tokens",
-        ),
-        (
-            parallel.context_parallel_size > 1 and parallel.context_comm != "a2a",
-            f"parallel.context_comm={parallel.context_comm}",
-            "the kernels of the exchanged blocks depend on lengths",
-            "use parallel.context_comm=a2a",
         ),
         (
             training.attention == "transformer_engine",

@@ -53,6 +53,7 @@ PACKS = [
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
 TP2_SP = replace(TP2, sequence_parallel=True)
 ULYSSES = ParallelConfig(context_parallel_size=2, context_comm="a2a")
+RING = ParallelConfig(context_parallel_size=2)
 ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
 """The length of the longest sample is a number on the host."""
 
@@ -325,6 +326,8 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
         ("pretrain_7b", "triton", TP2),
         ("pretrain_7b", "triton", TP2_SP),
         ("pretrain_7b", "triton", ULYSSES),
+        ("pretrain_7b", "triton", RING),
+        pytest.param("flux_12b", "triton", RING, marks=pytest.mark.slow),
         pytest.param("flux_12b", "triton", ParallelConfig(), marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2, marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2_SP, marks=pytest.mark.slow),
