@@ -370,7 +370,8 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
         (
             not config.model.supports.fixed_packs,
             f"model={type(config.model).__name__}",
-            "its layers read the lengths of samples on the host",
+            "its layers read the sizes of samples on the host, such as for the number of convolutions or attention "
+            "segments, which only the tokens of a pack bound",
             "use model=DiTConfig",
         ),
         (levels is not None, f"{levels}", "the number of levels differs from pack to pack", "use data without it"),
@@ -393,7 +394,8 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "use training.kernels=auto",
         ),
     ):
-        yield applies, f"packs and {setting}", reason, f"{cure}, or data of one shape without data.max_tokens_per_pack"
+        cure = f"{cure}, or data of one shape or data.bucket_by_shape=True without data.max_tokens_per_pack"
+        yield applies, f"packs and {setting}", reason, cure
 
 
 def check_levels(model: ModelConfig, objective: Objective, setting: str, cure: str) -> None:

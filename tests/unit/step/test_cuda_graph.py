@@ -307,7 +307,11 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
-        ("tiny_stdit", {}, r"packs and model=STDiTConfig, because .* on the host; use model=DiTConfig, or data of one"),
+        (
+            "tiny_stdit",
+            {},
+            "packs and model=STDiTConfig, .* number of .* attention segments.*; use model=DiTConfig, or data of one",
+        ),
         ("tiny_dit_pack", {"clean_first_frame": 0.5}, "packs and data.clean_first_frame=0.5, .* use data without it"),
         ("tiny_dit_pack", {"attention": "transformer_engine"}, "attention=transformer_engine, .*attention=auto"),
         ("tiny_dit_pack", {"kernels": "compile"}, "packs and training.kernels=compile, .* use training.kernels=auto"),
