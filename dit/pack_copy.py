@@ -48,7 +48,7 @@ def compute_tables(new: dict[Hashable, SequenceLayout], previous: Mapping[Hashab
                 continue
             result: object = new[name].table(make, *arguments)
             if isinstance(result, SequenceLayout) and isinstance(value, SequenceLayout):
-                path = (make, name, *(names.get(id(other)) for other in others))
+                path = (make, name, *(names.get(id(other), other) for other in others))
                 new[path], names[id(value)] = result, path
                 pending.append((path, value))
 

@@ -329,12 +329,6 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
             "use parallel.overlap_grad_reduce=False and parallel.overlap_param_gather=False",
         ),
         (
-            training.precision == "fp16",
-            "training.precision=fp16",
-            "the loss scale is a number on the host",
-            "use training.precision=bf16",
-        ),
-        (
             config.optimizer.offload,
             "optimizer.offload=True",
             "the host waits for the moments",
@@ -369,14 +363,15 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
 
 def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[tuple[bool, str, str, str]]:
     """Yield the settings with which no CUDA graph can repeat packs: whether they apply, setting, reason and cure."""
-    training, parallel = config.training, config.parallel
+    training = config.training
     levels = config.data.levels_setting() or config.data.references_setting()
     has_texts = any(condition.axis == "text" for condition in spec.conditions)
     for applies, setting, reason, cure in (
         (
             not config.model.supports.fixed_packs,
             f"model={type(config.model).__name__}",
-            "its layers read the lengths of samples on the host",
+            "its layers read the sizes of samples on the host, such as for the number of convolutions or attention "
+            "segments, which only the tokens of a pack bound",
             "use model=DiTConfig",
         ),
         (levels is not None, f"{levels}", "the number of levels differs from pack to pack", "use data without it"),
@@ -385,12 +380,6 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "data.max_text_tokens=null",
             "texts have no maximal length",
             "set data.max_text_tokens",
-        ),
-        (
-            parallel.context_parallel_size > 1 and parallel.context_comm != "a2a",
-            f"parallel.context_comm={parallel.context_comm}",
-            "the kernels of the exchanged blocks depend on lengths",
-            "use parallel.context_comm=a2a",
         ),
         (
             training.attention == "transformer_engine",
@@ -405,7 +394,8 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "use training.kernels=auto",
         ),
     ):
-        yield applies, f"packs and {setting}", reason, f"{cure}, or data of one shape without data.max_tokens_per_pack"
+        cure = f"{cure}, or data of one shape or data.bucket_by_shape=True without data.max_tokens_per_pack"
+        yield applies, f"packs and {setting}", reason, cure
 
 
 def check_levels(model: ModelConfig, objective: Objective, setting: str, cure: str) -> None:

@@ -148,13 +148,14 @@ class ContextAttention:
         """
         partition = self._partition(joint)
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
-        queries = joint if layout_q is joint else joint.local_image
+        text = joint.table(_text)
         tensors = (q_TNH, image_k, image_v, text_k, text_v)
-        if self.comm == "p2p":
-            plan = _Plan(queries, partition.blocks(), self.group, self.kernel, replicated=joint.text)
+        if self.comm in ("p2p", "all_gather"):
+            queries = joint if layout_q is joint else partition.blocks()[self.group.rank()]
+            if self.comm == "all_gather":
+                return _GatheredKeys.apply(self._gathering(queries, partition, text), *tensors)
+            plan = _Plan(queries, partition.blocks(), self.group, self.kernel, replicated=text)
             return _Ring.apply(plan, *tensors)
-        if self.comm == "all_gather":
-            return _GatheredKeys.apply(self._gathering(queries, partition, joint.text), *tensors)
         text_q, image_q = joint.split(q_TNH) if layout_q is joint else (None, q_TNH)
         return self._joint_by_heads((text_q, text_k, text_v), [image_q, image_k, image_v], joint, partition)
 
@@ -183,12 +184,17 @@ class ContextAttention:
             k_JNH, v_JNH = (layout.join(*pair) for pair in zip((text_k, text_v), image_kv))
             out_TNH = self.local(q_TNH, k_JNH, v_JNH, queries, layout)
         else:
-            plan = self._across(queries, partition, inner.size(), joint.text)
+            plan = self._across(queries, partition, inner.size(), joint.table(_text))
             out_TNH = _Ring.apply(plan, q_TNH, *image_kv, text_k, text_v)
         if text_q is None:
             return heads_for_tokens(out_TNH, inner, order)
         text, image = layout.split(out_TNH)
         return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
+
+
+def _text(joint: SequenceLayout) -> SequenceLayout:
+    assert isinstance(joint, JointLayout)
+    return joint.text.plain  # a copy, because the tables of the text have the result of `_with_image`
 
 
 def _with_image(joint: SequenceLayout, image: SequenceLayout) -> JointLayout:

@@ -146,9 +146,9 @@ class ContextPartition(TokenPartition):
 
 @dataclass(frozen=True)
 class FixedPartition:
-    """Partition of a pack of fixed size as one block of all ranks, for `a2a` in a CUDA graph; a `Partition`.
+    """Partition of a pack of fixed size in a CUDA graph; a `Partition`.
 
-    The layout of the block and its order are tables of `layout`. The graph reads tables as inputs, so a replay can use
+    The layouts of blocks and their orders are tables of `layout`. The graph reads tables as inputs, so a replay can use
     other lengths.
 
     Attributes:
@@ -160,20 +160,27 @@ class FixedPartition:
     split: ContextSplit
 
     def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
-        assert ranks_per_block == self.size
-        return (self.layout.table(_tokens_of_all_ranks),)
+        count = self.size // ranks_per_block
+        return tuple(self.layout.table(_block, self.size, self.split, ranks_per_block, i) for i in range(count))
 
     def order(self, block: int, ranks_per_block: int) -> Optional[tuple[Tensor, Tensor]]:
-        assert ranks_per_block == self.size
-        return self.layout.table(_order_of_all_ranks, self.size, self.split)
+        return self.layout.table(_order, self.size, self.split, ranks_per_block, block)
 
 
-def _tokens_of_all_ranks(layout: SequenceLayout) -> SequenceLayout:
-    return (layout.image if isinstance(layout, JointLayout) else layout).plain
+def _partition(layout: SequenceLayout, size: int, split: ContextSplit) -> ContextPartition:
+    return context_partition(layout.image if isinstance(layout, JointLayout) else layout, size, split)
 
 
-def _order_of_all_ranks(layout: SequenceLayout, size: int, split: ContextSplit) -> Optional[tuple[Tensor, Tensor]]:
-    return ContextPartition(_tokens_of_all_ranks(layout), size, split).order(0, size)
+# Copies, because the partition is cached, and a graph overwrites the tables of its packs.
+def _block(layout: SequenceLayout, size: int, split: ContextSplit, ranks_per_block: int, i: int) -> SequenceLayout:
+    return _partition(layout, size, split).blocks(ranks_per_block)[i].plain
+
+
+def _order(
+    layout: SequenceLayout, size: int, split: ContextSplit, ranks_per_block: int, i: int
+) -> Optional[tuple[Tensor, Tensor]]:
+    order = _partition(layout, size, split).order(i, ranks_per_block)
+    return None if order is None else (order[0].clone(), order[1].clone())
 
 
 _context_partition = lru_cache(maxsize=16)(ContextPartition)

@@ -224,10 +224,11 @@ def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -
     """
     if not layout_q.has_padding and not layout_k.has_padding:
         return layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen
-    return layout_q.table(_padded_segments, layout_k)
+    return layout_q.table(padded_segments, layout_k)
 
 
-def _padded_segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tuple[Tensor, Tensor, int, int]:
+def padded_segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tuple[Tensor, Tensor, int, int]:
+    """Return the segments of `_segments_with_padding` if there is padding, for `SequenceLayout.table`."""
     lengths: tuple[list[int], list[int]] = [], []
     for i, layout in enumerate((layout_q, layout_k)):
         ends = (*layout.starts[1:], layout.total_tokens)

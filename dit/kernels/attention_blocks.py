@@ -8,7 +8,7 @@ Source: Milakov and Gimelshein 2018, arXiv:1805.02867 (online softmax); Liu et a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import BatchError
-from dit.kernels.attention import MOST_SEGMENTS, MOST_SUMS, count_sums
+from dit.kernels.attention import MOST_SEGMENTS, MOST_SUMS, count_sums, padded_segments
 from dit.kernels.segment_groups import segment_groups
 from dit.layout import SequenceLayout, to_device
 
@@ -60,12 +60,12 @@ class EagerBlocks(BlockAttention):
         q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
         out_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
-        for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
+        for rows_q, rows_k, count, mask in _groups(layout_q, layout_k):
             q = _dense(q_TNH, rows_q, count)
             k, v = (_grouped(x, q_TNH, rows_k, count) for x in (k_KNH, v_KNH))
             scores = torch.einsum("bqnh,bknh->bnqk", q, k) * q.shape[-1] ** -0.5
-            lse = scores.logsumexp(-1)
-            out = torch.einsum("bnqk,bknh->bqnh", (scores - lse[..., None]).exp(), v)
+            lse = (scores if mask is None else scores.masked_fill(~mask, -torch.inf)).logsumexp(-1)
+            out = torch.einsum("bnqk,bknh->bqnh", _weights(scores, lse, mask), v)
             out_TNH[rows_q] = out.flatten(0, 1)
             lse_TN[rows_q] = lse.transpose(1, 2).flatten(0, 1)
         return Attended(out_TNH, lse_TN)
@@ -73,12 +73,12 @@ class EagerBlocks(BlockAttention):
     def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
         (q_TNH, k_KNH, v_KNH, layout_q, layout_k), (out_TNH, lse_TN) = block, joined
         dq_TNH, dk_KNH, dv_KNH = (torch.zeros_like(x, dtype=torch.float32) for x in (q_TNH, k_KNH, v_KNH))
-        for rows_q, rows_k, count in segment_groups(layout_q, layout_k):
+        for rows_q, rows_k, count, mask in _groups(layout_q, layout_k):
             q, grad, out = (_dense(x, rows_q, count) for x in (q_TNH, grad_TNH, out_TNH))
             k, v = (_grouped(x, q_TNH, rows_k, count) for x in (k_KNH, v_KNH))
             scale = q.shape[-1] ** -0.5
             lse = lse_TN[rows_q].unflatten(0, (count, -1)).transpose(1, 2)
-            weights = (torch.einsum("bqnh,bknh->bnqk", q, k) * scale - lse[..., None]).exp()
+            weights = _weights(torch.einsum("bqnh,bknh->bnqk", q, k) * scale, lse, mask)
             # Row sums of dP * P over the keys of all blocks: sum_k P_k (v_k . g) = out . g.
             delta = (grad * out).sum(-1).transpose(1, 2)[..., None]
             dscores = weights * (torch.einsum("bqnh,bknh->bnqk", grad, v) - delta) * scale
@@ -91,11 +91,32 @@ class EagerBlocks(BlockAttention):
         return dq_TNH, dk_KNH, dv_KNH
 
 
-def _dense(x_TNH: Tensor, rows: Tensor, count: int) -> Tensor:
+def _groups(
+    layout_q: SequenceLayout, layout_k: SequenceLayout
+) -> Iterator[tuple[Tensor | slice, Tensor | slice, int, Optional[Tensor]]]:
+    """Yield query rows, key rows, number of segments and mask of groups of segments of equal lengths.
+
+    A pack of fixed size is one segment with a mask `[T, K]`, whose shape does not depend on lengths.
+    """
+    if layout_q.is_fixed:
+        same_TK = layout_q.segment_ids_T[:, None] == layout_k.segment_ids_T
+        yield slice(None), slice(None), 1, same_TK & layout_q.valid_T[:, None] & layout_k.valid_T
+        return
+    for group in segment_groups(layout_q, layout_k):
+        yield *group, None
+
+
+def _weights(scores: Tensor, lse: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Return the probabilities of the keys; 0 outside of the mask, also for a query without keys."""
+    weights = (scores - lse[..., None]).exp()
+    return weights if mask is None else weights.masked_fill(~mask, 0.0)
+
+
+def _dense(x_TNH: Tensor, rows: Tensor | slice, count: int) -> Tensor:
     return x_TNH[rows].float().unflatten(0, (count, -1))
 
 
-def _grouped(x_KNH: Tensor, q_TNH: Tensor, rows: Tensor, count: int) -> Tensor:
+def _grouped(x_KNH: Tensor, q_TNH: Tensor, rows: Tensor | slice, count: int) -> Tensor:
     """Return keys or values `[count, n, N, H]`, each key head repeated for the query heads that share it."""
     return _dense(x_KNH, rows, count).repeat_interleave(q_TNH.shape[1] // x_KNH.shape[1], 2)
 
@@ -109,7 +130,7 @@ class FlashBlocks(BlockAttention):
 
     def forward(self, block: Block) -> Attended:
         q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
-        segments = _segments(layout_q.plain, layout_k.plain)
+        segments = _segments(layout_q, layout_k)
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         if segments is None:
             return Attended(torch.zeros_like(q_TNH), lse_TN)
@@ -122,14 +143,14 @@ class FlashBlocks(BlockAttention):
         q, k, v = _take(q_TNH, segments.rows_q), _take(k_KNH, segments.rows_k), _take(v_KNH, segments.rows_k)
         out, lse_NT, *_ = self._forward(q, k, v, *segments.lengths, 0.0, False, False)
         lse = lse_NT.T
-        if segments.rows_q is None:
-            return Attended(out, lse)
+        if segments.rows_q is None:  # some versions of the kernel return +inf for queries without keys
+            return Attended(out, lse.masked_fill(lse.isposinf(), -torch.inf) if layout_q.is_fixed else lse)
         out_TNH = torch.zeros_like(q_TNH).index_copy(0, segments.rows_q, out)
         return Attended(out_TNH, lse_TN.index_copy(0, segments.rows_q, lse))
 
     def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
         (q_TNH, k_KNH, v_KNH, layout_q, layout_k), (out_TNH, lse_TN) = block, joined
-        segments = _segments(layout_q.plain, layout_k.plain)
+        segments = _segments(layout_q, layout_k)
         if segments is None:
             return torch.zeros_like(q_TNH), torch.zeros_like(k_KNH), torch.zeros_like(v_KNH)
         grad, q, out, lse = (_take(x, segments.rows_q) for x in (grad_TNH, q_TNH, out_TNH, lse_TN))
@@ -145,7 +166,7 @@ class FlashBlocks(BlockAttention):
 
 
 class _Segments(NamedTuple):
-    """The segments with both queries and keys, without padding, as arguments of the kernel.
+    """The segments with both queries and keys, without padding, as arguments of the kernel; all, in fixed packs.
 
     Attributes:
         rows_q, rows_k: indices of their tokens, int64; None for all tokens.
@@ -158,9 +179,16 @@ class _Segments(NamedTuple):
     lengths: tuple[Tensor, Tensor, int, int]
 
 
-@lru_cache(maxsize=256)
 def _segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Optional[_Segments]:
     """Return the segments of a pair of blocks, cached for all layers; None if there are none."""
+    if layout_q.is_fixed:
+        lengths = layout_q.table(padded_segments, layout_k)
+        return _Segments(len(lengths[0]) - 1, None, None, lengths)
+    return _present_segments(layout_q.plain, layout_k.plain)
+
+
+@lru_cache(maxsize=256)
+def _present_segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Optional[_Segments]:
     present = [i for i, both in enumerate(zip(layout_q.lengths, layout_k.lengths)) if all(both)]
     if not present:
         return None

@@ -1,7 +1,8 @@
 """The numbers of a step over all ranks, by one all-reduce: loss, gradient norm, tokens and requests to stop.
 
 every rank   logged terms | tokens | request to stop | squared gradient norm      summed over all ranks, float64
-device       loss, gradient norm, factor of the gradients, whether the update is applied
+             in fp16, whether a gradient overflowed
+device       loss, gradient norm, factor of the gradients, whether the update is applied, next loss scale
 host         a copy of them, which it reads when it needs them; until then it does not wait for the device
 """
 
@@ -20,6 +21,7 @@ from dit.backends.graphs import Runner, call
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.optimizer.master_weights import squared_gradient_norm
+from dit.parallel.loss_scale import loss_scale_of
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,18 @@ class HostNumbers(NamedTuple):
     Attributes:
         grad_norm: norm before clipping.
         must_stop: whether any rank asks to stop after the step.
-        is_good: whether loss and norm are finite and within the limits; otherwise, the device omits the update.
+        is_good: whether loss and norm are finite and within the limits, and no gradient overflowed; otherwise, the
+            device omits the update.
+        overflowed: whether an fp16 gradient overflowed.
+        loss_scale: loss scale of the next step in fp16.
     """
 
     loss: float
     grad_norm: float
     must_stop: bool
     is_good: bool
+    overflowed: bool = False
+    loss_scale: float = 1.0
 
 
 class StepNumbers:
@@ -58,7 +65,8 @@ class StepNumbers:
         stop: whether this rank asks to stop after the step.
 
     Attributes:
-        on_device: loss, gradient norm, requests, 1, or NaN to omit the update, gradient factor, `[5]`, float64.
+        on_device: loss, gradient norm, requests, 1, or NaN to omit the update, gradient factor, and in fp16 overflows
+            and the next loss scale, `[5]` or `[7]`, float64.
     """
 
     @torch.no_grad()
@@ -77,20 +85,23 @@ class StepNumbers:
         host = device.device_numbers([limits.loss, limits.grad_norm, float(stop)], torch.float64)
         self.on_device = run(partial(_reduce, optimizer, groups, num_terms), torch.cat([host, sums.double()]))
         optimizer.gradient_factor.value = self.on_device[4]
-        self._read = device.begin_copy_to_host(self.on_device[:4])
+        self._read = device.begin_copy_to_host(self.on_device)
 
     @cached_property
     def host(self) -> HostNumbers:
         """The numbers on the host; the first access waits until the device has computed them."""
-        loss, grad_norm, requests, is_good = self._read()
-        return HostNumbers(loss, grad_norm, requests > 0, is_good > 0)
+        loss, grad_norm, requests, is_good, _, *scaling = self._read()
+        overflows, *scale = scaling or [0.0]
+        return HostNumbers(loss, grad_norm, requests > 0, is_good > 0, overflows > 0, *scale)
 
 
 def _reduce(optimizer: MegatronOptimizer, groups: ProcessGroups, num_terms: int, local: Tensor) -> Tensor:
     """Return `StepNumbers.on_device`; `local` has the limits of loss and norm, the request to stop, and the sums."""
-    reduced = torch.cat([local[2:], squared_gradient_norm(optimizer)])
+    scale = loss_scale_of(optimizer)
+    overflows = [] if scale is None else [scale.found_inf.double()]
+    reduced = torch.cat([local[2:], squared_gradient_norm(optimizer), *overflows])
     dist.all_reduce(reduced)
-    requests, *terms, tokens, squares = reduced.unbind()
+    requests, *terms, tokens, squares = reduced[: len(reduced) - len(overflows)].unbind()
     # Each token is counted by every tensor-parallel rank. The mean contains the losses of all of them, so a rank that
     # computes another loss changes it. Without tokens, the loss is NaN and the factor stays finite.
     loss = sum(terms[:num_terms], start=torch.zeros_like(tokens)) / tokens
@@ -98,4 +109,9 @@ def _reduce(optimizer: MegatronOptimizer, groups: ProcessGroups, num_terms: int,
     grad_norm = squares.sqrt() * factor / math.sqrt(optimizer.gradient_copies)
     # A limit is finite, and comparisons with NaN are false.
     is_good = (loss > -math.inf) & (loss <= local[0]) & (grad_norm <= local[1])
-    return torch.stack([loss, grad_norm, requests, torch.where(is_good, 1.0, math.nan).double(), factor])
+    scaling = []
+    if scale is not None:
+        overflowed = reduced[-1] > 0
+        is_good &= ~overflowed
+        scaling = [reduced[-1], scale.adapt(overflowed, loss.isfinite())[0].double()]
+    return torch.stack([loss, grad_norm, requests, torch.where(is_good, 1.0, math.nan).double(), factor, *scaling])

@@ -182,7 +182,7 @@ class Update:
 
     def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
         """Queue the operations of an update, with `StepNumbers.on_device` and `Rates.values` of each group."""
-        _, grad_norm, _, guard, factor = numbers.unbind()
+        _, grad_norm, _, guard, factor = numbers[:5].unbind()
         factor = master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard
         of_muon: dict[str, tuple[Elements, Rates]] = {}
         for host_rates, row, (_, members) in zip(rates, table, self.groups, strict=True):

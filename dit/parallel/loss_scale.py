@@ -23,11 +23,10 @@ from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.grad_scaler import MegatronGradScaler
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler, MegatronGradScaler
 from torch import Tensor
 
 from dit.backends.megatron_types import MegatronOptimizer
-from dit.backends.process_groups import any_rank
 from dit.parallel.fsdp import local
 from dit.patches import patches
 
@@ -39,21 +38,27 @@ class LossScale:
     """The loss scale of all optimizers of a run.
 
     Megatron-Core builds a scaler for each optimizer of a chain (dense and expert parameters), and each tracks the
-    overflows of its own gradients, so the scales would diverge. Here all optimizers use this object, which updates one
-    scaler once per step with the overflows of all optimizers and ranks.
+    overflows of its own gradients, so the scales would diverge. Here all optimizers use this object, which adapts one
+    scale once per step to the overflows of all optimizers and ranks. The scale and its trackers are on the device, so
+    the host need not wait for the gradients of a step, and a CUDA graph can repeat the step.
 
     Args:
         micro_batch_size: `training.micro_batch_size`; a replica may run smaller micro-batches.
 
     Attributes:
+        found_inf: 1 if a gradient of this rank overflowed since the last `adapt`, else 0, `[1]`, float32.
+        value: scale of the mean loss, on the host, after the latest step that was settled.
         tokens: divisor of the scale; None until `start` or `load`.
         overflowed_steps: number of steps without an update, because a gradient overflowed.
-        shrank: whether the latest step lowered the scale.
+        shrank: whether the latest settled step lowered the scale.
     """
 
     def __init__(self, scaler: MegatronGradScaler, micro_batch_size: int) -> None:
         self._scaler, self._micro_batch_size = scaler, micro_batch_size
-        self._overflowed = False
+        self.found_inf, self.value = torch.zeros_like(scaler.scale), float(scaler.scale.item())
+        self._trackers: Optional[Tensor] = None  # in the order of TRACKERS; None for a constant scale
+        if isinstance(scaler, DynamicGradScaler):
+            self._trackers = torch.tensor([0, scaler.hysteresis], device=scaler.scale.device)
         self.tokens: Optional[int] = None
         self.overflowed_steps = 0
         self.shrank = False
@@ -84,34 +89,38 @@ class LossScale:
         """Factor of the gradients in Megatron-Core's optimizers, `[1]`, float32."""
         return self._scaler.inv_scale * (self.tokens or 1)
 
-    @property
-    def value(self) -> float:
-        """Scale of the mean loss, on the host."""
-        return float(self._scaler.scale.item())
-
     def update(self, found_inf: bool) -> None:
-        """Record whether the gradients of one optimizer overflowed; called by its `prepare_grads`."""
-        self._overflowed |= found_inf
+        """Do nothing; Megatron-Core calls this before the overflows of other optimizers and ranks are known."""
 
-    def settle(self, *, adapt: bool = True) -> bool:
-        """Adapt the scale to this step's gradients, once per step after its `StepNumbers` (collective).
+    def adapt(self, overflowed: Tensor, is_finite: Tensor) -> Tensor:
+        """Adapt the scale to the gradients of a step, once per step, on the device; return it, `[1]`, float32.
 
         Args:
-            adapt: False only resets the recorded overflows, because the gradients of a loss that is not finite do not
-                depend on the scale. Equal on every rank.
+            overflowed: whether a gradient overflowed on any rank, `[]`.
+            is_finite: whether the loss is finite, `[]`. If not, the scale does not change, because the gradients do not
+                depend on it.
 
-        Returns:
-            Whether a gradient overflowed on any rank, so that the update must be skipped; equal on every rank.
+        Source: Megatron-Core's `DynamicGradScaler.update`, which decides on the host.
         """
-        overflowed = any_rank(self._overflowed)
-        if not adapt:
-            self._overflowed = self.shrank = False
-            return overflowed
-        before = self.value if overflowed else 0.0
-        self._scaler.update(overflowed)
-        self._overflowed, self.shrank = False, overflowed and self.value < before
+        self.found_inf.zero_()
+        scaler, scale = self._scaler, self._scaler.scale
+        if self._trackers is not None:
+            growth, hysteresis = self._trackers.unbind()
+            grows, left = growth + 1 == scaler.growth_interval, hysteresis - 1
+            lower = torch.where(left <= 0, torch.maximum(scale * scaler.backoff_factor, scaler.min_scale), scale)
+            higher = torch.where(grows, scale * scaler.growth_factor, scale)
+            next_growth = torch.where(overflowed | grows, 0, growth + 1)
+            next_hysteresis = torch.where(overflowed, left, torch.where(grows, scaler.hysteresis, hysteresis))
+            trackers = torch.stack([next_growth, next_hysteresis])
+            scale.copy_(torch.where(is_finite, torch.where(overflowed, lower, higher), scale))
+            self._trackers.copy_(torch.where(is_finite, trackers, self._trackers))
+        return scale
+
+    def settle(self, value: float, *, overflowed: bool) -> None:
+        """Note the scale after a step, which the host has read, and whether gradients of a finite loss overflowed."""
+        self.shrank = overflowed and value < self.value
         self.overflowed_steps += overflowed
-        return overflowed
+        self.value = value
 
     def exhausted(self) -> str:
         """Return the reason why an overflow did not lower the scale, and the cure."""
@@ -122,8 +131,7 @@ class LossScale:
 
     def scalars(self) -> dict[str, float]:
         """Return the state for a checkpoint."""
-        state = self._scaler.state_dict()
-        trackers = {name: state[name] for name in TRACKERS if name in state}
+        trackers = {} if self._trackers is None else dict(zip(TRACKERS, self._trackers.tolist()))
         tokens = {} if self.tokens is None else {TOKENS: self.tokens}
         return {SCALE: self.value, OVERFLOWS: self.overflowed_steps, **tokens, **trackers}
 
@@ -132,9 +140,9 @@ class LossScale:
         self.overflowed_steps = int(scalars.get(OVERFLOWS, 0))
         if TOKENS in scalars:
             self.tokens = int(scalars[TOKENS])
-        if SCALE in scalars and all(name in scalars for name in TRACKERS):
-            scale = torch.full_like(self._scaler.scale, scalars[SCALE])
-            self._scaler.load_state_dict({"scale": scale, **{name: int(scalars[name]) for name in TRACKERS}})
+        if self._trackers is not None and SCALE in scalars and all(name in scalars for name in TRACKERS):
+            self.value = self._scaler.scale.fill_(scalars[SCALE]).item()
+            self._trackers.copy_(torch.tensor([int(scalars[name]) for name in TRACKERS]))
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -143,8 +151,8 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 @patches(
     "megatron-core 0.16",
-    "core/optimizer/optimizer.py: grad_scaler, _collect_main_grad_data_for_unscaling",
-    why="each optimizer would adapt its own scale, and torch cannot unscale DTensors",
+    "core/optimizer/optimizer.py: grad_scaler, _unscale_main_grads_and_check_for_nan",
+    why="each optimizer would wait for its gradients and adapt its own scale, and torch cannot unscale DTensors",
 )
 def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any], micro_batch_size: int) -> None:
     """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it."""
@@ -152,14 +160,17 @@ def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any], micro
     shared = LossScale(parts[0].grad_scaler, micro_batch_size)
     for part in parts:
         part.grad_scaler = shared
-        part._collect_main_grad_data_for_unscaling = partial(_local_gradients, part)
+        part._unscale_main_grads_and_check_for_nan = partial(_unscale, part, shared)
     for chunk in wrapped:
         chunk.config.grad_scale_func = shared
 
 
-def _local_gradients(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the local gradients of the master weights, because torch's unscaling does not support DTensors."""
-    return [local(p.grad) for p in optimizer.get_parameters() if p.grad is not None]
+def _unscale(optimizer: MegatronOptimizer, scale: LossScale) -> bool:
+    """Divide the gradients of the master weights by the scale, and note an overflow on the device; return False."""
+    gradients = [local(p.grad) for p in optimizer.get_parameters() if p.grad is not None]
+    if gradients:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, scale.found_inf, scale.inv_scale)
+    return False
 
 
 def loss_scale_of(optimizer: MegatronOptimizer) -> Optional[LossScale]:

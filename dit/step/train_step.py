@@ -138,7 +138,7 @@ def train_step(
     Args:
         batches: this replica's micro-batches; local tokens under context parallelism.
         previous: the step before, if it is pending; settled here. After the last step, the caller settles it.
-        late: return without waiting for the device. Needs `Update.can_be_omitted`, and no fp16.
+        late: return without waiting for the device. Needs `Update.can_be_omitted`.
     """
     observer.enter("forward and backward")
     forward_step, scale = functions.forward_step(state.step), state.loss_scale
@@ -150,7 +150,7 @@ def train_step(
     compute = partial(compute_gradients, state, forward_step, functions.micro_batches, schedule=functions.schedule)
     logs = observer.compute(compute, batches)
     if previous is not None and settle(state, previous, observer) != "update":
-        logs = observer.repeat(compute)  # `judge` computed the bad step again, which overwrote these gradients
+        logs = observer.repeat(compute)  # `judge` may have overwritten these gradients; `discard` dropped their counts
 
     observer.enter("numbers")
     objective = functions.objective
@@ -160,7 +160,6 @@ def train_step(
     set_rates(state.optimizer, *functions.rates(state.step))
     step = Step(state.step + 1, forward_step, sums, numbers)
     if late:
-        assert scale is None
         assert state.update.can_be_omitted
         observer.enter("update")
         state.update(numbers, step.number)
@@ -168,12 +167,7 @@ def train_step(
         observer.enter("end")
         return step
 
-    if scale is not None and scale.settle(adapt=math.isfinite(step.loss)):
-        step.overflowed = True
-    if step.overflowed and scale is not None and scale.shrank:
-        step.action = "overflow"  # the next step has a lower scale
-    else:
-        step.action = observer.judge(step)
+    step.action = _judge(state, step, observer)
     if step.action == "update":
         observer.enter("update")
         state.update(numbers, step.number)
@@ -188,11 +182,22 @@ def settle(state: ModelState, step: Step, observer: StepObserver) -> Action:
     If the observer raises an error, which it does for bad steps only, the step does not count.
     """
     step.is_pending, state.step = False, step.number - 1
-    step.action = observer.judge(step)
+    step.action = _judge(state, step, observer)
     # The device has decided by the same numbers and limits.
     assert step.numbers.host.is_good == (step.action == "update")
     _end(state, step, observer)
     return step.action
+
+
+def _judge(state: ModelState, step: Step, observer: StepObserver) -> Action:
+    """Read the numbers of a step, and decide on its update; the observer judges overflows that no scale can cure."""
+    host, scale = step.numbers.host, state.loss_scale
+    if scale is not None:
+        step.overflowed = host.overflowed
+        scale.settle(host.loss_scale, overflowed=host.overflowed and math.isfinite(host.loss))
+        if scale.shrank:
+            return "overflow"  # later steps have a lower scale
+    return observer.judge(step)
 
 
 def _end(state: ModelState, step: Step, observer: StepObserver) -> None:

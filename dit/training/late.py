@@ -17,15 +17,14 @@ def may_be_late(config: RunConfig, state: TrainState, step: int) -> bool:
 
     The numbers of all other steps are read at once:
 
-        every step    with fp16, because the loss scale depends on the gradients; with hooks; with
-                      `on_bad_numbers=rewind`, because the next batches depend on them; with averages that are
-                      updated in host memory
+        every step    with hooks; with `on_bad_numbers=rewind`, because the next batches depend on them; with averages
+                      that are updated in host memory
         some steps    before a log line, a checkpoint, a validation or a grid of samples; before a step that
                       `recheck_interval` computes twice; before `loss_changes`, where the history of losses starts
                       again; at the end
     """
     training = config.training
-    if state.loss_scale is not None or training.hooks or training.on_bad_numbers == "rewind":
+    if training.hooks or training.on_bad_numbers == "rewind":
         return False
     intervals = (
         training.log_interval,

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from dit.backends import process_groups
 from dit.errors import NotFiniteError
+from dit.optimizer.step_numbers import StepNumbers
 from dit.training.pretrain import Run
 from tests.parallel.fsdp_worker import start, state_of
 
@@ -64,12 +65,13 @@ def train(case: dict) -> dict:
 
 
 def overflow_on_rank_1(case: dict) -> dict:
-    """Record an overflow on rank 1 only, as if the optimizer did not reduce it; return the result of rank 0."""
+    """Record an overflow on rank 1 only; return the result of rank 0."""
     run = start(case)
     scale = run.state.loss_scale
-    before = scale.value
-    scale.update(dist.get_rank() == 1)
-    result = {"overflowed": scale.settle(), "ratio": scale.value / before}
+    scale.found_inf.fill_(dist.get_rank() == 1)
+    numbers = StepNumbers(run.state.optimizer, run.state.groups, torch.ones(2), 1).host
+    is_good = numbers.is_good
+    result = {"overflowed": numbers.overflowed, "is_good": is_good, "ratio": numbers.loss_scale / scale.value}
     run.close()
     process_groups.release()
     return result

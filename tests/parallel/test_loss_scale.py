@@ -79,7 +79,7 @@ def assert_same_state(found, expected):
 
 
 def test_all_ranks_follow_an_overflow_that_only_one_of_them_recorded(results):
-    assert results["one optimizer"] == {"overflowed": True, "ratio": 0.5}
+    assert results["one optimizer"] == {"overflowed": True, "is_good": False, "ratio": 0.5}
 
 
 @pytest.mark.parametrize("layout", ["one rank", "distributed", "tp2_sp"])

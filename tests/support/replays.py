@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 """Operations whose result the host reads, or whose shape depends on values."""
 
+POINT_TO_POINT = (torch.ops.c10d.send, torch.ops.c10d.recv_)
+
 
 class Recording(TorchDispatchMode):
     """Records operations with their tensors, which stay allocated, and the original content of overwritten memory."""
@@ -49,12 +51,21 @@ class Recording(TorchDispatchMode):
 
     def replay(self) -> None:
         """Run all operations again, and write the results to the same memory."""
+        messages: list[Any] = []
+
+        def finish() -> None:
+            while messages:
+                messages.pop().wait()
+
         with torch._C._AutoDispatchBelowAutograd():  # as recorded
             for func, args, kwargs, results in self.operations:
+                is_queued = func.overloadpacket in POINT_TO_POINT  # a rank waits for what it sent after it receives
+                if not is_queued:
+                    finish()
                 leaves = tree_leaves(func(*args, **kwargs))
-                for work in leaves:
-                    if isinstance(work, torch.ScriptObject):  # a message between ranks
-                        Work.unbox(work).wait()
+                messages += [Work.unbox(work) for work in leaves if isinstance(work, torch.ScriptObject)]
+                if not is_queued:
+                    finish()
                 again = [x for x in leaves if isinstance(x, Tensor)]
                 for x, new in zip(results, again, strict=True):
                     if x.data_ptr() != new.data_ptr():

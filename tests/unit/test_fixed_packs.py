@@ -18,7 +18,7 @@ from dit.conditions import Conditions
 from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima, without_lengths
-from dit.kernels.attention import _padded_segments, _segments_with_padding
+from dit.kernels.attention import _segments_with_padding, padded_segments
 from dit.kernels.fused.blocks import blocks_of, multiprocessors
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
@@ -53,6 +53,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "context": ULYSSES,
     "context balanced": {**ULYSSES, "context_split": "load_balanced"},
+    "ring": {**ULYSSES, "context_comm": "p2p"},
+    "rings of pairs": {"context_parallel_size": 4, "context_comm": "a2a+p2p", "context_a2a_size": 2},
+    "gathered keys, balanced": {**ULYSSES, "context_comm": "all_gather", "context_split": "load_balanced"},
 }
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
 OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
@@ -149,11 +152,12 @@ def replay_on_a_rank(case: dict[str, Any]) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_replays_on_two_ranks_have_the_numbers_of_eager_passes(layout: str, tmp_path: Path) -> None:
-    """Each rank has half of the tokens, which are other parts of other samples in each pack."""
-    task = f"{__name__}:{replay_on_a_rank.__name__}"
-    cases = [{"task": task, "name": name, "layout": layout} for name in FIXING]
-    for name, ranks in zip(FIXING, run_world(2, cases, tmp_path, timeout_s=600)):
+def test_replays_on_several_ranks_have_the_numbers_of_eager_passes(layout: str, tmp_path: Path) -> None:
+    """Each rank has a part of the tokens, which are other parts of other samples in each pack."""
+    task, size = f"{__name__}:{replay_on_a_rank.__name__}", LAYOUTS[layout].get("context_parallel_size", 2)
+    names = FIXING if size == 2 else ("dit", "flux")
+    cases = [{"task": task, "name": name, "layout": layout} for name in names]
+    for name, ranks in zip(names, run_world(size, cases, tmp_path, timeout_s=300)):
         for *differing, count in ranks:
             assert not differing, name
             assert int(count) > 10
@@ -185,7 +189,7 @@ def test_texts_and_tokens_of_one_size_have_their_own_tables() -> None:
         for one in (padded, move(padded, torch.device("cpu"))):
             layout = one.layout
             for keys in (layout, *(entry.layout for entry in one.conditions.values() if entry.layout is not None)):
-                assert torch.equal(_segments_with_padding(layout, keys)[1], _padded_segments(layout, keys)[1])
+                assert torch.equal(_segments_with_padding(layout, keys)[1], padded_segments(layout, keys)[1])
             assert len(layout.tables) == 3  # none is computed again after the copy
 
 

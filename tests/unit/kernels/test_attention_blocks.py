@@ -1,6 +1,7 @@
 """Attention computed in blocks of keys: the merged blocks equal attention over all keys."""
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,20 +42,29 @@ class OneBlock:
         return Function.apply(q, k, v)
 
 
-def flash_on_cpu() -> FlashBlocks:
-    """Return `FlashBlocks` with an eager stand-in that has the signature of the packed kernel."""
+def flash_on_cpu(is_fixed: bool = False) -> FlashBlocks:
+    """Return `FlashBlocks` with an eager stand-in that has the signature of the packed kernel.
+
+    Args:
+        is_fixed: whether packs have a fixed size, so that segments may be empty.
+    """
     blocks, eager = FlashBlocks(), EagerBlocks()
 
     def layouts(cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int) -> tuple[SequenceLayout, SequenceLayout]:
         assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
         lengths = [cu.diff().tolist() for cu in (cu_q, cu_k)]
-        assert [max(n) for n in lengths] == [max_q, max_k]
-        assert min(map(min, lengths)) > 0, "the kernel must not be asked about an empty segment"
-        return SequenceLayout.from_lengths(lengths[0]), SequenceLayout.from_lengths(lengths[1])
+        if is_fixed:
+            assert all(max(n) <= bound for n, bound in zip(lengths, (max_q, max_k)))
+        else:
+            assert [max(n) for n in lengths] == [max_q, max_k]
+            assert min(map(min, lengths)) > 0, "the kernel must not be asked about an empty segment"
+        one, other = (SequenceLayout.from_lengths(n, may_be_empty=is_fixed) for n in lengths)
+        return one, other
 
     def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug):
         assert (dropout, causal, debug) == (0.0, False, False)
         out, lse = eager.forward(Block(q, k, v, *layouts(cu_q, cu_k, max_q, max_k)))
+        lse = lse.masked_fill(lse.isneginf(), torch.inf) if is_fixed else lse  # as FlashAttention 2
         return out.to(q.dtype), lse.T.contiguous(), None, None, None
 
     def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, seed, unused):
@@ -78,13 +88,13 @@ def test_the_stand_in_has_the_signature_of_the_packed_kernel(direction: str) -> 
     assert [short.get(name, name) for name in names] == list(inspect.signature(stand_in).parameters)
 
 
-KERNELS = {"eager": EagerBlocks, "flash_bookkeeping": flash_on_cpu}
+KERNELS = {"eager": lambda is_fixed=False: EagerBlocks(), "flash_bookkeeping": flash_on_cpu}
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("case", [*CASES, *GQA_CASES], ids=lambda case: case.name)
 def test_one_block_of_all_keys_equals_the_reference(case: AttentionCase, kernel: str):
-    check(OneBlock(KERNELS[kernel]()), case, case.qkv(), rtol=RTOL)
+    check(OneBlock(KERNELS[kernel](case.name.startswith("fixed"))), case, case.qkv(), rtol=RTOL)
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MOST_SEGMENTS", 3), ("MOST_SUMS", 2 * (128 + 4 * 128) * 64 - 1)])
@@ -96,10 +106,12 @@ def test_blocks_above_the_limits_of_the_packed_kernel_are_refused(limit: str, mo
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_blocks_sum_to_full_attention(kernel: str):
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_blocks_sum_to_full_attention(kernel: str, is_fixed: bool):
     """Outputs are merged and gradients summed, also if a block or a rank has no token of a sample."""
-    blocks = KERNELS[kernel]()
+    blocks = KERNELS[kernel](is_fixed)
     layout = SequenceLayout.from_lengths([12, 5, 33, 1], multiple_of=8, total_tokens=80)
+    layout = replace(layout, is_fixed=is_fixed)
     rows = ContextPartition(layout, 4, "contiguous")
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(80, 2, 8, generator=generator) for _ in range(4))

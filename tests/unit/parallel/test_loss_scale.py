@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer.grad_scaler import DynamicGradScaler
 
 from dit.errors import ConfigError
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
-from dit.parallel.loss_scale import loss_scale_of
+from dit.parallel.loss_scale import TRACKERS, LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.verify.trial import Recorder
 from tests.laws.backbones import config_of
@@ -21,6 +22,12 @@ def optimizer_of(one_rank_world, **training):
     return build_optimizer(
         wrap(chunks, parallel, one_rank_world), OptimizerConfig(), parallel, settings, one_rank_world
     )
+
+
+def settle(scale, overflowed, *, is_finite=True):
+    """Adapt a scale to a step, as a step does."""
+    value = scale.adapt(torch.tensor(overflowed), torch.tensor(is_finite))
+    scale.settle(value.item(), overflowed=overflowed and is_finite)
 
 
 @pytest.mark.parametrize(
@@ -41,13 +48,33 @@ def test_every_setting_reaches_the_scale(one_rank_world):
     optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=4.0, loss_scale_window=3)
     scale, found = loss_scale_of(optimizer), []
     for overflow in (True, True, True, False, False, False, False, False, True, False):
-        scale.update(overflow)
-        assert scale.settle() is overflow
+        settle(scale, overflow)
         found.append((scale.value, scale.shrank))
     values = [2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0, 1.0]
     shrank = [True, True, False, False, False, False, False, False, True, False]
     assert found == list(zip(values, shrank))
     assert scale.overflowed_steps == 4
+
+
+@pytest.mark.parametrize(("hysteresis", "window"), [(1, 1), (1, 3), (2, 2), (3, 5)])
+def test_the_scale_on_the_device_is_that_of_megatron_core(one_rank_world, hysteresis, window):
+    """After any overflows, also if the state moves to another object in between."""
+    arguments = {"initial_scale": 12.7, "min_scale": 1.0, "growth_factor": 2.0, "backoff_factor": 0.5}
+    generator = torch.Generator().manual_seed(window)
+    megatron, *scalers = (
+        DynamicGradScaler(**arguments, growth_interval=window, hysteresis=hysteresis) for _ in range(3)
+    )
+    scales = [LossScale(scaler, 1) for scaler in scalers]
+    for number in range(200):
+        overflowed = bool(torch.rand((), generator=generator) < 0.3)
+        settle(scales[0], overflowed)
+        megatron.update(overflowed)
+        assert torch.equal(scales[0].scale, megatron.scale)
+        state = megatron.state_dict()
+        assert [scales[0].scalars()[name] for name in TRACKERS] == [state[name] for name in TRACKERS]
+        if number % 7 == 0:
+            scales.reverse()
+            scales[0].load(scales[1].scalars())
 
 
 def test_a_trial_reports_the_loss_scale_only_for_an_overflow_of_a_finite_loss(one_rank_world):
@@ -61,22 +88,22 @@ def test_a_trial_reports_the_loss_scale_only_for_an_overflow_of_a_finite_loss(on
 
 
 def test_a_step_with_a_bad_loss_changes_no_state(one_rank_world):
-    """The overflow is reported, but the scale, the count, and the steps towards the next doubling do not change."""
+    """The scale, the count, and the steps towards the next doubling do not change."""
     optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=8.0, loss_scale_window=3)
     scale = loss_scale_of(optimizer)
-    scale.settle()
+    settle(scale, False)
     before = scale.scalars()
-    scale.update(True)
-    assert scale.settle(adapt=False)
-    assert not scale.shrank
-    assert not scale.settle(adapt=False), "the overflow is forgotten"
+    for overflowed in (True, False):
+        scale.found_inf.fill_(overflowed)
+        settle(scale, overflowed, is_finite=False)
+        assert not scale.shrank
+        assert scale.found_inf == 0, "the overflow is forgotten"
     assert scale.scalars() == before
 
 
 def test_a_constant_scale_does_not_change(one_rank_world):
     scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", loss_scale=24.0))
-    scale.update(True)
-    assert scale.settle()
+    settle(scale, True)
     assert not scale.shrank
     assert scale.value == 24.0
     scale.load({"loss_scale": 2.0, "overflowed_steps": 5, "growth_tracker": 1, "hysteresis_tracker": 1})
@@ -90,11 +117,11 @@ def test_the_state_is_restored(one_rank_world):
     one, other = (loss_scale_of(optimizer_of(one_rank_world, **settings)) for _ in range(2))
     one.start([20, 4])
     for overflow in (True, False):
-        one.update(overflow)
-        one.settle()
+        settle(one, overflow)
     other.load(one.scalars())
+    assert other.value == one.value
     for scale in (one, other):
-        scale.settle()
+        settle(scale, False)
     assert one.scalars() == other.scalars()
     assert other.tokens == 32
     assert one.value == float(torch.tensor(1000.3))

@@ -53,6 +53,7 @@ PACKS = [
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
 TP2_SP = replace(TP2, sequence_parallel=True)
 ULYSSES = ParallelConfig(context_parallel_size=2, context_comm="a2a")
+RING = ParallelConfig(context_parallel_size=2)
 ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
 """The length of the longest sample is a number on the host."""
 
@@ -120,9 +121,14 @@ def steps_without_waits_here(job: Job) -> int:
     return STEPS
 
 
-@pytest.mark.parametrize(("recipe", "pack"), [("tiny_dit", "dense"), ("tiny_dit_cross", "packed")])
-def test_complete_steps_run_where_a_wait_is_an_error(tracer: Tracer, recipe: str, pack: Any) -> None:
-    assert tracer.run(steps_without_waits_here, [wait_job(recipe, pack, "triton")]) == [STEPS]
+@pytest.mark.parametrize(
+    ("recipe", "pack", "precision"),
+    [("tiny_dit", "dense", "bf16"), ("tiny_dit_cross", "packed", "bf16"), ("tiny_dit", "packed", "fp16")],
+)
+def test_complete_steps_run_where_a_wait_is_an_error(tracer: Tracer, recipe: str, pack: Any, precision: Any) -> None:
+    job = wait_job(recipe, pack, "triton")
+    job = replace(job, training=replace(job.training, precision=precision))
+    assert tracer.run(steps_without_waits_here, [job]) == [STEPS]
 
 
 def test_each_kind_of_wait_is_an_error() -> None:
@@ -320,6 +326,8 @@ def test_passes_on_a_device_have_no_wait_or_copy_and_are_equal_in_all_steps(
         ("pretrain_7b", "triton", TP2),
         ("pretrain_7b", "triton", TP2_SP),
         ("pretrain_7b", "triton", ULYSSES),
+        ("pretrain_7b", "triton", RING),
+        pytest.param("flux_12b", "triton", RING, marks=pytest.mark.slow),
         pytest.param("flux_12b", "triton", ParallelConfig(), marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2, marks=pytest.mark.slow),
         pytest.param("z_image_1024", "triton", TP2_SP, marks=pytest.mark.slow),
@@ -340,19 +348,21 @@ def test_passes_of_packs_have_no_wait_or_copy_and_are_equal_in_all_steps(
 
 
 @pytest.mark.parametrize(
-    ("kernels", "data_parallel", "algorithm"),
+    ("kernels", "data_parallel", "algorithm", "precision"),
     [
-        ("triton", "distributed_optimizer", "adamw"),
-        pytest.param("eager", "distributed_optimizer", "adamw", marks=pytest.mark.slow),
-        ("eager", "ddp", "adamw"),
-        ("triton", "distributed_optimizer", "muon"),
+        ("triton", "distributed_optimizer", "adamw", "bf16"),
+        pytest.param("eager", "distributed_optimizer", "adamw", "bf16", marks=pytest.mark.slow),
+        ("eager", "ddp", "adamw", "bf16"),
+        ("triton", "distributed_optimizer", "muon", "bf16"),
+        ("triton", "distributed_optimizer", "adamw", "fp16"),
     ],
 )
 def test_updates_have_no_wait_or_copy_and_are_equal_in_all_steps(
-    tracer: Tracer, kernels: Any, data_parallel: Any, algorithm: Any
+    tracer: Tracer, kernels: Any, data_parallel: Any, algorithm: Any, precision: Any
 ) -> None:
-    """In bf16, on two tensor-parallel ranks and two replicas; rates, limits and the weight of the average change."""
+    """On two tensor-parallel ranks and two replicas; rates, limits and the weight of the average change."""
     job = wait_job("tiny_dit", "dense", kernels)
+    job = replace(job, training=replace(job.training, precision=precision))
     parallel = ParallelConfig(tensor_model_parallel_size=2, data_parallel=data_parallel)
     job = replace(job, parallel=parallel, world_size=4, optimizer=OptimizerConfig(algorithm=algorithm))
     numbers, updates = tracer.run(updates_here, [job])[0]

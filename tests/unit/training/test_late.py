@@ -113,6 +113,7 @@ class Trainer:
             "counts": (state.step, record.step, get_step_count(state.optimizer), state.consumed_samples, stopped),
             "guard": run.bad_steps.guard.state_dict(),
             "error": error,
+            "scale": state.loss_scale and state.loss_scale.scalars(),
             "records": [without_times(r) for r in read_records(Path(config.training.run_dir) / "metrics.jsonl")],
             "saved": sorted(path.name for path in (Path(config.training.run_dir) / "checkpoints").glob("iter_*")),
         }
@@ -137,6 +138,9 @@ def assert_equal(late: dict[str, Any], early: dict[str, Any]) -> None:
 
 
 SKIP = "training.on_bad_numbers=skip"
+LARGE = 1e4
+"""Factor of latents whose fp16 gradients overflow, although the loss is finite."""
+FP16 = ["training.precision=fp16", "training.initial_loss_scale=256", "training.loss_scale_window=3"]
 CASES: dict[str, Any] = {
     "dense": (["training.num_steps=24"], {"data": DENSE}),  # some parameters have no gradient before step 20
     "packs": ([], {}),
@@ -148,6 +152,10 @@ CASES: dict[str, Any] = {
     "skip, offloaded": ([SKIP, "optimizer.offload=True"], {"factors": {BAD: float("nan"), BAD + 1: float("nan")}}),
     "skip before a save": ([SKIP], {"factors": {3 * SAVED - 1: float("nan")}}),
     "spike": ([SKIP, "training.spike_threshold=30"], {"factors": {19: 1e4}, "fused": True}),
+    "fp16": (FP16, {"factors": {BAD: LARGE, BAD + 1: LARGE, 17: LARGE}}),
+    "fp16, fused": (FP16, {"factors": {BAD: LARGE, 3 * SAVED - 1: LARGE}, "fused": True}),
+    "fp16, skip": ([*FP16, SKIP], {"factors": {BAD: float("nan"), BAD + 1: LARGE}}),
+    "fp16, constant scale": (["training.precision=fp16", "training.loss_scale=4096"], {"factors": {BAD: LARGE}}),
     "stop": ([], {"factors": {BAD: float("nan")}}),
     "too many": ([SKIP, "training.max_bad_steps=1"], {"factors": {BAD: float("nan"), BAD + 2: float("nan")}}),
     "stop at a step": ([f"training.stop_at_step={BAD}"], {}),
@@ -164,7 +172,9 @@ def test_late_numbers_change_nothing(trainer: Trainer, case: str) -> None:
     assert BAD in trainer.late or case in ("dense", "stop at a step")
     assert not {1, SAVED, LOGGED, STEPS} & set(trainer.late)
     assert_equal(late, early)
-    if "factors" in arguments:
+    if case.startswith("fp16"):
+        assert late["scale"]["overflowed_steps"] == sum(factor > 1 for factor in arguments["factors"].values())
+    elif "factors" in arguments:
         assert [r for r in late["records"] if r["kind"] == "incident"]
     if case == "stop":
         assert late["counts"][:2] == (BAD - 1, BAD - 1)
@@ -271,7 +281,6 @@ def test_a_bad_last_step_is_repeated_with_other_data(trainer: Trainer) -> None:
     "words",
     [
         [],
-        ["training.precision=fp16"],
         ["training.on_bad_numbers=rewind"],
         ["training.ema_offload=True"],
         ["training.log_interval=1"],
