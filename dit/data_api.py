@@ -14,8 +14,6 @@ from dit.conditions import Condition
 from dit.errors import ConfigError, DataError
 from dit.fixed_packs import PackMaxima
 
-ASPECTS = ("keep", "square", "buckets")
-"""Values of `--aspect` of `energon_data.prepare`."""
 WITHOUT_HELD_OUT = "or train with training.validation_interval=0"
 
 
@@ -309,6 +307,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], *, dp_rank: int = 0, dp_si
 
     Args:
         states: `state_dict` of each replica of the run that saved them.
+        dp_rank, dp_size: index of the replica that continues, and number of replicas.
 
     Raises:
         ConfigError: the states have no `streams` and the number of replicas changed.

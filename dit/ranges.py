@@ -62,6 +62,7 @@ COUNT_OR_ZERO = whole(0, 2**31 - 1)
 SEED = whole(0, 2**63 - 1)
 RANKS = whole(1, 2**20)
 LAYERS = whole(1, 1000)
+ASPECTS = ("keep", "square", "buckets")  # of `energon_data.prepare --aspect`
 MOST_POSITIONS = 1 << 24  # of one latent or picture: frames x height x width
 EXPERTS = whole(1, 4096)
 WIDTH = whole(1, 2**20)

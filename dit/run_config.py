@@ -370,8 +370,8 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
         (
             not config.model.supports.fixed_packs,
             f"model={type(config.model).__name__}",
-            "its layers read the sizes of samples on the host, such as for the number of convolutions or attention "
-            "segments, which only the tokens of a pack bound",
+            "its layers read the sizes of samples on the host, which determine the number of convolutions or attention "
+            "segments",
             "use model=DiTConfig",
         ),
         (levels is not None, f"{levels}", "the number of levels differs from pack to pack", "use data without it"),
@@ -394,7 +394,7 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             "use training.kernels=auto",
         ),
     ):
-        cure = f"{cure}, or data of one shape or data.bucket_by_shape=True without data.max_tokens_per_pack"
+        cure = f"{cure}, or data without data.max_tokens_per_pack, of one shape or with data.bucket_by_shape=True"
         yield applies, f"packs and {setting}", reason, cure
 
 

@@ -89,8 +89,8 @@ class TrainingConfig:
         fp8: 8-bit matrix products in transformer blocks, with a scale per matrix (`tensorwise`), 128 (`blockwise`) or
             32 numbers (`mxfp8`), or experimental 4-bit ones (`nvfp4`: per 16).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
-        initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps until it doubles; an overflow
-            skips the update and halves it.
+        initial_loss_scale, loss_scale_window: fp16 only: first dynamic factor, and steps without overflow until it
+            doubles; an overflow skips the update and halves it.
         attention: `auto`: a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel (bf16 on
             CUDA) or scaled-dot-product attention.
         linears: parallel linears; `auto`: Megatron-Core's; `overlapped`: communication of sequence parallelism during
@@ -108,7 +108,7 @@ class TrainingConfig:
         log_interval: steps between log lines.
         validation_interval, sample_interval: steps between held-out losses, and sample grids; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation.
-        stop_at_step: stop after this step with a checkpoint and code 75.
+        stop_at_step: stop after this step with a checkpoint and code 75; a later step or None continues.
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
             checkpoint without the data since.
         spike_threshold: robust standard deviations above the median that are a spike, such as 20.
@@ -361,8 +361,8 @@ class SamplingConfig:
         guidance_norm: give guided predictions the norm of the conditional ones, per token (Qwen-Image).
         guidance_interval: smallest and largest sigma / alpha with guidance (arXiv:2404.07724).
         churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM's stochastic `heun` (arXiv:2206.00364, Algorithm 2).
-        thresholding: clamp clean pixels to [-1, 1], or divide them by their 99.5 % quantile above 1 (`dynamic`,
-            Imagen).
+        thresholding: clamp estimated clean pixels to [-1, 1], or divide them by their 99.5 % quantile above 1
+            (`dynamic`, Imagen).
         samples_per_class: rows of the grid.
         raw_weights: also draw a grid with the raw weights.
         prompts: texts instead of classes.

@@ -192,7 +192,7 @@ def read_caption(clip: Clip) -> str:
 
     Raises:
         FilteredOutError: the metadata has none; `prepare --text-encoder` leaves such samples out, too.
-        SampleError: it is not a text.
+        SampleError: the caption is not a text.
     """
     caption = clip.metadata[CAPTIONS][clip.wording] if clip.wording else clip.metadata.get("caption")
     if caption is None:

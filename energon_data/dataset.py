@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
-from dit.data_api import ASPECTS, WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
+from dit.data_api import WITHOUT_HELD_OUT, BatchSpec, OnlineEncoding
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError, first_few
 from dit.patchify import Grid, frames_to_patch
+from dit.ranges import ASPECTS
 from dit.terminal import counted
 from energon_data.blend import Member, StagedSource, divide_limit, metadataset, read_blend
 from energon_data.contents import Contents, Shape
@@ -67,8 +68,8 @@ class EnergonData(ReaderSettings):
         flip: probability of mirroring; not of held-out data.
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
-        online_vae: autoencoder of stored pixels in every step.
-        online_text_encoder: the same of captions, such as
+        online_vae: autoencoder that encodes stored pixels in every step.
+        online_text_encoder: encoders of captions in every step, such as
             `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`.
         online_precision: precision of these encoders.
         validation_split: split for held-out losses.
@@ -127,12 +128,6 @@ class EnergonData(ReaderSettings):
             check_online_texts(self.online_text_encoder, spec)
             text = None  # stored texts are not read
         for info in infos:
-            if not spec.orders_frames:
-                self._check_stills(info, spec)
-            if (contents := _contents(info)) is not None:
-                self._check_frames(contents, spec, info.path)
-                if self.resize_side is None and self.crop_size is None:
-                    self._check_sides(contents, spec, info.path)
             if info.samples < num_streams:
                 raise ConfigError(
                     f"{info.path} has {info.samples} samples in split {info.split!r}, fewer than data.num_streams="
@@ -153,6 +148,12 @@ class EnergonData(ReaderSettings):
                     f"{info.path} has text embeddings of width {width} (of {info.description.get('text_encoder')}), "
                     f"model.context_size is {text.shape[0]}; {text.cure_of_width(width)}"
                 )
+            if (contents := _contents(info)) is not None:
+                if not spec.orders_frames:
+                    self._check_stills(contents, spec, info.path)
+                self._check_frames(contents, spec, info.path)
+                if self.resize_side is None and self.crop_size is None:
+                    self._check_sides(contents, spec, info.path)
         if text is not None:
             self.text_encoder()
         num_classes = None if label is None else label.num_classes
@@ -161,17 +162,12 @@ class EnergonData(ReaderSettings):
                 f"{self.origin} has {len(names)} classes, model.num_classes is {num_classes}; raise it to {len(names)}"
             )
 
-    def _check_stills(self, info: SplitInfo, spec: BatchSpec) -> None:
-        """Refuse clips, whose frames the model cannot order; a folder without `shapes` is not checked."""
-        contents = _contents(info)
-        shapes = () if contents is None else contents.shapes
-        if self.online_vae is not None:
-            geometry = Geometry.read(self.online_vae)
-            shapes = tuple(geometry.latent_shape(t, h, w) for _, t, h, w in shapes)
-        frames = max((t for _, t, _, _ in shapes), default=1)
+    def _check_stills(self, contents: Contents, spec: BatchSpec, origin: Path) -> None:
+        """Refuse clips, whose frames the model cannot order."""
+        frames = 1 + (max(t for _, t, _, _ in contents.shapes) - 1) // self._frames_per_latent
         if frames > spec.patch_temporal:
             raise ConfigError(
-                f"{info.path} has clips of {frames} frames, which this model cannot order; leave the folder out. "
+                f"{origin} has clips of {frames} frames, which this model cannot order; leave the folder out. "
                 "Imagen's UNets take only pictures. With model.position_embedding=sincos_2d, or model.rope_axes whose "
                 "first number is 0, every frame has the same positions: set model.position_embedding=sincos_3d or "
                 "rope_3d, with features for t (own_data reads its model from `data`: name a folder with clips there)"
@@ -179,8 +175,14 @@ class EnergonData(ReaderSettings):
 
     def _check_frames(self, contents: Contents, spec: BatchSpec, origin: Path) -> None:
         """Refuse clips that cannot be cut into patches in time, unless settings may drop them."""
-        time = 1 if self.online_vae is None else Geometry.read(self.online_vae).time
-        frames = [1 + (t - 1) // time for _, t, _, _ in self._shapes(contents)]
+        time, stored = self._frames_per_latent, [t for _, t, _, _ in self._shapes(contents)]
+        uneven = [str(t) for t in stored if (t - 1) % time]
+        if uneven and (len(uneven) == len(stored) or not self._may_drop):
+            raise ConfigError(
+                f"{origin} has clips of {first_few(uneven, 3)} frames, and data.online_vae encodes 1 + a multiple of "
+                f"{time}; prepare clips of such a length (--frames)"
+            )
+        frames = [1 + (t - 1) // time for t in stored]
         wrong = [n for n in frames if frames_to_patch(n, spec.patch_temporal) % spec.patch_temporal]
         if wrong and (len(wrong) == len(frames) or not self._may_drop):
             unit = "latent frames" if contents.is_latent or self.online_vae is not None else "frames"
@@ -195,26 +197,33 @@ class EnergonData(ReaderSettings):
         multiple, shapes = self._pixel_multiple(spec), self._shapes(contents)
         wrong = [f"{h} x {w}" for _, _, h, w in shapes if h % multiple or w % multiple]
         if wrong and (len(wrong) == len(shapes) or not self._may_drop):
-            sides = [side * spec.patch_spatial // multiple for _, _, *sides in shapes for side in sides]
-            cure = f"set model.patch_spatial to one of {_common_divisors(sides)}"
-            factors = f"model.patch_spatial={spec.patch_spatial}"
+            space = multiple // (spec.patch_spatial * spec.side_multiple)
+            common = math.gcd(*(side for _, _, *sides in shapes for side in sides))
+            cure, factors = "", f"model.patch_spatial={spec.patch_spatial}"
             if spec.side_multiple > 1:
                 cure, factors = (
-                    "use fewer levels",
+                    ", or use fewer levels",
                     f"{factors}, times {spec.side_multiple} for the levels of the network",
                 )
+            elif common % space == 0:  # else no patch fits
+                cure = f", or set model.patch_spatial to one of {_common_divisors([common // space])}"
             if self.online_vae is not None:
                 factors += ", times the compression of data.online_vae"
             compression = " times the compression of the autoencoder" if contents.is_latent else ""
             raise ConfigError(
                 f"{origin} has samples of {first_few(wrong, 3)} (H x W), whose sides must be multiples of {multiple} "
-                f"({factors}); prepare the data with --multiple-of {multiple}{compression}, or {cure}"
+                f"({factors}); prepare the data with --multiple-of {multiple}{compression}{cure}"
             )
 
     @property
     def _may_drop(self) -> bool:
-        """Whether settings may drop samples of some sizes."""
-        return bool(self.max_lost_samples) or (self.min_side, self.max_side, self.max_aspect_ratio) != (None,) * 3
+        """Whether settings may drop samples of some sizes or lengths."""
+        limits = self.min_side, self.max_side, self.max_aspect_ratio, self.min_seconds, self.max_seconds
+        return bool(self.max_lost_samples) or any(limit is not None for limit in limits)
+
+    @property
+    def _frames_per_latent(self) -> int:
+        return 1 if self.online_vae is None else Geometry.read(self.online_vae).time
 
     def _shapes(self, contents: Contents) -> tuple[Shape, ...]:
         """Return the distinct shapes of samples and of the references that are read."""

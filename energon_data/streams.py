@@ -47,7 +47,7 @@ class StreamSettings(DataConfig):
         num_streams: global streams, a divisor of a step's micro-batches, at best the number of replicas; None for the
             largest up to 8.
         max_tokens_per_pack: pack samples up to this many tokens; None for dense batches.
-        pack_multiple_of: pad samples to a multiple of this when packs are selected.
+        pack_multiple_of: select samples as if padded to a multiple of this.
         clean_first_frame: share of clips whose first frame is clean, for image to video.
         frame_levels: share of clips with a noise level for every frame.
         inpaint: share of other samples with only a random region noised.

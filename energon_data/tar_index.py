@@ -184,7 +184,9 @@ def spread_order(count: int) -> np.ndarray:
     No gap between neighbours is twice as long as between equally many numbers at equal distances: the order is that of
     the multiples of the golden ratio modulo 1.
     """
-    return np.argsort(np.argsort(np.arange(count) * ((5**0.5 - 1) / 2) % 1))
+    order = np.empty(count, np.int64)
+    order[np.argsort(np.arange(count) * ((5**0.5 - 1) / 2) % 1)] = np.arange(count)
+    return order
 
 
 class SampleReader:

@@ -54,7 +54,7 @@ class Cell:
 
 
 def file_name(text: str) -> str:
-    """Return a text without characters that a shell or a file system interprets, and a digest of its end if long."""
+    """Return a file name: no character has a meaning for a shell, and the end of a long name is a digest of it."""
     name = re.sub(r"[^\w.=-]+", "_", text)
     encoded = name.encode()
     if len(encoded) <= LONGEST_NAME:

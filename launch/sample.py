@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hin
 from torch import Tensor
 
 from dit.backends.device import local_device
-from dit.data_api import ASPECTS
 from dit.errors import CheckpointError, ConfigError, one_line_errors
-from dit.ranges import COUNT_OR_ZERO, FINITE, POSITIVE, SEED
+from dit.ranges import ASPECTS, COUNT_OR_ZERO, FINITE, POSITIVE, SEED
 from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment

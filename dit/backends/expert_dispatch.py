@@ -28,6 +28,9 @@ class ExpertDispatch:
     def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Dispatch every selected token to its experts.
 
+        Args:
+            selected_TE: whether expert E takes token T, bool.
+
         Returns:
             The tokens of all ranks grouped by local expert `[P, D]`, their weights `[P]`, and the number of tokens of
             each expert, on the host.

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dit.checkpoint.manifest import CURE
-from dit.data_api import ASPECTS
 from dit.errors import CheckpointError, UserError
-from dit.ranges import MOST_POSITIONS
+from dit.ranges import ASPECTS, MOST_POSITIONS
 from dit.safe_files import read_json, read_yaml
 
 CONFIG_FILE = "config.yaml"

@@ -96,7 +96,7 @@ def _groups(
 ) -> Iterator[tuple[Tensor | slice, Tensor | slice, int, Optional[Tensor]]]:
     """Yield query rows, key rows, number of segments and mask of groups of segments of equal lengths.
 
-    A pack of fixed size is one segment with a mask `[T, K]`, whose shape does not depend on lengths.
+    A pack of fixed size is one group of one segment, with a mask `[T, K]`: its shape does not depend on lengths.
     """
     if layout_q.is_fixed:
         same_TK = layout_q.segment_ids_T[:, None] == layout_k.segment_ids_T

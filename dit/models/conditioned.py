@@ -45,8 +45,8 @@ class TextConditioned(ModelConfig):
 
     Attributes:
         context_size: width of the text embeddings.
-        context_dropout: fraction of dropped texts, for guidance; the smaller fraction of this and `class_dropout` loses
-            both.
+        context_dropout: fraction of dropped texts, for guidance; the smaller of this and `class_dropout` drops text and
+            class together.
     """
 
     context_size: Optional[int] = None

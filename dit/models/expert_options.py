@@ -20,7 +20,7 @@ class ExpertOptions(TransformerModelConfig):
     Attributes:
         num_experts: experts of each layer; None for a dense MLP.
         moe_ffn_hidden_size: inner width of an expert; that of the MLP if None.
-        moe_router: experts select tokens of each sample, or tokens experts (`top_k`).
+        moe_router: experts select tokens of each sample, or tokens select experts (`top_k`).
         moe_capacity_factor: mean number of experts per token (`expert_choice`).
         moe_top_k, moe_aux_loss_coeff: experts per token, and weight of the balancing loss (`top_k`).
     """

@@ -20,8 +20,8 @@ class RoutingConfig:
     Attributes:
         share: share of tokens that skip the middle; with 0, `path_dropout` still applies.
         first_layers, last_layers: layers before and after the middle, which see all tokens.
-        rejoin: skipping tokens stay `unchanged`, or a linear layer fuses input and output of the middle, a learned
-            vector for skipping tokens (`fused`).
+        rejoin: skipping tokens stay `unchanged`, or a linear layer fuses input and output of the middle (`fused`); the
+            output of skipping tokens is a learned vector.
         path_dropout: probability that the learned vector replaces the output for all tokens of a sample.
 
     Source: `unchanged` is TREAD, Krause et al. 2025, arXiv:2501.04765; `fused` is SPRINT, Park et al. 2025,

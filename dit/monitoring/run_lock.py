@@ -75,6 +75,9 @@ class RunLock:
             try:
                 with self._waiting():
                     self._take()
+            except SystemExit:  # a request to stop
+                self.__exit__()
+                raise
             except UserError as error:
                 self._refusal, self._is_busy = str(error), isinstance(error, BusyError)
         return self

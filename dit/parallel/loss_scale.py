@@ -106,7 +106,7 @@ class LossScale:
         scaler, scale = self._scaler, self._scaler.scale
         if self._trackers is not None:
             growth, hysteresis = self._trackers.unbind()
-            grows, left = growth + 1 == scaler.growth_interval, hysteresis - 1
+            grows, left = growth + 1 >= scaler.growth_interval, hysteresis - 1
             lower = torch.where(left <= 0, torch.maximum(scale * scaler.backoff_factor, scaler.min_scale), scale)
             higher = torch.where(grows, scale * scaler.growth_factor, scale)
             next_growth = torch.where(overflowed | grows, 0, growth + 1)

@@ -331,6 +331,9 @@ def price_layouts(
     """Trace the stage shapes of candidates; return prices, and the candidates that are too slow to be traced.
 
     A layout surely fits if it has room for the error of its memory, so a trace of its full depth fits, too.
+
+    Args:
+        begin: called with a shape before its first trace.
     """
     room = MEMORY_SHARE * problem.device.memory_bytes / MEMORY_ERROR
     prices, results, slower = Prices(problem, {}), list[Priced](), list[Shape]()

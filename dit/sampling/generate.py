@@ -54,8 +54,8 @@ def empty_pack(
     Args:
         values: conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
             `[C, T, H, W]`. Absent conditions get their default, or the null.
-        numbers: of the samples, which select their noise; 0, 1, ... if None. The noise of a sample that enlarges a
-            picture also depends on its size, so no two stages of a cascade share it.
+        numbers: of the samples, which select their noise; 0, 1, ... if None. With a low-resolution
+            picture, the noise also depends on `latent_size`, so stages of different sizes have different noise.
     """
     values = {} if values is None else values
     numbers = range(count) if numbers is None else numbers

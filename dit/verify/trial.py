@@ -296,6 +296,9 @@ class Recorder(StepObserver):
 def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[str, Any]:
     """Train a trial's steps; a step whose fp16 gradients overflow is repeated with a lower loss scale.
 
+    Args:
+        then: called with the trained model before its process groups are destroyed.
+
     Returns:
         `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, `inexact`, the faults of all
         ranks found by `Exactness`, and the results of `gradients_of` and `weights_of`.
@@ -317,8 +320,12 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
     for _ in range(trial.steps):
         step_packs = [trial.objective.of_full_pack(next(packs)) for _ in range(micro_batches)]
         step_batches = [shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in step_packs]
+        powers = [] if session.ema is None else [x for average in session.ema.powers for x in average.values]
+        before = [x.clone() for x in powers]
         while train_step(session, iter(step_batches), functions, recorder).action == "overflow":
             session.step -= 1
+            for value, earlier in zip(powers, before):  # they count the step, which is repeated
+                value.copy_(earlier)
         exactness.check_averages()
     if not is_fsdp:  # which has no local weights between steps
         exactness.check_weights()

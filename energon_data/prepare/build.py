@@ -336,7 +336,7 @@ def build(
     if not total.of(TRAIN):
         if ranks.is_first:
             shutil.rmtree(job.partial)
-        why = reasons(total.skips) or "the input has none, or all are held out"
+        why = reasons(sorted(total.skips)) or "the input has none, or all are held out"
         raise DataError(f"no sample is left for training: {why}")
     return total
 

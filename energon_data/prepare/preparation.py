@@ -31,7 +31,7 @@ EXTENSIONS = {
     "folder": PICTURES | VIDEOS,
     "webdataset": PICTURES | VIDEOS,
 }
-TRY_OUT = 8  # samples that a dry run makes and prints
+TRY_OUT = 8  # samples that a dry run prints; it makes all clips of the last video
 
 
 def _sources_of_folder(

@@ -110,13 +110,13 @@ def test_samples_of_two_references_are_prepared_trained_redrawn_and_drawn(tmp_pa
 def test_every_command_of_the_page_works(tmp_path):
     own_files(tmp_path)
     texts = "--size 256 --text-encoder all-minilm-l6-v2"
-    described = [
+    commands = [
         f"python -m energon_data.prepare huggingface --in hub --out data/hub {texts}",
         "python -m launch.train --yes --factory \"own_data(data='data/theirs')\"",
         'python -m launch.sample --checkpoint runs/both --prompt "a red circle" --count 4 --frames 1 --out still.png',
         "python -m energon_data.inspect data/mine --sheet mine.png",
     ]
-    follow(tmp_path, LINES + described)
+    follow(tmp_path, LINES + commands)
     assert len(LINES) == 16
     described = {
         name: json.loads((tmp_path / "data" / name / "dataset.json").read_text()) for name in ("hub", "dog", "films")

@@ -54,7 +54,7 @@ CURVES = json.loads(Path(__file__).with_name("loss_curves.json").read_text())
 """Losses on one rank, written by `python -m benchmarks.loss_curves --layouts "one rank" --out FILE`."""
 STEPS = {name: 14 if name in CURVES else 20 for name in RUNS}
 """Steps of each run; after 14 of 20 steps, the recorded curves have fallen."""
-CURVE_RTOL = 1e-3  # rounding of another machine, amplified by 20 steps of Adam
+CURVE_RTOL = 1e-3  # rounding of another machine, amplified by 14 steps of Adam
 
 
 def train(names: Iterable[str], folder: Path) -> Path:

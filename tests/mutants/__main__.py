@@ -44,7 +44,6 @@ tests (`pytest tests/CHECK`).
 {counts}"""
 LIMIT_S = 60
 NOT_RUN = "not run"
-
 SURVIVED = "**SURVIVED**"
 
 

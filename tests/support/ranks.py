@@ -114,7 +114,7 @@ def run_jobs(folder: Path, jobs: Mapping[str, Job], *, timeout_s: float = 1500.0
 def fork_data_server() -> None:
     """Fork the server of this rank's data workers from the rank; a new Python would import every module again.
 
-    The rank must not have threads yet.
+    The rank must not have threads yet, and must have inherited a resource tracker, whose start would be forked, too.
     """
 
     def forked(path: bytes, arguments: Sequence[bytes], fds: Sequence[int]) -> int:

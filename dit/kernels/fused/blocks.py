@@ -52,7 +52,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def rows_of_blocks(tokens: int, segments: int, blocks: int) -> int:
-    """Return the smallest number of rows so that segments of any lengths have at most `blocks` blocks with sums.
+    """Return a number of rows with which segments of any lengths have at most `blocks` blocks with sums.
 
     `MOST_ROWS` and `FEWEST_ROWS` limit the result. More blocks would write and read more sums.
     """
@@ -99,7 +99,7 @@ def blocks_of_passes(layout: SequenceLayout, size: Optional[int]) -> tuple[Block
 def _blocks_of_passes(layout: SequenceLayout, programs: int) -> tuple[Blocks, Blocks]:
     most = programs * multiprocessors(layout.device)
     rows = rows_of_blocks(layout.num_local_tokens, layout.num_samples, most)
-    return _blocks(layout, FORWARD_ROWS), _blocks(layout, rows)
+    return blocks_of(layout, FORWARD_ROWS), blocks_of(layout, rows)
 
 
 def _blocks(layout: SequenceLayout, rows: int) -> Blocks:

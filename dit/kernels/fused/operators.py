@@ -69,7 +69,7 @@ def launched_by(launcher: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def apply(function: type[Function], *args: object) -> Any:
-    """Call an autograd function without `Function.apply`, which takes half of a call to prepare for other tracers."""
+    """Call an autograd function without `Function.apply`, whose checks for other tracers take half of the host time."""
     if torch.compiler.is_compiling() or _are_functorch_transforms_active():
         return function.apply(*args)
     return super(Function, function).apply(*args)  # type: ignore[misc]

@@ -103,6 +103,7 @@ class Block(nn.Module):
     branch: SiLU, convolution, scale by the vector, SiLU, dropout, convolution.
 
     Args:
+        number: number of this block in its network, for dropout.
         way: which half of the network the block is in.
         resample: whether a block down halves the picture, and a block up doubles it.
     """

@@ -18,6 +18,7 @@ from small_data import first_batch, pictures, read_batches, spec, write_dataset
 
 from dit.batch import PackedBatch, pixel_values
 from dit.condition_table import MASK
+from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.patchify import unpatchify
 from energon_data.augment import Augmentation, Visit, resize
@@ -285,6 +286,39 @@ def test_samples_that_cannot_be_cut_into_patches_are_refused(
     assert contents is not None
     with pytest.raises(ConfigError, match="clips of 3 frames") if patch[0] in (2, 4) else nullcontext():
         data._check_frames(contents, wanted, folder)
+
+
+@pytest.mark.parametrize(
+    ("time", "space", "shapes", "message"),
+    [
+        (1, 32, ["3x1x48x48"], r"multiples of 32 \(model.patch_spatial=1, times .*\); .* --multiple-of 32$"),
+        (1, 8, ["3x1x12x24"], r"multiples of 8 .* --multiple-of 8$"),
+        (4, 8, ["3x16x16x16"], r"clips of 16 frames, and data.online_vae encodes 1 \+ a multiple of 4; "),
+        (4, 8, ["3x17x16x16"], None),
+    ],
+)
+def test_samples_that_an_online_autoencoder_cannot_encode_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time: int, space: int, shapes: list[str], message: str | None
+) -> None:
+    """No patch size is offered where none fits; crops of such pictures are read."""
+    geometry = Geometry(kind="AutoencoderKL", channels=3, time=time, space=space, mean=(0.0,), std=(1.0,))
+    monkeypatch.setattr(Geometry, "read", lambda name: geometry)
+    write_dataset(tmp_path / "data", {"train": pictures(8, sizes=[(12, 12)])})
+    data = replace(with_shapes(tmp_path / "data", *shapes), online_vae="vae")
+    wanted = spec(latent_channels=3, patch_spatial=1)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        data.validate(wanted, 1, 1)
+    if (time, space) == (1, 8):
+        cropped = replace(data, resize_side=16, crop_size=[8, 8])
+        cropped.validate(replace(wanted, orders_frames=False), 1, 1)
+
+
+def test_clips_that_a_limit_of_seconds_may_drop_are_not_refused(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "data", {"train": pictures(8, sizes=[(12, 12)])})
+    data, wanted = with_shapes(tmp_path / "data", "3x8x4x4", "3x6x4x4"), spec(latent_channels=3, patch_temporal=4)
+    with pytest.raises(ConfigError, match="clips of 6 frames"):
+        data.validate(wanted, 1, 1)
+    replace(data, min_seconds=0.3).validate(wanted, 1, 1)
 
 
 def test_augmentation_next_to_a_second_picture_is_refused() -> None:

@@ -77,6 +77,14 @@ def test_the_scale_on_the_device_is_that_of_megatron_core(one_rank_world, hyster
             scales[0].load(scales[1].scalars())
 
 
+def test_a_shorter_window_takes_effect_at_a_resume(one_rank_world):
+    optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=4.0, loss_scale_window=3)
+    scale = loss_scale_of(optimizer)
+    scale.load(scale.scalars() | {TRACKERS[0]: 5})
+    settle(scale, False)
+    assert scale.value == 8.0
+
+
 def test_a_trial_reports_the_loss_scale_only_for_an_overflow_of_a_finite_loss(one_rank_world):
     session: Any = SimpleNamespace(chunks=[], loss_scale=loss_scale_of(optimizer_of(one_rank_world, precision="fp16")))
     recorder = Recorder(session)

@@ -310,7 +310,7 @@ def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
         (
             "tiny_stdit",
             {},
-            "packs and model=STDiTConfig, .* number of .* attention segments.*; use model=DiTConfig, or data of one",
+            "packs and model=STDiTConfig, .* number of .* attention segments.*; use model=DiTConfig, or data without",
         ),
         ("tiny_dit_pack", {"clean_first_frame": 0.5}, "packs and data.clean_first_frame=0.5, .* use data without it"),
         ("tiny_dit_pack", {"attention": "transformer_engine"}, "attention=transformer_engine, .*attention=auto"),
