@@ -18,6 +18,7 @@ from dit.conditions import Conditions
 from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError
 from dit.fixed_packs import PackMaxima, without_lengths
+from dit.joint_layout import joint_layout
 from dit.kernels.attention import _segments_with_padding, padded_segments
 from dit.kernels.fused.blocks import blocks_of, multiprocessors
 from dit.layout import SequenceLayout
@@ -181,6 +182,21 @@ def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank
             with pytest.raises(BatchError):
                 read(lengths)
     assert (len(layout.lengths), layout.kind, layout.max_seqlen, layout.uniform_length) == (7, "ragged", 200, None)
+
+
+def test_the_texts_and_images_of_joint_layouts_have_no_lengths(
+    build_model: BuildModel, one_rank_world: ProcessGroups
+) -> None:
+    model, config = disturbed(build_model, one_rank_world, "flux")
+    first = MAXIMA.pad(pack(config, [0, 1]))
+    numbers_of(model, config, first)
+    [hidden] = without_lengths([first])
+    text = hidden.conditions.layout("context")
+    assert text is not None
+    joint = joint_layout(text, hidden.layout)
+    for layout in (joint.text, joint.image, joint.local_image):
+        with pytest.raises(BatchError, match="the model reads the lengths"):
+            sum(layout.lengths)
 
 
 def test_texts_and_tokens_of_one_size_have_their_own_tables() -> None:
