@@ -120,6 +120,7 @@ def without_lengths(packs: Sequence[PackedBatch]) -> list[PackedBatch]:
     hidden = move(list(packs), packs[0].latents_TC.device)
     for pack in hidden:
         pack.grids = HiddenLengths(pack.grids)
-        for layout in all_layouts(pack).values():
+        values = [x for layout in all_layouts(pack).values() for x in (layout, *vars(layout).values())]
+        for layout in {id(x): x for x in values if isinstance(x, SequenceLayout)}.values():
             layout.lengths = layout.padded_lengths = HiddenLengths(layout.lengths)
     return hidden

@@ -31,6 +31,7 @@ TABLES = {
 }
 """Properties of a layout that are computed once and are tensors."""
 MOST_TABLES = 64
+"""Of a layout that many packs may share. A pack of fixed size keeps all, because its CUDA graph reads them."""
 ITSELF = "itself"
 """Stands for the layout among the arguments of its tables."""
 Table = TypeVar("Table")
@@ -281,7 +282,7 @@ class SequenceLayout:
         while self.is_fixed and key in self.tables and _identities(self.tables[key][0]) != _identities(stored):
             key = (*key, "another")
         if key not in self.tables:
-            if len(self.tables) == MOST_TABLES:  # many packs may share this layout
+            if len(self.tables) == MOST_TABLES and not self.is_fixed:
                 del self.tables[next(iter(self.tables))]
             self.tables[key] = stored, make(self, *others, **named)
         return cast("Table", self.tables[key][1])

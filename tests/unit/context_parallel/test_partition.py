@@ -1,13 +1,16 @@
 """Laws of the partition of packs over context-parallel ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit.context_parallel.partition import ContextPartition, context_partition
+from dit.context_parallel.partition import ContextPartition, FixedPartition, context_partition
 from dit.errors import BatchError
-from dit.layout import SequenceLayout
+from dit.kernels.attention_blocks import _segments
+from dit.layout import MOST_TABLES, SequenceLayout
 
 
 @st.composite
@@ -63,6 +66,20 @@ def test_splits_have_the_documented_order():
 
 def test_one_contiguous_sample_needs_no_reordering():
     assert ContextPartition(SequenceLayout.from_lengths([16]), 4, "contiguous").order(0, 4) is None
+
+
+def test_a_ring_of_any_size_has_all_its_tables_in_the_pack():
+    """A graph cannot compute a table again, because it has no lengths."""
+    size = 2 * MOST_TABLES
+    layout = replace(SequenceLayout.from_lengths([size, 2 * size]), is_fixed=True)
+    partition = FixedPartition(layout, size, "contiguous")
+    for _ in range(2):
+        blocks = partition.blocks()
+        for block in blocks:
+            _segments(layout, block)
+            _segments(blocks[0], block)
+    assert (len(layout.tables), len(blocks[0].tables)) == (2 * size, size)
+    assert all(x is y for x, y in zip(blocks, partition.blocks()))
 
 
 def test_layers_share_one_partition():
