@@ -93,7 +93,7 @@ def test_clips_are_written_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, d
     assert metadata.pop("guard")["bad_steps"] == []
     assert metadata.pop("skipped_updates") == 0
     # Packs mix stills and clips; samples are clips.
-    unnamed = {"text_encoder": None, "autoencoder": None, "attributions": []}
+    unnamed = {"text_encoder": None, "autoencoder": None, "attributions": [], "reference_aspect": None}
     assert metadata == {"class_names": CLASS_NAMES, "latent_size": [FRAMES, 8, 8], "fps": FPS, **unnamed}
     with Image.open(folder / "x.gif") as film, Image.open(folder / "x.png") as row:
         assert film.n_frames == FRAMES
