@@ -187,6 +187,14 @@ def test_an_earlier_trace_does_not_change_the_result():
     assert first.host_syncs == 0
 
 
+def test_a_traced_step_in_fp16_has_no_overflow():
+    """Its update moves the bytes of bf16's and those of the search for overflows."""
+    parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig(), ParallelConfig()
+    jobs = [Job(*parts, TrainingConfig(precision=name), PACK, fills_caches=False) for name in ("bf16", "fp16")]
+    bf16, fp16 = (trace([job])[0].parts["update"].moved_bytes for job in jobs)
+    assert bf16 < fp16 < 1.2 * bf16
+
+
 def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: pytest.CaptureFixture[str]):
     """A search traces all layouts in one process. A layout traced after others has the counts of a new process."""
     parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig()
