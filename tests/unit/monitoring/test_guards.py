@@ -28,8 +28,9 @@ with PreemptionFlag() as flag:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_stops_the_run_at_the_end_of_the_step(number):
-    """The process finishes its step and has the name of the signal."""
-    child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], stdout=subprocess.PIPE, text=True)
+    """The process finishes its step and has the name of the signal, also if this test runs under nohup."""
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n{PREEMPTED_CHILD}"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready False\n"
     child.send_signal(number)
     out, _ = child.communicate(timeout=20)
