@@ -120,7 +120,9 @@ def without_lengths(packs: Sequence[PackedBatch]) -> list[PackedBatch]:
     hidden = move(list(packs), packs[0].latents_TC.device)
     for pack in hidden:
         pack.grids = HiddenLengths(pack.grids)
+        # Layouts, and those in their fields: the text and images of a joint layout.
         values = [x for layout in all_layouts(pack).values() for x in (layout, *vars(layout).values())]
+        # Each once: the second time, its hidden lengths would be read.
         for layout in {id(x): x for x in values if isinstance(x, SequenceLayout)}.values():
             layout.lengths = layout.padded_lengths = HiddenLengths(layout.lengths)
     return hidden

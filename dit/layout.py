@@ -31,7 +31,7 @@ TABLES = {
 }
 """Properties of a layout that are computed once and are tensors."""
 MOST_TABLES = 64
-"""Of a layout that many packs may share. A pack of fixed size keeps all, because its CUDA graph reads them."""
+"""Most tables that a layout stores, as many packs may share it. A layout of fixed size keeps all for CUDA graphs."""
 ITSELF = "itself"
 """Stands for the layout among the arguments of its tables."""
 Table = TypeVar("Table")

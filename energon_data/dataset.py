@@ -49,8 +49,8 @@ class EnergonData(ReaderSettings):
     Attributes:
         path: a data set folder with `.nv-meta`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
-        blend_steps: steps at which the weights, then lists, change; steps that `training.on_bad_numbers=rewind` leaves
-            out count.
+        blend_steps: steps at which the weights, then lists, change, counting those that
+            `training.on_bad_numbers=rewind` omits.
         shuffle_buffer: samples shuffled in memory.
         pack_cost_tokens: limit the work of a pack to that of a sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
@@ -164,8 +164,8 @@ class EnergonData(ReaderSettings):
 
     def _check_stills(self, contents: Contents, spec: BatchSpec, origin: Path) -> None:
         """Refuse clips, whose frames the model cannot order."""
-        frames = 1 + (max(t for _, t, _, _ in contents.shapes) - 1) // self._frames_per_latent
-        if frames > spec.patch_temporal:
+        frames = max(t for _, t, _, _ in contents.shapes)
+        if 1 + (frames - 1) // self._frames_per_latent > spec.patch_temporal:
             raise ConfigError(
                 f"{origin} has clips of {frames} frames, which this model cannot order; leave the folder out. "
                 "Imagen's UNets take only pictures. With model.position_embedding=sincos_2d, or model.rope_axes whose "
@@ -182,7 +182,7 @@ class EnergonData(ReaderSettings):
                 f"{origin} has clips of {first_few(uneven, 3)} frames, and data.online_vae encodes 1 + a multiple of "
                 f"{time}; prepare clips of such a length (--frames)"
             )
-        frames = [1 + (t - 1) // time for t in stored]
+        frames = [1 + (t - 1) // time for t in stored if (t - 1) % time == 0]
         wrong = [n for n in frames if frames_to_patch(n, spec.patch_temporal) % spec.patch_temporal]
         if wrong and (len(wrong) == len(frames) or not self._may_drop):
             unit = "latent frames" if contents.is_latent or self.online_vae is not None else "frames"
@@ -193,18 +193,17 @@ class EnergonData(ReaderSettings):
             )
 
     def _check_sides(self, contents: Contents, spec: BatchSpec, origin: Path) -> None:
-        """Refuse pictures that cannot be cut into patches, or that the network cannot halve, as `_check_frames`."""
+        """Refuse pictures that cannot be cut into patches, or halved by the network, unless settings may drop them."""
         multiple, shapes = self._pixel_multiple(spec), self._shapes(contents)
         wrong = [f"{h} x {w}" for _, _, h, w in shapes if h % multiple or w % multiple]
         if wrong and (len(wrong) == len(shapes) or not self._may_drop):
-            space = multiple // (spec.patch_spatial * spec.side_multiple)
+            space = 1 if self.online_vae is None else Geometry.read(self.online_vae).step
             common = math.gcd(*(side for _, _, *sides in shapes for side in sides))
             cure, factors = "", f"model.patch_spatial={spec.patch_spatial}"
             if spec.side_multiple > 1:
-                cure, factors = (
-                    ", or use fewer levels",
-                    f"{factors}, times {spec.side_multiple} for the levels of the network",
-                )
+                factors += f", times {spec.side_multiple} for the levels of the network"
+                if common % (space * spec.patch_spatial) == 0:
+                    cure = ", or use fewer levels"
             elif common % space == 0:  # else no patch fits
                 cure = f", or set model.patch_spatial to one of {_common_divisors([common // space])}"
             if self.online_vae is not None:
@@ -308,8 +307,11 @@ class EnergonData(ReaderSettings):
 
     def _pixel_multiple(self, spec: BatchSpec) -> int:
         """Return the number that sides of stored samples must be multiples of; reads the online autoencoder's sizes."""
-        space = 1 if self.online_vae is None else Geometry.read(self.online_vae).space
-        return spec.patch_spatial * spec.side_multiple * space
+        multiple = spec.patch_spatial * spec.side_multiple
+        if self.online_vae is None:
+            return multiple
+        geometry = Geometry.read(self.online_vae)
+        return math.lcm(multiple * geometry.space, geometry.step)
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
         from energon_data.augment import Augmentation
@@ -392,7 +394,7 @@ class EnergonData(ReaderSettings):
         return StagedSource(stages, ends) if steps else open_stage(0)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a pass over the held-out split, of a blend over that of each member.
+        """Build a pass over the held-out split; for a blend, over the split of each member.
 
         The samples are the same on every layout. Every rank reads all of them, and discards those of other ranks; see
         `StreamSettings.share_validation`.
@@ -461,7 +463,7 @@ class EnergonData(ReaderSettings):
         return list(dict.fromkeys(line for line in attributions if line))
 
     def reference_aspect(self) -> Optional[str]:
-        """Return `--aspect` of the preparation that `dataset.json` records; None if members differ."""
+        """Return the `--aspect` that `dataset.json` records; None if members differ."""
         aspects = set[Optional[str]]()
         for info in self.folders(TRAIN_SPLIT) if self.references else ():
             entry: Any = info.description

@@ -320,12 +320,8 @@ def train(trial: Trial, then: Optional[Callable[[Built], None]] = None) -> dict[
     for _ in range(trial.steps):
         step_packs = [trial.objective.of_full_pack(next(packs)) for _ in range(micro_batches)]
         step_batches = [shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in step_packs]
-        powers = [] if session.ema is None else [x for average in session.ema.powers for x in average.values]
-        before = [x.clone() for x in powers]
         while train_step(session, iter(step_batches), functions, recorder).action == "overflow":
             session.step -= 1
-            for value, earlier in zip(powers, before):  # they count the step, which is repeated
-                value.copy_(earlier)
         exactness.check_averages()
     if not is_fsdp:  # which has no local weights between steps
         exactness.check_weights()

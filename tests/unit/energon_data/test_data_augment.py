@@ -289,28 +289,47 @@ def test_samples_that_cannot_be_cut_into_patches_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("time", "space", "shapes", "message"),
+    ("time", "space", "patch", "shapes", "message"),
     [
-        (1, 32, ["3x1x48x48"], r"multiples of 32 \(model.patch_spatial=1, times .*\); .* --multiple-of 32$"),
-        (1, 8, ["3x1x12x24"], r"multiples of 8 .* --multiple-of 8$"),
-        (4, 8, ["3x16x16x16"], r"clips of 16 frames, and data.online_vae encodes 1 \+ a multiple of 4; "),
-        (4, 8, ["3x17x16x16"], None),
+        (1, 32, 1, ["3x1x48x48"], r"multiples of 32 \(model.patch_spatial=1, times .*\); .* --multiple-of 32$"),
+        (1, 8, 1, ["3x1x12x24"], r"multiples of 8 .* --multiple-of 8$"),
+        (1, 8, 2, ["3x1x24x24"], r"multiples of 16 .* --multiple-of 16$"),
+        (4, 8, 1, ["3x16x16x16"], r"clips of 16 frames, and data.online_vae encodes 1 \+ a multiple of 4; "),
+        (4, 8, 1, ["3x17x16x16"], None),
     ],
 )
 def test_samples_that_an_online_autoencoder_cannot_encode_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, time: int, space: int, shapes: list[str], message: str | None
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    time: int,
+    space: int,
+    patch: int,
+    shapes: list[str],
+    message: str | None,
 ) -> None:
     """No patch size is offered where none fits; crops of such pictures are read."""
-    geometry = Geometry(kind="AutoencoderKL", channels=3, time=time, space=space, mean=(0.0,), std=(1.0,))
+    geometry = Geometry(kind="AutoencoderKL", channels=3, time=time, space=space, patch=patch, mean=(0.0,), std=(1.0,))
     monkeypatch.setattr(Geometry, "read", lambda name: geometry)
     write_dataset(tmp_path / "data", {"train": pictures(8, sizes=[(12, 12)])})
     data = replace(with_shapes(tmp_path / "data", *shapes), online_vae="vae")
     wanted = spec(latent_channels=3, patch_spatial=1)
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
         data.validate(wanted, 1, 1)
-    if (time, space) == (1, 8):
+    if (time, space, patch) == (1, 8, 1):
         cropped = replace(data, resize_side=16, crop_size=[8, 8])
         cropped.validate(replace(wanted, orders_frames=False), 1, 1)
+
+
+def test_clips_that_cannot_be_encoded_do_not_count_as_clips_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    geometry = Geometry(kind="AutoencoderKL", channels=3, time=4, space=8, mean=(0.0,), std=(1.0,))
+    monkeypatch.setattr(Geometry, "read", lambda name: geometry)
+    write_dataset(tmp_path / "data", {"train": pictures(8, sizes=[(12, 12)])})
+    data = with_shapes(tmp_path / "data", "3x16x16x16", "3x17x16x16")
+    data = replace(data, online_vae="vae", max_lost_samples=9)
+    with pytest.raises(ConfigError, match="clips of 5 latent frames"):
+        data.validate(spec(latent_channels=3, patch_spatial=1, patch_temporal=4), 1, 1)
 
 
 def test_clips_that_a_limit_of_seconds_may_drop_are_not_refused(tmp_path: Path) -> None:
