@@ -31,7 +31,7 @@ TABLES = {
 }
 """Properties of a layout that are computed once and are tensors."""
 MOST_TABLES = 64
-"""Most tables that a layout stores, as many packs may share it. A layout of fixed size keeps all for CUDA graphs."""
+"""Limit of the tables of a layout that many packs share; a layout of fixed size keeps all, for CUDA graphs."""
 ITSELF = "itself"
 """Stands for the layout among the arguments of its tables."""
 Table = TypeVar("Table")

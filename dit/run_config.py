@@ -228,7 +228,7 @@ class RunConfig:
 
     @property
     def draws_held_out(self) -> bool:
-        """Whether the model reads pictures, such as pictures to edit, so that samples need held-out pictures."""
+        """True if the model reads pictures, such as those to edit. Samples then need held-out pictures."""
         pictures = (condition.axis == "latent" or condition.of_picture for condition in self.model.conditions())
         return self.training.validation_interval > 0 and (any(pictures) or self.data.references_setting() is not None)
 

@@ -216,7 +216,7 @@ class EnergonData(ReaderSettings):
 
     @property
     def _may_drop(self) -> bool:
-        """Whether settings may drop samples of some sizes or lengths."""
+        """True if settings may drop samples of some sizes or lengths."""
         limits = self.min_side, self.max_side, self.max_aspect_ratio, self.min_seconds, self.max_seconds
         return bool(self.max_lost_samples) or any(limit is not None for limit in limits)
 

@@ -211,7 +211,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process opens the data set, publishes it and reports."""
+        """True for the process that opens the data set, publishes it and reports."""
         return self.rank == 0
 
     def wait(self) -> None:

@@ -171,7 +171,7 @@ class Preparation:
         }
 
     def try_out(self) -> tuple[list[Sample], UnitRecord]:
-        """Make a few samples in memory, and all clips of the last video of these, for a dry run."""
+        """Make the samples of a dry run in memory: a few, and all clips of the last video."""
         record, samples = UnitRecord(skips=list(self.skipped)), list[Sample]()
         for unit in self.units:
             for sample in self.job.work(self.job.sources(unit), record):
