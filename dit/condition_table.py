@@ -19,7 +19,6 @@ LABEL = Condition(
     description="class",
     dtype=torch.int64,
     null="no class",
-    stored_as=("label",),
     setting="model.num_classes",
 )
 CONTEXT = Condition(
@@ -40,9 +39,7 @@ CONTEXT_2 = replace(
     stored_as=("text_2",),
     setting=None,
 )
-POOLED = Condition(
-    name="pooled", axis="sample", description="pooled text", shape=None, requires="context", stored_as=("pooled",)
-)
+POOLED = Condition(name="pooled", axis="sample", description="pooled text", shape=None, requires="context")
 FPS = Condition(
     name="fps",
     axis="sample",
@@ -51,9 +48,7 @@ FPS = Condition(
     limits=(1e-3, 1e6),  # wide, but far from where float32 becomes 0 or infinite
     stored_as=("fps", "framerate"),
 )
-SIZE = Condition(
-    name="size", axis="sample", description="size of the original", shape=(2,), null=0.0, stored_as=("size",)
-)
+SIZE = Condition(name="size", axis="sample", description="size of the original", shape=(2,), null=0.0)
 PIXELS_PER_LATENT = 8
 """Pixels along each side of one latent position of Stable Diffusion's autoencoders."""
 
@@ -78,15 +73,9 @@ SIZE_AND_CROP = Condition(
     description="height and width of the original, top and left of its crop, height and width of the target",
     shape=(6,),
     derive=_of_latent,
-    stored_as=("size_and_crop",),
 )
 LOW_RESOLUTION = Condition(
-    name="low_resolution",
-    axis="latent",
-    description="low-resolution picture",
-    shape=None,
-    null=0.0,
-    stored_as=("low_resolution",),
+    name="low_resolution", axis="latent", description="low-resolution picture", shape=None, null=0.0
 )
 AUGMENTATION = Condition(
     name="augmentation",
@@ -95,28 +84,12 @@ AUGMENTATION = Condition(
     null=0.0,
     requires="low_resolution",
     limits=(0.0, 1.0),
-    stored_as=("augmentation",),
 )
-MASK = Condition(name="mask", axis="latent", description="mask", shape=(1,), null=0.0, stored_as=("mask",))
-CONTROL = Condition(
-    name="control", axis="latent", description="control picture", shape=None, null=0.0, stored_as=("control",)
-)
-FIRST_FRAMES = Condition(
-    name="first_frames",
-    axis="latent",
-    description="clip of first frames",
-    shape=None,
-    null=0.0,
-    stored_as=("first_frames",),
-)
+MASK = Condition(name="mask", axis="latent", description="mask", shape=(1,), null=0.0)
+CONTROL = Condition(name="control", axis="latent", description="control picture", shape=None, null=0.0)
+FIRST_FRAMES = Condition(name="first_frames", axis="latent", description="clip of first frames", shape=None, null=0.0)
 IMAGE_TOKENS = Condition(
-    name="image_tokens",
-    axis="text",
-    description="embedding of a picture",
-    shape=None,
-    default=0.0,
-    of_picture=True,
-    stored_as=("image_tokens",),
+    name="image_tokens", axis="text", description="embedding of a picture", shape=None, default=0.0, of_picture=True
 )
 TEACHER = Condition(
     name="teacher",
@@ -124,7 +97,6 @@ TEACHER = Condition(
     description="feature map of the teacher",
     shape=None,
     dtype=None,
-    stored_as=("teacher",),
     setting="objective.alignment",
 )
 TEACHER_TOKEN = Condition(
@@ -132,7 +104,6 @@ TEACHER_TOKEN = Condition(
     axis="sample",
     description="class token of the teacher",
     shape=None,
-    stored_as=("teacher_token",),
     setting="model.teacher_token_size",
 )
 CLEAN_TEACHER_TOKEN = "clean_teacher_token"

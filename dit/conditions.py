@@ -59,8 +59,8 @@ class Condition:
             It may be outside the limits. A text with a default is optional: samples that store none have no token.
         limits: valid values of a number.
         derive: computes the value of a sample that stores none from its latent `[C, T, H, W]`; None: not possible.
-        stored_as: names in a sample; the first existing one is used. A number is a key of the metadata; an array is a
-            part (`NAME.npy` or `NAME.safetensors`) or, per sample, a list in the metadata.
+        stored_as: names in a sample, by default `name`; the first existing one is used. A number is a key of the
+            metadata; an array is a part (`NAME.npy` or `NAME.safetensors`) or, per sample, a list in the metadata.
         setting: setting of the model that requires the condition, for messages.
         hint: how to train without the condition, for messages.
         made_with: encoders that produce values of the model's width, for messages about narrower ones.
@@ -80,13 +80,14 @@ class Condition:
     default: Optional[float] = None
     limits: tuple[float, float] = (-math.inf, math.inf)
     derive: Optional[Callable[[Tensor], Tensor]] = None
-    stored_as: tuple[str, ...]
+    stored_as: tuple[str, ...] = ()
     setting: Optional[str] = None
     hint: str = ""
     made_with: str = ""
     of_picture: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stored_as", self.stored_as or (self.name,))
         if self.default is not None and (self.is_per_token or (self.axis == "sample" and self.shape is None)):
             raise ConfigError(
                 f"the condition {self.name!r} has default={self.default:g}, axis={self.axis!r} and shape={self.shape}; "
