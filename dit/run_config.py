@@ -162,50 +162,23 @@ class RunConfig:
     def _check_unused(self) -> None:
         """Raise an error for settings that have no effect because of settings of other parts."""
         model, training, stop = self.model, self.training, self.training.stop_at_step
-        guided = any(condition.dropout is not None for condition in model.conditions())
-        interval = "training.validation_interval"
-        averaged_grids = training.sample_interval and training.ema_decay is not None
-        groups = (
-            (
-                "sampling",
-                not averaged_grids,
-                "raw_weights",
-                "without both training.sample_interval and training.ema_decay",
-                "set training.sample_interval and training.ema_decay",
-            ),
-            ("checkpoint", training.validation_interval == 0, "keep_best", f"with {interval}=0", f"set {interval}"),
-            (
-                "training",
-                stop is not None and stop > training.num_steps,
-                "stop_at_step",
-                f"with training.num_steps={training.num_steps}",
-                "set a step up to that",
-            ),
-            (
-                "model",
-                isinstance(model, ClassConditioned) and model.num_classes is None and model.class_dropout > 0,
-                "class_dropout",
-                "without model.num_classes",
-                "set model.num_classes",
-            ),
-            (
-                "model",
-                isinstance(model, TextConditioned) and model.context_size is None and model.context_dropout > 0,
-                "context_dropout",
-                "without model.context_size",
-                "set model.context_size",
-            ),
-            (
-                "sampling",
-                not guided and self.sampling.guidance_scale != 1,
-                "guidance_scale",
-                "for a model without classes and texts",
-                "set sampling.guidance_scale=1, or model.num_classes or model.context_size",
-            ),
-        )
-        for part, is_unused, name, where, cure in groups:
-            if is_unused:
-                check_unused(part, getattr(self, part), [name], where, cure)
+        if not (training.sample_interval and training.ema_decay is not None):
+            both = "training.sample_interval and training.ema_decay"
+            check_unused("sampling", self.sampling, ["raw_weights"], f"without both {both}", f"set {both}")
+        if training.validation_interval == 0:
+            where, cure = "with training.validation_interval=0", "set training.validation_interval"
+            check_unused("checkpoint", self.checkpoint, ["keep_best"], where, cure)
+        if stop is not None and stop > training.num_steps:
+            where = f"with training.num_steps={training.num_steps}"
+            check_unused("training", training, ["stop_at_step"], where, "set a step up to that")
+        if isinstance(model, ClassConditioned) and model.num_classes is None and model.class_dropout > 0:
+            check_unused("model", model, ["class_dropout"], "without model.num_classes", "set model.num_classes")
+        if isinstance(model, TextConditioned) and model.context_size is None and model.context_dropout > 0:
+            check_unused("model", model, ["context_dropout"], "without model.context_size", "set model.context_size")
+        if self.sampling.guidance_scale != 1 and all(condition.dropout is None for condition in model.conditions()):
+            cure = "set sampling.guidance_scale=1, or model.num_classes or model.context_size"
+            where = "for a model without classes and texts"
+            check_unused("sampling", self.sampling, ["guidance_scale"], where, cure)
 
     def check_here(self) -> tuple[ParallelDims, BatchSpec]:
         """Check the settings, also against the started ranks, the installed libraries, and the data.
@@ -287,115 +260,71 @@ class RunConfig:
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
     """Check that CUDA graphs can repeat the passes of a step (`dit.step.cuda_graph`) and its update."""
+    for fault in _faults_of_graphs(config, spec):
+        raise ConfigError(f"training.cuda_graph=True does not work with {fault}, or training.cuda_graph=False")
+
+
+def _faults_of_graphs(config: RunConfig, spec: BatchSpec) -> Iterator[str]:
+    """Yield the settings with which no CUDA graph can repeat steps, with reason and cure."""
     parallel, training, beta1 = config.parallel, config.training, config.optimizer.beta1
-    experts, stages = config.model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
-    maxima = config.fixed_packs(spec)
-    reasons = (
-        (
-            isinstance(config.model, TokenRouted) and config.model.routing is not None,
-            "model.routing",
-            "it computes tables of the kept tokens from lengths",
-            "use model.routing=none",
-        ),
-        (
-            config.data.mixes_shapes(spec) and maxima is None,
-            f"data={type(config.data).__name__}",
-            "batches have other lengths in every step",
-            "set data.max_tokens_per_pack, or use data of one shape, or data.bucket_by_shape=True",
-        ),
-        *(() if maxima is None else _reasons_of_packs(config, spec, maxima)),
-        (
-            experts is not None,
-            f"num_moe_experts={experts}",
-            "the number of tokens of an expert depends on values",
-            "use a model without experts",
-        ),
-        (
-            stages > 1,
-            f"parallel.pipeline_model_parallel_size={stages}",
-            "stages tell each other the shapes of activations",
-            "use parallel.pipeline_model_parallel_size=1",
-        ),
-        (
-            parallel.data_parallel == "fsdp",
-            "parallel.data_parallel=fsdp",
-            "sharded weights have other addresses in every step",
-            "use parallel.data_parallel=distributed_optimizer",
-        ),
-        (
-            parallel.overlap_grad_reduce,
-            "parallel.overlap_grad_reduce=True",
-            "gradients are reduced after the graph",
-            "use parallel.overlap_grad_reduce=False and parallel.overlap_param_gather=False",
-        ),
-        (
-            config.optimizer.offload,
-            "optimizer.offload=True",
-            "the host waits for the moments",
-            "use optimizer.offload=False",
-        ),
-        (
-            config.schedule.momentum(1, 2, beta1) != beta1 and training.kernels != "triton",
-            f"schedule={type(config.schedule).__name__}",
-            "it changes beta1, which is a number on the host",
-            "use training.kernels=triton",
-        ),
-        (
-            training.linears == "transformer_engine",
-            "training.linears=transformer_engine",
-            "its modules count micro-batches on the host",
-            "use training.linears=megatron",
-        ),
-        (
-            training.linears == "overlapped",
-            "training.linears=overlapped",
-            "its memory for messages grows with the largest micro-batch",
-            "use training.linears=megatron",
-        ),
-    )
-    for applies, setting, reason, cure in reasons:
-        if applies:
-            raise ConfigError(
-                f"training.cuda_graph=True does not work with {setting}, because {reason}; {cure}, or "
-                "training.cuda_graph=False"
-            )
+    if isinstance(config.model, TokenRouted) and config.model.routing is not None:
+        yield "model.routing, because it computes tables of the kept tokens from lengths; use model.routing=none"
+    if (maxima := config.fixed_packs(spec)) is not None:
+        cure = "data without data.max_tokens_per_pack, of one shape or with data.bucket_by_shape=True"
+        yield from (f"packs and {fault}, or {cure}" for fault in _faults_of_packs(config, spec, maxima))
+    elif config.data.mixes_shapes(spec):
+        yield (
+            f"data={type(config.data).__name__}, because batches have other lengths in every step; set "
+            "data.max_tokens_per_pack, or use data of one shape, or data.bucket_by_shape=True"
+        )
+    if (experts := config.model.megatron_sizes().num_moe_experts) is not None:
+        cure = "use a model without experts"
+        yield f"num_moe_experts={experts}, because the number of tokens of an expert depends on values; {cure}"
+    if (stages := parallel.pipeline_model_parallel_size) > 1:
+        yield (
+            f"parallel.pipeline_model_parallel_size={stages}, because stages tell each other the shapes of "
+            "activations; use parallel.pipeline_model_parallel_size=1"
+        )
+    if parallel.data_parallel == "fsdp":
+        yield (
+            "parallel.data_parallel=fsdp, because sharded weights have other addresses in every step; use "
+            "parallel.data_parallel=distributed_optimizer"
+        )
+    if parallel.overlap_grad_reduce:
+        yield (
+            "parallel.overlap_grad_reduce=True, because gradients are reduced after the graph; use "
+            "parallel.overlap_grad_reduce=False and parallel.overlap_param_gather=False"
+        )
+    if config.optimizer.offload:
+        yield "optimizer.offload=True, because the host waits for the moments; use optimizer.offload=False"
+    if config.schedule.momentum(1, 2, beta1) != beta1 and training.kernels != "triton":
+        schedule, cure = type(config.schedule).__name__, "use training.kernels=triton"
+        yield f"schedule={schedule}, because it changes beta1, which is a number on the host; {cure}"
+    if training.linears == "transformer_engine":
+        reason = "its modules count micro-batches on the host"
+        yield f"training.linears=transformer_engine, because {reason}; use training.linears=megatron"
+    if training.linears == "overlapped":
+        reason = "its memory for messages grows with the largest micro-batch"
+        yield f"training.linears=overlapped, because {reason}; use training.linears=megatron"
 
 
-def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield the settings with which no CUDA graph can repeat packs: whether they apply, setting, reason and cure."""
+def _faults_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[str]:
+    """Yield the settings with which no CUDA graph can repeat packs, with reason and cure."""
     training = config.training
-    levels = config.data.levels_setting() or config.data.references_setting()
-    has_texts = any(condition.axis == "text" for condition in spec.conditions)
-    for applies, setting, reason, cure in (
-        (
-            not config.model.supports.fixed_packs,
-            f"model={type(config.model).__name__}",
-            "its layers read the sizes of samples on the host, which determine the number of convolutions or attention "
-            "segments",
-            "use model=DiTConfig",
-        ),
-        (levels is not None, f"{levels}", "the number of levels differs from pack to pack", "use data without it"),
-        (
-            has_texts and maxima.text_tokens is None,
-            "data.max_text_tokens=null",
-            "texts have no maximal length",
-            "set data.max_text_tokens",
-        ),
-        (
-            training.attention == "transformer_engine",
-            "training.attention=transformer_engine",
-            "it compares lengths on the host",
-            "use training.attention=auto",
-        ),
-        (
-            training.kernels == "compile",
-            "training.kernels=compile",
-            "compiled layers check lengths on the host",
-            "use training.kernels=auto",
-        ),
-    ):
-        cure = f"{cure}, or data without data.max_tokens_per_pack, of one shape or with data.bucket_by_shape=True"
-        yield applies, f"packs and {setting}", reason, cure
+    if not config.model.supports.fixed_packs:
+        yield (
+            f"model={type(config.model).__name__}, because its layers read the sizes of samples on the host, which "
+            "determine the number of convolutions or attention segments; use model=DiTConfig"
+        )
+    if (levels := config.data.levels_setting() or config.data.references_setting()) is not None:
+        yield f"{levels}, because the number of levels differs from pack to pack; use data without it"
+    if maxima.text_tokens is None and any(condition.axis == "text" for condition in spec.conditions):
+        yield "data.max_text_tokens=null, because texts have no maximal length; set data.max_text_tokens"
+    if training.attention == "transformer_engine":
+        reason = "it compares lengths on the host"
+        yield f"training.attention=transformer_engine, because {reason}; use training.attention=auto"
+    if training.kernels == "compile":
+        yield "training.kernels=compile, because compiled layers check lengths on the host; use training.kernels=auto"
 
 
 def check_levels(model: ModelConfig, objective: Objective, setting: str, cure: str) -> None:

@@ -1,6 +1,7 @@
 """Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
@@ -192,10 +193,6 @@ class TrainingConfig:
                 "recheck_interval": COUNT_OR_ZERO,
             },
         )
-        if self.recompute == "none":
-            check_unused(
-                "training", self, ["recompute_layers"], "with training.recompute=none", "set it to selective or full"
-            )
         if self.fp8 is not None and self.precision == "fp16":
             raise ConfigError(
                 f"training.fp8={self.fp8} needs training.precision=bf16 or fp32, got fp16; set "
@@ -211,36 +208,21 @@ class TrainingConfig:
 
     def _check_unused(self) -> None:
         """Raise an error for settings that have no effect because of other settings."""
-        dynamic = ("initial_loss_scale", "loss_scale_window")
-        groups = (
-            (
-                self.ema_decay is None,
-                ("ema_start_step", "ema_offload", "ema_sigma_rel"),
-                "with training.ema_decay=None",
-                "set training.ema_decay",
-            ),
-            (
-                self.on_bad_numbers == "stop",
-                ("max_bad_steps",),
-                "with training.on_bad_numbers=stop, which ends the run at the first bad step",
-                "set training.on_bad_numbers=skip or rewind",
-            ),
-            (
-                self.precision != "fp16",
-                ("loss_scale", *dynamic),
-                f"with training.precision={self.precision}",
-                "set training.precision=fp16",
-            ),
-            (
-                self.loss_scale is not None,
-                dynamic,
-                f"with the constant training.loss_scale={self.loss_scale}",
-                "set training.loss_scale=None",
-            ),
-        )
-        for is_unused, names, where, cure in groups:
-            if is_unused:
-                check_unused("training", self, names, where, cure)
+        unused, dynamic = partial(check_unused, "training", self), ["initial_loss_scale", "loss_scale_window"]
+        if self.recompute == "none":
+            unused(["recompute_layers"], "with training.recompute=none", "set it to selective or full")
+        if self.ema_decay is None:
+            averages = ["ema_start_step", "ema_offload", "ema_sigma_rel"]
+            unused(averages, "with training.ema_decay=None", "set training.ema_decay")
+        if self.on_bad_numbers == "stop":
+            where = "with training.on_bad_numbers=stop, which ends the run at the first bad step"
+            unused(["max_bad_steps"], where, "set training.on_bad_numbers=skip or rewind")
+        if self.precision != "fp16":
+            where = f"with training.precision={self.precision}"
+            unused(["loss_scale", *dynamic], where, "set training.precision=fp16")
+        if self.loss_scale is not None:
+            where = f"with the constant training.loss_scale={self.loss_scale}"
+            unused(dynamic, where, "set training.loss_scale=None")
 
     def _check_deterministic(self) -> None:
         """Raise an error for kernels that have not been verified to be deterministic."""
@@ -420,18 +402,10 @@ class SamplingConfig:
 
     def without_effect(self, *, guided: bool = False) -> list[tuple[list[str], str, str]]:
         """Return groups of fields without effect: the fields, the reason, and the change that gives them an effect."""
-        groups = [
-            (
-                self.guidance_scale == 1 and not guided,
-                ["guidance_rescale", "guidance_norm", "guidance_interval"],
-                "with sampling.guidance_scale=1",
-                "set another scale",
-            ),
-            (
-                self.solver != "heun",
-                ["churn"],
-                f"with sampling.solver={self.solver}",
-                "use sampling.solver=heun",
-            ),
-        ]
-        return [(names, where, cure) for unused, names, where, cure in groups if unused]
+        groups = []
+        if self.guidance_scale == 1 and not guided:
+            names = ["guidance_rescale", "guidance_norm", "guidance_interval"]
+            groups.append((names, "with sampling.guidance_scale=1", "set another scale"))
+        if self.solver != "heun":
+            groups.append((["churn"], f"with sampling.solver={self.solver}", "use sampling.solver=heun"))
+        return groups
