@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Optional
 
+from dit.ranges import COUNT_OR_ZERO, LAYERS, WIDTH, ranged
+
 DISCRIMINATOR, ALIGNMENT = "discriminator.", "alignment."
 PREFIXES = ("uncertainty.", DISCRIMINATOR, ALIGNMENT)
 """Name prefixes of the parameters of these networks."""
@@ -55,10 +57,10 @@ class Projection:
         until_step: completed steps after which alignment ends.
     """
 
-    layer: int = 8
-    features: int = 768
-    hidden_size: int = 2048
-    until_step: Optional[int] = None
+    layer: int = ranged(8, LAYERS)
+    features: int = ranged(768, WIDTH)
+    hidden_size: int = ranged(2048, WIDTH)
+    until_step: Optional[int] = ranged(None, COUNT_OR_ZERO)
 
 
 @dataclass(frozen=True)

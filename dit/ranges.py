@@ -8,15 +8,18 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Literal, Optional, TypeVar, get_args, get_origin, get_type_hints
 
 from dit.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+Value = TypeVar("Value")
+RANGE = "range"
+"""Key of a field's range in its metadata."""
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^:@]+")
 
 
@@ -62,6 +65,7 @@ COUNT_OR_ZERO = whole(0, 2**31 - 1)
 SEED = whole(0, 2**63 - 1)
 RANKS = whole(1, 2**20)
 LAYERS = whole(1, 1000)
+LAYERS_OR_ZERO = whole(0, 1000)
 ASPECTS = ("keep", "square", "buckets")  # of `energon_data.prepare --aspect`
 MOST_POSITIONS = 1 << 24  # of one latent or picture: frames x height x width
 EXPERTS = whole(1, 4096)
@@ -77,15 +81,23 @@ RELATIVE_LENGTH = Range(0.01, 0.28)  # of power-function averages (`dit.optimize
 INSIDE_0_1 = Range(0, 1, open_low=True, open_high=True)
 
 
-def check_ranges(part: str, config: "DataclassInstance", ranges: Mapping[str, Range]) -> None:
-    """Check that fields of a configuration are in their ranges; None passes, and a list passes if each entry does.
+def ranged(default: Value, allowed: Range) -> Value:
+    """Declare a field of a configuration with a range; a subclass may change the default, and keeps the range."""
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={RANGE: allowed})  # type: ignore[return-value]
+    return field(default=default, metadata={RANGE: allowed})
 
-    Fields of a `Literal` type are always checked: they have one of its values.
+
+def check_ranges(part: str, config: "DataclassInstance", others: Optional[Mapping[str, Range]] = None) -> None:
+    """Check that the fields of a configuration are in their ranges; None passes, and a list if each entry does.
+
+    Fields of a `Literal` type have one of its values.
 
     Args:
         part: name of the configuration in overrides, such as `training`.
+        others: ranges of fields without a declared one.
     """
-    for name, allowed in ranges.items():
+    for name, allowed in {**_ranges(type(config)), **(others or {})}.items():
         value = getattr(config, name)
         entries = value if isinstance(value, list) else [value]
         if any(entry is not None and entry not in allowed for entry in entries):
@@ -94,6 +106,13 @@ def check_ranges(part: str, config: "DataclassInstance", ranges: Mapping[str, Ra
     for name, choices in _choices(type(config)).items():
         if (value := getattr(config, name)) not in choices:
             raise ConfigError(f"{part}.{name}={value!r} is unknown; use one of {', '.join(map(repr, choices))}")
+
+
+@cache
+def _ranges(settings: type) -> dict[str, Range]:
+    """Return the declared ranges of a class and its base classes."""
+    classes = [kind for kind in reversed(settings.__mro__) if is_dataclass(kind)]
+    return {f.name: f.metadata[RANGE] for kind in classes for f in fields(kind) if RANGE in f.metadata}
 
 
 @cache
@@ -118,14 +137,14 @@ def check_unused(
         cure: change that removes the fault.
         fault: what is wrong with settings of other values.
     """
-    by_name = {field.name: field for field in fields(config)}
+    settings = {setting.name: setting for setting in fields(config)}
     values, defaults = [], []
-    for field in (by_name[name] for name in names):
-        value = getattr(config, field.name)
-        default = field.default if field.default_factory is MISSING else field.default_factory()
+    for name in names:
+        value, factory = getattr(config, name), settings[name].default_factory
+        default = settings[name].default if factory is MISSING else factory()
         if value != default:
-            values.append(f"{part}.{field.name}={value}")
-            defaults.append(f"{part}.{field.name}={default}")
+            values.append(f"{part}.{name}={value}")
+            defaults.append(f"{part}.{name}={default}")
     if values:
         raise ConfigError(f"{', '.join(values)} {fault} {where}; {cure}, or leave {', '.join(defaults)}")
 

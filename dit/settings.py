@@ -22,6 +22,7 @@ from dit.ranges import (
     check_ranges,
     check_unused,
     duration_s,
+    ranged,
     whole,
 )
 
@@ -48,31 +49,18 @@ class OptimizerConfig:
     """
 
     algorithm: Algorithm = "adamw"
-    lr: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip_grad: float = 1.0
-    muon_momentum: float = 0.95
+    lr: float = ranged(1e-4, NOT_NEGATIVE)
+    beta1: float = ranged(0.9, SHARE_BELOW_1)
+    beta2: float = ranged(0.999, SHARE_BELOW_1)
+    eps: float = ranged(1e-8, POSITIVE)  # with 0, a weight without gradient would be updated by 0 / 0
+    weight_decay: float = ranged(0.0, NOT_NEGATIVE)
+    clip_grad: float = ranged(1.0, NOT_NEGATIVE)
+    muon_momentum: float = ranged(0.95, SHARE_BELOW_1)
     offload: bool = False
 
     def validate(self) -> None:
         """Check every field by itself."""
-        check_ranges(
-            "optimizer",
-            self,
-            {
-                "lr": NOT_NEGATIVE,
-                "beta1": SHARE_BELOW_1,
-                "beta2": SHARE_BELOW_1,
-                # With 0, a weight without gradient, for example after a zero-initialised gate, is updated by 0 / 0.
-                "eps": POSITIVE,
-                "weight_decay": NOT_NEGATIVE,
-                "clip_grad": NOT_NEGATIVE,
-                "muon_momentum": SHARE_BELOW_1,
-            },
-        )
+        check_ranges("optimizer", self)
         if self.algorithm != "muon":
             where = f"with optimizer.algorithm={self.algorithm}"
             check_unused("optimizer", self, ["muon_momentum"], where, "set optimizer.algorithm=muon")
@@ -120,14 +108,14 @@ class TrainingConfig:
     """
 
     run_dir: str = "runs/default"
-    num_steps: int = 1000
-    micro_batch_size: int = 1
-    global_batch_size: int = 1
+    num_steps: int = ranged(1000, COUNT)
+    micro_batch_size: int = ranged(1, whole(1, 2**20))
+    global_batch_size: int = ranged(1, whole(1, 2**24))
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     fp8: Optional[Fp8] = None
-    loss_scale: Optional[float] = None
-    initial_loss_scale: float = 2.0**16
-    loss_scale_window: int = 1000
+    loss_scale: Optional[float] = ranged(None, LOSS_SCALE)
+    initial_loss_scale: float = ranged(2.0**16, LOSS_SCALE)
+    loss_scale_window: int = ranged(1000, COUNT)
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"] = (
         "auto"
     )
@@ -136,21 +124,21 @@ class TrainingConfig:
     cuda_graph: bool = False
     deterministic: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_layers: Optional[int] = None
-    seed: int = 1234
-    ema_decay: Optional[float] = 0.9999
-    ema_start_step: int = 0
+    recompute_layers: Optional[int] = ranged(None, COUNT)
+    seed: int = ranged(1234, SEED)
+    ema_decay: Optional[float] = ranged(0.9999, SHARE_BELOW_1)
+    ema_start_step: int = ranged(0, COUNT_OR_ZERO)
     ema_offload: bool = False
-    ema_sigma_rel: Optional[list[float]] = None
-    log_interval: int = 10
-    validation_interval: int = 0
-    sample_interval: int = 0
+    ema_sigma_rel: Optional[list[float]] = ranged(None, RELATIVE_LENGTH)
+    log_interval: int = ranged(10, COUNT)
+    validation_interval: int = ranged(0, COUNT_OR_ZERO)
+    sample_interval: int = ranged(0, COUNT_OR_ZERO)
     hooks: Optional[list[str]] = None
-    stop_at_step: Optional[int] = None
+    stop_at_step: Optional[int] = ranged(None, COUNT)
     on_bad_numbers: Literal["stop", "skip", "rewind"] = "stop"
-    spike_threshold: Optional[float] = None
-    max_bad_steps: int = 3
-    recheck_interval: int = 0
+    spike_threshold: Optional[float] = ranged(None, POSITIVE)
+    max_bad_steps: int = ranged(3, COUNT)
+    recheck_interval: int = ranged(0, COUNT_OR_ZERO)
     time_limit: Optional[str] = None
     hang_timeout_s: Optional[float] = 900.0
 
@@ -169,30 +157,7 @@ class TrainingConfig:
         check_path("training.run_dir", self.run_dir)
         if self.time_limit is not None:
             duration_s("training.time_limit", self.time_limit)
-        check_ranges(
-            "training",
-            self,
-            {
-                "num_steps": COUNT,
-                "micro_batch_size": whole(1, 2**20),
-                "global_batch_size": whole(1, 2**24),
-                "loss_scale": LOSS_SCALE,
-                "initial_loss_scale": LOSS_SCALE,
-                "loss_scale_window": COUNT,
-                "recompute_layers": COUNT,
-                "seed": SEED,
-                "ema_decay": SHARE_BELOW_1,
-                "ema_start_step": COUNT_OR_ZERO,
-                "ema_sigma_rel": RELATIVE_LENGTH,
-                "log_interval": COUNT,
-                "validation_interval": COUNT_OR_ZERO,
-                "sample_interval": COUNT_OR_ZERO,
-                "stop_at_step": COUNT,
-                "spike_threshold": POSITIVE,
-                "max_bad_steps": COUNT,
-                "recheck_interval": COUNT_OR_ZERO,
-            },
-        )
+        check_ranges("training", self)
         if self.fp8 is not None and self.precision == "fp16":
             raise ConfigError(
                 f"training.fp8={self.fp8} needs training.precision=bf16 or fp32, got fp16; set "
@@ -265,12 +230,12 @@ class CheckpointConfig:
             encoders.
     """
 
-    interval: int = 1000
-    keep_last: int = 2
-    keep_every: int = 0
-    keep_best: int = 0
+    interval: int = ranged(1000, COUNT_OR_ZERO)
+    keep_last: int = ranged(2, COUNT)
+    keep_every: int = ranged(0, COUNT_OR_ZERO)
+    keep_best: int = ranged(0, COUNT_OR_ZERO)
     async_save: bool = False
-    save_timeout_s: float = 1800.0
+    save_timeout_s: float = ranged(1800.0, POSITIVE)
     copy_to: Optional[str] = None
     resume: Literal["auto", "never", "must"] = "auto"
     resume_from: Optional[str] = None
@@ -289,9 +254,7 @@ class CheckpointConfig:
                 f"checkpoint.resume_from={self.resume_from} continues a run, but checkpoint.resume=never starts a new "
                 "one; remove one of the two"
             )
-        ranges = {"keep_last": COUNT, "save_timeout_s": POSITIVE}
-        ranges |= dict.fromkeys(("interval", "keep_every", "keep_best"), COUNT_OR_ZERO)
-        check_ranges("checkpoint", self, ranges)
+        check_ranges("checkpoint", self)
 
     @property
     def save_limit(self) -> str:
@@ -317,11 +280,11 @@ class LoggingConfig:
     wandb_name: Optional[str] = None
     wandb_group: Optional[str] = None
     wandb_artifacts: bool = False
-    profile_steps: Optional[list[int]] = None
+    profile_steps: Optional[list[int]] = ranged(None, COUNT)
 
     def validate(self) -> None:
         """Check the steps to trace."""
-        check_ranges("logging", self, {"profile_steps": COUNT})
+        check_ranges("logging", self)
         steps = self.profile_steps
         if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
             raise ConfigError(
@@ -353,20 +316,20 @@ class SamplingConfig:
     """
 
     solver: Literal["euler", "heun", "ddim", "ancestral", "dpmpp_2m"] = "euler"
-    num_steps: int = 30
+    num_steps: int = ranged(30, whole(1, 10_000))
     variance: Literal["small", "large", "learned"] = "small"
-    guidance_scale: float = 2.0
-    guidance_channels: Optional[int] = None
-    guidance_rescale: float = 0.0
+    guidance_scale: float = ranged(2.0, FINITE)
+    guidance_channels: Optional[int] = ranged(None, COUNT)
+    guidance_rescale: float = ranged(0.0, SHARE)
     guidance_norm: bool = False
-    guidance_interval: Optional[list[float]] = None
-    churn: Optional[list[float]] = None
+    guidance_interval: Optional[list[float]] = ranged(None, NOT_NEGATIVE)
+    churn: Optional[list[float]] = ranged(None, NOT_NEGATIVE)
     thresholding: Literal["none", "static", "dynamic"] = "none"
-    samples_per_class: int = 1
+    samples_per_class: int = ranged(1, COUNT)
     raw_weights: bool = False
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
-    seed: int = 7
+    seed: int = ranged(7, SEED)
 
     def validate(self, *, guided: bool = False) -> None:
         """Check every field by itself.
@@ -374,19 +337,7 @@ class SamplingConfig:
         Args:
             guided: whether a second model has guidance of its own.
         """
-        check_ranges(
-            "sampling",
-            self,
-            {
-                "num_steps": whole(1, 10_000),
-                "guidance_scale": FINITE,
-                "guidance_channels": COUNT,
-                "guidance_rescale": SHARE,
-                **dict.fromkeys(("guidance_interval", "churn"), NOT_NEGATIVE),
-                "samples_per_class": COUNT,
-                "seed": SEED,
-            },
-        )
+        check_ranges("sampling", self)
         interval = self.guidance_interval
         if interval is not None and (len(interval) != 2 or not interval[0] < interval[1]):
             raise ConfigError(

@@ -20,6 +20,7 @@ from dit.models.lora_config import LoRAConfig
 if TYPE_CHECKING:
     from dit.backends.megatron_types import MegatronConfig, MegatronModelType
     from dit.backends.provider import LayerProvider
+from dit.ranges import PATCHES, WIDTH, ranged
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,9 @@ class ModelConfig(ABC):
 
     model_path: ClassVar[Optional[str]] = None
 
-    in_channels: int = 4
-    patch_spatial: int = 2
-    patch_temporal: int = 1
+    in_channels: int = ranged(4, WIDTH)
+    patch_spatial: int = ranged(2, PATCHES)
+    patch_temporal: int = ranged(1, PATCHES)
 
     @property
     def supports(self) -> Supports:

@@ -11,6 +11,7 @@ from dit.condition_table import CONTEXT, CONTROL, LABEL
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
+from dit.ranges import COUNT, SHARE, WIDTH, ranged
 
 NullText = Literal["learned", "empty"]
 NULLS: Mapping[str, float | Literal["learned", "empty text"]] = {
@@ -30,8 +31,8 @@ class ClassConditioned(ModelConfig):
         class_dropout: fraction of dropped classes, for guidance.
     """
 
-    num_classes: Optional[int] = None
-    class_dropout: float = 0.1
+    num_classes: Optional[int] = ranged(None, COUNT)
+    class_dropout: float = ranged(0.1, SHARE)
 
     def conditions(self) -> tuple[Condition, ...]:
         if self.num_classes is None:
@@ -49,8 +50,8 @@ class TextConditioned(ModelConfig):
             class together.
     """
 
-    context_size: Optional[int] = None
-    context_dropout: float = 0.1
+    context_size: Optional[int] = ranged(None, WIDTH)
+    context_dropout: float = ranged(0.1, SHARE)
 
     def conditions(self) -> tuple[Condition, ...]:
         if self.context_size is None:
@@ -97,7 +98,7 @@ class ControlConditioned(ModelConfig):
     Source: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis).
     """
 
-    control_channels: Optional[int] = None
+    control_channels: Optional[int] = ranged(None, WIDTH)
 
     def conditions(self) -> tuple[Condition, ...]:
         if self.control_channels is None:

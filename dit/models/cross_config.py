@@ -6,6 +6,7 @@ from typing import ClassVar, Optional
 from dit.models.base import TransformerSizes
 from dit.models.conditioned import ClassConditioned, NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig, check_query_groups
+from dit.ranges import LAYERS, WIDTH, ranged
 
 
 @dataclass(kw_only=True)
@@ -24,8 +25,8 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
 
     in_channels: int = 16
     context_size: Optional[int] = 1024
-    num_layers: int = 12
-    num_query_groups: Optional[int] = None
+    num_layers: int = ranged(12, LAYERS)
+    num_query_groups: Optional[int] = ranged(None, WIDTH)
     qk_layernorm: bool = True
     fps_conditioning: bool = True
     size_conditioning: bool = False

@@ -8,7 +8,7 @@ from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
 from dit.models.base import TransformerSizes
 from dit.models.transformer_config import TransformerModelConfig
-from dit.ranges import check_unused
+from dit.ranges import EXPERTS, NOT_NEGATIVE, POSITIVE, WIDTH, check_unused, ranged
 
 Router = Literal["expert_choice", "top_k"]
 
@@ -25,12 +25,12 @@ class ExpertOptions(TransformerModelConfig):
         moe_top_k, moe_aux_loss_coeff: experts per token, and weight of the balancing loss (`top_k`).
     """
 
-    num_experts: Optional[int] = None
-    moe_ffn_hidden_size: Optional[int] = None
+    num_experts: Optional[int] = ranged(None, EXPERTS)
+    moe_ffn_hidden_size: Optional[int] = ranged(None, WIDTH)
     moe_router: Router = "expert_choice"
-    moe_capacity_factor: float = 2.0
-    moe_top_k: int = 2
-    moe_aux_loss_coeff: float = 0.01
+    moe_capacity_factor: float = ranged(2.0, POSITIVE)
+    moe_top_k: int = ranged(2, WIDTH)
+    moe_aux_loss_coeff: float = ranged(0.01, NOT_NEGATIVE)
 
     def validate(self) -> None:
         super().validate()

@@ -8,7 +8,7 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
-from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_ranges, whole
+from dit.ranges import LAYERS, WIDTH, check_ranges, ranged, whole
 from dit.resize import Kernel, LowResolution
 
 SAMPLING_AUGMENTATION = 0.002
@@ -42,18 +42,18 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     supports = replace(PICTURES, compiled=True)
 
     in_channels: int = 3
-    patch_spatial: int = 1
+    patch_spatial: int = ranged(1, whole(1, 64))
     context_size: Optional[int] = 1024
-    hidden_size: int = 128
-    channel_multipliers: list[int] = field(default_factory=lambda: [1, 2, 4, 8])
-    num_res_blocks: list[int] = field(default_factory=lambda: [2, 2, 2, 2])
+    hidden_size: int = ranged(128, WIDTH)
+    channel_multipliers: list[int] = ranged([1, 2, 4, 8], WIDTH)
+    num_res_blocks: list[int] = ranged([2, 2, 2, 2], LAYERS)
     attention_levels: list[int] = field(default_factory=lambda: [3])
     attention_type: AttentionType = "fused"
-    head_size: Optional[int] = 64
-    num_attention_heads: int = 4
-    norm_num_groups: int = 32
+    head_size: Optional[int] = ranged(64, WIDTH)
+    num_attention_heads: int = ranged(4, WIDTH)
+    norm_num_groups: int = ranged(32, WIDTH)
     stable_attention: bool = False
-    low_resolution_factor: Optional[int] = None
+    low_resolution_factor: Optional[int] = ranged(None, whole(2, 64))
     low_resolution_kernel: Kernel = "pil"
     noise_augmentation: bool = False
 
@@ -104,20 +104,8 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         return TransformerSizes(num_layers=1, hidden_size=self.hidden_size, num_attention_heads=1)
 
     def validate(self) -> None:
-        widths = ("in_channels", "num_classes", "context_size", "hidden_size", "channel_multipliers", "head_size")
-        check_ranges(
-            "model",
-            self,
-            {
-                **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups"), WIDTH),
-                **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
-                "patch_spatial": whole(1, 64),
-                "low_resolution_factor": whole(2, 64),
-                "num_res_blocks": LAYERS,
-                "attention_levels": whole(0, len(self.channel_multipliers) - 1),
-                "patch_temporal": COUNT,
-            },
-        )
+        levels = whole(0, len(self.channel_multipliers) - 1)
+        check_ranges("model", self, {"attention_levels": levels})
         if self.patch_temporal != 1:
             raise ConfigError(f"model.patch_temporal={self.patch_temporal}, but this UNet is for pictures; set it to 1")
         self._check_levels()

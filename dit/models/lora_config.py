@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from dit.errors import ConfigError
-from dit.ranges import POSITIVE, WIDTH, check_ranges
+from dit.ranges import POSITIVE, WIDTH, check_ranges, ranged
 
 BLOCK_LINEARS = "layers.*.linear_*"
 """Linear layers of attention, MLP and experts in the blocks of all transformers, without modulations."""
@@ -23,8 +23,8 @@ class LoRAConfig:
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """
 
-    rank: int = 16
-    alpha: Optional[float] = None
+    rank: int = ranged(16, WIDTH)
+    alpha: Optional[float] = ranged(None, POSITIVE)
     targets: list[str] = field(default_factory=lambda: [BLOCK_LINEARS, UNET_LINEARS])
 
     @property
@@ -33,6 +33,6 @@ class LoRAConfig:
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def validate(self) -> None:
-        check_ranges("model.lora", self, {"rank": WIDTH, "alpha": POSITIVE})
+        check_ranges("model.lora", self)
         if not self.targets:
             raise ConfigError(f"model.lora.targets is empty; name linear layers, such as [{BLOCK_LINEARS}]")

@@ -8,7 +8,7 @@ from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
 from dit.models.base import Supports
 from dit.models.transformer_config import TransformerModelConfig
-from dit.ranges import SHARE, SHARE_BELOW_1, check_ranges, check_unused, whole
+from dit.ranges import LAYERS_OR_ZERO, SHARE, SHARE_BELOW_1, check_ranges, check_unused, ranged
 
 
 @dataclass(kw_only=True)
@@ -28,19 +28,18 @@ class RoutingConfig:
     arXiv:2510.21986.
     """
 
-    share: float = 0.5
-    first_layers: int = 2
-    last_layers: int = 3
+    share: float = ranged(0.5, SHARE_BELOW_1)
+    first_layers: int = ranged(2, LAYERS_OR_ZERO)
+    last_layers: int = ranged(3, LAYERS_OR_ZERO)
     rejoin: Literal["unchanged", "fused"] = "unchanged"
-    path_dropout: float = 0.0
+    path_dropout: float = ranged(0.0, SHARE)
 
     def middle(self, num_layers: int) -> range:
         """Return the layers that see the remaining tokens."""
         return range(self.first_layers, num_layers - self.last_layers)
 
     def validate(self, num_layers: int) -> None:
-        layers = dict.fromkeys(("first_layers", "last_layers"), whole(0, 1000))
-        check_ranges("model.routing", self, {"share": SHARE_BELOW_1, **layers, "path_dropout": SHARE})
+        check_ranges("model.routing", self)
         if self.rejoin == "unchanged":
             check_unused("model.routing", self, ["path_dropout"], "with rejoin=unchanged", "use rejoin=fused")
         if not self.middle(num_layers):

@@ -8,51 +8,11 @@ from typing import TYPE_CHECKING, Literal, Optional, Self
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, TransformerSizes
 from dit.models.lora_config import LoRAConfig
-from dit.ranges import (
-    COUNT,
-    EXPERTS,
-    LAYERS,
-    NOT_NEGATIVE,
-    PATCHES,
-    POSITIVE,
-    SHARE,
-    WIDTH,
-    Range,
-    check_ranges,
-    check_unused,
-    whole,
-)
+from dit.ranges import POSITIVE, WIDTH, Range, check_ranges, check_unused, ranged
 
 if TYPE_CHECKING:
     from dit.layers.positions import RotaryPositions
 
-
-RANGES: dict[str, Range] = {
-    **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
-    **dict.fromkeys(("base_width", "wide_head"), WIDTH),
-    **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "approximator"), WIDTH),
-    **dict.fromkeys(("num_layers", "num_joint_layers"), LAYERS),
-    **dict.fromkeys(("num_single_layers", "num_dual_layers", "num_refiner_layers"), whole(0, 1000)),
-    **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "position_crop"), PATCHES),
-    **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
-    **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size", "adaln_lora_rank"), WIDTH),
-    **dict.fromkeys(("bottleneck_size", "num_cross_attention_heads"), WIDTH),
-    **dict.fromkeys(("glyph_size", "glyph_hidden_size", "image_context_size", "teacher_token_size"), WIDTH),
-    **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
-    **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
-    "layers_per_block": LAYERS,
-    "rope_axes": whole(0, 1000),
-    "rope_theta": Range(1, 10**12, open_low=True),
-    "rope_factors": Range(0, 10**6, open_low=True),
-    "num_classes": COUNT,
-    "num_experts": EXPERTS,
-    "moe_capacity_factor": POSITIVE,
-    "moe_aux_loss_coeff": NOT_NEGATIVE,
-    "time_frequency_shift": whole(0, 1),
-    "guidance": NOT_NEGATIVE,
-}
-"""Valid ranges of the numeric settings of all backbones, by name."""
 
 WIDTHS = (
     *("hidden_size", "num_attention_heads", "num_query_groups", "num_cross_attention_heads"),
@@ -78,9 +38,9 @@ class RotarySettings:
         rope_factors: extension along t, h and w; `[2,1,1]` for clips of twice the length.
     """
 
-    rope_theta: float = 10000.0
+    rope_theta: float = ranged(10000.0, Range(1, 10**12, open_low=True))
     rope_scaling: Literal["ntk", "linear"] = "ntk"
-    rope_factors: Optional[list[float]] = None
+    rope_factors: Optional[list[float]] = ranged(None, Range(0, 10**6, open_low=True))
 
 
 @dataclass(kw_only=True)
@@ -102,15 +62,15 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         base_width: `hidden_size` of a smaller model whose learning rate suits this one (mu-parametrisation).
     """
 
-    hidden_size: int = 384
-    num_attention_heads: int = 6
-    ffn_hidden_size: Optional[int] = None
-    out_channels: Optional[int] = None
-    layernorm_epsilon: float = 1e-6
+    hidden_size: int = ranged(384, WIDTH)
+    num_attention_heads: int = ranged(6, WIDTH)
+    ffn_hidden_size: Optional[int] = ranged(None, WIDTH)
+    out_channels: Optional[int] = ranged(None, WIDTH)
+    layernorm_epsilon: float = ranged(1e-6, POSITIVE)
     position_embedding: KnownPositions = "sincos_2d"
-    time_scale: float = 1000.0
+    time_scale: float = ranged(1000.0, POSITIVE)
     lora: Optional[LoRAConfig] = None
-    base_width: Optional[int] = None
+    base_width: Optional[int] = ranged(None, WIDTH)
 
     @property
     def orders_frames(self) -> bool:
@@ -237,8 +197,7 @@ def check_query_groups(heads: int, groups: Optional[int]) -> None:
 
 def check_numbers(config: ModelConfig) -> None:
     """Check the range of every number of a backbone's settings."""
-    names = {field.name for field in fields(config)}
-    check_ranges("model", config, {name: allowed for name, allowed in RANGES.items() if name in names})
+    check_ranges("model", config)
     if config.token_channels not in WIDTH:
         raise ConfigError(
             f"model.in_channels={config.in_channels} x patch_temporal={config.patch_temporal} x patch_spatial="

@@ -10,7 +10,7 @@ from dit.auxiliary import PatchGAN
 from dit.layout import SequenceLayout
 from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import COUNT_OR_ZERO, LAYERS, POSITIVE, WIDTH, check_ranges
+from dit.ranges import COUNT_OR_ZERO, LAYERS, POSITIVE, WIDTH, check_ranges, ranged
 
 NUM_SCORES = 3
 """Columns of a prediction that the discriminator adds (`dit.models.autoencoder.discriminator`)."""
@@ -49,18 +49,17 @@ class Adversarial:
     of batch norms for the same reason; the error is of pixels, without a perceptual term.
     """
 
-    weight: float = 0.5
-    start_step: int = 50_000
-    num_layers: int = 3
-    hidden_size: int = 64
-    lr_factor: float = 1.0
+    weight: float = ranged(0.5, POSITIVE)
+    start_step: int = ranged(50_000, COUNT_OR_ZERO)
+    num_layers: int = ranged(3, LAYERS)
+    hidden_size: int = ranged(64, WIDTH)
+    lr_factor: float = ranged(1.0, POSITIVE)
 
     terms: ClassVar[tuple[str, ...]] = ("generator", "discriminator")
     logged: ClassVar[tuple[str, ...]] = ("adaptive_weight",)
 
     def __post_init__(self) -> None:
-        ranges = {"weight": POSITIVE, "start_step": COUNT_OR_ZERO, "num_layers": LAYERS, "hidden_size": WIDTH}
-        check_ranges("objective.adversarial", self, {**ranges, "lr_factor": POSITIVE})
+        check_ranges("objective.adversarial", self)
 
     @property
     def network(self) -> PatchGAN:

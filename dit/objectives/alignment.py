@@ -10,7 +10,7 @@ from dit.condition_table import TEACHER
 from dit.conditions import Condition
 from dit.layout import SequenceLayout
 from dit.objectives.losses import Term
-from dit.ranges import COUNT_OR_ZERO, LAYERS, POSITIVE, WIDTH, check_ranges
+from dit.ranges import POSITIVE, check_ranges, ranged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,10 @@ class Alignment(Projection):
     class token: Wu et al. 2025 (REG), arXiv:2507.01467, and the code of SR-DiT (Bhanded 2025, arXiv:2512.12386).
     """
 
-    weight: float = 0.5
+    weight: float = ranged(0.5, POSITIVE)
 
     def __post_init__(self) -> None:
-        ranges = {"weight": POSITIVE, "layer": LAYERS, "features": WIDTH, "hidden_size": WIDTH}
-        check_ranges("objective.alignment", self, {**ranges, "until_step": COUNT_OR_ZERO})
+        check_ranges("objective.alignment", self)
 
     @property
     def condition(self) -> Condition:

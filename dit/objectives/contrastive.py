@@ -17,7 +17,7 @@ from dit.objectives.base import Prepared
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term, token_error
 from dit.patchify import Grid
-from dit.ranges import SHARE_BELOW_1, check_ranges
+from dit.ranges import SHARE_BELOW_1, ranged
 
 NEGATIVE = "negative"
 """Name of an entry in the conditions of a batch: for each token, a clean one of another sample."""
@@ -40,11 +40,7 @@ class ContrastiveFlowMatching(FlowMatching):
 
     compares_pairs: ClassVar[bool] = True
 
-    contrast_weight: float = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_ranges("objective", self, {"contrast_weight": SHARE_BELOW_1})
+    contrast_weight: float = ranged(0.05, SHARE_BELOW_1)
 
     @property
     def terms(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, 
 from dit.objectives.losses import LossKind, Term, min_snr_weight, token_error
 from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
 from dit.objectives.variational_bound import VariationalBound
-from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges, whole
+from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_ranges, ranged, whole
 
 Prediction = Literal["noise", "x0", "v"]
 NetworkTime = Literal["time", "log_snr"]
@@ -53,10 +53,10 @@ class LearnedVariance:
     Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and 16, in bits as in their published code.
     """
 
-    vlb_weight: float = 1e-3
+    vlb_weight: float = ranged(1e-3, NOT_NEGATIVE)
 
     def __post_init__(self) -> None:
-        check_ranges("objective.variance", self, {"vlb_weight": NOT_NEGATIVE})
+        check_ranges("objective.variance", self)
 
 
 @dataclass(kw_only=True)
@@ -87,19 +87,18 @@ class DDPM(Objective):
 
     schedule: ScheduleName = "linear"
     prediction: Prediction = "noise"
-    discrete_steps: Optional[int] = None
-    betas: Optional[list[float]] = None
+    discrete_steps: Optional[int] = ranged(None, whole(1, 1_000_000))
+    betas: Optional[list[float]] = ranged(None, INSIDE_0_1)
     zero_terminal_snr: bool = False
-    noise_offset: float = 0.0
+    noise_offset: float = ranged(0.0, SHARE)
     network_time: NetworkTime = "time"
     loss_kind: LossKind = "l2"
-    min_snr_gamma: Optional[float] = None
+    min_snr_gamma: Optional[float] = ranged(None, POSITIVE)
     variance: Optional[LearnedVariance] = None
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
-        ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "noise_offset": SHARE}
-        check_ranges("objective", self, {**ranges, "betas": INSIDE_0_1})
+        check_ranges("objective", self)
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
             raise ConfigError(
                 "objective.zero_terminal_snr ends a table of steps at pure noise, which a prediction of the noise "

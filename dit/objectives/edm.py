@@ -18,7 +18,7 @@ from dit.objectives.augmentation import with_noised_pictures
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import LossKind, UncertaintyWeighting
 from dit.objectives.noise_levels import log_normal
-from dit.ranges import FINITE, POSITIVE, check_ranges
+from dit.ranges import FINITE, POSITIVE, check_ranges, ranged
 
 
 class VarianceExplodingPath(Path):
@@ -54,20 +54,19 @@ class EDM(Objective):
     takes_levels: ClassVar[bool] = True
     augments: ClassVar[bool] = True
 
-    sigma_data: float = 0.5
-    p_mean: float = -1.2
-    p_std: float = 1.2
-    augmentation_p_mean: Optional[float] = None
+    sigma_data: float = ranged(0.5, POSITIVE)
+    p_mean: float = ranged(-1.2, FINITE)
+    p_std: float = ranged(1.2, POSITIVE)
+    augmentation_p_mean: Optional[float] = ranged(None, FINITE)
     sigma_min: float = 0.002
     sigma_max: float = 80.0
-    rho: float = 7.0
+    rho: float = ranged(7.0, POSITIVE)
     loss_kind: LossKind = "l2"
     weighting: Optional[UncertaintyWeighting] = None
 
     def __post_init__(self) -> None:
         self.path = VarianceExplodingPath()
-        positive = dict.fromkeys(("sigma_data", "p_std", "rho"), POSITIVE)
-        check_ranges("objective", self, {"p_mean": FINITE, "augmentation_p_mean": FINITE, **positive})
+        check_ranges("objective", self)
         if not 0 < self.sigma_min < self.sigma_max < math.inf:
             raise ConfigError(
                 f"EDM needs 0 < sigma_min < sigma_max, got sigma_min={self.sigma_min} and sigma_max={self.sigma_max}; "

@@ -18,7 +18,7 @@ from dit.objectives.alignment import Alignment
 from dit.objectives.base import Network, Objective, Path, Prepared, clean_at_0, sample_weights, shared_level
 from dit.objectives.losses import Term, TokenLossKind, min_snr_weight, token_error
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, INSIDE_0_1, POSITIVE, WIDTH, check_ranges
+from dit.ranges import FINITE, INSIDE_0_1, POSITIVE, WIDTH, check_ranges, ranged
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -70,24 +70,22 @@ class FlowMatching(Objective):
 
     prediction: Prediction = "velocity"
     time_distribution: TimeDistribution = "uniform"
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    time_shift: float = 1.0
-    shift_dimension: Optional[int] = None
+    logit_mean: float = ranged(0.0, FINITE)
+    logit_std: float = ranged(1.0, POSITIVE)
+    time_shift: float = ranged(1.0, POSITIVE)
+    shift_dimension: Optional[int] = ranged(None, WIDTH)
     shift_by_tokens: Optional[list[float]] = None
-    last_time: Optional[float] = None
+    last_time: Optional[float] = ranged(None, INSIDE_0_1)
     loss_kind: TokenLossKind = "l2"
-    min_snr_gamma: Optional[float] = None
+    min_snr_gamma: Optional[float] = ranged(None, POSITIVE)
     min_time: float = 0.0
     max_time: float = 1.0
     alignment: Optional[Alignment] = None
-    teacher_token_weight: Optional[float] = None
+    teacher_token_weight: Optional[float] = ranged(None, POSITIVE)
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
-        positive = dict.fromkeys(("logit_std", "time_shift", "min_snr_gamma", "teacher_token_weight"), POSITIVE)
-        ranges = {"logit_mean": FINITE, "shift_dimension": WIDTH, "last_time": INSIDE_0_1}
-        check_ranges("objective", self, ranges | positive)
+        check_ranges("objective", self)
         self._check_shift()
         if (self.loss_kind, self.prediction) == ("l2_cosine", "x0"):
             raise ConfigError(

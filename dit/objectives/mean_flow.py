@@ -14,7 +14,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Prepared, sample_weights, shared_level
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import Term
-from dit.ranges import SHARE, Range, check_ranges, check_unused
+from dit.ranges import INSIDE_0_1, SHARE, Range, check_unused, ranged
 
 SMALLEST_ERROR = 1e-3
 """c, which is added to the error of a sample, so that its adaptive weight is bounded."""
@@ -55,16 +55,13 @@ class MeanFlow(FlowMatching):
     takes_levels: ClassVar[bool] = False
     takes_intervals: ClassVar[bool] = True
 
-    instant_share: float = 0.75
-    difference: float = 1e-4
-    guidance_scale: float = 1.0
-    adaptive_power: float = 0.0
+    instant_share: float = ranged(0.75, SHARE)
+    difference: float = ranged(1e-4, INSIDE_0_1)
+    guidance_scale: float = ranged(1.0, Range(1, math.inf, open_high=True))
+    adaptive_power: float = ranged(0.0, SHARE)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        step = Range(0, 1, open_low=True, open_high=True)
-        limits = {"instant_share": SHARE, "difference": step, "guidance_scale": Range(1, math.inf, open_high=True)}
-        check_ranges("objective", self, {**limits, "adaptive_power": SHARE})
         others = "prediction", "min_snr_gamma", "alignment", "teacher_token_weight"
         cure = "use objective=flow_matching"
         check_unused("objective", self, others, "with objective=mean_flow", cure, "is not supported")

@@ -11,7 +11,7 @@ from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Reconstruction
 from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import NOT_NEGATIVE, check_ranges
+from dit.ranges import NOT_NEGATIVE, check_ranges, ranged
 
 
 @dataclass(kw_only=True)
@@ -40,11 +40,11 @@ class VQAutoencoding(Reconstruction):
     base_logged: ClassVar[tuple[str, ...]] = ("code_entropy",)
 
     loss_kind: LossKind = "l1"
-    beta: float = 0.25
+    beta: float = ranged(0.25, NOT_NEGATIVE)
     adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
-        check_ranges("objective", self, {"beta": NOT_NEGATIVE})
+        check_ranges("objective", self)
 
     def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the latents with their entries.

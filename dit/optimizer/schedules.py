@@ -10,20 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dit.errors import ConfigError
-from dit.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, Range, check_ranges
+from dit.ranges import COUNT, COUNT_OR_ZERO, NOT_NEGATIVE, check_ranges, ranged
 
 Decay = Literal["linear", "one_minus_sqrt"]
 
 
 @dataclass(kw_only=True)
 class Schedule(ABC):
-    """The learning rate of every update of a run, and optionally the momentum.
-
-    Attributes:
-        ranges: the range of each setting, by name.
-    """
-
-    ranges: ClassVar[dict[str, Range]] = {}
+    """The learning rate of every update of a run, and optionally the momentum."""
 
     @abstractmethod
     def rate(self, update: int, num_steps: int, peak: float) -> float:
@@ -35,7 +29,7 @@ class Schedule(ABC):
 
     def check(self, peak: float) -> None:
         """Check the settings, before anything is built."""
-        check_ranges("schedule", self, self.ranges)
+        check_ranges("schedule", self)
 
     def adapted(self, num_steps: int) -> list[str]:
         """Describe the settings that were adapted to the length of the run, one line each."""
@@ -52,9 +46,7 @@ class WarmUp(Schedule):
         warmup_steps: updates until the peak.
     """
 
-    ranges = Schedule.ranges | {"warmup_steps": COUNT_OR_ZERO}
-
-    warmup_steps: int = 0
+    warmup_steps: int = ranged(0, COUNT_OR_ZERO)
 
     def adapted(self, num_steps: int) -> list[str]:
         if self.warmup_steps <= num_steps:
@@ -89,9 +81,7 @@ class Falling(WarmUp):
         min_lr: lowest rate after the peak.
     """
 
-    ranges = WarmUp.ranges | {"min_lr": NOT_NEGATIVE}
-
-    min_lr: float = 0.0
+    min_lr: float = ranged(0.0, NOT_NEGATIVE)
 
     def check(self, peak: float) -> None:
         super().check(peak)
@@ -150,9 +140,7 @@ class WSD(Linear):
     Eq. 1 and 2.
     """
 
-    ranges = Linear.ranges | {"decay_steps": COUNT}
-
-    decay_steps: int = 1000
+    decay_steps: int = ranged(1000, COUNT)
     decay: Decay = "linear"
 
     def adapted(self, num_steps: int) -> list[str]:
@@ -181,9 +169,7 @@ class InverseSqrt(WarmUp):
     Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, learning rate decay, with their linear ramp-up.
     """
 
-    ranges = WarmUp.ranges | {"reference_steps": COUNT}
-
-    reference_steps: int = 70_000
+    reference_steps: int = ranged(70_000, COUNT)
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         # Warm-up and decay may overlap, so they are multiplied.

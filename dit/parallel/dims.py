@@ -9,7 +9,7 @@ from dit.errors import ConfigError
 from dit.kernels.fp8 import BLOCKS, check_features
 from dit.models.base import Ability, ModelConfig, TransformerSizes
 from dit.parallel.pipeline import split_layers
-from dit.ranges import LAYERS, RANKS, check_ranges
+from dit.ranges import LAYERS, RANKS, check_ranges, ranged
 from dit.settings import Fp8, TrainingConfig
 
 FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
@@ -39,20 +39,20 @@ class ParallelConfig:
             the forward pass; `optim_grads_params` always does.
     """
 
-    tensor_model_parallel_size: int = 1
+    tensor_model_parallel_size: int = ranged(1, RANKS)
     sequence_parallel: bool = False
-    pipeline_model_parallel_size: int = 1
-    virtual_pipeline_model_parallel_size: Optional[int] = None
-    pipeline_layers: Optional[list[int]] = None
-    context_parallel_size: int = 1
+    pipeline_model_parallel_size: int = ranged(1, RANKS)
+    virtual_pipeline_model_parallel_size: Optional[int] = ranged(None, RANKS)
+    pipeline_layers: Optional[list[int]] = ranged(None, LAYERS)
+    context_parallel_size: int = ranged(1, RANKS)
     context_comm: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    context_a2a_size: Optional[int] = None
+    context_a2a_size: Optional[int] = ranged(None, RANKS)
     context_split: Literal["contiguous", "load_balanced"] = "contiguous"
     spatial_temporal_comm: Literal["hybrid", "context"] = "hybrid"
-    expert_model_parallel_size: int = 1
+    expert_model_parallel_size: int = ranged(1, RANKS)
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
     fsdp_sharding: FSDPSharding = "optim_grads_params"
-    num_distributed_optimizer_instances: int = 1
+    num_distributed_optimizer_instances: int = ranged(1, RANKS)
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 
@@ -62,12 +62,7 @@ class ParallelConfig:
         Raises:
             ConfigError: a size is outside its range.
         """
-        sizes = (
-            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-            *("context_parallel_size", "context_a2a_size", "expert_model_parallel_size"),
-            "num_distributed_optimizer_instances",
-        )
-        check_ranges("parallel", self, dict.fromkeys(sizes, RANKS) | {"pipeline_layers": LAYERS})
+        check_ranges("parallel", self)
 
     def named_data_parallel(self) -> str:
         """Return the kind of data parallelism, with the number of instances under hybrid sharding."""

@@ -6,7 +6,7 @@ MAY_IMPORT = {
     "dit.command_line": set(),
     "dit.errors": {"dit.terminal"},
     "dit.patches": {"dit.errors"},
-    "dit.auxiliary": set(),
+    "dit.auxiliary": {"dit.ranges"},
     "dit.philox": set(),
     "dit.heap": set(),
     "dit.child_processes": set(),

@@ -1,11 +1,11 @@
 """Settings of the KL and VQ autoencoders."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import PICTURES, ModelConfig, TransformerSizes
-from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges
+from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges, ranged
 
 
 @dataclass(kw_only=True)
@@ -29,14 +29,14 @@ class AutoencoderConfig(ModelConfig):
 
     in_channels: int = 3
     patch_spatial: int = 8
-    latent_channels: int = 4
-    block_out_channels: list[int] = field(default_factory=lambda: [128, 256, 512, 512])
-    layers_per_block: int = 2
-    norm_num_groups: int = 32
+    latent_channels: int = ranged(4, WIDTH)
+    block_out_channels: list[int] = ranged([128, 256, 512, 512], WIDTH)
+    layers_per_block: int = ranged(2, LAYERS)
+    norm_num_groups: int = ranged(32, WIDTH)
     mid_block_add_attention: bool = True
-    codebook_size: Optional[int] = None
-    scaling_factor: Optional[float] = None
-    shift_factor: Optional[float] = None
+    codebook_size: Optional[int] = ranged(None, WIDTH)
+    scaling_factor: Optional[float] = ranged(None, POSITIVE)
+    shift_factor: Optional[float] = ranged(None, FINITE)
 
     @property
     def quantizes(self) -> bool:
@@ -56,17 +56,7 @@ class AutoencoderConfig(ModelConfig):
         return self.token_channels + self.posterior_features
 
     def validate(self) -> None:
-        check_ranges(
-            "model",
-            self,
-            {
-                **dict.fromkeys(("in_channels", "latent_channels", "block_out_channels", "norm_num_groups"), WIDTH),
-                "layers_per_block": LAYERS,
-                "codebook_size": WIDTH,
-                "scaling_factor": POSITIVE,
-                "shift_factor": FINITE,
-            },
-        )
+        check_ranges("model", self)
         if self.patch_temporal != 1:
             raise ConfigError(
                 f"model.patch_temporal={self.patch_temporal}, but each frame is encoded separately; set it to 1"

@@ -5,7 +5,7 @@ from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
-from dit.ranges import check_unused
+from dit.ranges import WIDTH, check_unused, ranged
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class ChromaConfig(StreamsConfig):
     num_joint_layers: int = 19
     num_single_layers: int = 38
     ffn_hidden_size: Optional[int] = 12288
-    approximator: list[int] = field(default_factory=lambda: [64, 5120, 5])
+    approximator: list[int] = ranged([64, 5120, 5], WIDTH)
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
 
     @property

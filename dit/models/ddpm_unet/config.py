@@ -1,12 +1,13 @@
 """Settings of the conditional DDPM UNet."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned
 from dit.models.transformer_config import check_numbers
+from dit.ranges import WIDTH, ranged
 
 
 @dataclass(kw_only=True)
@@ -25,10 +26,10 @@ class DDPMUNetConfig(ClassConditioned):
     in_channels: int = 3
     patch_spatial: int = 1
     num_classes: Optional[int] = 10
-    hidden_size: int = 256
-    block_out_channels: list[int] = field(default_factory=lambda: [64, 128, 256, 256])
-    mid_out_channels: list[int] = field(default_factory=lambda: [256, 256])
-    num_attention_heads: int = 4
+    hidden_size: int = ranged(256, WIDTH)
+    block_out_channels: list[int] = ranged([64, 128, 256, 256], WIDTH)
+    mid_out_channels: list[int] = ranged([256, 256], WIDTH)
+    num_attention_heads: int = ranged(4, WIDTH)
 
     @property
     def halvings(self) -> int:

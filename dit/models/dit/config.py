@@ -12,7 +12,7 @@ from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.expert_options import ExpertOptions
 from dit.models.routing_config import TokenRouted
 from dit.models.transformer_config import Activation, Positions
-from dit.ranges import check_unused
+from dit.ranges import LAYERS, LAYERS_OR_ZERO, WIDTH, check_unused, ranged, whole
 
 EXCLUDED = {
     "class_tokens": ("routing", "num_experts"),
@@ -49,19 +49,19 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     arXiv:2512.12386.
     """
 
-    num_layers: int = 12
+    num_layers: int = ranged(12, LAYERS)
     qk_layernorm: bool = False
     add_bias: bool = True
     activation: Activation = "gelu_tanh"
     rms_norm: bool = False
-    bottleneck_size: Optional[int] = None
+    bottleneck_size: Optional[int] = ranged(None, WIDTH)
     class_tokens: Optional[list[int]] = None
-    teacher_token_size: Optional[int] = None
+    teacher_token_size: Optional[int] = ranged(None, WIDTH)
     value_residual: bool = False
-    wide_head: Optional[list[int]] = None
+    wide_head: Optional[list[int]] = ranged(None, WIDTH)
     position_embedding: Positions = "sincos_2d"
-    rope_axes: Optional[list[int]] = None
-    time_frequency_shift: int = 0
+    rope_axes: Optional[list[int]] = ranged(None, LAYERS_OR_ZERO)
+    time_frequency_shift: int = ranged(0, whole(0, 1))
     interval_conditioning: bool = False
 
     @property

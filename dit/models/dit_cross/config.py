@@ -8,6 +8,7 @@ from dit.models.conditioned import ControlConditioned
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
 from dit.models.transformer_config import Positions
+from dit.ranges import WIDTH, ranged
 
 
 @dataclass(kw_only=True)
@@ -20,7 +21,7 @@ class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted, ControlConditioned)
     """
 
     add_bias: bool = False
-    adaln_lora_rank: Optional[int] = None
+    adaln_lora_rank: Optional[int] = ranged(None, WIDTH)
     position_embedding: Positions = "sincos_3d"
 
     @property

@@ -7,7 +7,7 @@ from dit.errors import ConfigError
 from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import ClassConditioned
 from dit.models.transformer_config import check_numbers
-from dit.ranges import SHARE_BELOW_1, check_ranges, whole
+from dit.ranges import LAYERS, SHARE_BELOW_1, WIDTH, check_ranges, ranged, whole
 
 
 @dataclass(kw_only=True)
@@ -28,11 +28,11 @@ class EDM2UNetConfig(ClassConditioned):
 
     patch_spatial: int = 1
     num_classes: Optional[int] = 1000
-    block_out_channels: list[int] = field(default_factory=lambda: [192, 384, 576, 768])
-    layers_per_block: int = 3
+    block_out_channels: list[int] = ranged([192, 384, 576, 768], WIDTH)
+    layers_per_block: int = ranged(3, LAYERS)
     attention_levels: list[int] = field(default_factory=lambda: [2, 3])
-    head_size: int = 64
-    dropout: float = 0.0
+    head_size: int = ranged(64, WIDTH)
+    dropout: float = ranged(0.0, SHARE_BELOW_1)
 
     @property
     def halvings(self) -> int:
@@ -60,7 +60,7 @@ class EDM2UNetConfig(ClassConditioned):
         levels = len(self.block_out_channels)
         if not levels:
             raise ConfigError("model.block_out_channels=[] needs at least one resolution; [192,384,576,768] is EDM2-S")
-        check_ranges("model", self, {"dropout": SHARE_BELOW_1, "attention_levels": whole(0, levels - 1)})
+        check_ranges("model", self, {"attention_levels": whole(0, levels - 1)})
         if len(set(self.attention_levels)) < len(self.attention_levels):
             raise ConfigError(f"model.attention_levels={self.attention_levels} names a level twice; name each once")
         # The first block on the way up has attention at the lowest resolution.

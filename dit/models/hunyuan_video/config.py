@@ -9,6 +9,7 @@ from torch import Tensor
 from dit.condition_table import CONTEXT_2, FIRST_FRAMES, IMAGE_TOKENS
 from dit.conditions import Condition
 from dit.models.streams.config import StreamsConfig
+from dit.ranges import LAYERS_OR_ZERO, WIDTH, ranged
 
 
 def first_frame_and_mask(latent: Tensor) -> Tensor:
@@ -47,10 +48,10 @@ class HunyuanVideoConfig(StreamsConfig):
     num_single_layers: int = 0
     rope_theta: float = 256.0
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
-    num_refiner_layers: int = 2
-    glyph_size: int = 1472
-    glyph_hidden_size: int = 2048
-    image_context_size: int = 1152
+    num_refiner_layers: int = ranged(2, LAYERS_OR_ZERO)
+    glyph_size: int = ranged(1472, WIDTH)
+    glyph_hidden_size: int = ranged(2048, WIDTH)
+    image_context_size: int = ranged(1152, WIDTH)
     image_to_video: bool = False
 
     @property

@@ -1,6 +1,6 @@
 """Sizes of the latent-diffusion UNet."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from dit.condition_table import CONTEXT, POOLED, SIZE_AND_CROP
@@ -10,6 +10,7 @@ from dit.models.base import PICTURES, TransformerSizes
 from dit.models.conditioned import NULLS, ControlConditioned, NullTextConditioned
 from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
+from dit.ranges import LAYERS, LAYERS_OR_ZERO, WIDTH, ranged
 
 NullText = Literal["learned", "empty", "zeros"]
 TWO_ENCODERS = (
@@ -45,14 +46,14 @@ class LDMUNetConfig(NullTextConditioned, ControlConditioned):
 
     patch_spatial: int = 1
     context_size: Optional[int] = 768
-    block_out_channels: list[int] = field(default_factory=lambda: [320, 640, 1280, 1280])
-    layers_per_block: int = 2
-    transformer_layers: list[int] = field(default_factory=lambda: [1, 1, 1, 0])
-    mid_transformer_layers: int = 1
-    num_attention_heads: int = 8
-    head_size: Optional[int] = None
-    norm_num_groups: int = 32
-    pooled_size: Optional[int] = None
+    block_out_channels: list[int] = ranged([320, 640, 1280, 1280], WIDTH)
+    layers_per_block: int = ranged(2, LAYERS)
+    transformer_layers: list[int] = ranged([1, 1, 1, 0], LAYERS_OR_ZERO)
+    mid_transformer_layers: int = ranged(1, LAYERS_OR_ZERO)
+    num_attention_heads: int = ranged(8, WIDTH)
+    head_size: Optional[int] = ranged(None, WIDTH)
+    norm_num_groups: int = ranged(32, WIDTH)
+    pooled_size: Optional[int] = ranged(None, WIDTH)
     null_text: NullText = "learned"  # type: ignore[assignment]
     lora: Optional[LoRAConfig] = None
 

@@ -1,13 +1,13 @@
 """Sizes of the Movie Gen backbone."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.expert_options import ExpertOptions
-from dit.ranges import check_unused
+from dit.ranges import PATCHES, check_unused, ranged
 
 Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 
@@ -33,7 +33,7 @@ class MovieGenConfig(CrossAttentionModelConfig, ExpertOptions):
     layernorm_epsilon: float = 1e-5
     fps_conditioning: bool = False
     position_embedding: Positions = "learned_3d"
-    max_grid: list[int] = field(default_factory=lambda: [128, 120, 120])
+    max_grid: list[int] = ranged([128, 120, 120], PATCHES)
 
     @property
     def takes_references(self) -> bool:

@@ -1,11 +1,12 @@
 """Sizes of the PRX backbone."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, Optional
 
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig
+from dit.ranges import LAYERS, LAYERS_OR_ZERO, ranged
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 
@@ -26,11 +27,11 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
     in_channels: int = 16
     context_size: Optional[int] = 2304
     hidden_size: int = 1792
-    num_layers: int = 16
+    num_layers: int = ranged(16, LAYERS)
     num_attention_heads: int = 28
     ffn_hidden_size: Optional[int] = 6272
     position_embedding: Positions = "rope_3d"
-    rope_axes: list[int] = field(default_factory=lambda: [0, 32, 32])
+    rope_axes: list[int] = ranged([0, 32, 32], LAYERS_OR_ZERO)
 
     def validate(self) -> None:
         super().validate()

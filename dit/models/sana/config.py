@@ -6,6 +6,7 @@ from typing import Literal, Optional
 from dit.errors import ConfigError
 from dit.models.base import Supports
 from dit.models.cross_config import CrossAttentionModelConfig
+from dit.ranges import WIDTH, ranged
 
 Positions = Literal["none", "sincos_2d", "sincos_3d"]
 
@@ -29,7 +30,7 @@ class SanaConfig(CrossAttentionModelConfig):
     hidden_size: int = 2240
     num_layers: int = 20
     num_attention_heads: int = 70
-    num_cross_attention_heads: int = 20
+    num_cross_attention_heads: int = ranged(20, WIDTH)
     ffn_hidden_size: Optional[int] = 5600
     qk_layernorm: bool = False
     fps_conditioning: bool = False

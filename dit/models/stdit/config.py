@@ -8,6 +8,7 @@ from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.transformer_config import Positions
+from dit.ranges import POSITIVE, ranged
 
 
 @dataclass(kw_only=True)
@@ -25,7 +26,7 @@ class STDiTConfig(CrossAttentionModelConfig):
     layer_pattern: list[str] = field(default_factory=lambda: ["spatial", "temporal"])
     add_bias: bool = True
     position_embedding: Positions = "sincos_2d"
-    position_span: Optional[float] = None
+    position_span: Optional[float] = ranged(None, POSITIVE)
 
     def kinds(self, layer: int) -> tuple[AttentionKind, ...]:
         return tuple(self.layer_pattern[layer % len(self.layer_pattern)].split("+"))  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 A family is a subclass with its own defaults and class constants. No published size of a family changes a constant.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Optional
 
 from dit.condition_table import POOLED
@@ -12,6 +12,7 @@ from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import NULLS, NullTextConditioned
 from dit.models.transformer_config import Activation, TransformerModelConfig, check_query_groups
+from dit.ranges import LAYERS, LAYERS_OR_ZERO, NOT_NEGATIVE, PATCHES, RANGE, WIDTH, ranged
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 TextPositions = Literal["origin", "own_axis", "after_image", "before_image"]
@@ -88,18 +89,18 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     centred_positions: ClassVar[bool] = False
     """Positions h and w are counted from the centre of each picture."""
 
-    num_joint_layers: int
-    num_single_layers: int
-    num_query_groups: Optional[int] = None
-    num_dual_layers: int = 0
+    num_joint_layers: int = field(metadata={RANGE: LAYERS})
+    num_single_layers: int = field(metadata={RANGE: LAYERS_OR_ZERO})
+    num_query_groups: Optional[int] = ranged(None, WIDTH)
+    num_dual_layers: int = ranged(0, LAYERS_OR_ZERO)
     qk_layernorm: bool = True
     activation: Activation = "gelu_tanh"
-    pooled_size: Optional[int] = None
-    guidance: Optional[float] = None
+    pooled_size: Optional[int] = ranged(None, WIDTH)
+    guidance: Optional[float] = ranged(None, NOT_NEGATIVE)
     position_embedding: Positions = "rope_3d"
-    rope_axes: list[int]
+    rope_axes: list[int] = field(metadata={RANGE: LAYERS_OR_ZERO})
     clean_reference_time: bool = False
-    position_crop: Optional[list[int]] = None
+    position_crop: Optional[list[int]] = ranged(None, PATCHES)
 
     def conditions(self) -> tuple[Condition, ...]:
         if self.pooled_size is None:

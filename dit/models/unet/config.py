@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from dit.models.imagen_config import ImagenConfig
-from dit.ranges import SHARE_BELOW_1, WIDTH, check_ranges
+from dit.ranges import SHARE_BELOW_1, WIDTH, ranged
 
 
 @dataclass(kw_only=True)
@@ -16,8 +16,8 @@ class UNetConfig(ImagenConfig):
         dropout: dropout rate in residual blocks; counter-based.
     """
 
-    condition_size: int = 512
-    dropout: float = 0.0
+    condition_size: int = ranged(512, WIDTH)
+    dropout: float = ranged(0.0, SHARE_BELOW_1)
 
     @property
     def text_width(self) -> Optional[int]:
@@ -30,7 +30,3 @@ class UNetConfig(ImagenConfig):
     @property
     def draws_in_training(self) -> bool:
         return self.dropout > 0
-
-    def validate(self) -> None:
-        check_ranges("model", self, {"condition_size": WIDTH, "dropout": SHARE_BELOW_1})
-        super().validate()
