@@ -95,11 +95,7 @@ class PackedBatch:
         return torch.stack([self.grid_sizes(), *map(self.layout.tensor, references)])
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Copy every tensor to `device`, with the tables that the layouts have; the host does not wait.
-
-        Raises:
-            BatchError: the pack is not encoded yet.
-        """
+        """Copy every tensor to `device`, with the tables that the layouts have; the host does not wait."""
         if self.raw is not None:
             raise BatchError(
                 f"the pack of {', '.join(self.keys[:3])}, ... contains raw pixels or captions; encode it first "

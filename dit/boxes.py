@@ -53,11 +53,7 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Split a range of a flattened (row-major) tensor into boxes, in the range's order: at most 2 x dimensions - 1.
-
-    Args:
-        start, stop: the range, in elements; nothing is yielded if it is empty.
-    """
+    """Split a range of a flattened (row-major) tensor into at most 2 x dimensions - 1 boxes, in order of elements."""
     if start >= stop:
         return
     if not shape:

@@ -54,11 +54,7 @@ PIXELS_PER_LATENT = 8
 
 
 def size_and_crop(height: int, width: int) -> Tensor:
-    """Return the six lengths of an uncropped picture in pixels, `[6]`, float32.
-
-    Args:
-        height, width: sides of its latent.
-    """
+    """Return the six lengths of an uncropped picture in pixels, `[6]`, float32, from the sides of its latent."""
     sides = [float(side * PIXELS_PER_LATENT) for side in (height, width)]
     return torch.tensor([*sides, 0.0, 0.0, *sides])
 
@@ -129,13 +125,10 @@ TABLE = (
 
 
 def match_conditions(wanted: Sequence[Condition], stored: Optional[Collection[str]]) -> list[str]:
-    """Compare the conditions of a model with those of the data.
+    """Compare conditions of a model with those of the data; return a line with known ones that the model does not take.
 
     Args:
         stored: names of the stored values; None if they are unknown or generated on demand.
-
-    Returns:
-        One line with the known conditions of the data that the model does not take, if any.
     """
     if stored is None:
         return []

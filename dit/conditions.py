@@ -40,8 +40,6 @@ class Condition:
     """The declaration of a condition: its shape, where samples store it, how it is dropped, and its null value.
 
     Attributes:
-        name: name in models and batches.
-        axis: axis of the values.
         description: noun for messages.
         shape: shape of a sample's value without the token axis: `()` is a number, `(D,)` the width of a vector or of a
             text token or of a patch, `(C,)` the channels of a picture of the latent's size, patchified like the latent.
@@ -161,11 +159,7 @@ class Condition:
         return None
 
     def invalid(self, value: Value, latent_size: Sequence[int]) -> Optional[str]:
-        """Return an error for a value that a user gives for one sample, None if it is valid.
-
-        Args:
-            latent_size: (T, H, W) of the sample's latent.
-        """
+        """Return an error for a value that a user gives for one sample (`wrong_shape`), None if it is valid."""
         if not self.is_number:
             return self.wrong_shape(torch.as_tensor(value), latent_size)
         if isinstance(value, Tensor) and value.numel() != 1:
@@ -205,7 +199,6 @@ class Entry:
     """The values of one condition for the samples of a pack.
 
     Attributes:
-        axis: axis of the values.
         values: `[S, ...]`, `[K, D]` or `[T, C]`.
         layout: layout of the text tokens; None for the other axes.
         dropped_S: True where the model's learned null replaces the value; None if it does so nowhere.
@@ -274,11 +267,7 @@ def per_latent_token(values: Tensor, dropped_S: Optional[Tensor] = None) -> Entr
 
 
 class Conditions(Mapping[str, Entry]):
-    """The conditions of one pack by name; every operation returns new ones.
-
-    Args:
-        entries: entries by name; None is omitted.
-    """
+    """The conditions of one pack by name, without those that are None; every operation returns new ones."""
 
     def __init__(self, entries: Optional[Mapping[str, Optional[Entry]]] = None, **named: Optional[Entry]) -> None:
         entries = {**(entries or {}), **named}
@@ -366,13 +355,10 @@ class Conditions(Mapping[str, Entry]):
     def problems(
         self, required: Sequence[Condition], layout: SequenceLayout, keys: Sequence[str], patch_volume: int
     ) -> list[str]:
-        """Check the entries against the pack and the conditions of the model.
+        """Check the entries against the pack and the conditions of the model, and return the errors.
 
         Args:
             patch_volume: latent positions in a patch.
-
-        Returns:
-            The errors; an empty list if all entries are valid.
         """
         errors = []
         for name, entry in self.items():
@@ -419,11 +405,7 @@ def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch
 def pack_conditions(
     required: Sequence[Condition], values: Mapping[str, Sequence[Value]], layout: SequenceLayout, patch: tuple[int, int]
 ) -> Conditions:
-    """Pack the conditions of samples.
-
-    Args:
-        values: of each sample, by name of the condition; missing conditions get no entry.
-    """
+    """Pack the conditions of samples, from their values by name; a condition without values gets no entry."""
     return Conditions({c.name: c.pack(values[c.name], layout, patch) for c in required if c.name in values})
 
 
@@ -433,7 +415,6 @@ def check_given(
     """Check the conditions that a user gives for sampling.
 
     Args:
-        values: of each sample, by name of the condition.
         latent_size: (T, H, W) of each sample.
     """
     by_name = {condition.name: condition for condition in required}

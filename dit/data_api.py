@@ -274,11 +274,7 @@ class NoData(DataConfig):
     """Placeholder for imported weights, which have no data."""
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> NoReturn:
-        """Raise an error, because imported weights have no data to train on.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Raise an error, because imported weights have no data to train on."""
         raise ConfigError("imported weights have no data; select a recipe and start a new run from the weights")
 
     validate = check_settings
@@ -308,10 +304,6 @@ def merge_states(states: Sequence[Mapping[str, Any]], *, dp_rank: int = 0, dp_si
     Args:
         states: `state_dict` of each replica of the run that saved them.
         dp_rank, dp_size: index of the replica that continues, and number of replicas.
-
-    Raises:
-        ConfigError: the states have no `streams` and the number of replicas changed.
-        DataError: the states differ in an entry other than `streams`.
     """
     streams = {s: v for state in states for s, v in state.get("streams", {}).items()}
     if not streams:
@@ -334,9 +326,6 @@ def check_resumed_streams(saved: Mapping[str, Any], resumed: Iterable[Collection
     Args:
         saved: the loaded state, see `merge_states`.
         resumed: streams in the `state_dict` of each rank after loading.
-
-    Raises:
-        DataError: the streams differ, for example because the data source has one stream per rank.
     """
     before, after = sorted(saved.get("streams", {})), sorted(set().union(*resumed))
     if before != after:

@@ -71,11 +71,7 @@ def files_of(repository: str, is_complete: Callable[[Sequence[str]], bool]) -> S
 
 
 def check_hub(repository: str, file: str = "config.json") -> None:
-    """Check that a file of a repository is available, without the minute of retries of huggingface_hub.
-
-    Raises:
-        ConfigError: it is not in the local cache, and the Hugging Face hub cannot be reached.
-    """
+    """Check that a file of a repository is available, without the minute of retries of huggingface_hub."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(repository, file), str):

@@ -33,20 +33,12 @@ Segment = tuple[int, int]
 
 
 def first_frames_clean(grids: Sequence[Grid]) -> list[list[Segment]]:
-    """Return segments for samples whose first frame of tokens is clean; a sample of one frame has no clean tokens.
-
-    Args:
-        grids: (t, h, w) of each sample in patches.
-    """
+    """Return segments for samples whose first frame of tokens is clean; a sample of one frame has no clean tokens."""
     return [[(h * w, CLEAN), ((t - 1) * h * w, 0)] if t > 1 else [] for t, h, w in grids]
 
 
 def unmasked_clean(mask_T: Tensor) -> list[Segment]:
-    """Return segments of a sample whose unmasked tokens are clean; empty (one level) if all or no tokens are masked.
-
-    Args:
-        mask_T: bool, one entry for each token of the sample, in their order.
-    """
+    """Return segments of a sample whose unmasked tokens are clean; empty (one level) if all or no tokens are masked."""
     if mask_T.all() or not mask_T.any():
         return []
     masked, counts = torch.unique_consecutive(mask_T, return_counts=True)
@@ -57,9 +49,6 @@ def reference_positions(references: Sequence[Grid], grid: Grid) -> list[Tensor]:
     """Return the positions of the tokens of each reference, int64 `[tokens, 3]`.
 
     The frames of the first reference follow those of the sample, the frames of each other one those of the previous.
-
-    Args:
-        references, grid: (t, h, w) of the references of a sample, and of the sample.
     """
     starts = accumulate((frames for frames, _, _ in references), initial=grid[0])
     return [grid_positions(reference) + torch.tensor([start, 0, 0]) for reference, start in zip(references, starts)]

@@ -35,11 +35,7 @@ class PictureTooLargeError(ValueError):
 
 
 def check_size(width: int, height: int) -> None:
-    """Check the pixels of a picture or frame.
-
-    Raises:
-        PictureTooLargeError: they exceed `MAX_PIXELS` or `MAX_SIDE`.
-    """
+    """Raise an error for a picture or frame whose pixels exceed `MAX_PIXELS` or `MAX_SIDE`."""
     if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
         raise PictureTooLargeError(
             f"{width} x {height} pixels; at most {MAX_PIXELS:,} in total and {MAX_SIDE:,} per side; scale it down"

@@ -73,11 +73,7 @@ def all_layouts(batch: Any) -> dict[Hashable, SequenceLayout]:
 
 
 def move(value: Value, device: torch.device) -> Value:
-    """Copy all tensors in a value to a device; layouts keep their tables.
-
-    Args:
-        value: tensors, layouts, and dataclasses, mappings and tuples of them.
-    """
+    """Copy all tensors in layouts, dataclasses, mappings and tuples to a device; layouts keep their tables."""
     sources: list[Tensor] = []
     _Mapping(lambda x: sources.append(x) or x, device)(value)  # type: ignore[func-returns-value]
     moved = iter(copy_together(sources, device))
@@ -116,11 +112,7 @@ def page_locked(nbytes: int) -> Tensor:
 
 
 class _Mapping:
-    """Applies a function to all tensors of a value; a layout that occurs twice remains one object.
-
-    Args:
-        device: device of the new layouts.
-    """
+    """Applies a function to all tensors of a value; a layout that occurs twice remains one object."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], device: torch.device) -> None:
         self._function, self._device = function, device

@@ -57,9 +57,6 @@ def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: i
         token_channels: channels per token of a patchified latent.
         latent_channels: channels per position of a latent.
 
-    Returns:
-        The same values, `[T, C]`; `prediction_TC` itself if there is one output.
-
     Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
     """
     if num_outputs == 1:
@@ -87,7 +84,6 @@ def _rows(latents: Sequence[Tensor], order: Sequence[int], tokens: Tensor) -> Te
     """Return the row of each token, in the order of `latents`, in a tensor where the latents have another order.
 
     Args:
-        latents: all latents.
         order: index of each latent in `tokens`, in storage order.
         tokens: patchified latents in this order, `[T, C]`.
     """

@@ -19,15 +19,7 @@ Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
-    """Return four random 32-bit words per counter (int64 tensors of unsigned 32-bit values).
-
-    Args:
-        counter: four int64 tensors of one shape with values in `[0, 2**32)`.
-        key: two 32-bit integers, or tensors of them that broadcast to the counter.
-
-    Returns:
-        Four int64 tensors of the same shape, with values in `[0, 2**32)`.
-    """
+    """Return four random 32-bit words per counter, int64 tensors of unsigned values; the key broadcasts."""
     return ten_rounds(counter, key)
 
 

@@ -181,11 +181,7 @@ class RunConfig:
             check_unused("sampling", self.sampling, ["guidance_scale"], where, cure)
 
     def check_here(self) -> tuple[ParallelDims, BatchSpec]:
-        """Check the settings, also against the started ranks, the installed libraries, and the data.
-
-        Raises:
-            ConfigError, DataError: with the numbers and the cure.
-        """
+        """Check the settings, also against the started ranks, the installed libraries, and the data."""
         # Importing Megatron-Core takes seconds; a dry run does not need it.
         from dit.backends.process_groups import world_size_from_environment
         from dit.parallel.implementations import implementations

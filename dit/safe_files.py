@@ -64,21 +64,12 @@ def open_binary(path: Path, *, follow: bool = True) -> io.BufferedReader:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file of a run folder for reading and appending; creates it if needed.
-
-    Raises:
-        ConfigError: the path is a link.
-        OSError: see `open_regular`.
-    """
+    """Open a file of a run folder, but no link, for reading and appending; creates it if needed."""
     return open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, follow=False), "ab+")
 
 
 def read_bytes(path: Path, limit: int = LONGEST_FILE, *, follow: bool = True) -> bytes:
-    """Read a regular file of at most `limit` bytes; see `open_regular`.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is longer.
-    """
+    """Read a regular file, see `open_regular`; one of more than `limit` bytes is an OSError, too."""
     with open_binary(path, follow=follow) as file:
         data = bytearray()
         # In pieces, because `read(n)` allocates n bytes at once.
@@ -99,33 +90,21 @@ def refuse_link(path: Path) -> None:
 
 
 def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
-    """Refuse links among the entries of a run folder, except those with an allowed name.
-
-    Raises:
-        ConfigError: an entry is a link.
-    """
+    """Refuse links among the entries of a run folder, except those with an allowed name."""
     for entry in os.scandir(folder):
         if entry.name not in allowed:
             refuse_link(Path(entry.path))
 
 
 def make_folder(path: Path) -> Path:
-    """Create a folder inside a run folder if needed, and return it.
-
-    Raises:
-        OSError: the folder cannot be created.
-    """
+    """Create a folder inside a run folder if needed, and return it."""
     refuse_link(path)
     path.mkdir(parents=True, exist_ok=True)
     return path
 
 
 def check_regular(path: Path) -> None:
-    """Check that a path is a regular file, before a library opens it.
-
-    Raises:
-        OSError: the path is not a regular file.
-    """
+    """Check that a path is a regular file, before a library opens it; see `open_regular`."""
     os.close(open_regular(path))
 
 
@@ -178,11 +157,7 @@ def _integer(digits: str) -> int:
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return the plain value of a YAML text; 0123 is the number 123, as in YAML 1.2.
-
-    Raises:
-        ValueError: the text is not YAML.
-    """
+    """Return the plain value of a YAML text, or raise a ValueError; 0123 is the number 123, as in YAML 1.2."""
     import yaml  # imported here because the checkpoint writer only reads JSON
 
     class Loader(yaml.SafeLoader):
@@ -306,11 +281,7 @@ class StoredArray:
         return array.reshape(self.shape[::-1]).T if self.is_fortran else array.reshape(self.shape)
 
     def blocks(self, rows: int) -> Iterator[Any]:
-        """Yield up to `rows` entries of the first axis at a time.
-
-        Raises:
-            ValueError: as `read`.
-        """
+        """Yield up to `rows` entries of the first axis at a time; errors as in `read`."""
         if self.is_fortran:
             array = self.read()
             yield from (array[start : start + rows] for start in range(0, len(array), rows))

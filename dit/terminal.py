@@ -16,11 +16,7 @@ CLEAR_LINE = "\r\x1b[K"
 
 
 def printable(text: str, allowed: str = ALLOWED_CONTROLS) -> str:
-    """Replace characters that a terminal executes or hides, such as escape sequences: whitespace by " ", others by "?".
-
-    Args:
-        allowed: control characters that are not replaced.
-    """
+    """Replace characters that a terminal executes or hides, unless `allowed`: whitespace by " ", others by "?"."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in allowed else " " if c.isspace() else "?" for c in text)

@@ -93,11 +93,7 @@ class ContextAttention:
         return context_partition(pack, self.group.size(), self.split)
 
     def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: Partition) -> Tensor:
-        """Attend inside segments that are split over the ranks.
-
-        Args:
-            q_TNH, k_KNH, v_KNH: tensors of the local tokens, in ascending order.
-        """
+        """Attend inside segments that are split over the ranks, with the local tokens in ascending order."""
         if self.comm in ("a2a", "a2a+p2p"):
             return self._by_heads(q_TNH, k_KNH, v_KNH, partition)
         queries = partition.blocks()[self.group.rank()]

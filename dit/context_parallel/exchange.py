@@ -71,13 +71,5 @@ class _Exchange(torch.autograd.Function):
 
 
 def exchange(x: Tensor, plan: Optional[ExchangePlan], group: Optional[ProcessGroup] = None) -> Tensor:
-    """Send the tokens of `x` to their destinations, differentiably.
-
-    Args:
-        x: `[tokens_in, ...]`.
-        plan: None returns `x` itself.
-
-    Returns:
-        `[tokens_out, ...]` in the dtype of `x`.
-    """
+    """Send the tokens of `x` to their destinations, differentiably; without a plan, return `x` itself."""
     return x if plan is None else _Exchange.apply(x, plan, group)

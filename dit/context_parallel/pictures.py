@@ -28,11 +28,7 @@ from dit.layout import SequenceLayout
 
 
 def check_channels(count: int, attention: Attention) -> None:
-    """Check that context parallelism can split channels.
-
-    Args:
-        count: groups of channels on one tensor-parallel rank.
-    """
+    """Check that context parallelism can split the groups of channels of a tensor-parallel rank."""
     size = attention.group.size() if isinstance(attention, ContextAttention) else 1
     if count % size:
         raise ConfigError(

@@ -18,11 +18,7 @@ Network = Callable[[Tensor, Tensor, PackedBatch], Tensor]
 
 
 def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -> PackedBatch:
-    """Return the local part of a full pack, with the same number of tokens of every sample, padding included.
-
-    Raises:
-        BatchError: a sample or the tail pad cannot be split into equal parts.
-    """
+    """Return the local part of a full pack, with the same number of tokens of every sample, padding included."""
     if cp_size == 1:
         return batch
     partition = context_partition(batch.layout, cp_size, split)

@@ -316,9 +316,6 @@ class ModelConfig(ABC):
         """Return a key that is equal for layers of equal cost; by default, all layers cost the same.
 
         FLOPs and planned times count one layer of each kind. A model of that layer without the others must run.
-
-        Args:
-            layer: global index of the layer.
         """
         return None
 

@@ -71,11 +71,7 @@ class NullTextConditioned(TextConditioned):
     null_text: NullText = "learned"
 
     def text_size(self) -> int:
-        """Return the width of the text embeddings.
-
-        Raises:
-            ConfigError: `context_size` is None.
-        """
+        """Return the width of the text embeddings."""
         if self.context_size is None:
             raise ConfigError(
                 f"model.context_size=None, but {type(self).__name__} attends to text; set it to the width of the text "

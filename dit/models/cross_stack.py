@@ -76,9 +76,6 @@ class CrossStack(TokenStack[Config]):
 class SharedModulationStack(CrossStack[Config]):
     """A `CrossStack` in which blocks and head add a table to one modulation, and the text has a projection.
 
-    Args:
-        build_layer: builds the block with a global index.
-
     Source: adaLN-single of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
     """
 

@@ -28,15 +28,7 @@ UNUSED_FORWARD = "*.router"
 
 
 def add_adapters(backbone: Backbone, lora: LoRAConfig, provider: LayerProvider) -> None:
-    """Add an adapter to every linear layer that matches a pattern, and freeze all other parameters.
-
-    Args:
-        backbone: a model, or a pipeline stage, which may have no such layer.
-        provider: the provider that built its linear layers.
-
-    Raises:
-        ConfigError: no layer of a full model matches.
-    """
+    """Add an adapter to every linear layer that matches a pattern, and freeze all other parameters."""
     linears = {
         name: module
         for name, module in backbone.named_modules()

@@ -75,11 +75,7 @@ def shorter_layout(layout: SequenceLayout, share: float, multiple_of: int, pack_
 
 
 class TokenRouting(nn.Module):
-    """Runs the middle layers of a stage on some of the tokens.
-
-    Args:
-        attention: the attention of the model, which has the context-parallel group.
-    """
+    """Runs the middle layers of a stage on some of the tokens; `attention` has the context-parallel group."""
 
     def __init__(self, config: TokenRouted, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()

@@ -94,11 +94,7 @@ class TokenStack(Backbone, Generic[Config]):
     def layer_inputs(
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
     ) -> tuple[Any, ...]:
-        """Return the inputs of every block after the tokens.
-
-        Args:
-            positions_T3: (t, h, w) patch index of each local token.
-        """
+        """Return the inputs of every block after the tokens; `positions_T3` are those of the local tokens."""
 
     def embed_tokens(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
         """Embed local tokens: `[T, C]` becomes `[T, D]`."""

@@ -34,7 +34,6 @@ def with_noised_pictures(
     """Return a pack of pictures of one size with noised low-resolution pictures, and their noise levels.
 
     Args:
-        required: conditions of the model; without `augmentation` among them the batch is returned unchanged.
         level: maps a quantile to a noise level; None for the levels in the batch.
         scale: maps a noise level to the factor of a noised picture.
     """

@@ -22,11 +22,7 @@ from dit.optimizer.master_weights import MasterShard
 
 
 class UnitRows:
-    """Scales the rows of parameters with the initialisation `UNIT_ROWS`; all ranks of the group of shards call it.
-
-    Attributes:
-        shards: the shards of these parameters, also empty ones.
-    """
+    """Scales the rows of parameters with the initialisation `UNIT_ROWS`; all ranks of the group of shards call it."""
 
     def __init__(self, shards: Sequence[MasterShard]) -> None:
         self.shards = [shard for shard in shards if init_of(shard.parameter, shard.name) == UNIT_ROWS]

@@ -246,9 +246,6 @@ def wrap(
     """Wrap a model's chunks for data parallelism: DDP, distributed optimizer or FSDP, with fp32 gradient reduction.
 
     Forward passes must call the wrappers, because under FSDP the unwrapped chunks lack the unsharded weights.
-
-    Args:
-        target: target for which the addition of gradients is selected; None for torch's.
     """
     config = chunks[0].config
     interleaved = len(chunks) > 1
@@ -303,9 +300,6 @@ def build_optimizer(
     """Build Megatron-Core's AdamW for the wrapped chunks of the model; in fp16 with a loss scale (`loss_scale_of`).
 
     Weight decay is set only here; neither `set_rates` nor loading a checkpoint changes it.
-
-    Args:
-        auxiliary: networks of the objective; the discriminator has its own learning rate.
     """
     precision = training.precision
     config = MegatronOptimizerConfig(

@@ -57,11 +57,7 @@ class ParallelConfig:
     overlap_param_gather: bool = False
 
     def validate(self) -> None:
-        """Check the range of every size; `check_parallel` checks the sizes against each other, the model and the job.
-
-        Raises:
-            ConfigError: a size is outside its range.
-        """
+        """Check the range of every size; `check_parallel` checks them against each other, the model and the job."""
         check_ranges("parallel", self)
 
     def named_data_parallel(self) -> str:
@@ -259,11 +255,7 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
 def check_parallel(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, world_size: int
 ) -> ParallelDims:
-    """Check a layout against the model, the batch and the job.
-
-    Raises:
-        ConfigError: the sizes are inconsistent; the message includes the numbers and the nearest valid choice.
-    """
+    """Check a layout against the model, the batch and the job."""
     parallel.validate()
     check_supported(model, parallel, training)
     sizes = model.megatron_sizes()

@@ -66,11 +66,7 @@ _PREFIX = "module."
     "so the backbone is nested",
 )
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
-    """Wrap a model with Megatron-FSDP, which shards its state over data-parallel ranks and reduces gradients in fp32.
-
-    Args:
-        sharding: state to shard; with a single data-parallel rank, nothing is sharded.
-    """
+    """Wrap a model with Megatron-FSDP, which shards state over data-parallel ranks and reduces gradients in fp32."""
     if sharding == "optim_grads_params" and not backbone.fsdp_units:
         raise ConfigError(
             f"parallel.fsdp_sharding={sharding!r} gathers and frees weights layer by layer, but "

@@ -142,11 +142,7 @@ def release_by_hook() -> None:
     why="it fails for frozen parameters, and does not sum over the instances of hybrid sharding",
 )
 def reduce_unsharded(buffer: param_and_grad_buffer.ParamAndGradBuffer, copies: Optional[ProcessGroup]) -> None:
-    """Make the reduction of unsharded gradients skip groups of frozen parameters, and sum over all instances.
-
-    Args:
-        copies: ranks with the same shard; None for one instance.
-    """
+    """Make the reduction of unsharded gradients skip groups of frozen parameters, and sum over all instances."""
     reduce = buffer.reduce_scatter_gradients
 
     def reduce_trained(async_op: bool = True) -> None:

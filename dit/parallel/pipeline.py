@@ -64,11 +64,7 @@ def stages(
     vpp_size: Optional[int] = None,
     layers: Optional[Sequence[int]] = None,
 ) -> list[Stage]:
-    """Return the stages of pipeline rank `pp_rank`, one per model chunk.
-
-    Args:
-        vpp_size: chunks per rank; None for one.
-    """
+    """Return the stages of pipeline rank `pp_rank`, one per model chunk."""
     ends = [0, *accumulate(split_layers(num_layers, pp_size, vpp_size, layers))]
     last = len(ends) - 2
     return [Stage(range(ends[i], ends[i + 1]), first=i == 0, last=i == last) for i in range(pp_rank, last + 1, pp_size)]

@@ -79,11 +79,7 @@ def agree() -> None:
 
 
 def record_results(results: Mapping[str, bool]) -> None:
-    """Store which kernels have passed on this machine.
-
-    Args:
-        results: for each kernel, whether it has passed. Kernels without a result keep their state.
-    """
+    """Store which kernels have passed on this machine; kernels without a result keep their state."""
     entries = _entries()
     known = entries.pop(machine(), [])
     passed = {name for name in known if results.get(name, True)} | {name for name in results if results[name]}

@@ -85,11 +85,7 @@ def plan(job: Job, dims: ParallelDims, *, tracer: Optional[Callable[[Sequence[Jo
 
 
 def probing(job: Job, chunks: Sequence[Stage], probes: Sequence[Probe]) -> list[Job]:
-    """Return a job of as few layers as possible, which only fills the program's caches, and one for each probe.
-
-    Args:
-        chunks: the full stages of the rank.
-    """
+    """Return a job of as few layers as possible, which only fills the program's caches, and one for each probe."""
     shortest = shallower(job.model, chunks, job.training, 1)[0]
     filling = replace(job, micro_batches=0, fills_caches=True)
     jobs = [filling, *(replace(job, fills_caches=False) for _ in probes)]

@@ -54,13 +54,10 @@ def order_of(pp_size: int, pp_rank: int, chunks: int, micro_batches: int) -> lis
 
 
 def replay(passes: Sequence[tuple[float, float]], chunks: int, micro_batches: int) -> list[list[Pass]]:
-    """Simulate a step.
+    """Simulate a step; return the passes of each rank, with times.
 
     Args:
         passes: seconds of a chunk's forward and backward pass, for each pipeline rank.
-
-    Returns:
-        The passes of each rank, with times.
     """
     size = len(passes)
     waiting = [order_of(size, rank, chunks, micro_batches) for rank in range(size)]

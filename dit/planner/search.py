@@ -117,11 +117,7 @@ class Priced:
 
 
 def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, ParallelDims]] = ()) -> Requests[Costs]:
-    """Request traces of a stage shape with micro-batches of one and two samples, and larger ones that fit into memory.
-
-    Args:
-        found: candidates; those with other shapes are ignored.
-    """
+    """Request traces of a stage shape with micro-batches of one and two samples, and of larger ones that fit."""
     with_shape = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
     with_shape.sort(key=lambda pair: -pair[0].micro_batch_size)
     traced = yield from _traced(problem, shape, (1, 2))

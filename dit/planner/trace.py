@@ -80,11 +80,7 @@ class Tracer:
         self._process.join()
 
     def __call__(self, jobs: Sequence[Job]) -> list[StepTrace]:
-        """Trace steps, one after another.
-
-        Raises:
-            RuntimeError: the process ended without a result.
-        """
+        """Trace steps, one after another."""
         return self.run(trace_here, jobs)
 
     def run(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:

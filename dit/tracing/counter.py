@@ -50,11 +50,7 @@ KINDS = {
 
 
 class Product(NamedTuple):
-    """A matrix product `[batch, m, k] x [batch, k, n]`, or a convolution as such a product.
-
-    Attributes:
-        nbytes: bytes of its tensors.
-    """
+    """A matrix product `[batch, m, k] x [batch, k, n]`, or a convolution as one, and the bytes of its tensors."""
 
     batch: int
     m: int
@@ -135,11 +131,7 @@ def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts every operation, and every storage while it exists.
-
-    Args:
-        groups: process groups, for the names of traffic; None without communication.
-    """
+    """Counts every operation, and every storage while it exists; process groups give names to traffic."""
 
     def __init__(self, groups: Optional[ProcessGroups] = None) -> None:
         super().__init__()

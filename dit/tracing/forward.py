@@ -42,11 +42,7 @@ CONFIRMATIONS = 2
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of a forward pass, two per multiply-add.
-
-    Attributes:
-        layers: operations of the layers, which recompute may repeat.
-    """
+    """Operations of a forward pass, two per multiply-add, and those of the layers, which recompute may repeat."""
 
     total: int
     layers: int
@@ -96,11 +92,7 @@ class LinearForm:
 
 
 def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
-    """Return the features of a sample; the cost of its matrix products and attention is linear in them.
-
-    Args:
-        grid: (t, h, w) of the sample in patches.
-    """
+    """Return the features of a sample; the cost of its matrix products and attention is linear in them."""
     t, h, w = grid
     n = t * h * w
     numbers = [1, n, text, n * n, n * h * w, n * t, n * text, text * text]
@@ -127,11 +119,7 @@ class ForwardCost:
         self._network: Optional[_Shortened] = None
 
     def of_sample(self, grid: Grid, text: int = 1) -> ForwardFlops:
-        """Count the operations of a sample.
-
-        Args:
-            text: tokens of its text; the null text has one token.
-        """
+        """Count the operations of a sample; the null text has one token."""
         flops = self._cache.get((grid, text))
         if flops is None:
             # A network on grids may round their sides, so each grid has a separate form in the text length.

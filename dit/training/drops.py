@@ -25,11 +25,7 @@ class DropReport:
         return report
 
     def report(self, state: TrainState, total: int, groups: ProcessGroups, log: RunLog) -> None:
-        """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
-
-        Args:
-            total: number of samples dropped so far, equal on all ranks.
-        """
+        """Record an incident and print lines if samples were dropped since the last report; every rank calls this."""
         reported, self._total = self._total, total
         if total == reported:
             return

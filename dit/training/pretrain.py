@@ -236,7 +236,6 @@ class Run:
     """The state of one rank in a run, and the actions of the training loop.
 
     Args:
-        config: checked settings.
         dims, spec: results of `RunConfig.check_here`.
         quiet: whether not to log (for benchmarks).
         lock: descriptor of the run's lock, for the process that writes checkpoints; -1 for none.
@@ -341,11 +340,6 @@ class Run:
 
         Returns:
             The global gradient norm before clipping; infinite if fp16 gradients overflowed, NaN if it is read late.
-
-        Raises:
-            NotFiniteError: the loss or the gradient norm is not finite or spikes, and the run must end; the weights are
-                unchanged.
-            MachineError: the step does not repeat, see `Recheck`.
         """
         previous, self._pending = self._pending, None
         step = train_step(self.state, self.batches, self.functions, self.checks, previous, late=late)

@@ -22,11 +22,7 @@ def rates(
     seconds: float,
     device: torch.device,
 ) -> tuple[int, dict[str, float]]:
-    """Reduce the counts of the steps since the last line; every rank calls this.
-
-    Returns:
-        The number of samples of all ranks, and the values to log.
-    """
+    """Reduce the counts of the steps since the last line; return the number of samples, and the values to log."""
     dropped, ranks = stream.sample_counts().dropped.total(), groups.world_size
     loader = [dropped, stream.samples_per_s(), stream.late()]
     counts = torch.tensor(

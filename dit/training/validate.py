@@ -89,11 +89,7 @@ def mean_losses(objective: Objective, sums: torch.Tensor) -> dict[str, float]:
 
 
 class AtTimes(AddressedNoise):
-    """Noise of held-out samples with fixed noise levels.
-
-    Args:
-        times_S: quantile of all noise levels of each sample, float32 `[S]`.
-    """
+    """Noise of held-out samples; all noise levels of a sample have one fixed quantile, float32 `[S]`."""
 
     def __init__(self, batch: PackedBatch, times_S: torch.Tensor) -> None:
         super().__init__(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)

@@ -52,9 +52,6 @@ class Discriminator(nn.Module):
         D(y) is computed once. Linearised at y, it has the value and the gradient of D'(y), where D' has constant
         parameters.
 
-        Args:
-            x_SthwC, y_SthwC: tokens of pixels, float32.
-
         Returns:
             Three columns `[S, 3]`, float32: -D'(y); 1/2 mean max(0, 1 - D(x)) + 1/2 mean max(0, 1 + D(y)) with a
             constant y; and |d D'(y) / d y|, a constant.

@@ -121,9 +121,5 @@ class Codebook(nn.Module):
 
 
 def to_pictures(tokens_NhwC: Tensor, token_side: int) -> Tensor:
-    """Return pictures `[N, C, H, W]` of tokens of pixels.
-
-    Args:
-        token_side: height and width of a token in pixels.
-    """
+    """Return pictures `[N, C, H, W]` of tokens, which have `token_side` pixels in height and width."""
     return rearrange(tokens_NhwC, "n h w (ph pw c) -> n c (h ph) (w pw)", ph=token_side, pw=token_side)

@@ -115,11 +115,7 @@ class Autoencoder(Backbone):
         return batch.layout.insert_padding(torch.cat(outputs, -1).flatten(0, 2))
 
     def encode(self, pixels_NhwC: Tensor) -> Tensor:
-        """Return the latents that other models train on: means, or z before quantisation.
-
-        Returns:
-            `[N, latent_channels, h, w]`, float32.
-        """
+        """Return the latents that other models train on, `[N, C, h, w]`, float32: means, or z before quantisation."""
         return self._encoded(pixels_NhwC)[:, : self.latent_channels]
 
     def _encoded(self, pixels_NhwC: Tensor) -> Tensor:
@@ -127,11 +123,7 @@ class Autoencoder(Backbone):
         return self.quant_conv(self.to_latent(x_NCHW.to(self.quant_conv.weight.dtype))).float()
 
     def decode(self, z_NCHW: Tensor) -> Tensor:
-        """Return the patches of pictures, `[N, h, w, token_channels]`, float32.
-
-        Args:
-            z_NCHW: latents, quantised in a VQ autoencoder.
-        """
+        """Return patches of pictures, `[N, h, w, token_channels]`, float32, from (quantised) latents."""
         p = self.patch
         x_NCHW = self.to_pixels(self.post_quant_conv(z_NCHW.to(self.post_quant_conv.weight.dtype)))
         return rearrange(x_NCHW.float(), "n c (h ph) (w pw) -> n h w (ph pw c)", ph=p, pw=p)

@@ -77,11 +77,7 @@ class TextRefiner(nn.Module):
         )
 
     def condition(self, time_S: Tensor, context_KC: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the conditioning vector of each sample.
-
-        Args:
-            context_KC: embeddings of the texts, not split over ranks.
-        """
+        """Return the conditioning vector of each sample, from texts that are not split over ranks."""
         mean_SC = mean_of_texts(context_KC, layout)
         pooled_SD = self.linear_1(mean_SC.to(context_KC.dtype))
         return self.time(time_S) + self.linear_2(nn.functional.silu(pooled_SD))
