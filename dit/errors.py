@@ -105,8 +105,6 @@ class DeviceMemoryError(UserError):
 class BusyError(UserError):
     """The run folder is in use by processes that will stop; a later start can use it."""
 
-    exit_code = EXIT_UNEXPECTED
-
 
 class SaveError(CheckpointError):
     """Training ends because its checkpoints cannot be written; earlier checkpoints are intact."""

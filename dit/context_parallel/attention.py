@@ -269,23 +269,17 @@ class _Ring(torch.autograd.Function):
         v_TNH: Tensor,
         *replicated_kv: Tensor,
     ) -> Tensor:
-        rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
+        rank, size = plan.group.rank(), plan.group.size()
         kv = torch.stack([k_TNH, v_TNH])
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         joined = Attended(torch.zeros_like(q_TNH, dtype=torch.float32), lse_TN)
         for hop in range(size):
             incoming = _RingStep(kv, plan.group) if hop < size - 1 else None
             block = Block(q_TNH, kv[0], kv[1], plan.queries, plan.blocks[(rank - hop) % size])
-            joined = merge(joined, kernel.forward(block))
+            joined = merge(joined, plan.kernel.forward(block))
             if incoming is not None:
                 kv = incoming.wait()
-        replicated = _replicated_block(plan, q_TNH, replicated_kv)
-        if replicated is not None:
-            joined = merge(joined, kernel.forward(replicated))
-        out = joined.out_TNH.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *replicated_kv)
-        ctx.plan = plan
-        return out
+        return _output(ctx, plan, joined, (q_TNH, k_TNH, v_TNH), replicated_kv)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
@@ -314,29 +308,35 @@ class _Ring(torch.autograd.Function):
         if returning is not None:
             dkv += returning.wait()
         dk_TNH, dv_TNH = dkv.to(kv.dtype)
-        more, replicated_dkv = _replicated_backward(
-            grad_TNH, _replicated_block(plan, q_TNH, replicated_kv), joined, kernel
-        )
+        more, replicated_dkv = _replicated_backward(plan, joined, grad_TNH, q_TNH, replicated_kv)
         dq_TNH = dq_TNH if more is None else dq_TNH + more
         return None, dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, *replicated_dkv
 
 
-def _replicated_block(plan: _Plan, q_TNH: Tensor, replicated_kv: Sequence[Tensor]) -> Optional[Block]:
-    """Return the replicated block, or None."""
-    if plan.replicated is None:
-        return None
-    k_KNH, v_KNH = replicated_kv
-    return Block(q_TNH, k_KNH, v_KNH, plan.queries, plan.replicated)
+def _output(
+    ctx: _Context, plan: _Plan, joined: Attended, qkv: Sequence[Tensor], replicated_kv: Sequence[Tensor]
+) -> Tensor:
+    """Merge the replicated block, if any; save the tensors of the backward pass, and return the output."""
+    if plan.replicated is not None:
+        k_KNH, v_KNH = replicated_kv
+        block = Block(qkv[0], k_KNH, v_KNH, plan.queries, plan.replicated)
+        joined = merge(Attended(joined.out_TNH.float(), joined.lse_TN), plan.kernel.forward(block))
+    out = joined.out_TNH.to(qkv[0].dtype)
+    ctx.save_for_backward(*qkv, out, joined.lse_TN, *replicated_kv)
+    ctx.plan = plan
+    return out
 
 
 def _replicated_backward(
-    grad_TNH: Tensor, replicated: Optional[Block], joined: Attended, kernel: BlockAttention
+    plan: _Plan, joined: Attended, grad_TNH: Tensor, q_TNH: Tensor, replicated_kv: Sequence[Tensor]
 ) -> tuple[Optional[Tensor], tuple[Tensor, ...]]:
     """Return the parts of dq and of (dk, dv) of the replicated block; None and () without it."""
-    if replicated is None:
+    if plan.replicated is None:
         return None, ()
-    dq, dk, dv = kernel.backward(grad_TNH, replicated, joined)
-    return dq, (dk.to(replicated.k_KNH.dtype), dv.to(replicated.v_KNH.dtype))
+    k_KNH, v_KNH = replicated_kv
+    block = Block(q_TNH, k_KNH, v_KNH, plan.queries, plan.replicated)
+    dq, dk, dv = plan.kernel.backward(grad_TNH, block, joined)
+    return dq, (dk.to(k_KNH.dtype), dv.to(v_KNH.dtype))
 
 
 class _GatheredKeys(torch.autograd.Function):
@@ -353,13 +353,7 @@ class _GatheredKeys(torch.autograd.Function):
     ) -> Tensor:
         k, v = (_gather(x, plan.group, plan.order) for x in (k_TNH, v_TNH))
         joined = plan.kernel.forward(Block(q_TNH, k, v, plan.queries, plan.blocks[0]))
-        replicated = _replicated_block(plan, q_TNH, replicated_kv)
-        if replicated is not None:
-            joined = merge(Attended(joined.out_TNH.float(), joined.lse_TN), plan.kernel.forward(replicated))
-        out = joined.out_TNH.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *replicated_kv)
-        ctx.plan = plan
-        return out
+        return _output(ctx, plan, joined, (q_TNH, k_TNH, v_TNH), replicated_kv)
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
@@ -372,9 +366,7 @@ class _GatheredKeys(torch.autograd.Function):
             rank_by_rank = part if plan.order is None else part[plan.order[1]]
             dkv.append(torch.empty_like(k_TNH, memory_format=torch.contiguous_format))
             dist.reduce_scatter_tensor(dkv[-1], rank_by_rank.to(k_TNH.dtype).contiguous(), group=plan.group)
-        more, replicated_dkv = _replicated_backward(
-            grad_TNH, _replicated_block(plan, q_TNH, replicated_kv), joined, plan.kernel
-        )
+        more, replicated_dkv = _replicated_backward(plan, joined, grad_TNH, q_TNH, replicated_kv)
         dq = dq if more is None else dq.float() + more
         return None, dq.to(q_TNH.dtype), *dkv, *replicated_dkv
 

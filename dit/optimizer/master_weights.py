@@ -17,6 +17,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import Matrices, sharding_of
 from dit.boxes import Part
 from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
+from dit.parallel.loss_scale import sub_optimizers
 from dit.patches import patches
 from dit.settings import OptimizerConfig
 
@@ -74,11 +75,6 @@ class MasterShard:
         for slot in self.slots:
             if slot not in self.state:
                 self.state[slot] = torch.zeros_like(self.owner) if self.host is None else self.host[slot]
-
-
-def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Return the optimizers in Megatron-Core's chain (dense and expert parameters have one each)."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def is_fsdp(optimizer: MegatronOptimizer) -> bool:

@@ -33,11 +33,12 @@ from dit.kernels.muon import iteration_dtype
 from dit.kernels.resolve import OPTIMIZER
 from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, set_step_count, sub_optimizers
+from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, set_step_count
 from dit.optimizer.muon import Muon
 from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.unit_rows import UnitRows
 from dit.parallel.fsdp import local
+from dit.parallel.loss_scale import sub_optimizers
 from dit.patches import patches
 from dit.settings import OptimizerConfig
 
@@ -245,7 +246,7 @@ class Update:
         """Gather the new weights of all ranks, as Megatron-Core does after its own update."""
         fsdp = [part for part in self.sub_optimizers if is_fsdp(part)]
         for part in fsdp:
-            part._copy_main_params_to_model_params()  # type: ignore[attr-defined]
+            part._copy_main_params_to_model_params()
         sharded = [part for part in self.sub_optimizers if isinstance(part, DistributedOptimizer)]
         for chunk in {id(chunk): chunk for part in sharded for chunk in part.model_chunks}.values():
             if fsdp or not chunk.ddp_config.overlap_param_gather:

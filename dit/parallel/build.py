@@ -32,7 +32,7 @@ from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
 from dit.parallel.fsdp import finalize_shards, reduces_in_backward, wrap_fsdp
 from dit.parallel.implementations import DTYPES, target_of
-from dit.parallel.loss_scale import share_loss_scale
+from dit.parallel.loss_scale import share_loss_scale, sub_optimizers
 from dit.parallel.pipeline import split_layers, stages
 from dit.patches import patches
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -328,7 +328,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         config, list(wrapped), overrides, use_gloo_process_groups=False, pg_collection=groups.collection
     )
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = sub_optimizers(optimizer)
     for part in parts:
         if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
             # The gradient norm counts an unsharded parameter only on the first tensor-parallel rank. Tensor-parallel

@@ -146,12 +146,9 @@ def reduce_unsharded(buffer: param_and_grad_buffer.ParamAndGradBuffer, copies: O
     reduce = buffer.reduce_scatter_gradients
 
     def reduce_trained(async_op: bool = True) -> None:
-        groups = buffer.parameter_groups
-        buffer.parameter_groups = trained = [group for group in groups if group.main_grad_buffer is not None]
-        try:
+        trained = [group for group in buffer.parameter_groups if group.main_grad_buffer is not None]
+        with replaced(buffer, parameter_groups=trained):
             reduce(async_op)
-        finally:
-            buffer.parameter_groups = groups
         if copies is not None:
             for group in trained:
                 dist.all_reduce(group.main_grad_buffer.get_shard_from_local_buffer(), group=copies)
@@ -209,7 +206,6 @@ def cached_module_walks() -> Iterator[None]:
     """
     submodules: dict[nn.Module, set[nn.Module]] = {}
     hooks = megatron_fsdp.MegatronFSDP._register_fsdp_hooks
-    searches = {module: module.is_submodule for module in (megatron_fsdp, param_and_grad_buffer)}
 
     def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
         if parent_module not in submodules:
@@ -224,12 +220,9 @@ def cached_module_walks() -> Iterator[None]:
         finally:
             del root.parameters
 
-    megatron_fsdp.MegatronFSDP._register_fsdp_hooks = register_hooks
-    for module in searches:
-        module.is_submodule = is_submodule
-    try:
+    with (
+        replaced(megatron_fsdp.MegatronFSDP, _register_fsdp_hooks=register_hooks),
+        replaced(megatron_fsdp, is_submodule=is_submodule),
+        replaced(param_and_grad_buffer, is_submodule=is_submodule),
+    ):
         yield
-    finally:
-        megatron_fsdp.MegatronFSDP._register_fsdp_hooks = hooks
-        for module, search in searches.items():
-            module.is_submodule = search

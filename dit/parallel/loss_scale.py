@@ -145,7 +145,8 @@ class LossScale:
             self._trackers.copy_(torch.tensor([int(scalars[name]) for name in TRACKERS]))
 
 
-def _parts(optimizer: MegatronOptimizer) -> list[Any]:
+def sub_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+    """Return the optimizers in Megatron-Core's chain (dense and expert parameters have one each)."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
@@ -156,7 +157,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 )
 def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any], micro_batch_size: int) -> None:
     """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it."""
-    parts = _parts(optimizer)
+    parts = sub_optimizers(optimizer)
     shared = LossScale(parts[0].grad_scaler, micro_batch_size)
     for part in parts:
         part.grad_scaler = shared
@@ -175,5 +176,5 @@ def _unscale(optimizer: MegatronOptimizer, scale: LossScale) -> bool:
 
 def loss_scale_of(optimizer: MegatronOptimizer) -> Optional[LossScale]:
     """Return the loss scale of a run, or None if the run does not train in fp16."""
-    scale = getattr(_parts(optimizer)[0], "grad_scaler", None)
+    scale = getattr(sub_optimizers(optimizer)[0], "grad_scaler", None)
     return scale if isinstance(scale, LossScale) else None

@@ -14,11 +14,12 @@ from dit.checkpoint.sharded_state import share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import SLOTS, copy_of, get_step_count, master_shards, part_of, sub_optimizers
+from dit.optimizer.master_weights import SLOTS, copy_of, get_step_count, master_shards, part_of
 from dit.optimizer.schedules import Constant
 from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.loss_scale import sub_optimizers
 from dit.run_config import RunConfig
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
