@@ -14,7 +14,7 @@ PASSES = 7
 backward."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PatchGAN:
     """Sizes of a discriminator of patches.
 
@@ -23,8 +23,8 @@ class PatchGAN:
         hidden_size: channels of the first one.
     """
 
-    num_layers: int
-    hidden_size: int
+    num_layers: int = ranged(3, LAYERS)
+    hidden_size: int = ranged(64, WIDTH)
 
     def convolutions(self, channels: int) -> list[tuple[int, int, int]]:
         """Return input channels, output channels and stride of each 4 x 4 convolution."""

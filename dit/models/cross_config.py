@@ -39,4 +39,4 @@ class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, Cla
     def megatron_sizes(self) -> TransformerSizes:
         # Norms over the full width are split with the heads; Megatron-Core would sum their gradients over ranks.
         qk_layernorm = self.qk_layernorm and not self.norm_full_width
-        return replace(super().megatron_sizes(), num_query_groups=self.num_query_groups, qk_layernorm=qk_layernorm)
+        return replace(super().megatron_sizes(), qk_layernorm=qk_layernorm)

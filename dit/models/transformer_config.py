@@ -180,8 +180,11 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
+            num_query_groups=getattr(self, "num_query_groups", None),
             ffn_hidden_size=self.ffn_size,
+            add_bias_linear=getattr(self, "add_bias", True),
             layernorm_epsilon=self.layernorm_epsilon,
+            qk_layernorm=getattr(self, "qk_layernorm", False),
         )
 
 

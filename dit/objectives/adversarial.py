@@ -10,7 +10,7 @@ from dit.auxiliary import PatchGAN
 from dit.layout import SequenceLayout
 from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import COUNT_OR_ZERO, LAYERS, POSITIVE, WIDTH, check_ranges, ranged
+from dit.ranges import COUNT_OR_ZERO, POSITIVE, check_ranges, ranged
 
 NUM_SCORES = 3
 """Columns of a prediction that the discriminator adds (`dit.models.autoencoder.discriminator`)."""
@@ -18,8 +18,8 @@ MAX_ADAPTIVE_WEIGHT = 1e4
 TINY = 1e-6  # delta of Eq. 7
 
 
-@dataclass(kw_only=True)
-class Adversarial:
+@dataclass(frozen=True, kw_only=True)
+class Adversarial(PatchGAN):
     """Train the autoencoder against a discriminator D that scores patches of pictures ("VQGAN loss").
 
     With a sample x, its reconstruction y, the mean over patches in D(.), and sg for a stopped gradient, both networks
@@ -51,8 +51,6 @@ class Adversarial:
 
     weight: float = ranged(0.5, POSITIVE)
     start_step: int = ranged(50_000, COUNT_OR_ZERO)
-    num_layers: int = ranged(3, LAYERS)
-    hidden_size: int = ranged(64, WIDTH)
     lr_factor: float = ranged(1.0, POSITIVE)
 
     terms: ClassVar[tuple[str, ...]] = ("generator", "discriminator")
@@ -60,11 +58,6 @@ class Adversarial:
 
     def __post_init__(self) -> None:
         check_ranges("objective.adversarial", self)
-
-    @property
-    def network(self) -> PatchGAN:
-        """Sizes of the discriminator."""
-        return PatchGAN(self.num_layers, self.hidden_size)
 
     def weight_S(self, sample_weight_S: Tensor, step_1: Tensor) -> Tensor:
         """Return the weight of each sample's terms after the number of completed steps, int64 `[1]`."""

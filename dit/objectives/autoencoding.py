@@ -46,7 +46,7 @@ class Reconstruction(Objective):
         if self.adversarial is None:
             return NO_NETWORKS
         part = self.adversarial
-        return AuxiliaryNetworks(discriminator=part.network, start_step=part.start_step, lr_factor=part.lr_factor)
+        return AuxiliaryNetworks(discriminator=part, start_step=part.start_step, lr_factor=part.lr_factor)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Return the pixels as inputs and target, times of zero, and the batch's loss weights."""

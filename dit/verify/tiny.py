@@ -152,7 +152,7 @@ def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
     if not isinstance(objective, Autoencoding | VQAutoencoding) or objective.adversarial is None:
         return objective
     part, side = objective.adversarial, model.patch_spatial * min(min(h, w) for _, h, w in tiny_grids(model))
-    while part.num_layers > 1 and part.network.smallest_side > side:
+    while part.num_layers > 1 and part.smallest_side > side:
         part = replace(part, num_layers=part.num_layers - 1)
     part = replace(part, start_step=0, hidden_size=min(part.hidden_size, HEAD_SIZE))
     return replace(objective, adversarial=part)

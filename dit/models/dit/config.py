@@ -7,7 +7,7 @@ from typing import Optional
 from dit.condition_table import TEACHER_TOKEN
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.expert_options import ExpertOptions
 from dit.models.routing_config import TokenRouted
@@ -130,6 +130,3 @@ class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
                 f"model.class_tokens={numbers} must be a count of at least 1 and the index of the first layer with "
                 f"these tokens, below model.num_layers={self.num_layers}, such as [32,4]"
             )
-
-    def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=self.qk_layernorm)

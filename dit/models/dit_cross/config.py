@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.conditioned import ControlConditioned
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.routing_config import TokenRouted
@@ -27,6 +27,3 @@ class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted, ControlConditioned)
     @property
     def supports(self) -> Supports:
         return replace(super().supports, aligned=True, compiled=True)
-
-    def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias)

@@ -1,10 +1,10 @@
 """Sizes of the Movie Gen backbone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.expert_options import ExpertOptions
 from dit.ranges import PATCHES, check_unused, ranged
@@ -24,6 +24,7 @@ class MovieGenConfig(CrossAttentionModelConfig, ExpertOptions):
     """
 
     supports = Supports(aligned=True, compiled=True, fixed_packs=True)
+    add_bias = False
 
     hidden_size: int = 2048
     num_layers: int = 16
@@ -55,6 +56,3 @@ class MovieGenConfig(CrossAttentionModelConfig, ExpertOptions):
             return None
         t, h, w = self.max_grid
         return t, h, w
-
-    def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), add_bias_linear=False)

@@ -1,9 +1,9 @@
 """Sizes of the PRX backbone."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Optional
 
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.conditioned import NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import LAYERS, LAYERS_OR_ZERO, ranged
@@ -23,6 +23,8 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
     """
 
     supports = Supports(aligned=True)
+    add_bias = False
+    qk_layernorm = True
 
     in_channels: int = 16
     context_size: Optional[int] = 2304
@@ -36,6 +38,3 @@ class PRXConfig(TransformerModelConfig, NullTextConditioned):
     def validate(self) -> None:
         super().validate()
         self.text_size()
-
-    def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), add_bias_linear=False, qk_layernorm=True)

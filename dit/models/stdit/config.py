@@ -1,11 +1,11 @@
 """Settings of the spatial-temporal DiT."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Optional, get_args
 
 from dit.context_parallel.segments import AttentionKind
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.transformer_config import Positions
 from dit.ranges import POSITIVE, ranged
@@ -86,9 +86,6 @@ class STDiTConfig(CrossAttentionModelConfig):
                 f"model.layer_pattern={self.layer_pattern} has layers with {sorted({len(k) for k in layers})} "
                 "self-attentions, but all layers share one modulation; use the same number in each layer"
             )
-
-    def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias)
 
     def layer_kind(self, layer: int) -> tuple[AttentionKind, ...]:
         return self.kinds(layer)

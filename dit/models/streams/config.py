@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Optional
 from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import Supports, TransformerSizes
+from dit.models.base import Supports
 from dit.models.conditioned import NULLS, NullTextConditioned
 from dit.models.transformer_config import Activation, TransformerModelConfig, check_query_groups
 from dit.ranges import LAYERS, LAYERS_OR_ZERO, NOT_NEGATIVE, PATCHES, RANGE, WIDTH, ranged
@@ -200,14 +200,6 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
             raise ConfigError(
                 f"model.position_crop={self.position_crop} must be two numbers: side and span of a square"
             )
-
-    def megatron_sizes(self) -> TransformerSizes:
-        return replace(
-            super().megatron_sizes(),
-            num_query_groups=self.num_query_groups,
-            add_bias_linear=self.add_bias,
-            qk_layernorm=self.qk_layernorm,
-        )
 
     def layer_kind(self, layer: int) -> LayerKind:
         return LayerKind(

@@ -324,7 +324,9 @@ def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layer
 
 
 @pytest.mark.parametrize("frames", [1, 3])
-@pytest.mark.parametrize("sizes", [PatchGAN(2, 6), PatchGAN(3, 5)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [PatchGAN(num_layers=2, hidden_size=6), PatchGAN(num_layers=3, hidden_size=5)], ids=str
+)
 def test_operations_of_the_discriminator_equal_those_of_torch(
     one_rank_world: ProcessGroups, sizes: PatchGAN, frames: int
 ) -> None:
