@@ -321,12 +321,7 @@ def merge_states(states: Sequence[Mapping[str, Any]], *, dp_rank: int = 0, dp_si
 
 
 def check_resumed_streams(saved: Mapping[str, Any], resumed: Iterable[Collection[int]]) -> None:
-    """Check that the ranks of a resumed run continue exactly the saved streams.
-
-    Args:
-        saved: the loaded state, see `merge_states`.
-        resumed: streams in the `state_dict` of each rank after loading.
-    """
+    """Check that the ranks of a resumed run, after loading, continue exactly the streams of the saved state."""
     before, after = sorted(saved.get("streams", {})), sorted(set().union(*resumed))
     if before != after:
         raise DataError(

@@ -18,14 +18,7 @@ VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Make the C library reuse freed memory instead of returning it to the system.
-
-    Args:
-        environ: environment; if it has one of `VARIABLES`, nothing is changed.
-
-    Returns:
-        Whether the limits were changed; only glibc has them.
-    """
+    """Make glibc reuse freed memory, unless one of `VARIABLES` is set; return whether the limits were changed."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or any(name in environ for name in VARIABLES):
         return False

@@ -2,7 +2,7 @@
 
 from dit.condition_table import AUGMENTATION
 from dit.errors import ConfigError
-from dit.models.base import Ability, ModelConfig
+from dit.models.base import ModelConfig
 from dit.models.routing_config import TokenRouted
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
@@ -45,7 +45,7 @@ def check_alignment(objective: Objective, model: ModelConfig) -> None:
         return
     setting = f"objective.alignment.layer={projection.layer}"
     cure = "model=dit_xl or another model with one stream and without model.class_tokens, or objective.alignment=none"
-    model.check_supports(Ability.ALIGNED, setting, cure)
+    model.check_supports("aligned", setting, cure)
     layers = model.megatron_sizes().num_layers
     if projection.layer > layers:
         raise ConfigError(f"{setting} is above model.num_layers={layers}; use the layer after a third of them")

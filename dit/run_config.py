@@ -11,7 +11,7 @@ from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
 from dit.fixed_packs import PackMaxima
-from dit.models.base import Ability, ModelConfig
+from dit.models.base import ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.routing_config import TokenRouted
 from dit.objective_checks import check_alignment, check_intervals, check_outputs
@@ -141,7 +141,7 @@ class RunConfig:
             )
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
-            self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
+            self.model.check_supports("mixed_shapes", f"data={type(self.data).__name__}", cure)
         if self.training.cuda_graph:
             check_cuda_graph(self, spec)
         if (setting := self.data.levels_setting()) is not None:
@@ -330,7 +330,7 @@ def check_levels(model: ModelConfig, objective: Objective, setting: str, cure: s
         setting: setting that requires them, with its value.
         cure: what to use otherwise.
     """
-    model.check_supports(Ability.LEVELS, setting, cure)
+    model.check_supports("levels", setting, cure)
     _check_clean_tokens(objective, setting, cure)
 
 

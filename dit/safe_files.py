@@ -272,11 +272,7 @@ class StoredArray:
     _file: IO[bytes]
 
     def read(self) -> Any:
-        """Return the array.
-
-        Raises:
-            ValueError: it is damaged, or has more than `LONGEST_ARRAY` bytes.
-        """
+        """Return the array; one that is damaged or has more than `LONGEST_ARRAY` bytes is a ValueError."""
         array = self._next(math.prod(self.shape))
         return array.reshape(self.shape[::-1]).T if self.is_fortran else array.reshape(self.shape)
 

@@ -43,6 +43,7 @@ from dit.layout import SequenceLayout
 ContextComm = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 SegmentComm = Literal["hybrid", "context"]
 Order = Optional[tuple[Tensor, Tensor]]
+"""The permutation from rank-by-rank to ascending order, and its inverse; None for the identity."""
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,6 @@ class _Plan:
 
     Attributes:
         blocks: layouts of the keys of each rank of a ring; if keys are gathered, the layout of all keys.
-        order: the permutation from rank-by-rank to ascending order, and its inverse, if keys are gathered.
-        replicated: layout of the replicated keys, or None.
     """
 
     queries: SequenceLayout
@@ -427,7 +426,6 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
 
     Args:
         xs_TNH: tensors of the local tokens, which may differ in the number of heads; sent together.
-        order: the permutation from rank-by-rank to ascending order, and its inverse; None for the identity.
 
     Returns:
         For each tensor `[T, N, H]`, the tokens of all ranks in ascending order, `[T * size, N / size, H]`.

@@ -2,8 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from enum import Enum
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
 import torch
@@ -69,52 +68,38 @@ class TransformerSizes:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-class Ability(Enum):
-    """A feature of a backbone other than data parallelism in fp32, with its description for messages."""
-
-    TENSOR = "tensor parallelism"
-    SEQUENCE = "sequence parallelism"
-    PIPELINE = "pipeline parallelism"
-    CONTEXT = "context parallelism"
-    EXPERT = "expert parallelism"
-    FSDP = "FSDP"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    MIXED_SHAPES = "samples of different shapes in one micro-batch"
-    LEVELS = "several noise levels in a sample"  # see `dit.levels`
-    SPLIT_TEXTS = "context parallelism of all tokens"  # no stream of tokens is replicated
-    ALIGNED = "alignment of hidden states"  # with features of a teacher (`objective.alignment`)
-    COMPILED = "compiled layers"  # by torch.compile (`training.kernels=compile`)
-    FIXED_PACKS = "CUDA graphs of packs"  # passes read no lengths of samples (`dit.fixed_packs`)
+def _ability(description: str, default: bool = True) -> bool:
+    return field(default=default, metadata={"description": description})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """The abilities of a backbone (`Ability`). A setting that needs a missing one raises an error."""
+    """Features of a backbone, other than data parallelism in fp32. A setting that needs a missing one is an error."""
 
-    tensor: bool = True
-    sequence: bool = True
-    pipeline: bool = True
-    context: bool = True
-    expert: bool = True
-    fsdp: bool = True
-    bf16: bool = True
-    fp16: bool = True
-    mixed_shapes: bool = True
-    levels: bool = True
-    split_texts: bool = True
-    aligned: bool = False
-    compiled: bool = False
-    fixed_packs: bool = False
-
-    def abilities(self) -> dict[Ability, bool]:
-        return {ability: getattr(self, ability.name.lower()) for ability in Ability}
+    tensor: bool = _ability("tensor parallelism")
+    sequence: bool = _ability("sequence parallelism")
+    pipeline: bool = _ability("pipeline parallelism")
+    context: bool = _ability("context parallelism")
+    expert: bool = _ability("expert parallelism")
+    fsdp: bool = _ability("FSDP")
+    bf16: bool = _ability("bf16")
+    fp16: bool = _ability("fp16")
+    mixed_shapes: bool = _ability("samples of different shapes in one micro-batch")
+    levels: bool = _ability("several noise levels in a sample")  # see `dit.levels`
+    split_texts: bool = _ability("context parallelism of all tokens")  # no stream of tokens is replicated
+    aligned: bool = _ability("alignment of hidden states", False)  # with features of a teacher (`objective.alignment`)
+    compiled: bool = _ability("compiled layers", False)  # by torch.compile (`training.kernels=compile`)
+    fixed_packs: bool = _ability("CUDA graphs of packs", False)  # passes read no lengths of samples (`dit.fixed_packs`)
 
     def __str__(self) -> str:
-        words = [ability.value for ability, supported in self.abilities().items() if supported]
-        return ", ".join(["data parallelism", "fp32", *words])
+        return ", ".join(["data parallelism", "fp32", *(DESCRIPTIONS[name] for name in DESCRIPTIONS if self.has(name))])
+
+    def has(self, ability: str) -> bool:
+        return bool(getattr(self, ability))
 
 
+DESCRIPTIONS: dict[str, str] = {ability.name: ability.metadata["description"] for ability in fields(Supports)}
+"""Descriptions of the fields of `Supports`, for messages."""
 PICTURES = Supports(
     tensor=False,
     sequence=False,
@@ -153,8 +138,8 @@ class ModelConfig(ABC):
         """Features of the backbone with these settings; a class attribute if they do not depend on settings."""
         return Supports()
 
-    def check_supports(self, ability: Ability, setting: str, cure: str) -> None:
-        """Check that the backbone supports a feature.
+    def check_supports(self, ability: str, setting: str, cure: str) -> None:
+        """Check that the backbone supports a feature, a field of `Supports`.
 
         The message also names each setting of the model whose default makes the backbone support it.
 
@@ -162,16 +147,16 @@ class ModelConfig(ABC):
             setting: the setting that requires the feature, with its value.
             cure: settings that do not require it.
         """
-        if self.supports.abilities()[ability]:
+        if self.supports.has(ability):
             return
         defaults = {f.name: f.default for f in fields(self) if f.default not in (MISSING, getattr(self, f.name))}
         others = [
             f", or model.{name}={'null' if default is None else default}"
             for name, default in defaults.items()
-            if replace(self, **{name: default}).supports.abilities()[ability]
+            if replace(self, **{name: default}).supports.has(ability)
         ]
         raise ConfigError(
-            f"{type(self).__name__} does not support {ability.value}, which {setting} requires; "
+            f"{type(self).__name__} does not support {DESCRIPTIONS[ability]}, which {setting} requires; "
             f"it supports {self.supports}. Use {cure}{''.join(others)}"
         )
 

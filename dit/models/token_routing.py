@@ -58,12 +58,7 @@ def select_kept(keys_S: Tensor, layout: SequenceLayout, share: float) -> Tensor:
 
 
 def shorter_layout(layout: SequenceLayout, share: float, multiple_of: int, pack_multiple_of: int) -> SequenceLayout:
-    """Return the layout of the global pack of kept tokens.
-
-    Args:
-        multiple_of: every sample is padded to a multiple of this number of tokens.
-        pack_multiple_of: the same for the pack.
-    """
+    """Return the layout of the global pack of kept tokens; samples and pack are padded to multiples of two numbers."""
     kept = [expert_capacity(n, 1, 1 - share) for n in layout.level_layout.lengths]
     numbers = (0,) * len(kept) if layout.levels is None else layout.levels.numbers
     counts = (1,) * len(kept) if layout.levels is None else layout.levels.counts

@@ -7,7 +7,7 @@ from typing import Literal, Optional
 
 from dit.errors import ConfigError
 from dit.kernels.fp8 import BLOCKS, check_features
-from dit.models.base import Ability, ModelConfig, TransformerSizes
+from dit.models.base import ModelConfig, TransformerSizes
 from dit.parallel.pipeline import split_layers
 from dit.ranges import LAYERS, RANKS, check_ranges, ranged
 from dit.settings import Fp8, TrainingConfig
@@ -167,27 +167,26 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
     Training, the dry run and sampling call this before anything is built.
     """
     for ability, name, size in (
-        (Ability.TENSOR, "tensor_model_parallel_size", parallel.tensor_model_parallel_size),
-        (Ability.PIPELINE, "pipeline_model_parallel_size", parallel.pipeline_model_parallel_size),
-        (Ability.CONTEXT, "context_parallel_size", parallel.context_parallel_size),
-        (Ability.EXPERT, "expert_model_parallel_size", parallel.expert_model_parallel_size),
+        ("tensor", "tensor_model_parallel_size", parallel.tensor_model_parallel_size),
+        ("pipeline", "pipeline_model_parallel_size", parallel.pipeline_model_parallel_size),
+        ("context", "context_parallel_size", parallel.context_parallel_size),
+        ("expert", "expert_model_parallel_size", parallel.expert_model_parallel_size),
     ):
         if size > 1:
             model.check_supports(ability, f"parallel.{name}={size}", f"parallel.{name}=1")
     if parallel.sequence_parallel:
-        model.check_supports(Ability.SEQUENCE, "parallel.sequence_parallel=True", "parallel.sequence_parallel=False")
+        model.check_supports("sequence", "parallel.sequence_parallel=True", "parallel.sequence_parallel=False")
     if parallel.data_parallel == "fsdp":
         cure = "parallel.data_parallel=distributed_optimizer"
-        model.check_supports(Ability.FSDP, "parallel.data_parallel=fsdp", cure)
+        model.check_supports("fsdp", "parallel.data_parallel=fsdp", cure)
     if training.kernels == "compile":
         _check_compiled(model, parallel, training)
     if training.linears == "overlapped":
         _check_overlapped(parallel, training.fp8)
     if training.fp8 is not None:
         _check_fp8(model, parallel, training.fp8)
-    for precision, ability in (("bf16", Ability.BF16), ("fp16", Ability.FP16)):
-        if training.precision == precision:
-            model.check_supports(ability, f"training.precision={precision}", "training.precision=fp32")
+    if training.precision != "fp32":
+        model.check_supports(training.precision, f"training.precision={training.precision}", "training.precision=fp32")
 
 
 def _check_compiled(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Literal, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import Ability, ModelConfig
+from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.planner.devices import Device
@@ -159,15 +159,15 @@ def _kinds(problem: Problem, tensor: int, context: int, pipeline: int) -> list[t
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Yield every layout in powers of two, including those that the settings do not allow."""
     model, world = problem.model, problem.world_size
-    sizes, able = model.megatron_sizes(), model.supports.abilities()
+    sizes, supports = model.megatron_sizes(), model.supports
     layers, experts = sizes.num_layers, sizes.num_moe_experts or 1
 
-    def upto(ability: Ability, limit: int) -> list[int]:
-        return _powers(min(limit, world)) if able[ability] else [1]
+    def upto(limit: int, *, supported: bool) -> list[int]:
+        return _powers(min(limit, world)) if supported else [1]
 
-    tensors = upto(Ability.TENSOR, problem.device.node_size)
-    contexts = upto(Ability.CONTEXT, problem.tokens // FEWEST_TOKENS)
-    pipelines = upto(Ability.PIPELINE, layers)
+    tensors = upto(problem.device.node_size, supported=supports.tensor)
+    contexts = upto(problem.tokens // FEWEST_TOKENS, supported=supports.context)
+    pipelines = upto(layers, supported=supports.pipeline)
     form: Recompute = "selective" if problem.training.recompute == "selective" else "none"
     for tensor, context, expert, pipeline in product(tensors, contexts, _powers(experts), pipelines):
         for chunks in [None, *_powers(layers // pipeline)[1:3]] if pipeline > 1 else [None]:
@@ -177,7 +177,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
                 _kinds(problem, tensor, context, pipeline), _powers(problem.training.global_batch_size), shares
             ):
                 if size <= max(1, problem.training.global_batch_size * tensor * context * pipeline // world):
-                    sequence = tensor > 1 and able[Ability.SEQUENCE]
+                    sequence = tensor > 1 and supports.sequence
                     shape = Shape(tensor, sequence, context, expert, form, data == "fsdp", instances)
                     yield Candidate(shape, pipeline, chunks, data, size, share)
 

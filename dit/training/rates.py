@@ -56,9 +56,6 @@ def rank_times(seconds: list[float], groups: ProcessGroups, device: torch.device
     """Return the seconds of a step until the gradients are reduced: the median, the slowest rank and its number.
 
     Ranks that share a model wait for each other in the step, so a slow rank slows its whole replica down.
-
-    Args:
-        seconds: seconds of this rank for each step since the last call.
     """
     means = torch.zeros(groups.world_size, device=device)
     means[groups.rank] = sum(seconds) / max(1, len(seconds))

@@ -13,7 +13,7 @@ from torch import Tensor
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.layout import CLEAN
-from dit.models.base import Ability, Backbone, ModelConfig
+from dit.models.base import Backbone, ModelConfig
 from dit.models.streams.config import StreamsConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
@@ -181,7 +181,7 @@ def test_models_of_references_are_verified_with_references(recipe: str) -> None:
 
 
 def test_only_token_backbones_take_several_levels() -> None:
-    refusing = {name for name in NAMES if not config_of(name).supports.abilities()[Ability.LEVELS]}
+    refusing = {name for name in NAMES if not config_of(name).supports.levels}
     assert {name for name in NAMES if "unet" in name or "autoencoder" in name or name == "imagen"} <= refusing
     assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit", "sd3", "z_image", *EDITED} <= set(LEVELED)
     assert set(EDITED) == {"chroma", "flux", "flux2", "qwen_image"}

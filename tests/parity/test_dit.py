@@ -11,7 +11,7 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.kernels.attention import segment_sdpa
 from dit.layout import SequenceLayout
-from dit.models.base import Ability, Stage
+from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.registry import build_backbone
 from dit.models.routing_config import RoutingConfig
@@ -220,7 +220,7 @@ def test_later_layers_have_the_tokens_of_the_first_values(changes: dict):
 
 def test_class_tokens_have_the_noise_level_of_their_sample():
     with pytest.raises(ConfigError, match=r"DiTConfig does not support .*, which data\.some=1 requires"):
-        config(**JIT).check_supports(Ability.LEVELS, "data.some=1", "data without it")
+        config(**JIT).check_supports("levels", "data.some=1", "data without it")
 
 
 STRETCHED = {"position_embedding": "rope_3d", "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 3.0]}
