@@ -149,6 +149,11 @@ def check_unused(
         raise ConfigError(f"{', '.join(values)} {fault} {where}; {cure}, or leave {', '.join(defaults)}")
 
 
+def divisors(n: int) -> list[int]:
+    """Return the divisors of a positive number, ascending, for messages."""
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
 def check_path(key: str, path: str) -> None:
     """Check that a text is a possible path."""
     if path.startswith("~"):

@@ -15,11 +15,11 @@ from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.models.lora_config import LoRAConfig
+from dit.ranges import PATCHES, WIDTH, ranged
 
 if TYPE_CHECKING:
     from dit.backends.megatron_types import MegatronConfig, MegatronModelType
     from dit.backends.provider import LayerProvider
-from dit.ranges import PATCHES, WIDTH, ranged
 
 
 @dataclass(frozen=True)

@@ -39,20 +39,14 @@ class ExpertOptions(TransformerModelConfig):
             names = [name for name in vars(self) if name.startswith("moe_")]
             check_unused("model", self, names, "without experts", "set model.num_experts too")
             return
-        names, other = ["moe_capacity_factor"], "expert_choice"
+        used, unused, other = "moe_top_k", ["moe_capacity_factor"], "expert_choice"
         if self.moe_router == "expert_choice":
-            names, other = ["moe_top_k", "moe_aux_loss_coeff"], "top_k"
+            used, unused, other = "moe_capacity_factor", ["moe_top_k", "moe_aux_loss_coeff"], "top_k"
         where = f"with model.moe_router={self.moe_router}"
-        check_unused("model", self, names, where, f"use model.moe_router={other}")
-        if self.moe_router == "expert_choice" and self.moe_capacity_factor > experts:
+        check_unused("model", self, unused, where, f"use model.moe_router={other}")
+        if (count := getattr(self, used)) > experts:
             raise ConfigError(
-                f"model.moe_capacity_factor={self.moe_capacity_factor} is the mean number of experts per token "
-                f"(model.num_experts={experts}); use a value above 0 and up to {experts}"
-            )
-        if self.moe_router == "top_k" and self.moe_top_k > experts:
-            raise ConfigError(
-                f"model.moe_top_k={self.moe_top_k} is the number of experts per token "
-                f"(model.num_experts={experts}); use a value from 1 to {experts}"
+                f"model.{used}={count} experts per token exceed model.num_experts={experts}; use at most {experts}"
             )
 
     @property

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, Optional, Self
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, TransformerSizes
 from dit.models.lora_config import LoRAConfig
-from dit.ranges import POSITIVE, WIDTH, Range, check_ranges, check_unused, ranged
+from dit.ranges import POSITIVE, WIDTH, Range, check_ranges, check_unused, divisors, ranged
 
 if TYPE_CHECKING:
     from dit.layers.positions import RotaryPositions
@@ -132,7 +132,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
                     "only adapters; use model.base_width=null"
                 )
         if self.hidden_size % self.num_attention_heads:
-            fits = [n for n in range(1, self.hidden_size + 1) if self.hidden_size % n == 0 and n <= 64]
+            fits = [n for n in divisors(self.hidden_size) if n <= 64]
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} is not a multiple of "
                 f"model.num_attention_heads={self.num_attention_heads}; use one of {fits} heads"
@@ -191,10 +191,9 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 def check_query_groups(heads: int, groups: Optional[int]) -> None:
     """Check that key and value heads divide the query heads; None is one per query head."""
     if groups is not None and heads % groups:
-        fits = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
             f"model.num_attention_heads={heads} is not a multiple of model.num_query_groups={groups}; use one of "
-            f"{fits} groups, or None for one per head"
+            f"{divisors(heads)} groups, or None for one per head"
         )
 
 

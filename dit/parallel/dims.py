@@ -9,7 +9,7 @@ from dit.errors import ConfigError
 from dit.kernels.fp8 import BLOCKS, check_features
 from dit.models.base import ModelConfig, TransformerSizes
 from dit.parallel.pipeline import split_layers
-from dit.ranges import LAYERS, RANKS, check_ranges, ranged
+from dit.ranges import LAYERS, RANKS, check_ranges, divisors, ranged
 from dit.settings import Fp8, TrainingConfig
 
 FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
@@ -84,10 +84,6 @@ class ParallelDims:
     token_multiple: int
 
 
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def fewest_ranks(parallel: ParallelConfig, *, sharded: bool = False) -> int:
     """Return the smallest number of ranks for a layout.
 
@@ -151,7 +147,7 @@ def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None
     if num_experts % ep:
         raise ConfigError(
             f"model.num_experts={num_experts} cannot be split over parallel.expert_model_parallel_size={ep} ranks; "
-            f"use one of {_divisors(num_experts)} or change the number of experts"
+            f"use one of {divisors(num_experts)} or change the number of experts"
         )
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         raise ConfigError(
@@ -288,13 +284,13 @@ def _check_heads(parallel: ParallelConfig, sizes: TransformerSizes) -> None:
     if heads % tp:
         raise ConfigError(
             f"num_attention_heads={heads} cannot be split over tensor_model_parallel_size={tp}; "
-            f"use one of {_divisors(heads)} or change the number of heads"
+            f"use one of {divisors(heads)} or change the number of heads"
         )
     groups = sizes.num_query_groups or heads
     if groups % tp:
         raise ConfigError(
             f"num_query_groups={groups} cannot be split over tensor_model_parallel_size={tp}; "
-            f"use one of {_divisors(groups)} or change the number of groups"
+            f"use one of {divisors(groups)} or change the number of groups"
         )
 
 
@@ -323,13 +319,10 @@ def _replicas(parallel: ParallelConfig, world_size: int) -> int:
 
 def _check_expert_ranks(parallel: ParallelConfig, num_experts: Optional[int], dp: int) -> None:
     """Check that the experts can be split over the ranks of a pipeline stage."""
-    tp, cp, ep = (
-        parallel.tensor_model_parallel_size,
-        parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
-    )
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    ep = parallel.expert_model_parallel_size
     if tp * cp * dp % ep:
-        fits = [n for n in _divisors(tp * cp * dp) if num_experts is not None and num_experts % n == 0]
+        fits = [n for n in divisors(tp * cp * dp) if num_experts is not None and num_experts % n == 0]
         raise ConfigError(
             f"parallel.expert_model_parallel_size={ep} does not divide the TP {tp} x CP {cp} x DP {dp} = "
             f"{tp * cp * dp} ranks of a pipeline stage; use one of {fits} or start another number of ranks"
@@ -354,7 +347,7 @@ def _check_instances(parallel: ParallelConfig, num_experts: Optional[int], dp: i
         raise ConfigError(
             f"{setting} needs data_parallel=fsdp, got {parallel.data_parallel!r}; use 1 or switch FSDP on"
         )
-    fits = [1, *(n for n in _divisors(dp * cp) if 1 < n < dp * cp)]
+    fits = [1, *(n for n in divisors(dp * cp) if 1 < n < dp * cp)]
     if count not in fits:
         raise ConfigError(
             f"{setting} cannot split the DP {dp} x CP {cp} = {dp * cp} ranks into {count} groups of equal size with at "
@@ -418,7 +411,7 @@ def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
     cp, comm, inner = parallel.context_parallel_size, parallel.context_comm, parallel.context_a2a_size
     heads = kv_heads // parallel.tensor_model_parallel_size  # an exchange of heads splits keys and values too
     if comm == "a2a+p2p":
-        fits = [n for n in _divisors(cp) if 1 < n < cp and heads % n == 0]
+        fits = [n for n in divisors(cp) if 1 < n < cp and heads % n == 0]
         if inner not in fits:
             raise ConfigError(
                 f"parallel.context_comm='a2a+p2p' with context_parallel_size={cp} and {heads} heads of keys per rank "
@@ -434,5 +427,5 @@ def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
         raise ConfigError(
             f"parallel.context_comm='a2a' cannot split {kv_heads} heads of keys / "
             f"tensor_model_parallel_size={parallel.tensor_model_parallel_size} = {heads} heads over "
-            f"context_parallel_size={cp} ranks; use one of {_divisors(heads)} ranks, 'p2p' or 'all_gather'"
+            f"context_parallel_size={cp} ranks; use one of {divisors(heads)} ranks, 'p2p' or 'all_gather'"
         )

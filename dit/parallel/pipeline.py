@@ -16,6 +16,7 @@ from typing import Optional
 
 from dit.errors import ConfigError
 from dit.models.base import Stage
+from dit.ranges import divisors
 
 
 def split_layers(
@@ -38,10 +39,9 @@ def split_layers(
             order = sorted(range(count), key=lambda i: (i == count - 1, i == 0, i))
             uneven = [share + (i in order[:rest]) for i in range(count)]
             cure = f"use parallel.pipeline_layers={uneven}, or " if share else ""
-            fits = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
             raise ConfigError(
                 f"num_layers={num_layers} cannot be split evenly over parallel.{requested}; {cure}"
-                f"change the number of stages (to one of {fits})"
+                f"change the number of stages (to one of {divisors(num_layers)})"
             )
         return [num_layers // count] * count
     if len(layers) != count:

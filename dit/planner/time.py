@@ -71,11 +71,8 @@ class Cluster:
     def group(self, name: str) -> tuple[int, int]:
         """Return the size of a group and the distance between neighbouring ranks."""
         layout = self.parallel
-        tp, cp, pp = (
-            layout.tensor_model_parallel_size,
-            layout.context_parallel_size,
-            layout.pipeline_model_parallel_size,
-        )
+        tp, cp = layout.tensor_model_parallel_size, layout.context_parallel_size
+        pp = layout.pipeline_model_parallel_size
         inner = layout.context_a2a_size or 1  # of the two levels of `a2a+p2p`
         ep, instances = layout.expert_model_parallel_size, layout.num_distributed_optimizer_instances
         stage = self.world_size // pp
