@@ -74,7 +74,6 @@ class OnlineEncoding:
     Attributes:
         vae: autoencoder for pixels, see `dit.encoders.vae.Geometry.read`; None if the samples are latents.
         text_encoder: encoders for captions, see `dit.encoders.text_config`; None if the samples have embeddings.
-        precision: precision of the encoders' weights and activations.
         max_text_tokens: longer texts are truncated; None for no limit.
     """
 
@@ -89,7 +88,6 @@ class SampleCounts:
     """Number of samples read so far by kind: `image`, or `clip` for samples longer than one patch in time.
 
     Attributes:
-        used: number by kind.
         dropped: number by reason and kind; the kind is empty if the sample was not decoded.
         examples: description of the first dropped sample of each reason.
     """

@@ -39,11 +39,7 @@ def check_channels(count: int, attention: Attention) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Pictures:
-    """The pictures of a pack.
-
-    Attributes:
-        context: attention of this process under context parallelism, else None.
-    """
+    """The pictures of a pack; `context` is the attention of this process under context parallelism, else None."""
 
     layout: SequenceLayout
     grids: Grids

@@ -28,9 +28,6 @@ class ModelState:
 
     Attributes:
         chunks: unwrapped model chunks, one unless the pipeline is interleaved; same order as `wrapped`.
-        wrapped: the chunks in their data-parallel wrappers.
-        update: update of the weights and their average.
-        loss_scale: loss scale of an fp16 run; None in other precisions.
     """
 
     groups: ProcessGroups
